@@ -1,0 +1,32 @@
+"""The one place that formats quantities for people."""
+
+_SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def count(value: float) -> str:
+    """1234567 -> '1.23M'. For tokens, parameters, FLOPs."""
+    for scale, suffix in _SI:
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{suffix}" if abs(value) < 1000 * scale else f"{value / scale:,.0f}{suffix}"
+    return f"{value:.3g}" if isinstance(value, float) and not float(value).is_integer() else f"{int(value)}"
+
+
+def size(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for scale, suffix in _BINARY:
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.1f} {suffix}"
+    return f"{int(num_bytes)} B"
+
+
+def duration(seconds: float) -> str:
+    """75 -> '1m15s'; 3.2 -> '3.2s'; 7384 -> '2h03m'."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

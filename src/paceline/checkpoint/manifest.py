@@ -1,0 +1,77 @@
+"""What makes a checkpoint whole: a manifest with the size and sha256 of every file, written last.
+
+checkpoints/step-00000500/
+  weights.safetensors      parameter name -> tensor, once, whatever the world size was
+  optimizer.safetensors    parameter name/moment -> tensor
+  manifest.json            files with sizes and sha256, step and loop state, versions, config
+checkpoints/latest         the name of the newest complete one
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def folder_name(step: int) -> str:
+    """Returns the name of a checkpoint's folder; zero-padded, so that names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def list_steps(checkpoints: Path) -> list[int]:
+    """Returns the steps that have a folder of exactly our form, oldest first, whole or not."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_NAME.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the hex digest of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Returns what the manifest says of these files, from the bytes as they can be read back now."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}
+
+
+class Damaged(Exception):
+    """A checkpoint that must not be used; the message says which file and why."""
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint whose every byte is as it was written. Raises Damaged otherwise."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        if manifest.get("format") != FORMAT:
+            raise Damaged(f"{folder.name}: format {manifest.get('format')}, this paceline reads {FORMAT}")
+        files = manifest["files"]
+        int(manifest["step"])
+    except FileNotFoundError:
+        raise Damaged(f"{folder.name}: no {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{folder.name}: {MANIFEST} is unreadable ({error})") from None
+    for name in (WEIGHTS, OPTIMIZER):
+        _verify(folder, name, files.get(name, {}))
+    return manifest
+
+
+def _verify(folder: Path, name: str, wanted: dict[str, Any]) -> None:
+    path = folder / name
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != wanted.get("bytes"):
+            raise Damaged(f"{folder.name}: {name} has {num_bytes} bytes, its manifest says {wanted.get('bytes')}")
+        if sha256_of(path) != wanted.get("sha256"):
+            raise Damaged(f"{folder.name}: the bytes of {name} are not those that were written (sha256 differs)")
+    except OSError as error:
+        raise Damaged(f"{folder.name}: {name}: {error.strerror}") from None

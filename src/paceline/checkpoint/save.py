@@ -1,0 +1,92 @@
+"""Writing a checkpoint: beside, synced, read back, renamed in. A crash at any line leaves the older ones alone."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from paceline.checkpoint import manifest as mf
+
+
+def save(
+    checkpoints: Path,
+    step: int,
+    weights: dict[str, torch.Tensor],
+    optimizer: dict[str, torch.Tensor],
+    facts: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Returns the folder of the new checkpoint, complete and on disk; older ones beyond `keep` are gone after it.
+
+    One process calls this (rank 0). Raises OSError where the disk fails or is full; then nothing has changed but an
+    unfinished folder that the next save sweeps.
+    """
+    final = checkpoints / mf.folder_name(step)
+    with contextlib.suppress(mf.Damaged):
+        mf.read(final)
+        return final  # this very step is there and whole: after a resume the same state would be written again
+    _sweep(checkpoints)
+    aside = checkpoints / f".{final.name}.unfinished"
+    aside.mkdir(parents=True)
+    _write_tensors(aside / mf.WEIGHTS, weights)
+    _write_tensors(aside / mf.OPTIMIZER, optimizer)
+    content = {"format": mf.FORMAT, "step": step, **facts, "files": mf.describe(aside, [mf.WEIGHTS, mf.OPTIMIZER])}
+    _write_synced(aside / mf.MANIFEST, json.dumps(content, indent=1).encode())
+    _sync_folder(aside)
+    if final.exists():  # a damaged one of the same step
+        shutil.rmtree(final)
+    os.rename(aside, final)
+    _sync_folder(checkpoints)
+    _point_latest(checkpoints, final.name)
+    _prune(checkpoints, keep)
+    return final
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    try:
+        safetensors.torch.save_file(host, path)
+    except safetensors.SafetensorError as error:  # how it reports a full disk
+        raise OSError(f"{path}: {error}") from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes names durable, not only contents: without it a rename can be lost with the power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point_latest(checkpoints: Path, name: str) -> None:
+    aside = checkpoints / ".latest.new"
+    _write_synced(aside, (name + "\n").encode())
+    os.replace(aside, checkpoints / "latest")
+
+
+def _sweep(checkpoints: Path) -> None:
+    for debris in checkpoints.glob(".step-*.unfinished"):
+        shutil.rmtree(debris)
+
+
+def _prune(checkpoints: Path, keep: int) -> None:
+    for step in mf.list_steps(checkpoints)[:-keep]:
+        # The manifest first: a crash half-way through leaves a folder that counts as absent.
+        folder = checkpoints / mf.folder_name(step)
+        (folder / mf.MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)

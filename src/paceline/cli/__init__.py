@@ -1,0 +1,1 @@
+"""The command line: one short file a verb, each imported only when its verb runs."""

@@ -1,0 +1,73 @@
+"""paceline resume"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from paceline.base.errors import UserError
+from paceline.cli.flags import parse
+from paceline.cli.start import start, without
+from paceline.config import Config, flatten, from_toml, supersede
+from paceline.record import folder as run_folder
+
+# What may change between the parts of a run: how it is computed and how long, not what is computed.
+_CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.")
+_CHANGEABLE = (
+    "data.path",
+    *(
+        f"train.{name}"
+        for name in (
+            *("steps", "tokens", "tokens-per-param", "time-budget", "device-batch-size", "dtype", "compile"),
+            *("activation-checkpoint", "eval-every", "eval-sequences", "sample-tokens", "stop-at-step", "max-skips"),
+        )
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeArguments:
+    """Go on with a run from its newest whole checkpoint, on any number of ranks."""
+
+    run: tyro.conf.Positional[str]
+    """The run folder."""
+    step: int = -1
+    """The checkpoint of this step; -1: the newest whole one."""
+    nproc: str = "1"
+    """Ranks to start on this machine, or auto: one a core, at most 4. Under torchrun leave it out."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def main(arguments: list[str]) -> int:
+    folder, stored = _stored(arguments)
+    default = ResumeArguments(run=folder, settings=stored)
+    parsed = parse(ResumeArguments, default, arguments, "resume")
+    config = supersede(stored, parsed.settings)
+    _refuse_other_run(stored, config)
+    config.check()
+    path = Path(parsed.run)
+    rank_arguments = ["resume", *without(arguments, "--nproc")]
+    step = parsed.step if parsed.step >= 0 else None
+    return start(config, path, parsed.nproc, rank_arguments, resume=True, step=step)
+
+
+def _stored(arguments: list[str]) -> tuple[str, Config]:
+    """The run folder, which is the first argument, and its config; a stop that was asked for then is over."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        return "RUN", Config()
+    if arguments[0].startswith("-"):
+        raise UserError("the run folder comes first: paceline resume RUN [options]")
+    found = run_folder.find(Path(arguments[0]))
+    stored = from_toml(found.config.read_text(), str(found.config), Config())
+    return arguments[0], stored.replace("train", stop_at_step=0)
+
+
+def _refuse_other_run(stored: Config, config: Config) -> None:
+    before = flatten(stored)
+    for name, value in flatten(config).items():
+        if value != before[name] and not name.startswith(_CHANGEABLE_SECTIONS) and name not in _CHANGEABLE:
+            raise UserError(
+                f"--{name} {value} would make it another run: it was started with {before[name]!r}; "
+                "leave it out, or start a new run with `paceline train`"
+            )

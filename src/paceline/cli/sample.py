@@ -1,0 +1,71 @@
+"""paceline sample"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from paceline.base.errors import UserError
+from paceline.cli.flags import parse
+from paceline.config import Config, from_toml
+from paceline.record import folder as run_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArguments:
+    """Write text from a run's newest whole checkpoint. Works while the run trains on."""
+
+    run: tyro.conf.Positional[str]
+    """The run folder."""
+    prompt: str = ""
+    """Text to go on from; empty: the beginning of a document."""
+    tokens: int = 256
+    """Tokens to write."""
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    top_k: int = 50
+    """Choose among so many of the likeliest tokens; 0: among all."""
+    seed: int = 0
+    """Of the choices."""
+    step: int = -1
+    """The checkpoint of this step; -1: the newest whole one."""
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(SampleArguments, SampleArguments(run="RUN"), arguments, "sample")
+    for name, value in (("tokens", parsed.tokens), ("temperature", parsed.temperature), ("top-k", parsed.top_k)):
+        if value < 0:
+            raise UserError(f"--{name} is {value}; it must be at least 0")
+    found = run_folder.find(Path(parsed.run))
+    config = from_toml(found.config.read_text(), str(found.config), Config())
+    import torch
+
+    from paceline.checkpoint import load
+    from paceline.checkpoint.manifest import WEIGHTS
+    from paceline.data.tokenizer import Tokenizer
+    from paceline.model.generate import generate
+    from paceline.model.gpt import build
+
+    folder, _, problems = load.find(found.checkpoints, parsed.step if parsed.step >= 0 else None)
+    for problem in problems:
+        print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
+    if not found.tokenizer.exists():
+        raise UserError(f"{found.path} has no tokenizer.json: its data came without one, so ids cannot become text")
+    tokenizer = Tokenizer.load(found.tokenizer)
+    model = build(config.model, config.train.seed, "cpu")
+    model.load_state_dict(load.read_tensors(folder, WEIGHTS))
+    model.eval()
+    prompt = [tokenizer.end_of_text, *tokenizer.encode(parsed.prompt)]
+    generator = torch.Generator().manual_seed(parsed.seed)
+    ids = generate(
+        model,
+        prompt,
+        parsed.tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k or None,
+        generator=generator,
+        stop=tokenizer.end_of_text,
+    )
+    print(parsed.prompt + tokenizer.decode(list(ids)))
+    return 0

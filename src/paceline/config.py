@@ -1,0 +1,215 @@
+"""The whole configuration: the stations' dataclasses composed, read from TOML, overridden by flags.
+
+Defaults, then a preset (recipes/*.toml), then a file (--config), then flags. A misspelt name, a wrong type or an
+impossible value raises UserError before any process starts.
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.base.errors import UserError, nearest
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.data.config import DataConfig
+from paceline.model.config import ModelConfig
+from paceline.optim.config import OptimConfig
+from paceline.record.config import LogConfig
+from paceline.world.config import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Horizon, batch, number format, evaluation."""
+
+    steps: int = 0
+    """Horizon in steps. Give one of steps, tokens, tokens-per-param, time-budget."""
+    tokens: int = 0
+    """Horizon in tokens, rounded up to whole steps."""
+    tokens_per_param: float = 0.0
+    """Horizon in tokens for each parameter outside the embeddings (20: Chinchilla, arXiv 2203.15556)."""
+    time_budget: float = 0.0
+    """Horizon in seconds of training; the learning rate follows the clock, agreed by all ranks."""
+    global_batch_size: int = 0
+    """Sequences in a step, over all ranks; 0: from global-batch-tokens, or chosen."""
+    global_batch_tokens: int = 0
+    """Tokens in a step, over all ranks, rounded to whole sequences; 0: from global-batch-size, or chosen."""
+    device_batch_size: int = 0
+    """Sequences in a micro-batch of one rank; 0: chosen by memory."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the matrix work; weights and optimizer state stay float32."""
+    compile: bool = False
+    """torch.compile, block by block; the first step takes a minute."""
+    activation_checkpoint: bool = False
+    """Recompute each block in backward: less memory, about a third more compute."""
+    seed: int = 1337
+    """Of initial weights, order of data, dropout."""
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: at the end only; -1: never."""
+    eval_sequences: int = 256
+    """Validation sequences of an evaluation, spread evenly over the split; always the same ones."""
+    sample_tokens: int = 160
+    """Tokens of the sample written at the end; 0: none."""
+    stop_at_step: int = 0
+    """Stop after this step as if signalled: saved, exit status 75; 0: run to the horizon."""
+    max_skips: int = 20
+    """Steps in a row whose gradient is not finite before the run fails."""
+
+    def check(self) -> None:
+        """Raises UserError for what cannot be, named as the user types it."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            least = -1 if item.name == "eval_every" else 1 if item.name in ("eval_sequences", "max_skips") else 0
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
+                raise UserError(f"train.{item.name.replace('_', '-')} is {value}; it must be at least {least}")
+        horizons = [n for n in ("steps", "tokens", "tokens_per_param", "time_budget") if getattr(self, n)]
+        if len(horizons) != 1:
+            given = " and ".join(f"train.{name.replace('_', '-')}" for name in horizons) or "nothing"
+            raise UserError(
+                f"the horizon of training is given by {given}; give exactly one of "
+                "--train.steps, --train.tokens, --train.tokens-per-param, --train.time-budget"
+            )
+        if self.global_batch_size and self.global_batch_tokens:
+            raise UserError("train.global-batch-size and train.global-batch-tokens are both given; give one")
+        if self.global_batch_size and self.device_batch_size > self.global_batch_size:
+            raise UserError(
+                f"train.device-batch-size is {self.device_batch_size}, larger than "
+                f"train.global-batch-size {self.global_batch_size}; a micro-batch is a part of the batch"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def check(self) -> None:
+        """Raises UserError for any impossible value or combination; cheap, needs no torch."""
+        for section in dataclasses.fields(self):
+            getattr(self, section.name).check()
+        if 0 < self.model.n_positions < self.data.seq_len:
+            raise UserError(
+                f"data.seq-len is {self.data.seq_len}, longer than the model's positions "
+                f"(model.n-positions {self.model.n_positions}); make one match the other"
+            )
+
+    def replace(self, section: str, **values: Any) -> "Config":
+        """Returns a copy with other values in one section."""
+        return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})
+
+
+def preset_names() -> list[str]:
+    """Returns the names of the presets in the package."""
+    folder = resources.files("paceline") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_preset(name: str, base: Config) -> Config:
+    """Returns base overridden by a preset; raises UserError with the nearest name where there is none."""
+    names = preset_names()
+    if name not in names:
+        raise UserError(f"no preset is named '{name}'{nearest(name, names)}; there are: {', '.join(names)}")
+    text = (resources.files("paceline") / "recipes" / f"{name}.toml").read_text()
+    return from_toml(text, f"preset {name}", base)
+
+
+def load_file(path: Path, base: Config) -> Config:
+    """Returns base overridden by a TOML file; raises UserError naming file and field."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UserError(f"cannot read --config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"cannot read --config {path}: not a text file") from None
+    return from_toml(text, str(path), base)
+
+
+def from_toml(text: str, where: str, base: Config) -> Config:
+    """Returns base overridden by what a TOML text says: [section] field = value, underscores or hyphens."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} is not TOML: {error}") from None
+    sections = [item.name for item in dataclasses.fields(Config)]
+    given = base
+    for section, values in document.items():
+        if section not in sections:
+            raise UserError(f"{where}: no section [{section}]{nearest(section, sections)}")
+        if not isinstance(values, dict):
+            raise UserError(f"{where}: [{section}] must be a table of fields")
+        current = getattr(given, section)
+        hints = typing.get_type_hints(type(current))
+        changes = {}
+        for raw_name, value in values.items():
+            name = raw_name.replace("-", "_")
+            if name not in hints:
+                raise UserError(f"{where}: {section} has no field '{raw_name}'{nearest(name, hints)}")
+            changes[name] = _checked(f"{where}: {section}.{name}", hints[name], value)
+        given = given.replace(section, **changes)
+    return supersede(base, given)
+
+
+def _checked(where: str, wanted: Any, value: Any) -> Any:
+    choices = typing.get_args(wanted)
+    if choices:
+        if value not in choices:
+            near = nearest(str(value), map(str, choices))
+            raise UserError(f"{where} is {value!r}{near}; it must be one of {', '.join(map(str, choices))}")
+        return value
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        raise UserError(f"{where} is {value!r}; it must be of type {wanted.__name__}")
+    return value
+
+
+def to_toml(config: Config) -> str:
+    """Returns the config as TOML; from_toml of it gives the same config."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = dataclasses.asdict(getattr(config, section.name))
+        # JSON's strings, booleans and numbers are TOML's; a float keeps its point or exponent.
+        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Returns `section.field-name` -> value, as the user types the names."""
+    return {
+        f"{section}.{name}".replace("_", "-"): value
+        for section, values in dataclasses.asdict(config).items()
+        for name, value in values.items()
+    }
+
+
+# Ways to say one thing: who gives one of them means it instead of the others that a preset or file gave.
+_ALTERNATIVES = (
+    ("steps", "tokens", "tokens_per_param", "time_budget"),
+    ("global_batch_size", "global_batch_tokens"),
+)
+
+
+def supersede(base: Config, changed: Config) -> Config:
+    """Returns `changed`, without what its own changes to `base` take the place of.
+
+    A preset's time budget ends where a flag gives a number of steps.
+    """
+    for names in _ALTERNATIVES:
+        new = [name for name in names if getattr(changed.train, name) != getattr(base.train, name)]
+        if any(getattr(changed.train, name) for name in new):
+            changed = changed.replace("train", **{name: 0 for name in names if name not in new})
+    return changed

@@ -1,0 +1,1 @@
+"""Starting ranks. Knows how processes are started and ended, nothing of what they do."""

@@ -1,0 +1,107 @@
+"""`--nproc N`: N ranks of this command on this machine, through torch's elastic agent.
+
+The agent starts the ranks, and ends the others when one fails. Each rank notes its exit status in a folder of ours,
+because the agent's own report knows only success and failure: 75 ("saved, start me again") is neither.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError
+
+STATUS_FOLDER = "PACELINE_STATUS_FOLDER"
+LAUNCHER = "PACELINE_LAUNCHER"
+_SAVE_GRACE_S = 60  # after SIGTERM or Ctrl-C: to end the step and save
+
+
+def start_ranks(num_ranks: int, arguments: Sequence[str], port: int, interface: str) -> int:
+    """Runs `python -m paceline ARGUMENTS` as ranks 0..num_ranks-1 and returns their common exit status.
+
+    Raises RunError naming the first rank that died without a word of its own. port 0: any free one. Without an
+    interface everything stays on the loopback one.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # its tracebacks bury the message of the rank concerned
+    loopback = _loopback()
+    if not interface and loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.05,
+        shutdown_timeout=_SAVE_GRACE_S,
+    )
+    with tempfile.TemporaryDirectory(prefix="paceline-") as statuses:
+        os.environ[STATUS_FOLDER] = statuses
+        os.environ[LAUNCHER] = str(os.getpid())
+        failure: ChildFailedError | None = None
+        try:
+            elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
+        except ChildFailedError as error:
+            failure = error
+        except SignalException as error:
+            if not list(Path(statuses).iterdir()):
+                raise RunError(f"stopped by {signal.Signals(error.sigval).name} before training began") from None
+        found = {int(path.name): int(path.read_text()) for path in Path(statuses).iterdir()}
+    return _common_status(found, num_ranks, failure)
+
+
+def _common_status(found: dict[int, int], num_ranks: int, failure: Exception | None) -> int:
+    """One exit status for all ranks: 2 beats 1 beats 75 beats 0; a rank that could not note one is named."""
+    if EXIT_USER in found.values():
+        return EXIT_USER
+    silent = [rank for rank in range(num_ranks) if rank not in found]
+    if silent:
+        raise RunError(_who_died(silent, failure))
+    for status in (EXIT_FAILED, EXIT_RESUMABLE, EXIT_DONE):
+        if status in found.values():
+            return status
+    return max(found.values())
+
+
+def _who_died(silent: list[int], failure: Exception | None) -> str:
+    reports = getattr(failure, "failures", {})
+    for rank in silent:
+        code = getattr(reports.get(rank), "exitcode", None)
+        if isinstance(code, int) and code < 0 and -code != signal.SIGTERM:
+            name = signal.Signals(-code).name
+            hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
+            return f"rank {rank} was killed by {name}{hint}; the other ranks were stopped"
+    return f"rank {', '.join(map(str, silent))} ended without a word; the other ranks were stopped"
+
+
+def note_status(status: int) -> int:
+    """Called by each rank on its way out: tells the launcher its status, and returns what to exit with.
+
+    75 is no failure of the rank, so the agent sees success and leaves the other ranks to finish.
+    """
+    folder = os.environ.get(STATUS_FOLDER)
+    if folder is None or os.environ.get(LAUNCHER) != str(os.getppid()):
+        return status
+    (Path(folder) / os.environ["RANK"]).write_text(str(status))
+    return EXIT_DONE if status == EXIT_RESUMABLE else status
+
+
+def _loopback() -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return str(name)
+    return None

@@ -1,0 +1,126 @@
+"""What a model is: the numbers that fix its shape. No torch here, so that the command line answers at once."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.base.errors import UserError
+
+_HIDDEN_MULTIPLE = 64  # llama's MLP width is rounded up to this, so that matrix kernels get whole tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one decoder. Zero stands for "derived", and each field says from what."""
+
+    arch: Literal["gpt2", "llama"] = "llama"
+    """Family: gpt2 (LayerNorm, learned positions, GELU) or llama (RMSNorm, rotary positions, SwiGLU)."""
+    n_layer: int = 4
+    """Number of decoder blocks."""
+    n_head: int = 4
+    """Number of attention heads; must divide n-embd."""
+    n_kv_head: int = 0
+    """Number of key and value heads (grouped queries); must divide n-head. 0: as many as n-head."""
+    n_embd: int = 256
+    """Width of the residual stream."""
+    n_positions: int = 0
+    """Longest context in tokens. 0: data.seq-len."""
+    vocab_size: int = 0
+    """Number of token ids. 0: from the data."""
+    n_hidden: int = 0
+    """Width inside the MLP. 0: gpt2 4 n-embd; llama 8/3 n-embd rounded up to a multiple of 64."""
+    dropout: float = 0.0
+    """Probability that an element of the embedding sum or of a block's branch is dropped in training."""
+    bias: bool = False
+    """Biases in the linear layers and layer norms of the gpt2 family."""
+    gelu: Literal["exact", "tanh"] = "exact"
+    """The gpt2 family's GELU. exact is several times faster on a CPU; tanh is what OpenAI's GPT-2 weights expect."""
+    qk_norm: bool = False
+    """RMSNorm on each head's queries and keys before their product."""
+    head: Literal["auto", "tied", "untied"] = "auto"
+    """Whether the output layer is the token embedding. auto: gpt2 tied, llama untied."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths (llama)."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every norm."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key and value heads, zero resolved."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def hidden(self) -> int:
+        """Width inside the MLP, zero resolved."""
+        if self.n_hidden:
+            return self.n_hidden
+        if self.arch == "gpt2":
+            return 4 * self.n_embd
+        return math.ceil(8 * self.n_embd / 3 / _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares the token embedding's matrix."""
+        return self.arch == "gpt2" if self.head == "auto" else self.head == "tied"
+
+    def check(self) -> None:
+        """Raises UserError, naming the field, where no model can have this shape; zeros are allowed."""
+        self._check_ranges()
+        if self.n_embd % self.n_head:
+            raise UserError(
+                f"model.n-embd is {self.n_embd}, not a multiple of model.n-head ({self.n_head}): "
+                f"try {_next_multiple(self.n_embd, self.n_head)}, or another number of heads"
+            )
+        if self.n_head % self.num_kv_heads:
+            divisors = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
+            raise UserError(
+                f"model.n-kv-head is {self.n_kv_head}, which does not divide model.n-head ({self.n_head}): "
+                f"use one of {', '.join(map(str, divisors))}, or 0 for as many as heads"
+            )
+        if self.arch == "llama" and self.head_dim % 2:
+            raise UserError(
+                f"model.n-head {self.n_head} and model.n-embd {self.n_embd} give heads {self.head_dim} wide, and "
+                f"rotary positions need an even width: try --model.n-embd {self.n_head * (self.head_dim + 1)}"
+            )
+        if self.bias and self.arch == "llama":
+            raise UserError(
+                "model.bias is true, and the llama family has no biases: leave it out, or use --model.arch gpt2"
+            )
+
+    def _check_ranges(self) -> None:
+        """Each number by itself, in the order a reader of the config meets them."""
+        _check_choice("arch", self.arch, ("gpt2", "llama"))
+        _check_choice("head", self.head, ("auto", "tied", "untied"))
+        _check_choice("gelu", self.gelu, ("exact", "tanh"))
+        for name in ("n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{_flag(name)} is {getattr(self, name)}: it must be at least 1")
+        for name in ("n_kv_head", "n_positions", "vocab_size", "n_hidden"):
+            if getattr(self, name) < 0:
+                raise UserError(
+                    f"{_flag(name)} is {getattr(self, name)}: use a positive number, or 0 to have it derived"
+                )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"model.dropout is {self.dropout}: it must be at least 0 and below 1 (0 switches it off)")
+        for name in ("rope_theta", "norm_eps"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise UserError(f"{_flag(name)} is {getattr(self, name)}: it must be a finite number above 0")
+
+
+def _flag(field: str) -> str:
+    """The field's name as the user types it."""
+    return "model." + field.replace("_", "-")
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"{_flag(field)} is {value!r}: use one of {', '.join(choices)}")
+
+
+def _next_multiple(value: int, divisor: int) -> int:
+    return math.ceil(value / divisor) * divisor

@@ -1,0 +1,64 @@
+"""What a model costs, in closed form: parameters, FLOPs, bytes of activations. No torch."""
+
+from dataclasses import dataclass
+
+from paceline.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters, counted three ways."""
+
+    total: int  # every trained number once; a tied matrix is one matrix
+    non_embedding: int  # without the token and position embeddings (a tied head is the embedding)
+    matmul: int  # those each token is multiplied with: the linear layers and the head, tied or not
+
+
+def num_parameters(config: ModelConfig) -> Parameters:
+    """Returns the counts for a config whose n_positions and vocab_size are resolved."""
+    width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
+    llama = config.arch == "llama"
+    attention = 2 * width * width + 2 * width * kv_width
+    mlp = (3 if llama else 2) * width * hidden
+    biases = (2 * width + 2 * kv_width) + (hidden + width) if config.bias else 0
+    norm = width * (2 if config.bias else 1)
+    qk_norms = 2 * config.head_dim if config.qk_norm else 0
+    blocks = config.n_layer * (attention + mlp + biases + 2 * norm + qk_norms)
+
+    embedding = config.vocab_size * width
+    positions = 0 if llama else config.n_positions * width
+    head = 0 if config.tied else embedding
+    non_embedding = blocks + norm + head
+    return Parameters(
+        total=non_embedding + embedding + positions,
+        non_embedding=non_embedding,
+        matmul=config.n_layer * (attention + mlp) + embedding,  # the head's product has the embedding's size
+    )
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Returns the FLOPs of forward and backward for one token of a sequence of seq_len: 6 N + 12 L H Q T.
+
+    PaLM, arXiv 2204.02311, appendix B: N the parameters in matrix products, L layers, H heads of width Q, T seq_len.
+    As there, attention is counted without the saving that causality allows, and recomputation is not counted.
+    """
+    return 6 * num_parameters(config).matmul + 12 * config.n_layer * config.n_embd * seq_len
+
+
+def activation_bytes(
+    config: ModelConfig, seq_len: int, *, compute_bytes: int, checkpoint: bool = False, keeps_scores: bool = False
+) -> int:
+    """Returns roughly how many bytes one token keeps for backward; for choosing a micro-batch, not for accounting.
+
+    compute_bytes: of an element of the compute dtype (4 or 2). checkpoint: each block keeps its float32 input, and one
+    block at a time is unfolded. keeps_scores: attention keeps its T x T probabilities (bfloat16 on a CPU does).
+    """
+    width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
+    stream = 4 * width
+    attention = 4 * width + 2 * kv_width  # norm's output, q, k, v, the heads' output twice (as heads, as one row)
+    mlp = width + (4 if config.arch == "llama" else 2) * hidden
+    scores = config.n_head * seq_len if keeps_scores else 0
+    masks = 2 * width if config.dropout else 0  # one byte an element
+    block = 2 * stream + compute_bytes * (attention + mlp + scores) + masks
+    ends = 2 * stream + 2 * compute_bytes * width  # embedding sum, last norm, hidden states and their gradient
+    return ends + (config.n_layer * stream + block if checkpoint else config.n_layer * block)

@@ -1,0 +1,63 @@
+"""Dropout as a function of the sequence: it drops the same elements in whatever micro-batch, rank or device.
+
+Each element's fate is a hash of (the sequence's key, the site in the model, the element's place). No generator is drawn
+from, so nothing needs restoring: neither for activation checkpointing nor for a resume at another world size.
+
+B batch, T sequence, C width.
+"""
+
+import torch
+from torch import Tensor
+
+# Odd multipliers of MurmurHash3's 32-bit finaliser (A. Appleby, public domain) and of Knuth's multiplicative hashing.
+_FINAL_1 = 0x85EBCA6B
+_FINAL_2 = 0xC2B2AE35
+_GOLDEN = 0x9E3779B1
+
+
+def dropout(x_BTC: Tensor, probability: float, keys_B: Tensor, site: int) -> Tensor:
+    """Returns x with each element zeroed with `probability` and the others divided by (1 - probability).
+
+    keys_B is int64, one key a sequence; `site` tells the places in the model apart. Costs about a dozen
+    element-wise int32 passes, and keeps one byte an element for backward.
+    """
+    keep_BTC = keep_mask(keys_B, site, x_BTC.shape[1], x_BTC.shape[2], probability)
+    return torch.where(keep_BTC, x_BTC * (1.0 / (1.0 - probability)), 0.0)
+
+
+def keep_mask(keys_B: Tensor, site: int, num_positions: int, width: int, probability: float) -> Tensor:
+    """Returns the bool mask [B, T, C], true where an element stays; a pure function of its arguments."""
+    place_TC = torch.arange(num_positions * width, dtype=torch.int32, device=keys_B.device).view(num_positions, width)
+    # Two 32-bit words a sequence, so that two keys which agree in one word still give unrelated masks.
+    site_B = keys_B ^ (site * _GOLDEN)
+    word_1_B11 = _finalise(_low_word(site_B))[:, None, None]
+    word_2_B11 = _finalise(_low_word(keys_B >> 32) + word_1_B11[:, 0, 0])[:, None, None]
+    hash_BTC = (place_TC * _signed(_GOLDEN)) ^ word_1_B11
+    hash_BTC = (_shift(hash_BTC, 16) ^ hash_BTC) * _signed(_FINAL_1) + word_2_B11
+    hash_BTC = (_shift(hash_BTC, 13) ^ hash_BTC) * _signed(_FINAL_2)
+    hash_BTC = _shift(hash_BTC, 16) ^ hash_BTC
+    # The hash is uniform over the int32 range; the lowest `probability` of that range is dropped.
+    return hash_BTC >= round(probability * 2**32) - 2**31
+
+
+def _finalise(word: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on int32, wrapping."""
+    word = (_shift(word, 16) ^ word) * _signed(_FINAL_1)
+    word = (_shift(word, 13) ^ word) * _signed(_FINAL_2)
+    return _shift(word, 16) ^ word
+
+
+def _shift(word: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's >> on int32 drags the sign along, which the mask removes."""
+    return (word >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _low_word(key: Tensor) -> Tensor:
+    """The low 32 bits of an int64, as an int32 with the same bits."""
+    low = key & 0xFFFFFFFF
+    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
+
+
+def _signed(word: int) -> int:
+    """The int32 that has the same bits."""
+    return word - 2**32 if word >= 2**31 else word

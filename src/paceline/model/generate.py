@@ -1,0 +1,63 @@
+"""Text from a model, one token at a time. (B batch = 1, T sequence, V vocabulary.)"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.base.errors import UserError
+from paceline.model.gpt import GPT
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Yields up to max_new_tokens token ids that continue the prompt; ends after yielding `stop`.
+
+    temperature 0 takes the likeliest token. `generator` is a CPU generator (None: a fresh one with seed 0), so a text
+    is a function of the weights and its seed; no global generator moves. Keys and values are cached. When the
+    n_positions are full, the latest half is read anew as if it were a beginning, and generation goes on from there:
+    the far past is forgotten, and the price is one forward pass every n_positions / 2 tokens. A longer prompt is cut
+    to its last n_positions tokens. Raises UserError for an empty prompt or a negative temperature.
+    """
+    if not prompt:
+        raise UserError("the prompt is empty: give at least one token to go on from")
+    if temperature < 0:
+        raise UserError(f"temperature is {temperature}: use 0 for the likeliest token, or a positive number")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top-k is {top_k}: use a positive number, or leave it out to draw from all tokens")
+    generator = generator if generator is not None else torch.Generator().manual_seed(0)
+    device = model.embed_tokens.weight.device
+    context = list(prompt)[-model.config.n_positions :]
+    cache = model.make_cache(batch=1)
+    unread = context
+    for _ in range(max_new_tokens):
+        logits_V = model.logits(torch.tensor([unread], device=device), cache)[0, -1].cpu()
+        token = _draw(logits_V, temperature, top_k, generator)
+        yield token
+        if token == stop:
+            return
+        unread = [token]
+        context.append(token)
+        if len(context) > model.config.n_positions:
+            unread = context = context[-max(1, model.config.n_positions // 2) :]
+            cache = model.make_cache(batch=1)
+
+
+def _draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """Returns one token id."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    logits_V = logits_V / temperature
+    if top_k is not None and top_k < logits_V.shape[0]:
+        smallest_kept = logits_V.topk(top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < smallest_kept, float("-inf"))
+    return int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator))

@@ -1,0 +1,146 @@
+"""One decoder-only transformer; two families by config.
+
+B batch, T sequence, C width, K kv heads, D head width, V vocabulary, N = B * T tokens.
+"""
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.base import seeds
+from paceline.base.errors import UserError
+from paceline.model.config import ModelConfig
+from paceline.model.dropout import dropout
+from paceline.model.layers import Block, LayerCache, Linear, make_norm, rotary_tables
+from paceline.model.loss import loss_sum
+
+_INIT_STD = 0.02  # GPT-2's
+
+
+class GPT(nn.Module):
+    """Tokens in, the sum of the next-token losses out. Parameter names are Hugging Face Llama's, for both families.
+
+    Two switches, set as plain attributes at any time:
+    - `compute_dtype`: what matrix products run in (float32, bfloat16, float16). Parameters, their gradients, the
+      residual stream, norms and the loss are float32 whatever it says. No autocast context is needed, on any device.
+    - `checkpoint_blocks`: keep only each block's input for backward and compute the block again there.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = torch.float32
+        self.checkpoint_blocks = False
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed_positions = nn.Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.norm = make_norm(config)
+        self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, dropout_keys_B: Tensor | None = None) -> Tensor:
+        """Returns the sum over all B*T tokens of -log p(target), in nats; a float32 scalar.
+
+        A sum, because only the caller knows the number of tokens that the whole world's step is to be divided by.
+        dropout_keys_B, int64, is one key a sequence; without it, in eval(), or with config.dropout 0 nothing drops.
+        """
+        hidden_BTC = self._hidden(tokens_BT, dropout_keys_B, None)
+        return loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, targets_BT.flatten())
+
+    def logits(self, tokens_BT: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
+        """Returns [B, T, V] float32. With a cache the tokens are taken to follow those seen, and are added to it."""
+        hidden_BTC = self._hidden(tokens_BT, None, cache)
+        return F.linear(hidden_BTC, self.head_weight.to(hidden_BTC.dtype)).float()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output layer's matrix [V, C]: the token embedding's where they are tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def make_cache(self, batch: int) -> list[LayerCache]:
+        """Returns an empty cache with room for n_positions tokens: one entry a layer."""
+        shape = (batch, self.config.num_kv_heads, self.config.n_positions, self.config.head_dim)
+        room = torch.empty(2, *shape, dtype=self.compute_dtype, device=self.embed_tokens.weight.device)
+        return [LayerCache(*room.clone()) for _ in self.layers]
+
+    def compile_blocks(self) -> None:
+        """Compiles each block in place, so gradients of late layers are ready while early ones are still computed.
+
+        In place (`Module.compile`) leaves parameter names alone, and equal blocks share one compilation.
+        """
+        for block in self.layers:
+            block.compile()
+
+    def _hidden(self, tokens_BT: Tensor, dropout_keys_B: Tensor | None, cache: list[LayerCache] | None) -> Tensor:
+        """Returns the last norm's output [B, T, C] in the compute dtype."""
+        first = cache[0].length if cache else 0
+        num_tokens = tokens_BT.shape[1]
+        if first + num_tokens > self.config.n_positions:
+            raise UserError(
+                f"a sequence of {first + num_tokens} tokens is longer than the model's {self.config.n_positions} "
+                "positions (model.n-positions): shorten it, or train with more positions"
+            )
+        if not self.training or self.config.dropout == 0.0:
+            dropout_keys_B = None
+        x_BTC = self._embed(tokens_BT, first)
+        if dropout_keys_B is not None:
+            x_BTC = dropout(x_BTC, self.config.dropout, dropout_keys_B, site=0)
+        rotary_2TD = self._rotary(first, num_tokens, x_BTC.device)
+        for index, block in enumerate(self.layers):
+            layer_cache = cache[index] if cache else None
+            x_BTC = self._run(block, x_BTC, self.compute_dtype, rotary_2TD, dropout_keys_B, layer_cache)
+        return cast(Tensor, self.norm(x_BTC).to(self.compute_dtype))
+
+    def _run(self, block: nn.Module, *arguments: object) -> Tensor:
+        """Calls the block; checkpointed, only its input is kept. Dropout needs no generator's state."""
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
+        return cast(Tensor, block(*arguments))
+
+    def _embed(self, tokens_BT: Tensor, first: int) -> Tensor:
+        x_BTC: Tensor = self.embed_tokens(tokens_BT)
+        if self.embed_positions is None:
+            return x_BTC
+        return x_BTC + self.embed_positions.weight[first : first + tokens_BT.shape[1]]
+
+    def _rotary(self, first: int, num_tokens: int, device: torch.device) -> Tensor | None:
+        if self.config.arch == "gpt2":
+            return None
+        tables_2TD = rotary_tables(first, num_tokens, self.config.head_dim, self.config.rope_theta, device)
+        return tables_2TD.to(self.compute_dtype)
+
+
+def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
+    """Returns a model whose every parameter is a function of (config, seed, the parameter's name) alone.
+
+    GPT-2's initialisation: normal with standard deviation 0.02; the projections that write to the residual stream
+    smaller by sqrt(2 n_layer), for the number of writes; norms 1; biases 0. Drawn on the CPU in float32 from one
+    generator a parameter, so that devices, ranks and the order of creation change nothing, and no global generator
+    moves. Raises UserError for a config that cannot be built.
+    """
+    config.check()
+    for name in ("n_positions", "vocab_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"model.{name.replace('_', '-')} is 0, and there is no data to derive it from: give it")
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(_initial(name, parameter.shape, config.n_layer, seed))
+    return model
+
+
+def _initial(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
+    """The first value of one parameter, float32 on the CPU."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm." in name:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(seeds.key(seed, "init", name))
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = _INIT_STD / math.sqrt(2 * n_layer) if writes_residual else _INIT_STD
+    return torch.normal(0.0, std, shape, generator=generator)

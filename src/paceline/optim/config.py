@@ -1,0 +1,78 @@
+"""What the user decides about the update."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.base.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Update rule, learning rate, schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW for all; muon: Muon for the layers' matrices, AdamW for embeddings, head and vectors."""
+    lr: float = 6e-4
+    """Peak learning rate. Muon's update is scaled to AdamW's size, so one rate serves both."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
+    momentum: float = 0.95
+    """Muon: decay of its momentum."""
+    grad_clip: float = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """cosine: to the minimum over the whole horizon; wsd: warm-up, stable, decay over the last part."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    decay_frac: float = 0.2
+    """wsd: the share of the horizon in which the rate falls."""
+    min_lr_frac: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    scale_with_batch: bool = False
+    """Scale lr by sqrt(B / reference-batch-tokens), and weight decay so that its effective epochs stay the same."""
+    reference_batch_tokens: int = 524288
+    """Tokens in a step for which lr and weight-decay were tuned."""
+    reference_tokens: int = 10_000_000_000
+    """Tokens of training for which weight-decay was tuned."""
+
+    def check(self) -> None:
+        """Raises UserError for what cannot be, named as the user types it."""
+        ranges = (
+            ("lr", self.lr, 0.0, math.inf),
+            ("weight-decay", self.weight_decay, 0.0, math.inf),
+            ("beta1", self.beta1, 0.0, 1.0),
+            ("beta2", self.beta2, 0.0, 1.0),
+            ("eps", self.eps, 0.0, math.inf),
+            ("momentum", self.momentum, 0.0, 1.0),
+            ("grad-clip", self.grad_clip, 0.0, math.inf),
+            ("warmup-steps", self.warmup_steps, 0, math.inf),
+            ("decay-frac", self.decay_frac, 0.0, 1.0),
+            ("min-lr-frac", self.min_lr_frac, 0.0, 1.0),
+            ("reference-batch-tokens", self.reference_batch_tokens, 1, math.inf),
+            ("reference-tokens", self.reference_tokens, 1, math.inf),
+        )
+        for name, value, least, most in ranges:
+            if not (math.isfinite(value) and least <= value <= most):
+                limit = f"between {least} and {most}" if math.isfinite(most) else f"at least {least}"
+                raise UserError(f"optim.{name} is {value}; it must be {limit}")
+
+
+def scaled_with_batch(config: OptimConfig, batch_tokens: int, total_tokens: float | None) -> tuple[float, float]:
+    """Returns (lr, weight decay) for another batch and horizon than those they were tuned for.
+
+    The rate follows sqrt(B / B_ref), right for optimizers that divide by a noisy second moment (Malladi et al.,
+    "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv 2205.10287). The decay keeps
+    B / (lr * decay * D), the time over which weights are averaged in epochs of the run (Wang and Aitchison,
+    arXiv 2405.13698; Bergsma et al., "Power Lines", arXiv 2505.13738): decay * sqrt(B / B_ref) * D_ref / D.
+    Without a known horizon (wall time) D counts as D_ref.
+    """
+    ratio = math.sqrt(batch_tokens / config.reference_batch_tokens)
+    horizon = config.reference_tokens / total_tokens if total_tokens else 1.0
+    return config.lr * ratio, config.weight_decay * ratio * horizon

@@ -1,0 +1,128 @@
+"""What people see: one rank speaks. A live line on a terminal, plain lines elsewhere; every rank keeps a log."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+from rich.text import Text
+
+from paceline.base import units
+
+_terminal_fd = 2  # where stderr went before a rank's log took it over
+
+
+def cry(text: str) -> None:
+    """Writes an error to the terminal, from any rank, in one write so that lines of ranks do not mix."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.write(_terminal_fd, (text.rstrip("\n") + "\n").encode())
+
+
+class Console:
+    """Rank 0's voice on the terminal and, for every rank, its log file. Other ranks' stdout and stderr, warnings of
+    libraries included, go to their logs."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self._log: TextIO | None = None
+        self._terminal = rich.console.Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._progress: rich.progress.Progress | None = None
+        self._task = rich.progress.TaskID(0)
+        self._next_line_s = 0.0
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._terminal.is_terminal
+
+    def open_log(self, path: Path) -> None:
+        """From here on everything also goes to this file; on ranks other than 0, only there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = path.open("a", buffering=1)
+        if self.rank != 0:
+            global _terminal_fd
+            sys.stdout.flush()
+            sys.stderr.flush()
+            _terminal_fd = os.dup(2)
+            os.dup2(self._log.fileno(), 1)
+            os.dup2(self._log.fileno(), 2)
+
+    def say(self, text: str | Text | rich.table.Table = "") -> None:
+        """Prints on rank 0 and keeps it in the log of every rank."""
+        if self.rank == 0:
+            (self._progress.console if self._progress else self._terminal).print(text)
+        if self._log is not None:
+            rich.console.Console(file=self._log, width=120, highlight=False, soft_wrap=True).print(text)
+
+    def say_plain(self, text: str) -> None:
+        """Says text that nobody is to interpret: what a model wrote may look like markup."""
+        self.say(Text(text))
+
+    def log(self, text: str) -> None:
+        """Keeps a line in this rank's log only."""
+        if self._log is not None:
+            self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+    @contextmanager
+    def progress(self, total: float) -> Iterator[None]:
+        """While it is open, `advance` moves a live line on a terminal, or prints a plain line every few seconds."""
+        self._started_s = time.perf_counter()
+        self._next_line_s = 0.0
+        if self.rank != 0 or not self.is_terminal:
+            yield
+            return
+        self._progress = rich.progress.Progress(
+            rich.progress.TextColumn("[bold]{task.description}"),
+            rich.progress.BarColumn(bar_width=24),
+            rich.progress.TextColumn("{task.fields[facts]}"),
+            console=self._terminal,
+            refresh_per_second=8,
+        )
+        self._task = self._progress.add_task("step 0", total=total, facts="")
+        try:
+            with self._progress:
+                yield
+        finally:
+            self._progress = None
+
+    def advance(self, completed: float, description: str, facts: str) -> None:
+        """Shows where training is: `completed` in the units of the total, and the facts beside the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=completed, description=description, facts=facts)
+            if self._log is not None:
+                self.log(f"{description}  {facts}")
+            return
+        line = f"{description}  {facts}"
+        now = time.perf_counter()
+        if self.rank == 0 and now >= self._next_line_s:
+            # The first lines at once, then rarer: a log of a week stays readable.
+            self._next_line_s = now + min(60.0, max(2.0, (now - self._started_s) / 10))
+            print(line, flush=True)
+        self.log(line)
+
+    def close(self) -> None:
+        """Flushes; the log stays the place where stdout and stderr of the other ranks go."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.Table:
+    """Returns a small table: the first column left, the others right."""
+    made = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def rate(tokens_per_s: float) -> str:
+    """Tokens a second for people."""
+    return f"{units.count(round(tokens_per_s))} tok/s"

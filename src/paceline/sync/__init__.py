@@ -1,0 +1,1 @@
+"""Gradients: summed over ranks, so that every replica makes the same update. Read naive.py first."""

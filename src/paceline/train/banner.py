@@ -1,0 +1,132 @@
+"""What a run says about itself: at the start everything that is in force, at the end what came out."""
+
+from collections import defaultdict
+
+from paceline.base import units
+from paceline.config import Config
+from paceline.data.dataset import Dataset
+from paceline.model import cost
+from paceline.record.console import Console, table
+from paceline.record.rows import StepRow
+from paceline.train.resolve import Settings
+from paceline.world.device import Peak
+from paceline.world.runtime import World
+
+
+def start(console: Console, world: World, settings: Settings, dataset: Dataset, peak: Peak, folder: str) -> None:
+    """Says the world, the model, the data, the whole batch product, and each automatic choice with its flag."""
+    config, plan = settings.config, settings.plan
+    parameters = cost.num_parameters(config.model)
+    counts = sorted({plan.num_micro_batches(rank) for rank in range(world.world_size)})
+    micro_steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    optim = config.optim
+    rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
+    horizon = (
+        f"{settings.num_steps} steps = {units.count(settings.num_steps * _tokens_per_step(settings))} tokens"
+        if settings.num_steps is not None
+        else f"{units.duration(config.train.time_budget)} of training; the learning rate follows the clock"
+    )
+    model, peak_text = config.model, f"nothing known ({peak.source})"
+    if peak.flops_per_s:
+        peak_text = f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
+    checks = f"every {config.parallel.check_every} steps" if config.parallel.check_every else "never"
+    rows = {
+        "world": f"{_plural(world.world_size, 'rank')} on {world.device.type}, {world.backend_text}, "
+        f"{_plural(world.threads, 'thread')} a rank ({world.threads_reason})",
+        "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
+        f"({units.count(parameters.non_embedding)} outside embeddings), "
+        f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
+        "data": f"{dataset.name}: {units.count(dataset.train.num_tokens)} tokens to train on, "
+        f"{units.count(dataset.validation.num_tokens)} to validate, vocabulary {dataset.vocab_size}",
+        "batch": f"{_plural(world.world_size, 'rank')} x {micro_steps} micro-steps of up to {plan.device_batch_size} "
+        f"sequences = {plan.global_batch_size} sequences = {units.count(_tokens_per_step(settings))} tokens a step",
+        "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
+        f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
+        "gradients": f"{config.parallel.strategy}, summed over ranks on the last micro-step; replicas compared "
+        f"{checks}",
+        "horizon": horizon,
+        "MFU is of": peak_text,
+        "run folder": folder,
+    }
+    for name, text in rows.items():
+        console.say(f"{name:>10}  {text}")
+    for choice in settings.choices:
+        console.say(f"{'chosen':>10}  {choice.what}: {choice.why}  [{choice.flag}]".replace("[", "\\["))
+    console.say()
+
+
+class Totals:
+    """Sums over the steps of this process, for the table at the end. The first step is warm-up and left out."""
+
+    def __init__(self) -> None:
+        self.has_warmed_up = False
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._sums: dict[str, float] = defaultdict(float)
+
+    def add(self, row: StepRow) -> None:
+        """Counts a step in."""
+        self.num_steps += 1
+        for name, value in vars(row).items():
+            if isinstance(value, int | float):
+                self._sums[name] += value
+        self.num_tokens += round(row.tokens_per_s * row.step_ms / 1e3)
+
+    def sum(self, name: str) -> float:
+        """Returns the sum of a numeric field of StepRow over the steps."""
+        return self._sums[name]
+
+    def mean(self, name: str) -> float:
+        """Returns the mean of a numeric field of StepRow over the steps."""
+        return self._sums[name] / max(1, self.num_steps)
+
+
+def where_time_went(console: Console, totals: Totals, world: World) -> None:
+    """Says the table of one step's parts, averaged over the steps after the first."""
+    if not totals.num_steps:
+        return
+    step_ms = totals.mean("step_ms")
+    parts = {
+        "data": "data_ms",
+        "forward": "forward_ms",
+        "backward": "backward_ms",
+        "exposed communication": "exposed_comm_ms",
+        "optimizer": "optim_ms",
+        "other": "other_ms",
+        "step": "step_ms",
+    }
+    rows = [
+        [part, f"{totals.mean(name):.1f}", f"{100 * totals.mean(name) / step_ms:.1f}"] for part, name in parts.items()
+    ]
+    console.say(table("Where a step's time went (rank 0, mean)", ["part", "ms", "%"], rows))
+    line = f"{units.count(round(totals.num_tokens / totals.sum('step_ms') * 1e3))} tokens/s"
+    if totals.sum("mfu"):
+        line += f", MFU {100 * totals.mean('mfu'):.1f}%"
+    if world.world_size > 1:
+        comm_ms = totals.mean("comm_ms")
+        hidden_ms = comm_ms - totals.mean("exposed_comm_ms")
+        line += (
+            f"; all-reduce: {units.size(totals.mean('comm_bytes'))} of gradients a step, {comm_ms:.1f} ms under way, "
+            f"{hidden_ms:.1f} ms of it behind backward"
+        )
+    console.say(line + "\n")
+
+
+def _tokens_per_step(settings: Settings) -> int:
+    return settings.plan.global_batch_size * settings.config.data.seq_len
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def next_commands(console: Console, config: Config, folder: str, finished: bool) -> None:
+    """Says what to try now."""
+    console.say("\nTry next:")
+    if not finished:
+        console.say(f"  paceline resume {folder}")
+    console.say(f'  paceline sample {folder} --prompt "def main("')
+    if finished and config.train.time_budget:
+        console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # go on")
+    elif finished and config.train.steps:
+        console.say(f"  paceline resume {folder} --train.steps {2 * config.train.steps}   # go on")

@@ -1,0 +1,52 @@
+"""Validation, shared by all ranks over a fixed set of sequences: the same number at any world size."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from paceline.data.dataset import Dataset
+from paceline.data.loader import fixed_sequences, read_sequences
+from paceline.model.gpt import GPT
+from paceline.world.group import Group
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Totals over the whole set."""
+
+    loss: float  # nats per token
+    bpb: float | None  # bits per UTF-8 byte of text; None where the data does not say how many bytes a token has
+    num_tokens: int
+
+    @property
+    def shown(self) -> str:
+        """The figures for people."""
+        return f"validation loss {self.loss:.4f}" + (f", {self.bpb:.4f} bits per byte" if self.bpb is not None else "")
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, dataset: Dataset, group: Group, *, seq_len: int, max_sequences: int, batch: int, device: torch.device
+) -> Evaluation:
+    """Returns the loss over the fixed validation sequences. Collective; every rank computes its share of them.
+
+    Ranks take every n-th sequence, so a count that the world does not divide leaves some with one fewer, or none.
+    Draws from no generator and keeps no state: training goes on as if it had not been. Tokens that stand for no text
+    (end of text) count in the nats with zero bytes, so nothing is left out of bits per byte.
+    """
+    ids = fixed_sequences(dataset.validation, seq_len, max_sequences)[group.rank :: group.size]
+    token_bytes = dataset.token_bytes
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    model.eval()
+    for start in range(0, len(ids), batch):
+        tokens, targets = read_sequences(dataset.validation, ids[start : start + batch], seq_len, device)
+        nats += float(model(tokens, targets))
+        num_tokens += targets.numel()
+        if token_bytes is not None:
+            num_bytes += int(token_bytes[targets.cpu().numpy()].sum(dtype="int64"))
+    model.train()
+    rows = group.share([nats, float(num_tokens), float(num_bytes)])  # float64: counts are exact below 2^53
+    nats, total, text_bytes = (math.fsum(column) for column in zip(*rows, strict=True))
+    bpb = nats / math.log(2) / text_bytes if text_bytes else None
+    return Evaluation(nats / total, bpb, int(total))

@@ -1,0 +1,153 @@
+"""A whole run, in chapters. The file to read first.
+
+prepare    the data set, before ranks meet: it may take a while and nobody should wait for it in a collective
+meet       open the world; all ranks have the same versions, config and data, or none trains (meet.py)
+restore    a checkpoint, when resuming (keep.py)
+train      steps (step.py), with evaluation, checks and saves between them, until the horizon or an agreed stop
+finish     last evaluation, last checkpoint, a summary
+"""
+
+import time
+import traceback
+
+import torch
+
+from paceline import __version__
+from paceline.base import units
+from paceline.base.clock import Stopwatch
+from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
+from paceline.data.dataset import Dataset
+from paceline.data.prepare import ensure_dataset
+from paceline.model.generate import generate
+from paceline.optim.schedule import lr_factor
+from paceline.record.console import Console
+from paceline.sync.replicas import overall, require_equal
+from paceline.train import banner
+from paceline.train.guard import StopRequest
+from paceline.train.keep import restore_run, save_run
+from paceline.train.meet import meet
+from paceline.train.state import Request, Run
+from paceline.train.step import train_step
+from paceline.train.tell import evaluate_now, exchange
+from paceline.world.env import Environment
+from paceline.world.runtime import open_world
+
+
+def train(request: Request, env: Environment) -> int:
+    """Trains as asked, as the rank that `env` says, and returns the exit status: 0, or 75 (stopped early, saved).
+
+    Raises UserError or RunError; whoever sees it ends this process, which is how the other ranks learn of it.
+    """
+    console = Console(env.rank)
+
+    # ---- prepare ----
+    config = request.config
+    dataset = Dataset.open(ensure_dataset(config.data, console.say if env.local_rank == 0 else console.log))
+    for stream in (dataset.train, dataset.validation):
+        stream.num_sequences(config.data.seq_len)  # refuses a split shorter than one sequence
+
+    # ---- meet ----
+    with open_world(config.parallel, env) as world:
+        try:
+            run = meet(request, world, dataset, console)
+            return _train_and_record(run)
+        except UserError as error:
+            if error.reach == "host":
+                error.reach = "rank"  # the ranks have met: what one sees now the others need not see
+            raise
+
+
+def _train_and_record(run: Run) -> int:
+    try:
+        if run.request.resume:
+            restore_run(run)
+        else:
+            run.event("start", world_size=run.world.world_size, version=__version__, torch=torch.__version__)
+        stop_reason = _steps(run)
+        return _finish(run, stop_reason)
+    except BaseException as error:
+        # No collective here: the other ranks may be gone, or somewhere else entirely.
+        run.console.log(f"stopped at step {run.progress.step}\n{traceback.format_exc()}")
+        run.event("failed", step=run.progress.step, error=str(error) or type(error).__name__)
+        raise
+    finally:
+        run.folder.close()
+        run.console.close()
+
+
+def _steps(run: Run) -> str | None:
+    """Trains until the horizon (returns None) or an agreed stop (returns its reason)."""
+    config, settings = run.config, run.settings
+    run.stopwatch = Stopwatch(run.progress.elapsed_s)
+    run.group.take_transfers()  # meeting and restoring belong to no step
+    with StopRequest() as stop, run.console.progress(settings.num_steps or config.train.time_budget):
+        while (done := run.share_done()) < 1.0:
+            run.stopwatch.start()
+            started = time.perf_counter()
+            lr = settings.lr * lr_factor(config.optim, run.progress.step, done)
+            result = train_step(
+                run.replica,
+                run.loader,
+                run.group,
+                run.clock,
+                step=run.progress.step,
+                lr=lr,
+                max_norm=config.optim.grad_clip,
+            )
+            vote = exchange(run, result, started, stop.reason, lr)
+            run.stopwatch.pause()
+            if vote or run.progress.step == config.train.stop_at_step:
+                return vote or "train.stop-at-step"
+            _between_steps(run)
+    return None
+
+
+def _between_steps(run: Run) -> None:
+    """What happens every so many steps. All ranks come to the same answers, so collectives are safe here."""
+    config, step = run.config, run.progress.step
+    if config.parallel.check_every and step % config.parallel.check_every == 0:
+        require_equal(run.replica.model, run.group, step)
+        run.group.take_transfers()
+    if config.train.eval_every > 0 and step % config.train.eval_every == 0 and run.share_done() < 1.0:
+        evaluate_now(run)
+    if config.checkpoint.every and step % config.checkpoint.every == 0:
+        save_run(run)
+
+
+def _finish(run: Run, stop_reason: str | None) -> int:
+    """Evaluates, saves, says what came out. Returns the exit status."""
+    step, config, console = run.progress.step, run.config, run.console
+    found = evaluate_now(run) if stop_reason is None and config.train.eval_every >= 0 else run.evaluation
+    if not save_run(run):
+        raise RunError(f"training reached step {step}, and its last checkpoint could not be saved", reach="world")
+    digest = overall(run.replica.model)
+    run.event("end", step=step, digest=digest, reason=stop_reason or "horizon reached")
+    banner.where_time_went(console, run.totals, run.world)
+    if stop_reason:
+        console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
+    elif config.train.sample_tokens and run.world.is_main:
+        _say_sample(run)
+    if found:
+        trained = f"{units.count(run.progress.tokens)} tokens, {units.duration(run.progress.elapsed_s)} of training"
+        console.say(f"\n[bold]{found.shown}[/bold] at step {step}, {trained}")
+    console.say(f"run folder {run.folder.shown}   digest of the weights {digest}")
+    banner.next_commands(console, config, run.folder.shown, finished=stop_reason is None)
+    return EXIT_RESUMABLE if stop_reason else EXIT_DONE
+
+
+def _say_sample(run: Run) -> None:
+    """Text from the trained model. Rank 0's alone, and no collective in it: the others wait at the end."""
+    if run.dataset.index.tokenizer is None:
+        return
+    tokenizer = run.dataset.tokenizer()
+    ids = generate(
+        run.replica.model,
+        [tokenizer.end_of_text],
+        run.config.train.sample_tokens,
+        temperature=0.8,
+        top_k=50,
+        generator=torch.Generator().manual_seed(run.config.train.seed),
+    )
+    run.replica.model.eval()
+    run.console.say("A sample (temperature 0.8):")
+    run.console.say_plain(tokenizer.decode(list(ids)))

@@ -1,0 +1,104 @@
+"""How ranks become one run: the same facts on all of them, one folder, equal replicas."""
+
+import shutil
+from pathlib import Path
+
+from paceline.base.errors import UserError
+from paceline.config import Config, to_toml
+from paceline.data.dataset import Dataset
+from paceline.data.loader import Loader
+from paceline.model.gpt import build
+from paceline.optim.optimizer import Optimizer
+from paceline.record import folder as run_folder
+from paceline.record.console import Console
+from paceline.record.folder import RunFolder
+from paceline.sync.replicas import broadcast_parameters
+from paceline.sync.strategy import make_strategy
+from paceline.train import agree, banner
+from paceline.train.resolve import Settings, resolve
+from paceline.train.scaler import LossScaler
+from paceline.train.state import Request, Run
+from paceline.train.step import Replica, dropout_seed
+from paceline.world.device import peak_flops
+from paceline.world.runtime import World
+
+
+def meet(request: Request, world: World, dataset: Dataset, console: Console) -> Run:
+    """Returns this rank's part of a run that all ranks have agreed on. Collective.
+
+    Raises UserError on all ranks, naming them and both values, where they differ in what must be alike.
+    """
+    agree.require_same(world.group, agree.facts(request.config, dataset))
+    settings = resolve(request.config, dataset, world)
+    agree.require_same(world.group, agree.choices(settings))
+    folder = open_folder(request, world, settings.config, dataset)
+    console.open_log(folder.rank_log(world.rank))
+    peak = peak_flops(world.device, settings.dtype)
+    peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
+    banner.start(console, world, settings, dataset, peak, folder.shown)
+    return Run(
+        request=request,
+        world=world,
+        dataset=dataset,
+        settings=settings,
+        folder=folder,
+        console=console,
+        replica=make_replica(settings, world),
+        loader=Loader(
+            dataset.train,
+            settings.plan,
+            world.rank,
+            settings.config.train.seed,
+            settings.config.data.seq_len,
+            world.device,
+        ),
+        world_peak=sum(peaks) if all(peaks) else None,
+    )
+
+
+def open_folder(request: Request, world: World, config: Config, dataset: Dataset) -> RunFolder:
+    """Rank 0 makes and locks the folder and says where it is; each host keeps a config and its ranks' logs there."""
+    folder = RunFolder(request.out)
+    answer: dict[str, str] = {}
+    if world.is_main:
+        try:
+            if not request.resume:
+                run_folder.check_new(request.out)
+                folder = run_folder.create(request.out)
+            folder.lock()
+            folder.config.write_text(to_toml(config))
+            if dataset.index.tokenizer is not None:
+                shutil.copyfile(dataset.folder / dataset.index.tokenizer.file, folder.tokenizer)
+            answer = {"path": str(request.out)}
+        except UserError as error:
+            answer = {"error": str(error)}
+        except OSError as error:
+            answer = {"error": f"cannot write to the run folder {request.out}: {error.strerror}"}
+    answer = world.group.broadcast_json(answer)
+    if "error" in answer:
+        raise UserError(answer["error"], reach="world")
+    if not world.is_main:
+        folder = run_folder.create(Path(answer["path"]))
+        if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
+            folder.config.write_text(to_toml(config))
+    return folder
+
+
+def make_replica(settings: Settings, world: World) -> Replica:
+    """Returns a replica with the initial weights, equal on all ranks. Collective."""
+    config = settings.config
+    model = build(config.model, config.train.seed, world.device)
+    model.compute_dtype = settings.dtype
+    model.checkpoint_blocks = config.train.activation_checkpoint
+    broadcast_parameters(model, world.group)
+    if config.train.compile:
+        model.compile_blocks()
+    return Replica(
+        model=model,
+        sync=make_strategy(config.parallel, model, world.group),
+        optimizer=Optimizer(
+            model, config.optim, lr=settings.lr, weight_decay=settings.weight_decay, compute_dtype=settings.dtype
+        ),
+        scaler=LossScaler.for_dtype(settings.dtype),
+        dropout_seed=dropout_seed(config.train.seed),
+    )

@@ -1,0 +1,142 @@
+"""What a step leaves behind: the ranks' exchange, a row of metrics, a line for the person who watches."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+from paceline.base import units
+from paceline.base.errors import RunError
+from paceline.model import cost
+from paceline.record.console import rate
+from paceline.record.rows import EvalRow, StepRow
+from paceline.train.evaluate import Evaluation, evaluate
+from paceline.train.state import Run
+from paceline.train.step import StepResult
+
+
+def exchange(run: Run, result: StepResult, started: float, stop_reason: str | None, lr: float) -> str | None:
+    """The step's one small collective: loss, times and votes of all ranks. Returns why to stop, if any rank asks.
+
+    Costs 5 float64 numbers a rank. `started` is this rank's clock at the step's beginning.
+    """
+    own_ms = (time.perf_counter() - started) * 1e3
+    asks = float(stop_reason is not None)
+    rows = run.group.share([result.loss_sum, own_ms, result.times.compute_ms, run.stopwatch.elapsed_s, asks])
+    step_ms = (time.perf_counter() - started) * 1e3
+    for transfer in run.group.take_transfers():
+        assert transfer.end is not None
+        waited_ms = run.clock.ms(transfer.start, transfer.end)
+        result.times.comm_ms += waited_ms
+        result.times.exposed_comm_ms += waited_ms
+    num_tokens = run.settings.plan.global_batch_size * run.config.data.seq_len
+    progress = run.progress
+    progress.step += 1
+    progress.tokens += num_tokens
+    progress.elapsed_s = rows[0][3]
+    progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
+    progress.num_skipped += result.skipped
+    row = step_row(run, result, rows, step_ms, num_tokens, lr)
+    _tell_step(run, row)
+    voters = [str(rank) for rank, values in enumerate(rows) if values[4]]
+    return f"{stop_reason or 'signal'} on rank {', '.join(voters)}" if voters else None
+
+
+def step_row(
+    run: Run, result: StepResult, rows: list[list[float]], step_ms: float, num_tokens: int, lr: float
+) -> StepRow:
+    """Returns the row of the step that ended just now. rows: by rank, what `exchange` shared."""
+    times = result.times
+    tokens_per_s = num_tokens / step_ms * 1e3
+    flops_per_s = tokens_per_s * cost.flops_per_token(run.config.model, run.config.data.seq_len)
+    return StepRow(
+        step=run.progress.step,
+        loss=math.fsum(values[0] for values in rows) / num_tokens,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        skipped=result.skipped,
+        tokens=run.progress.tokens,
+        step_ms=step_ms,
+        tokens_per_s=tokens_per_s,
+        mfu=flops_per_s / run.world_peak if run.world_peak else None,
+        compute_ms=times.compute_ms,
+        data_ms=times.data_ms,
+        forward_ms=times.forward_ms,
+        backward_ms=times.backward_ms,
+        comm_ms=times.comm_ms,
+        exposed_comm_ms=times.exposed_comm_ms,
+        optim_ms=times.optim_ms,
+        other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
+        comm_bytes=times.comm_bytes,
+        world_size=run.world.world_size,
+        rank_step_ms=[values[1] for values in rows],
+        rank_compute_ms=[values[2] for values in rows],
+    )
+
+
+def _tell_step(run: Run, row: StepRow) -> None:
+    if row.skipped:
+        run.event("skipped step", step=row.step, loss_scale=run.replica.scaler.scale)
+    if row.step % run.config.log.every == 0:
+        _append(run, row)
+    if run.totals.has_warmed_up:
+        run.totals.add(row)
+    run.totals.has_warmed_up = True
+    steps = run.settings.num_steps
+    validation = f"  val {run.evaluation.loss:.3f}" if run.evaluation else ""
+    run.console.advance(
+        row.step if steps is not None else run.progress.elapsed_s,
+        f"step {row.step}" + (f"/{steps}" if steps is not None else ""),
+        f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {units.duration(_seconds_left(run, row))}",
+    )
+    if run.progress.skips_in_row >= run.config.train.max_skips:
+        raise RunError(
+            f"the gradient was not finite in {run.progress.skips_in_row} steps in a row, up to step {row.step}; no "
+            "update was made in them. Lower --optim.lr, or use --train.dtype bfloat16 or float32",
+            reach="world",
+        )
+
+
+def _seconds_left(run: Run, row: StepRow) -> float:
+    if run.settings.num_steps is None:
+        return max(0.0, run.config.train.time_budget - run.progress.elapsed_s)
+    mean_ms = run.totals.sum("step_ms") / run.totals.num_steps if run.totals.num_steps else row.step_ms
+    return (run.settings.num_steps - row.step) * mean_ms / 1e3
+
+
+def evaluate_now(run: Run) -> Evaluation:
+    """Returns the validation loss of this step, told and recorded. Collective."""
+    started = time.perf_counter()
+    found = evaluate(
+        run.replica.model,
+        run.dataset,
+        run.group,
+        seq_len=run.config.data.seq_len,
+        max_sequences=run.config.train.eval_sequences,
+        batch=run.settings.plan.device_batch_size,
+        device=run.world.device,
+    )
+    run.group.take_transfers()  # they belong to no step
+    run.evaluation = found
+    row = EvalRow(
+        step=run.progress.step,
+        val_loss=found.loss,
+        val_bpb=found.bpb,
+        tokens=run.progress.tokens,
+        val_tokens=found.num_tokens,
+        eval_ms=(time.perf_counter() - started) * 1e3,
+        elapsed_s=run.progress.elapsed_s,
+    )
+    _append(run, row)
+    run.console.say(f"step {row.step}: {found.shown}")
+    return found
+
+
+def _append(run: Run, row: StepRow | EvalRow) -> None:
+    if run.world.is_main:
+        run.folder.append_metrics({name: _json_safe(value) for name, value in dataclasses.asdict(row).items()})
+
+
+def _json_safe(value: Any) -> Any:
+    """NaN and infinity as null: JSON has neither, and most readers stop at them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

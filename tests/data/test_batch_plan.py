@@ -1,0 +1,51 @@
+"""The plan: every sequence of a step on exactly one rank, micro-batches the same at any world size."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.base.errors import UserError
+from paceline.data.plan import BatchPlan
+
+SIZES = st.integers(1, 60)
+
+
+@given(SIZES, SIZES, st.integers(1, 20))
+@settings(max_examples=300)
+def test_laws(global_batch_size: int, device_batch_size: int, world_size: int) -> None:
+    plan = BatchPlan(global_batch_size, device_batch_size, world_size)
+    dealt = [plan.micro_batches(rank) for rank in range(world_size)]
+    in_order = [batch for batches in dealt for batch in batches]
+    assert [place for batch in in_order for place in batch] == list(range(global_batch_size))
+    assert in_order == BatchPlan(global_batch_size, device_batch_size, 1).micro_batches(0)
+    assert all(len(batch) == device_batch_size for batch in in_order[:-1])
+    counts = [plan.num_micro_batches(rank) for rank in range(world_size)]
+    assert counts == [len(batches) for batches in dealt]
+    assert max(counts) - min(counts) <= 1
+    assert sum(counts) == plan.total_micro_batches
+
+
+def test_the_example_of_the_docstring() -> None:
+    assert BatchPlan(12, 5, 2).micro_batches(0) == [range(0, 5), range(5, 10)]
+    assert BatchPlan(12, 5, 2).micro_batches(1) == [range(10, 12)]
+    assert [BatchPlan(12, 5, 4).num_micro_batches(rank) for rank in range(4)] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((0, 1, 1), "global-batch-size"), ((1, -2, 1), "device-batch-size")])
+def test_refuses_what_is_not_positive(sizes: tuple[int, int, int], name: str) -> None:
+    with pytest.raises(UserError, match=name):
+        BatchPlan(*sizes)
+
+
+def test_refuses_a_rank_outside_the_world() -> None:
+    with pytest.raises(ValueError, match="rank 2"):
+        BatchPlan(4, 1, 2).micro_batches(2)
+
+
+@pytest.mark.parametrize("module", ["config", "plan", "order", "dataset", "prepare"])
+def test_needs_no_torch(module: str) -> None:
+    code = f"import sys, paceline.data.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
