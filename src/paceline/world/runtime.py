@@ -62,6 +62,7 @@ def open_world(config: ParallelConfig, env: Environment) -> Iterator[World]:
     backend = _choose_backend(config.backend, device) if env.is_distributed else "none"
     threads, reason = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads)
+    _keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if env.is_distributed:
@@ -130,6 +131,20 @@ def _close_process_group(clean: bool) -> None:
     thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()
     thread.join(_TEARDOWN_PATIENCE_S)
+
+
+def _keep_freed_memory() -> None:
+    """Asks glibc not to hand large buffers back to the kernel at each free: every step would fault them in again.
+
+    Measured on 6 layers x 384, bfloat16, 2 threads: 285 ms a step become 235 (docs/LOG.md). Peak memory stays.
+    """
+    if sys.platform != "linux":
+        return
+    m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
+    with contextlib.suppress(AttributeError, OSError):  # musl has no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_threshold, 1 << 30)
+        mallopt(m_trim_threshold, (1 << 31) - 1)
 
 
 def _die_with_parent() -> None:

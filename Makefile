@@ -1,0 +1,30 @@
+# make setup | train | test | check        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup train test check clean
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "paceline needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) --version). Try PYTHON=python3.12 make setup"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+train: setup  ## the main job: a model on this machine's cores, in under three minutes of training
+	$(BIN)/paceline train --preset demo --nproc auto
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup  ## lint, format, types, import contract
+	$(BIN)/ruff check src tests bench examples docs
+	$(BIN)/ruff format --check src tests bench examples docs
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info
