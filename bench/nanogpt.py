@@ -39,7 +39,9 @@ def nanogpt_ms(folder: Path, threads: int) -> float:
     flags += ["--eval_iters=1", "--log_interval=1", f"--max_iters={STEPS}", "--gradient_accumulation_steps=1"]
     flags += ["--out_dir=out", "--always_save_checkpoint=False", "--bias=False"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run([sys.executable, "train.py", *flags], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags], cwd=folder, env=environment, capture_output=True, text=True
+    )
     times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", done.stdout, flags=re.MULTILINE)]
     if len(times) < STEPS:
         sys.exit(f"nanoGPT ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
@@ -75,7 +77,7 @@ def main() -> None:
         show("", [tokens / ms * 1e3 for ms in values], "tokens/s")
     for name in ("paceline float32", "paceline auto"):
         ratios = [peer_ms / ms for peer_ms, ms in zip(sides["nanoGPT"], sides[name], strict=True)]
-        show(f"{name}: times nanoGPT's tokens/s", [round(r, 2) for r in ratios], "x")
+        show(f"{name}: times nanoGPT's tokens/s", ratios, "x")
 
 
 if __name__ == "__main__":

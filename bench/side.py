@@ -25,4 +25,4 @@ def median_ms(rows: list[dict[str, object]], warmup: int = 3, name: str = "step_
 
 def show(label: str, values: list[float], unit: str) -> None:
     """Prints minimum, median and maximum."""
-    print(f"{label:<44} {min(values):10.1f} {statistics.median(values):10.1f} {max(values):10.1f}  {unit}")
+    print(f"{label:<44} {min(values):10.2f} {statistics.median(values):10.2f} {max(values):10.2f}  {unit}")

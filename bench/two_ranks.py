@@ -6,6 +6,7 @@ accumulation 1 in each. The three sides run in turn. The fair ideal is two ranks
 """
 
 import argparse
+import os
 import re
 import statistics
 import subprocess
@@ -35,9 +36,10 @@ def ddp_rate(micro_steps: int, steps: int) -> float:
     """Returns tokens/s of two ranks of plain DistributedDataParallel."""
     script = str(Path(__file__).parent / "plain_ddp.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run(
-        [*command, str(steps), str(MICRO_BATCH), str(micro_steps)], capture_output=True, text=True, check=True
-    )
+    # The same allocator settings as paceline's, so that what differs is the synchronisation.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
+    arguments = [*command, str(steps), str(MICRO_BATCH), str(micro_steps)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     times = [float(ms) for ms in re.findall(r"step_ms ([\d.]+)", done.stdout)]
     return 2 * MICRO_BATCH * micro_steps * SEQ_LEN / statistics.median(times[3:]) * 1e3
 

@@ -28,7 +28,7 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], port: int, interface: 
     Raises RunError naming the first rank that died without a word of its own. port 0: any free one. Without an
     interface everything stays on the loopback one.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -37,20 +37,23 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], port: int, interface: 
     loopback = _loopback()
     if not interface and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.05,
-        shutdown_timeout=_SAVE_GRACE_S,
-    )
-    with tempfile.TemporaryDirectory(prefix="paceline-") as statuses:
-        os.environ[STATUS_FOLDER] = statuses
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        statuses = Path(scratch) / "statuses"
+        statuses.mkdir()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.05,
+            shutdown_timeout=_SAVE_GRACE_S,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch) / "agent")),  # else it leaves a folder in /tmp
+        )
+        os.environ[STATUS_FOLDER] = str(statuses)
         os.environ[LAUNCHER] = str(os.getpid())
         failure: ChildFailedError | None = None
         try:
@@ -58,9 +61,9 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], port: int, interface: 
         except ChildFailedError as error:
             failure = error
         except SignalException as error:
-            if not list(Path(statuses).iterdir()):
+            if not list(statuses.iterdir()):
                 raise RunError(f"stopped by {signal.Signals(error.sigval).name} before training began") from None
-        found = {int(path.name): int(path.read_text()) for path in Path(statuses).iterdir()}
+        found = {int(path.name): int(path.read_text()) for path in statuses.iterdir()}
     return _common_status(found, num_ranks, failure)
 
 

@@ -19,6 +19,7 @@ from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
 from paceline.data.dataset import Dataset
 from paceline.data.prepare import ensure_dataset
 from paceline.model.generate import generate
+from paceline.model.gpt import build
 from paceline.optim.schedule import lr_factor
 from paceline.record.console import Console
 from paceline.sync.replicas import overall, require_equal
@@ -140,14 +141,17 @@ def _say_sample(run: Run) -> None:
     if run.dataset.index.tokenizer is None:
         return
     tokenizer = run.dataset.tokenizer()
+    # A fresh model: where blocks are compiled, each new length would compile them again.
+    model = build(run.config.model, run.config.train.seed, run.world.device)
+    model.load_state_dict(run.replica.model.state_dict())
+    model.compute_dtype = run.settings.dtype
     ids = generate(
-        run.replica.model,
+        model.eval(),
         [tokenizer.end_of_text],
         run.config.train.sample_tokens,
         temperature=0.8,
         top_k=50,
         generator=torch.Generator().manual_seed(run.config.train.seed),
     )
-    run.replica.model.eval()
     run.console.say("A sample (temperature 0.8):")
     run.console.say_plain(tokenizer.decode(list(ids)))

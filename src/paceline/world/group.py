@@ -131,7 +131,7 @@ class DistributedGroup:
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         num_bytes = tensor.numel() * tensor.element_size()
         transfer: Transfer
-        with self._named("all-reduce"):
+        with self._named("an all-reduce"):
             if self._stream is not None:
                 transfer = _CudaTransfer(self, self._stream, tensor, op, num_bytes)
             else:
@@ -143,7 +143,7 @@ class DistributedGroup:
         self.start_all_reduce(tensor, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        with self._timed("broadcast", tensor):
+        with self._timed("a broadcast", tensor):
             dist.broadcast(tensor, source)
 
     def share(self, values: list[float]) -> list[list[float]]:
@@ -174,7 +174,7 @@ class DistributedGroup:
         return json.loads(bytes(buffer.cpu().tolist()))
 
     def barrier(self) -> None:
-        with self._named("barrier"):
+        with self._named("a barrier"):
             dist.barrier()
 
     def take_transfers(self) -> list[Transfer]:
@@ -183,7 +183,7 @@ class DistributedGroup:
 
     def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=self._device)
-        with self._timed("all-gather", tensor):
+        with self._timed("an all-gather", tensor):
             dist.all_gather(list(gathered.unbind()), tensor)
         return gathered
 
@@ -203,8 +203,9 @@ class DistributedGroup:
         except RuntimeError as error:  # DistBackendError and DistNetworkError derive from it
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(
-                f"rank {self.rank} lost the other ranks in a {what}: {first_line}. "
-                "Another rank has died or hangs; its own log says more (ranks/ in the run folder)"
+                f"rank {self.rank} lost the other ranks during {what}: {first_line}. "
+                "Another rank has died or hangs; its own log says more (ranks/ in the run folder)",
+                reach="world",
             ) from error
 
 
@@ -222,7 +223,7 @@ class _HostTransfer(Transfer):
             self.end = self._clock.stamp()
 
     def wait(self) -> None:
-        with self._group._named("all-reduce"):
+        with self._group._named("an all-reduce"):
             self._work.wait()
         self._note_end(None)
 
