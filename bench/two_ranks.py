@@ -57,8 +57,8 @@ def main() -> None:
                 rates["one"].append(paceline_rate(root / "one", 1, micro_steps, steps))
                 rates["two"].append(paceline_rate(root / "two", 2, micro_steps, steps))
                 rates["ddp"].append(ddp_rate(micro_steps, steps))
-                both = pool.map(lambda name: paceline_rate(name, 1, micro_steps, steps), [root / "a", root / "b"])
-                rates["alone"].append(sum(both))
+                both = [pool.submit(paceline_rate, root / name, 1, micro_steps, steps) for name in ("a", "b")]
+                rates["alone"].append(sum(future.result() for future in both))
         print(f"accumulation {micro_steps}")
         for name, label in (
             ("one", "one rank of one thread"),

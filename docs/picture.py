@@ -3,6 +3,7 @@
 Runs the command in a pseudo-terminal, follows its output as a terminal would, and draws the last screen as SVG.
 """
 
+import io
 import os
 import pty
 import sys
@@ -33,7 +34,7 @@ def record(command: list[str]) -> pyte.Screen:
 
 def draw(screen: pyte.Screen, title: str) -> str:
     """Returns the screen as SVG, without its empty last lines."""
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     last = max((y for y in range(ROWS) if screen.display[y].strip()), default=0)
     for y in range(last + 1):
         line = Text()

@@ -11,6 +11,7 @@ from paceline.cli.flags import parse
 from paceline.cli.start import start, without
 from paceline.config import Config, flatten, from_toml, supersede
 from paceline.record import folder as run_folder
+from paceline.train.request import Request
 
 # What may change between the parts of a run: how it is computed and how long, not what is computed.
 _CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.")
@@ -46,10 +47,8 @@ def main(arguments: list[str]) -> int:
     config = supersede(stored, parsed.settings)
     _refuse_other_run(stored, config)
     config.check()
-    path = Path(parsed.run)
-    rank_arguments = ["resume", *without(arguments, "--nproc")]
-    step = parsed.step if parsed.step >= 0 else None
-    return start(config, path, parsed.nproc, rank_arguments, resume=True, step=step)
+    request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
+    return start(request, parsed.nproc, ["resume", *without(arguments, "--nproc")])
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:

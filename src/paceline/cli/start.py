@@ -3,19 +3,20 @@
 from pathlib import Path
 
 from paceline.base.errors import UserError
-from paceline.config import Config
 from paceline.data.prepare import inspect_path
 from paceline.record import folder as run_folder
+from paceline.train.request import Request
 from paceline.world.env import Environment, check_interface, check_master, check_port, detect
 
 _MOST_AUTOMATIC_RANKS = 4
 
 
-def start(config: Config, out: Path, nproc: str, arguments: list[str], resume: bool, step: int | None = None) -> int:
-    """Trains as this process, or as `nproc` local ranks of `arguments`, and returns the exit status.
+def start(request: Request, nproc: str, arguments: list[str]) -> int:
+    """Trains as this process, or as `nproc` local ranks of the command line `arguments`; returns the exit status.
 
     Everything that can be refused without starting a process or reading a corpus is refused first.
     """
+    config = request.config
     env = detect()
     num_ranks = _num_ranks(nproc, env)
     check_interface(config.parallel.interface)
@@ -24,18 +25,17 @@ def start(config: Config, out: Path, nproc: str, arguments: list[str], resume: b
         check_port(config.parallel.port)
     inspect_path(config.data)
     if env.rank == 0:
-        if resume:
-            run_folder.check_writable(out)
+        if request.out is None or request.resume:
+            run_folder.check_writable(request.out or Path("runs"))
         else:
-            run_folder.check_new(out)
+            run_folder.check_new(request.out)
     from paceline.world.device import choose_device  # torch from here on: seconds
 
     if num_ranks == 1:
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
-        from paceline.train.state import Request
 
-        return train(Request(config, out, resume, step), env)
+        return train(request, env)
     for local_rank in range(num_ranks):
         choose_device(config.parallel.device, local_rank, num_ranks, num_ranks)
     from paceline.launch.local import start_ranks

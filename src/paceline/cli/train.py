@@ -1,7 +1,5 @@
 """paceline train"""
 
-import dataclasses
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +9,7 @@ import tyro
 from paceline.cli.flags import base_config, parse
 from paceline.cli.start import start, without
 from paceline.config import Config, preset_names, supersede
+from paceline.train.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,5 @@ def main(arguments: list[str]) -> int:
     config = supersede(base, parsed.settings)
     config.check()
     name = parsed.preset or (Path(parsed.config).stem if parsed.config else config.model.arch)
-    out = Path(parsed.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    rank_arguments = ["train", *without(arguments, "--nproc", "--out"), "--out", str(out)]
-    return start(dataclasses.replace(config), out, parsed.nproc, rank_arguments, resume=False)
+    request = Request(config, Path(parsed.out) if parsed.out else None, name)
+    return start(request, parsed.nproc, ["train", *without(arguments, "--nproc")])

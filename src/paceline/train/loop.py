@@ -27,7 +27,8 @@ from paceline.train import banner
 from paceline.train.guard import StopRequest
 from paceline.train.keep import restore_run, save_run
 from paceline.train.meet import meet
-from paceline.train.state import Request, Run
+from paceline.train.request import Request
+from paceline.train.state import Run
 from paceline.train.step import train_step
 from paceline.train.tell import evaluate_now, exchange
 from paceline.world.env import Environment

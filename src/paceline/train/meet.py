@@ -1,6 +1,7 @@
 """How ranks become one run: the same facts on all of them, one folder, equal replicas."""
 
 import shutil
+import time
 from pathlib import Path
 
 from paceline.base.errors import UserError
@@ -15,9 +16,10 @@ from paceline.record.folder import RunFolder
 from paceline.sync.replicas import broadcast_parameters
 from paceline.sync.strategy import make_strategy
 from paceline.train import agree, banner
+from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
 from paceline.train.scaler import LossScaler
-from paceline.train.state import Request, Run
+from paceline.train.state import Run
 from paceline.train.step import Replica, dropout_seed
 from paceline.world.device import peak_flops
 from paceline.world.runtime import World
@@ -57,31 +59,39 @@ def meet(request: Request, world: World, dataset: Dataset, console: Console) -> 
 
 
 def open_folder(request: Request, world: World, config: Config, dataset: Dataset) -> RunFolder:
-    """Rank 0 makes and locks the folder and says where it is; each host keeps a config and its ranks' logs there."""
-    folder = RunFolder(request.out)
+    """Rank 0 makes and locks the folder; the others keep their logs in theirs, the same one or one of their host.
+
+    Where no --out was given on a host it is rank 0's path. Collective; raises rank 0's refusal on all ranks.
+    """
+    path = request.out or Path("runs") / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunFolder(path)
     answer: dict[str, str] = {}
     if world.is_main:
         try:
             if not request.resume:
-                run_folder.check_new(request.out)
-                folder = run_folder.create(request.out)
+                run_folder.check_new(path)
+                folder = run_folder.create(path)
             folder.lock()
-            folder.config.write_text(to_toml(config))
-            if dataset.index.tokenizer is not None:
-                shutil.copyfile(dataset.folder / dataset.index.tokenizer.file, folder.tokenizer)
-            answer = {"path": str(request.out)}
+            _write_setup(folder, config, dataset)
+            answer = {"path": str(path)}
         except UserError as error:
             answer = {"error": str(error)}
         except OSError as error:
-            answer = {"error": f"cannot write to the run folder {request.out}: {error.strerror}"}
+            answer = {"error": f"cannot write to the run folder {path}: {error.strerror}"}
     answer = world.group.broadcast_json(answer)
     if "error" in answer:
         raise UserError(answer["error"], reach="world")
     if not world.is_main:
-        folder = run_folder.create(Path(answer["path"]))
+        folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            folder.config.write_text(to_toml(config))
+            _write_setup(folder, config, dataset)
     return folder
+
+
+def _write_setup(folder: RunFolder, config: Config, dataset: Dataset) -> None:
+    folder.config.write_text(to_toml(config))
+    if dataset.index.tokenizer is not None:
+        shutil.copyfile(dataset.folder / dataset.index.tokenizer.file, folder.tokenizer)
 
 
 def make_replica(settings: Settings, world: World) -> Replica:

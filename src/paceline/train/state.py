@@ -1,31 +1,20 @@
 """What a run is while it runs: one rank's replica, where it stands, and with what it speaks."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.base.clock import Stopwatch
-from paceline.config import Config
 from paceline.data.dataset import Dataset
 from paceline.data.loader import Loader
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 from paceline.train.banner import Totals
 from paceline.train.evaluate import Evaluation
+from paceline.train.request import Request
 from paceline.train.resolve import Settings
 from paceline.train.step import Replica
 from paceline.world.device import DeviceClock
 from paceline.world.runtime import World
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command asked for."""
-
-    config: Config
-    out: Path
-    resume: bool = False
-    resume_step: int | None = None  # None: the newest whole checkpoint
 
 
 @dataclass

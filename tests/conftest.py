@@ -1,0 +1,81 @@
+"""For all tests: one thread, a cache of their own, and guards against what a test might leave behind."""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+# Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import psutil
+import pytest
+
+_CACHE = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The embedded corpus takes seconds to build: one cache for the session, and never the user's own."""
+    if "PACELINE_TEST_CACHE" in os.environ:  # kept between sessions, for whoever runs the suite again and again
+        os.environ["PACELINE_CACHE"] = os.environ["PACELINE_TEST_CACHE"]
+        return
+    config.stash[_CACHE] = tempfile.mkdtemp(prefix="paceline-test-cache-")
+    os.environ["PACELINE_CACHE"] = config.stash[_CACHE]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHE in config.stash:
+        shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_behind() -> Iterator[None]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 3
+    while leaked := [c for c in psutil.Process().children(recursive=True) if c.pid not in before and _is_alive(c)]:
+        if time.monotonic() > deadline:
+            pytest.fail(f"the test left processes behind: {[_command(child) for child in leaked]}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_environment_alone() -> Iterator[None]:
+    before = _environment()
+    yield
+    after = _environment()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    for name in changed:  # so that one test's fault stays one test's failure
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not changed, f"the test changed environment variables: {', '.join(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group_open() -> Iterator[None]:
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group open")
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline()[:5])}"
+    except psutil.NoSuchProcess:
+        return str(process.pid)

@@ -1,0 +1,169 @@
+"""Runs a function on N real ranks: processes, Gloo on loopback, the environment that torchrun would set.
+
+    def whole_world(world, x): ...                      # module-level; gets the World that open_world opened
+    results = run_ranks(whole_world, 3, x)              # by rank
+
+Starting a rank costs about two seconds (importing torch), so let a function check many things and return what it saw.
+The store is held here, as torchrun's agent holds it, so its port is the OS's choice and nobody can take it meanwhile.
+"""
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.world.config import ParallelConfig
+
+_LAST_WORDS_S = 5.0  # after a failure: for the other ranks to notice it and say so
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended."""
+
+    status: int  # exit status; negative: the signal
+    has_result: bool
+    result: Any
+    said: str  # stdout and stderr, tracebacks included
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not return; `outcomes` has all of them by rank."""
+
+    def __init__(self, message: str, outcomes: list[Outcome]):
+        super().__init__(message)
+        self.outcomes = outcomes
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    config: ParallelConfig | None = None,
+    opened: bool = True,
+) -> list[Any]:
+    """Returns what `function(world, *args)` returned on each rank.
+
+    With opened=False the function gets (config, environment) instead and opens its world itself. Raises RanksFailed,
+    with every rank's output, where a rank raised, died or was not done by the deadline. No process is left behind.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    config = config or ParallelConfig(device="cpu", threads=1, timeout_s=30.0)
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
+        request = (list(sys.path), function.__module__, function.__qualname__, args, config, opened)
+        Path(folder, "request").write_bytes(pickle.dumps(request))
+        processes = [_start(Path(folder), rank, world_size, store.port) for rank in range(world_size)]
+        try:
+            in_time = _wait(processes, timeout_s)
+        finally:
+            for process in processes:
+                _kill(process)
+        outcomes = [_outcome(Path(folder), rank, process) for rank, process in enumerate(processes)]
+    del store
+    if not all(outcome.has_result and outcome.status == 0 for outcome in outcomes):
+        why = "failed" if in_time else f"were not done within {timeout_s:g} s"
+        parts = [f"--- rank {rank}: {_summary(outcome)}\n{outcome.said}" for rank, outcome in enumerate(outcomes)]
+        raise RanksFailed(f"{function.__qualname__} on {world_size} ranks {why}\n" + "\n".join(parts), outcomes)
+    return [outcome.result for outcome in outcomes]
+
+
+def _start(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with Path(folder, f"said-{rank}").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that what a rank itself starts can be ended with it
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    """Returns whether all ended on their own; a failure shortens the deadline of the others."""
+    deadline = time.monotonic() + timeout_s
+    seen_failure = False
+    while any(process.poll() is None for process in processes):
+        if not seen_failure and any(process.returncode for process in processes):
+            seen_failure = True
+            deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+        if time.monotonic() > deadline:
+            return seen_failure
+        time.sleep(0.01)
+    return True
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _outcome(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> Outcome:
+    path = folder / f"result-{rank}"
+    return Outcome(
+        status=process.returncode,
+        has_result=path.exists(),
+        result=pickle.loads(path.read_bytes()) if path.exists() else None,
+        said=(folder / f"said-{rank}").read_text(errors="replace"),
+    )
+
+
+def _summary(outcome: Outcome) -> str:
+    ended = f"killed by {signal.Signals(-outcome.status).name}" if outcome.status < 0 else f"status {outcome.status}"
+    return f"{ended}, {'returned' if outcome.has_result else 'returned nothing'}"
+
+
+def _be_a_rank(folder: Path) -> None:
+    sys.path[:], module, name, args, config, opened = pickle.loads((folder / "request").read_bytes())
+    from paceline.world.env import detect
+    from paceline.world.runtime import open_world
+
+    function = getattr(importlib.import_module(module), name)
+    if opened:
+        with open_world(config, detect()) as world:
+            result = function(world, *args)
+    else:
+        result = function(config, detect(), *args)
+    path = folder / f"result-{os.environ['RANK']}"
+    path.with_suffix(".new").write_bytes(pickle.dumps(result))
+    path.with_suffix(".new").rename(path)
+
+
+if __name__ == "__main__":
+    try:
+        _be_a_rank(Path(sys.argv[1]))
+    except BaseException:
+        # As in the program: an error ends the rank at once, and its exit is how the others learn of it.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

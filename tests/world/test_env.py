@@ -1,0 +1,181 @@
+"""From environment variables to one record: whole worlds are taken, half ones and contradictions refused."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from paceline.base.errors import UserError
+from paceline.world import env as world_env
+from paceline.world.env import Environment, check_interface, check_master, check_port, detect
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchruns_variables_are_one_record() -> None:
+    assert detect(TORCHRUN) == Environment(
+        rank=3, local_rank=1, world_size=4, local_world_size=2, master_addr="10.0.0.1", master_port=29500
+    )
+    assert detect(TORCHRUN).is_distributed
+    assert detect({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_holds_store
+
+
+@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "a"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {"HOME": "/"}])
+def test_without_a_rank_or_a_world_size_it_is_a_world_of_one(variables: dict[str, str]) -> None:
+    assert detect(variables) == Environment()
+    assert not detect(variables).is_distributed
+
+
+def test_a_described_world_of_one_rank_is_distributed() -> None:
+    found = detect({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert found.is_distributed
+    assert (found.rank, found.local_rank, found.local_world_size) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_world_is_refused_naming_what_is_missing(missing: str) -> None:
+    half = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(UserError, match=f"half a world.*{missing} missing"):
+        detect(half)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.xfail(strict=True, reason="an empty MASTER_ADDR makes ranks of a described world train alone")
+def test_an_empty_variable_counts_as_a_missing_one(name: str) -> None:
+    with pytest.raises(UserError, match=f"half a world.*{name}"):
+        detect({**TORCHRUN, name: ""})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "4"},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_RANK": "2"},
+        {"LOCAL_RANK": "-1"},
+        {"LOCAL_WORLD_SIZE": "5"},
+        {"LOCAL_WORLD_SIZE": "0"},
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        detect({**TORCHRUN, **change})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["two", "1.5", "0x1"])
+def test_what_is_no_whole_number_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is '{value}'"):
+        detect({**TORCHRUN, name: value})
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999"])
+@pytest.mark.xfail(strict=True, reason="no range check of MASTER_PORT")
+def test_a_master_port_outside_of_all_ports_is_refused(port: str) -> None:
+    with pytest.raises(UserError, match="MASTER_PORT"):
+        detect({**TORCHRUN, "MASTER_PORT": port})
+
+
+# ---- interface ----
+
+
+def test_an_interface_that_is_there_passes_and_none_is_nobodys_business() -> None:
+    loopback = next(
+        name for name, addresses in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in addresses)
+    )
+    check_interface(loopback)
+    check_interface("")
+
+
+def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"parallel\.interface is 'eth77'") as refusal:
+        check_interface("eth77")
+    for name in psutil.net_if_addrs():
+        assert name in str(refusal.value)
+    assert refusal.value.exit_status == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make an interface")
+def test_an_interface_without_an_address_is_refused() -> None:
+    made = subprocess.run(["ip", "link", "add", "pl-test0", "type", "veth", "peer", "pl-test1"], capture_output=True)
+    if made.returncode:
+        pytest.skip("this machine makes no veth interface")
+    try:
+        with pytest.raises(UserError, match="pl-test0"):
+            check_interface("pl-test0")
+    finally:
+        subprocess.run(["ip", "link", "del", "pl-test0"], check=True)
+
+
+# ---- port ----
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_held_port_is_refused_naming_its_holder(held_port: int) -> None:
+    with pytest.raises(UserError, match=rf"port {held_port} cannot be listened on.*pid {os.getpid()}"):
+        check_port(held_port)
+
+
+def test_a_free_port_passes_also_just_after_it_was_used() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            accepted.close()  # the server's side closes first: the port stays in TIME_WAIT
+            assert client.recv(1) == b""
+    check_port(port)
+    check_port(0)
+
+
+# ---- master ----
+
+
+def test_an_unresolvable_master_is_refused_within_five_seconds() -> None:
+    started = time.monotonic()
+    env = Environment(rank=1, world_size=2, local_world_size=2, master_addr="no-such-host.invalid", master_port=29500)
+    with pytest.raises(UserError, match="MASTER_ADDR is 'no-such-host.invalid'"):
+        check_master(env)
+    assert time.monotonic() - started < 5
+
+
+def test_rank_0_needs_the_master_port_unless_an_agent_holds_the_store(held_port: int) -> None:
+    place = {"world_size": 2, "local_world_size": 2, "master_addr": "127.0.0.1", "master_port": held_port}
+    with pytest.raises(UserError, match=f"port {held_port}"):
+        check_master(Environment(rank=0, **place))
+    check_master(Environment(rank=1, local_rank=1, **place))
+    check_master(Environment(rank=0, agent_holds_store=True, **place))
+    check_master(Environment())
+
+
+def test_detect_reads_the_real_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in world_env._NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    assert detect() == Environment()
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.suppress(KeyError):
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert detect() == detect(TORCHRUN)
