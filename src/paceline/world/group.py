@@ -9,6 +9,7 @@ further collective is possible, and the way out is to exit, which is also how th
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -201,12 +202,17 @@ class DistributedGroup:
         try:
             yield
         except RuntimeError as error:  # DistBackendError and DistNetworkError derive from it
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(
-                f"rank {self.rank} lost the other ranks during {what}: {first_line}. "
+                f"rank {self.rank} lost the other ranks during {what}: {_essence(error)}. "
                 "Another rank has died or hangs; its own log says more (ranks/ in the run folder)",
                 reach="world",
             ) from error
+
+
+def _essence(error: Exception) -> str:
+    """What happened, of a message of torch's: without the source file before it and the advice behind."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")
 
 
 class _HostTransfer(Transfer):

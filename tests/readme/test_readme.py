@@ -1,0 +1,62 @@
+"""What the README tells people to type works, word for word but for the size of the preset."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import _VERBS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    """Returns the commands of the README's shell blocks, continued lines joined, comments dropped."""
+    found = []
+    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.split("#")[0].strip()
+            if words:
+                found.append(words)
+    return found
+
+
+def runnable() -> list[str]:
+    """Returns those that one machine can run: not the two hosts' (tests/laws), not make's (CI)."""
+    return [c for c in commands() if "10.0.0.1" not in c and not c.startswith("make")]
+
+
+@pytest.mark.long
+def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "text.md").write_text(README * 20)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    assert len(runnable()) >= 7
+    for command in runnable():
+        words = shlex.split(command.replace("--preset demo", "--preset tiny"))
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        wanted = 75 if "--train.stop-at-step" in command else 0
+        assert done.returncode == wanted, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_files_and_verbs_that_the_documents_name_exist() -> None:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = document.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+        for name in re.findall(r"`((?:src/|tests/|docs/|bench/)[\w./-]+)`", text):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+        for verb in re.findall(r"`paceline (\w+)", text):
+            assert verb in _VERBS, f"{document.name} names the verb {verb}"
+
+
+def test_the_architecture_names_files_that_exist_in_the_package() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    rooms = "data|model|sync|optim|train|world|checkpoint|record|cli|launch|base"
+    for name in re.findall(rf"`((?:{rooms})/[\w./]*)`", text):
+        assert (ROOT / "src" / "paceline" / name).exists(), name
