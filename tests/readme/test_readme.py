@@ -60,3 +60,16 @@ def test_the_architecture_names_files_that_exist_in_the_package() -> None:
     rooms = "data|model|sync|optim|train|world|checkpoint|record|cli|launch|base"
     for name in re.findall(rf"`((?:{rooms})/[\w./]*)`", text):
         assert (ROOT / "src" / "paceline" / name).exists(), name
+
+
+@pytest.mark.long
+def test_the_example_of_an_own_model_gives_the_same_losses_on_one_rank_and_on_two() -> None:
+    script = str(ROOT / "examples" / "own_model.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    outputs = []
+    for command in ([sys.executable, script], [*torchrun, script]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        outputs.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)])
+    assert len(outputs[0]) == len(outputs[1]) == 20
+    assert outputs[1] == pytest.approx(outputs[0], abs=2e-6)
+    assert outputs[0][-1] < outputs[0][0]
