@@ -10,8 +10,14 @@ from collections.abc import Iterator
 # Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import psutil
 import pytest
+
+hypothesis.settings.register_profile("shared", deadline=None)  # machines are shared: a slow example is no failure
+hypothesis.settings.load_profile("shared")
+
+_SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the second: torch, when first imported in full
 
 _CACHE = pytest.StashKey[str]()
 
@@ -64,7 +70,7 @@ def _leaves_no_process_group_open() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES}
 
 
 def _is_alive(process: psutil.Process) -> bool:

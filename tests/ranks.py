@@ -7,6 +7,7 @@ Starting a rank costs about two seconds (importing torch), so let a function che
 The store is held here, as torchrun's agent holds it, so its port is the OS's choice and nobody can take it meanwhile.
 """
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -121,10 +122,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -121,14 +121,14 @@ def load_preset(name: str, base: Config) -> Config:
     names = preset_names()
     if name not in names:
         raise UserError(f"no preset is named '{name}'{nearest(name, names)}; there are: {', '.join(names)}")
-    text = (resources.files("paceline") / "recipes" / f"{name}.toml").read_text()
+    text = (resources.files("paceline") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
     return from_toml(text, f"preset {name}", base)
 
 
 def load_file(path: Path, base: Config) -> Config:
     """Returns base overridden by a TOML file; raises UserError naming file and field."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -182,9 +182,13 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section.name}]")
         values = dataclasses.asdict(getattr(config, section.name))
         # JSON's strings, booleans and numbers are TOML's; a float keeps its point or exponent.
-        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -230,6 +230,5 @@ def test_the_named_strategy_is_the_one_in_force() -> None:
     assert isinstance(make_strategy(ParallelConfig(strategy="naive"), Net(), group), NaiveSync)
     many = make_strategy(ParallelConfig(bucket_mb=0.001), nn.Linear(30, 30), group)
     assert len(many.buckets) == 2  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="parallel.strategy is 'zero'"):
+    with pytest.raises(UserError, match=r"parallel\.strategy is 'zero'"):
         make_strategy(ParallelConfig(strategy="zero"), Net(), group)  # type: ignore[arg-type]
-

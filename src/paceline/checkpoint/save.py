@@ -1,7 +1,6 @@
 """Writing a checkpoint: beside, synced, read back, renamed in. A crash at any line leaves the older ones alone."""
 
 import contextlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -29,14 +28,16 @@ def save(
     final = checkpoints / mf.folder_name(step)
     with contextlib.suppress(mf.Damaged):
         mf.read(final)
-        return final  # this very step is there and whole: after a resume the same state would be written again
+        # This very step is there and whole. `set_aside` has moved what another course of this run left, so it is the
+        # checkpoint that was resumed from, and its state is the one to be saved.
+        return final
     _sweep(checkpoints)
     aside = checkpoints / f".{final.name}.unfinished"
     aside.mkdir(parents=True)
     _write_tensors(aside / mf.WEIGHTS, weights)
     _write_tensors(aside / mf.OPTIMIZER, optimizer)
     content = {"format": mf.FORMAT, "step": step, **facts, "files": mf.describe(aside, [mf.WEIGHTS, mf.OPTIMIZER])}
-    _write_synced(aside / mf.MANIFEST, json.dumps(content, indent=1).encode())
+    _write_synced(aside / mf.MANIFEST, mf.seal(content))
     _sync_folder(aside)
     if final.exists():  # a damaged one of the same step
         shutil.rmtree(final)
@@ -45,6 +46,24 @@ def save(
     _point_latest(checkpoints, final.name)
     _prune(checkpoints, keep)
     return final
+
+
+def set_aside(checkpoints: Path, step: int) -> list[str]:
+    """Renames the checkpoints of later steps to `superseded-NAME` and returns their names; `latest` names this step.
+
+    For a run that goes on from an older checkpoint: what came after it belongs to another course of the run. It counts
+    no longer and is not deleted.
+    """
+    later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
+    for name in later:
+        target = checkpoints / f"superseded-{name}"
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(checkpoints / name, target)
+    if later:
+        _point_latest(checkpoints, mf.folder_name(step))
+        _sync_folder(checkpoints)
+    return later
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -85,8 +104,9 @@ def _sweep(checkpoints: Path) -> None:
 
 
 def _prune(checkpoints: Path, keep: int) -> None:
-    for step in mf.list_steps(checkpoints)[:-keep]:
+    folders = [checkpoints / mf.folder_name(step) for step in mf.list_steps(checkpoints)]
+    whole = [folder for folder in folders if mf.is_whole(folder)]  # a damaged one must not push a whole one out
+    for folder in whole[:-keep]:
         # The manifest first: a crash half-way through leaves a folder that counts as absent.
-        folder = checkpoints / mf.folder_name(step)
         (folder / mf.MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)

@@ -58,7 +58,7 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
     if arguments[0].startswith("-"):
         raise UserError("the run folder comes first: paceline resume RUN [options]")
     found = run_folder.find(Path(arguments[0]))
-    stored = from_toml(found.config.read_text(), str(found.config), Config())
+    stored = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())
     return arguments[0], stored.replace("train", stop_at_step=0)
 
 

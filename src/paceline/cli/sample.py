@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         if value < 0:
             raise UserError(f"--{name} is {value}; it must be at least 0")
     found = run_folder.find(Path(parsed.run))
-    config = from_toml(found.config.read_text(), str(found.config), Config())
+    config = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())
     import torch
 
     from paceline.checkpoint import load

@@ -72,12 +72,20 @@ class Optimizer:
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Takes what state_tensors gave; the tensors are moved to the parameters' device.
 
-        Raises ValueError naming the first parameter whose state is missing or shaped otherwise.
+        No tensors are the state before the first update. Raises ValueError naming the first parameter whose state is
+        missing, shaped otherwise, or of a parameter that is not there.
         """
+        if not tensors:
+            for part in self._parts:
+                part.state.clear()
+            return
         by_name: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("/")
             by_name.setdefault(name, {})[key] = tensor
+        unknown = by_name.keys() - set(self._names.values())
+        if unknown:
+            raise ValueError(f"optimizer state of {min(unknown)}, which this model does not have")
         for part in self._parts:
             for group in part.param_groups:
                 for parameter in group["params"]:

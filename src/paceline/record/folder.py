@@ -82,6 +82,8 @@ class RunFolder:
         """
         if not self.metrics.exists():
             return
+        if self.metrics in self._files:
+            self._files.pop(self.metrics).close()
         kept = []
         with self.metrics.open() as lines:
             for line in lines:
@@ -104,8 +106,18 @@ class RunFolder:
     def _append(self, path: Path, row: Mapping[str, Any]) -> None:
         if path not in self._files:
             self._files[path] = path.open("a")
+            if _ends_mid_line(path):  # a crash cut the last row short: it must not take the next one with it
+                self._files[path].write("\n")
         self._files[path].write(json.dumps(row) + "\n")
         self._files[path].flush()
+
+
+def _ends_mid_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def check_new(path: Path) -> None:

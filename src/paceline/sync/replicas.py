@@ -21,7 +21,7 @@ def overall(model: nn.Module) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    data = tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data
+    data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
 
 

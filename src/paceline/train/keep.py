@@ -67,6 +67,9 @@ def restore_run(run: Run) -> None:
     run.replica.scaler.num_finite = manifest["scaler"]["num_finite"]
     if run.world.is_main:
         run.folder.forget_after(run.progress.step)
+        later = save.set_aside(run.folder.checkpoints, run.progress.step)
+        if later:
+            run.console.say(f"set aside as superseded: {', '.join(later)}")
     before, now = manifest["world_size"], run.world.world_size
     run.event("resume", step=run.progress.step, from_world_size=before, world_size=now)
     run.console.say(

@@ -89,7 +89,7 @@ def open_folder(request: Request, world: World, config: Config, dataset: Dataset
 
 
 def _write_setup(folder: RunFolder, config: Config, dataset: Dataset) -> None:
-    folder.config.write_text(to_toml(config))
+    folder.config.write_text(to_toml(config), encoding="utf-8")
     if dataset.index.tokenizer is not None:
         shutil.copyfile(dataset.folder / dataset.index.tokenizer.file, folder.tokenizer)
 

@@ -42,20 +42,23 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     described would train alone and look fine.
     """
     env = os.environ if environ is None else environ
-    present = [name for name in _NEEDED if name in env]
-    if not present or present == ["MASTER_ADDR"] or ("RANK" not in env and "WORLD_SIZE" not in env):
-        return Environment()
-    missing = [name for name in _NEEDED if name not in env]
+    if not any(name in env for name in ("RANK", "WORLD_SIZE")):
+        return Environment()  # MASTER_ADDR alone may be somebody else's
+    present = [name for name in _NEEDED if env.get(name)]
+    missing = [name for name in _NEEDED if not env.get(name)]  # an empty one is none
     if missing:
         raise UserError(
-            f"the environment describes half a world: {', '.join(present)} set, {', '.join(missing)} missing; "
-            "start ranks with torchrun or --nproc, or unset them for one process"
+            f"the environment describes half a world: {', '.join(present) or 'nothing'} set, "
+            f"{', '.join(missing)} missing; start ranks with torchrun or --nproc, or unset them for one process"
         )
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     local_rank = _integer(env, "LOCAL_RANK", rank)
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", max(1, local_rank + 1))
     if not 0 <= rank < world_size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0 to WORLD_SIZE - 1")
+    master_port = _integer(env, "MASTER_PORT")
+    if not 0 < master_port < 65536:
+        raise UserError(f"MASTER_PORT is {master_port}; a port lies between 1 and 65535")
     if not 0 <= local_rank < local_world_size <= world_size:
         raise UserError(
             f"LOCAL_RANK is {local_rank}, LOCAL_WORLD_SIZE {local_world_size}, WORLD_SIZE {world_size}; "
@@ -67,7 +70,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
         world_size=world_size,
         local_world_size=local_world_size,
         master_addr=env["MASTER_ADDR"],
-        master_port=_integer(env, "MASTER_PORT"),
+        master_port=master_port,
         agent_holds_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

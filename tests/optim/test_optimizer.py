@@ -1,0 +1,251 @@
+"""The update rules against torch's own and against plain loops; the state by parameter name."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.model.config import ModelConfig
+from paceline.model.gpt import build
+from paceline.optim.config import OptimConfig
+from paceline.optim.muon import Muon, orthogonalise
+from paceline.optim.optimizer import Optimizer, role
+
+CONFIG = ModelConfig(arch="gpt2", bias=True, n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=20)
+FLOAT32 = torch.float32
+
+
+def gradients_for(model: nn.Module, step: int) -> None:
+    """Gives every parameter a gradient that is a function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def make(model: nn.Module, name: str = "adamw", **fields: float) -> Optimizer:
+    config = OptimConfig(name=name, **fields)  # type: ignore[arg-type]
+    return Optimizer(model, config, lr=config.lr, weight_decay=config.weight_decay, compute_dtype=FLOAT32)
+
+
+def run(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        gradients_for(model, step)
+        optimizer.update(1e-2 / (step + 1))
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_every_parameter_has_the_role_its_name_and_shape_say() -> None:
+    roles = {name: role(name, parameter) for name, parameter in build(CONFIG, 0, "cpu").named_parameters()}
+    assert roles["embed_tokens.weight"] == roles["embed_positions.weight"] == "embedding"
+    assert all(r == "vector" for name, r in roles.items() if name.endswith("bias") or "norm" in name)
+    assert all(r == "matrix" for name, r in roles.items() if name.startswith("layers") and name.endswith("proj.weight"))
+    assert role("lm_head.weight", torch.zeros(2, 2)) == "embedding"
+
+
+def test_adamw_is_the_papers_with_decay_of_matrices_and_embeddings_only() -> None:
+    model = build(CONFIG, 0, "cpu")
+    optimizer = make(model, weight_decay=0.3)
+    by_hand = {name: p.detach().double() for name, p in model.named_parameters()}
+    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in by_hand.items()}
+    for step in range(4):
+        lr = 1e-2 / (step + 1)
+        gradients_for(model, step)
+        for name, parameter in model.named_parameters():
+            gradient, decay = parameter.grad.double(), 0.3 if parameter.ndim >= 2 else 0.0
+            first, second = moments[name]
+            first.mul_(0.9).add_(gradient, alpha=0.1)
+            second.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+            by_hand[name] *= 1 - lr * decay
+            by_hand[name] -= (
+                lr * (first / (1 - 0.9 ** (step + 1))) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+            )
+        optimizer.update(lr)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach().double(), by_hand[name], rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_is_bit_for_bit_torchs_fused_one() -> None:
+    model, theirs = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = make(model)
+    for step in range(3):
+        gradients_for(model, step)
+        gradients_for(theirs, step)
+        optimizer.update(1e-2)
+        adamw.step()
+    for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_muon_takes_the_layers_matrices_and_leaves_the_rest_to_adamw() -> None:
+    model, plain = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
+    muon, adamw = make(model, "muon"), make(plain)
+    run(model, muon, range(2))
+    run(plain, adamw, range(2))
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other) == (role(name, mine) != "matrix"), name
+    kinds = {name.rpartition("/")[0]: name.rpartition("/")[2] for name in muon.state_tensors() if "momentum" in name}
+    assert set(kinds) == {name for name, p in model.named_parameters() if role(name, p) == "matrix"}
+
+
+# ---- Muon ----
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(2, 40), columns=st.integers(2, 40), seed=st.integers(0, 1000))
+def test_orthogonalised_singular_values_lie_about_one(rows: int, columns: int, seed: int) -> None:
+    matrices = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(seed))
+    # Five iterations lift what is above about a hundredth of the norm; smaller ones stay below one.
+    conditioned = torch.linalg.svdvals(matrices)[:, -1] > 0.02 * torch.linalg.matrix_norm(matrices)
+    values = torch.linalg.svdvals(orthogonalise(matrices, FLOAT32))
+    assert float(values.max()) < 1.3
+    if bool(conditioned.any()):
+        assert float(values[conditioned].min()) > 0.6
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 32), (32, 4)])
+def test_orthogonalise_keeps_the_singular_vectors_whatever_the_scale(scale: float, shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    s = s / s.norm()
+    for _ in range(5):  # the iteration acts on each singular value alone
+        s = a * s + b * s**3 + c * s**5
+    torch.testing.assert_close(orthogonalise(matrix[None] * scale, FLOAT32)[0], u * s @ vt, rtol=1e-3, atol=2e-3)
+
+
+def test_orthogonalise_works_in_bfloat16_and_answers_in_float32() -> None:
+    found = orthogonalise(torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0)), torch.bfloat16)
+    assert found.dtype == torch.float32
+    values = torch.linalg.svdvals(found)
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.35
+
+
+def test_a_zero_gradient_orthogonalises_to_zero() -> None:
+    assert torch.equal(orthogonalise(torch.zeros(1, 4, 5), FLOAT32), torch.zeros(1, 4, 5))
+
+
+SHAPES = [(8, 8), (8, 16), (16, 8), (8, 8), (8, 16)]
+
+
+def matrices(seed: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def test_muons_batched_update_is_that_of_a_loop_over_matrices() -> None:
+    params, lr, decay, momentum = matrices(0), 0.02, 0.1, 0.95
+    muon = Muon(params, lr=lr, weight_decay=decay, momentum=momentum, compute_dtype=FLOAT32)
+    by_hand = [p.detach().clone() for p in params]
+    buffers = [torch.zeros_like(p) for p in by_hand]
+    for step in range(3):
+        for parameter, gradient in zip(params, matrices(step + 1), strict=True):
+            parameter.grad = gradient.detach()
+        muon.step()
+        for i, gradient in enumerate(g.detach() for g in matrices(step + 1)):
+            buffers[i] = momentum * buffers[i] + (1 - momentum) * gradient
+            x = (1 - momentum) * gradient + momentum * buffers[i]
+            x = x / x.norm()
+            for _ in range(5):
+                x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+            by_hand[i] = by_hand[i] * (1 - lr * decay) - lr * 0.2 * math.sqrt(max(x.shape)) * x
+    for mine, wanted in zip(params, by_hand, strict=True):
+        torch.testing.assert_close(mine.detach(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_muon_is_torchs_muon_within_its_bfloat16_rounding() -> None:
+    """torch's computes in bfloat16 always; so does ours here, batched. One unit of lr * 0.2 * sqrt(16) * 2^-8."""
+    mine, theirs = matrices(0), matrices(0)
+    ours = Muon(mine, lr=0.02, weight_decay=0.1, momentum=0.95, compute_dtype=torch.bfloat16)
+    torchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for a, b, gradient in zip(mine, theirs, matrices(step + 1), strict=True):
+            a.grad, b.grad = gradient.detach().clone(), gradient.detach().clone()
+        ours.step()
+        torchs.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert float((a - b).detach().abs().max()) < 4 * 0.02 * 0.2 * 4 * 2**-6
+
+
+# ---- state ----
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_training_goes_on_bit_for_bit_from_the_saved_state(name: str) -> None:
+    straight = build(CONFIG, 0, "cpu")
+    run(straight, make(straight, name), range(6))
+
+    first = build(CONFIG, 0, "cpu")
+    before = make(first, name)
+    run(first, before, range(3))
+    second = build(CONFIG, 99, "cpu")
+    second.load_state_dict(first.state_dict())
+    after = make(second, name)
+    after.load_state_tensors(before.state_tensors())
+    run(first, before, range(90, 93))  # what is loaded is a copy: the donor may go on
+    run(second, after, range(3, 6))
+    wanted = weights(straight)
+    assert all(torch.equal(weight, wanted[n]) for n, weight in weights(second).items())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_state_names_every_parameter_and_only_tensors(name: str) -> None:
+    model = build(CONFIG, 0, "cpu")
+    optimizer = make(model, name)
+    assert optimizer.state_tensors() == {}
+    run(model, optimizer, range(1))
+    state = optimizer.state_tensors()
+    assert {key.rpartition("/")[0] for key in state} == {n for n, _ in model.named_parameters()}
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_that_misses_something_or_has_another_shape_is_refused_by_name(name: str) -> None:
+    model = build(CONFIG, 0, "cpu")
+    optimizer = make(model, name)
+    run(model, optimizer, range(1))
+    state = optimizer.state_tensors()
+    for key in [k for k in state if not k.endswith("/step")][::3]:
+        parameter = key.rpartition("/")[0]
+        with pytest.raises(ValueError, match=parameter):
+            make(model, name).load_state_tensors({k: v for k, v in state.items() if k != key})
+        with pytest.raises(ValueError, match=parameter):
+            make(model, name).load_state_tensors({**state, key: state[key].flatten()[:-1]})
+
+
+def test_one_optimizers_state_is_refused_by_the_other() -> None:
+    model = build(CONFIG, 0, "cpu")
+    some, others = make(model, "adamw"), make(model, "muon")
+    run(model, some, range(1))
+    run(model, others, range(1))
+    with pytest.raises(ValueError, match="this optimizer needs"):
+        make(model, "muon").load_state_tensors(some.state_tensors())
+    with pytest.raises(ValueError, match="this optimizer needs"):
+        make(model, "adamw").load_state_tensors(others.state_tensors())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_state_before_the_first_update_can_be_loaded(name: str) -> None:
+    """A run whose first steps were all skipped (float16's scale finding its place) saves this and must go on."""
+    model = build(CONFIG, 0, "cpu")
+    make(model, name).load_state_tensors(make(model, name).state_tensors())
+
+
+def test_state_of_a_parameter_that_is_not_there_is_refused() -> None:
+    model = build(CONFIG, 0, "cpu")
+    optimizer = make(model)
+    run(model, optimizer, range(1))
+    state = {**optimizer.state_tensors(), "layers.7.norm.weight/exp_avg": torch.zeros(16)}
+    with pytest.raises(ValueError, match=r"layers\.7"):
+        make(model).load_state_tensors(state)

@@ -1,0 +1,205 @@
+"""The run folder: one writer, records that are whole lines, nothing left behind by a refusal."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.base.errors import UserError
+from paceline.record.config import LogConfig
+from paceline.record.folder import RunFolder, check_new, check_writable, create, find
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from paceline.record.folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.lock()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tree(path: Path) -> list[str]:
+    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+
+
+def test_a_second_writer_is_refused_with_host_and_pid_until_the_first_is_killed(tmp_path: Path) -> None:
+    folder = create(tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"another process .*{os.uname().nodename}.*pid {holder.pid}"):
+            folder.lock()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        folder.lock()  # the kernel let go of it
+        folder.close()
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_closed_folder_can_be_locked_again(tmp_path: Path) -> None:
+    first, second = create(tmp_path), RunFolder(tmp_path)
+    first.lock()
+    with pytest.raises(UserError, match=f"pid {os.getpid()}"):
+        second.lock()
+    first.close()
+    second.lock()
+    second.close()
+
+
+def test_each_row_is_a_whole_line_on_disk_at_once(tmp_path: Path) -> None:
+    folder = create(tmp_path / "run")
+    for step in (1, 2, 3):
+        folder.append_metrics({"step": step, "loss": 0.5})
+        assert rows(folder.metrics)[-1] == {"step": step, "loss": 0.5}
+    folder.append_event("start", world_size=2)
+    assert rows(folder.events)[0].items() >= {"event": "start", "world_size": 2}.items()
+    assert "time" in rows(folder.events)[0]
+    folder.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 9, 30])
+def test_forgetting_keeps_the_rows_up_to_the_step_and_drops_a_cut_last_line(tmp_path: Path, cut: int) -> None:
+    folder = create(tmp_path)
+    for step in range(1, 7):
+        folder.append_metrics({"step": step, "loss": 1 / 3, "rank_step_ms": [1.0]})
+    folder.append_metrics({"step": 4, "val_loss": 2.0})  # an evaluation's row
+    folder.close()
+    if cut:
+        with folder.metrics.open("a") as file:
+            file.write(json.dumps({"step": 2, "loss": 1 / 3, "more": "x" * 20})[:cut])
+    folder.forget_after(4)
+    assert [row["step"] for row in rows(folder.metrics)] == [1, 2, 3, 4, 4]
+    assert rows(folder.metrics)[0]["loss"] == 1 / 3
+    RunFolder(tmp_path).append_metrics({"step": 5})
+    assert rows(folder.metrics)[-1] == {"step": 5}
+    assert tree(tmp_path) == ["checkpoints", "metrics.jsonl", "ranks"]
+
+
+def test_forgetting_where_nothing_was_written_is_nothing(tmp_path: Path) -> None:
+    RunFolder(tmp_path).forget_after(3)
+    assert tree(tmp_path) == []
+
+
+def test_rows_written_after_forgetting_are_in_the_file(tmp_path: Path) -> None:
+    folder = create(tmp_path)
+    folder.append_metrics({"step": 1})
+    folder.append_metrics({"step": 2})
+    folder.forget_after(1)
+    folder.append_metrics({"step": 2, "again": True})
+    folder.close()
+    assert rows(folder.metrics) == [{"step": 1}, {"step": 2, "again": True}]
+
+
+def test_a_row_after_a_line_that_a_crash_cut_short_stands_on_its_own_line(tmp_path: Path) -> None:
+    folder = create(tmp_path)
+    folder.append_event("start")
+    folder.close()
+    with folder.events.open("a") as file:
+        file.write('{"time": "2026-01-01T00')
+    again = RunFolder(tmp_path)
+    again.append_event("resume", step=3)
+    again.close()
+    assert json.loads(folder.events.read_text().splitlines()[-1])["event"] == "resume"
+
+
+# ---- before a run ----
+
+
+def test_checking_a_new_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_new(tmp_path / "a" / "b" / "c")
+    check_new(tmp_path)
+    check_writable(tmp_path / "x")
+    assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["config.toml", "checkpoints"])
+def test_a_folder_that_holds_a_run_is_refused_with_how_to_go_on(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).mkdir()
+    with pytest.raises(UserError, match=f"holds a run already.*paceline resume {tmp_path}"):
+        check_new(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_or_above_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="--out"):
+            check_new(path)
+    assert tree(tmp_path) == ["file"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_also_for_root(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,ro", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs root to mount a read-only disk")
+    try:
+        for path in (disk, disk / "run"):
+            with pytest.raises(UserError, match=f"cannot write to {disk}.*[Rr]ead-only"):
+                check_new(path)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_with_no_room_for_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs root to mount a small disk")
+    try:
+        assert shutil.disk_usage(disk).free < 3 << 20
+        with pytest.raises(UserError, match="MiB are free"):
+            check_new(disk / "run")
+        assert tree(disk) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_new_run_folder_is_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = create(tmp_path / "deep" / "run")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert tree(folder.path) == ["checkpoints", "ranks"]
+    assert folder.rank_log(3).name == "rank-00003.log"
+
+
+def test_only_a_run_folder_is_found(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        find(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"holds no config\.toml"):
+        find(tmp_path)
+    (tmp_path / "config.toml").write_text("")
+    assert find(tmp_path).path == tmp_path
+
+
+def test_the_shown_path_is_what_a_person_would_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder(tmp_path / "runs" / "a").shown == "runs/a"
+    assert RunFolder(Path("runs/a")).shown == "runs/a"
+    assert RunFolder(Path("/elsewhere/a")).shown == "/elsewhere/a"
+
+
+def test_a_log_that_never_writes_is_refused() -> None:
+    LogConfig().check()
+    with pytest.raises(UserError, match=r"log\.every is 0"):
+        LogConfig(every=0).check()
