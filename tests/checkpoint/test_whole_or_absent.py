@@ -285,7 +285,7 @@ from pathlib import Path
 import torch
 from paceline.checkpoint import load
 from paceline.checkpoint.manifest import read
-from paceline.checkpoint.save import save, set_aside
+from paceline.checkpoint.save import save
 torch.set_num_threads(1)
 folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 random.seed(seed)

@@ -25,8 +25,9 @@ class ParallelConfig:
     """CPU threads a rank; 0: OMP_NUM_THREADS where the user set it, else the cores there are over the local ranks."""
     port: int = 0
     """Port of the rendezvous under --nproc; 0: a free one."""
-    bucket_mb: float = 25.0
-    """MiB of gradients that travel in one all-reduce."""
+    bucket_mb: float = 4.0
+    """MiB of gradients that travel in one all-reduce: smaller ones start sooner behind backward, larger ones cost
+    fewer round trips."""
     check_every: int = 100
     """Compare a digest of all parameters between ranks every so many steps; 0: never."""
 

@@ -1,0 +1,263 @@
+"""The law: what cannot work is refused with status 2 and one clear message, soon, and nothing is left behind."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from program import Ended, run
+
+from paceline.config import Config, load_preset, to_toml
+
+MOST_S = 10.0  # 5 s on a quiet machine; CI's are not
+TRAIN = ("train", "--preset", "tiny")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """An empty folder to start commands in."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return folder
+
+
+def tree(folder: Path) -> dict[str, tuple[int, float]]:
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime if path.is_file() else 0)
+        for path in folder.rglob("*")
+    }
+
+
+def refused(place: Path, *arguments: str, env: dict[str, str] | None = None, says: tuple[str, ...]) -> Ended:
+    """Runs the command in `place` and returns how it was refused, having checked all that the law says."""
+    temporary, cache = place.parent / "tmp", place.parent / "cache"
+    temporary.mkdir(exist_ok=True)
+    before = tree(place)
+    ended = run(
+        *arguments, env={"TMPDIR": str(temporary), "PACELINE_CACHE": str(cache), **(env or {})}, cwd=place
+    ).require(2)
+    assert_one_message(ended)
+    for text in says:
+        assert text in ended.err, f"{text!r} is not in:\n{ended.err}"
+    assert ended.seconds < MOST_S
+    assert tree(place) == before, "something was left behind"
+    assert not list(temporary.iterdir()), "something was left in the temporary folder"
+    assert not cache.exists(), "the corpus was prepared before the refusal"
+    return ended
+
+
+def assert_one_message(ended: Ended) -> None:
+    """One line, or one box of tyro's, on stderr, and nothing else anywhere."""
+    lines = ended.err.strip().splitlines()
+    is_box = lines[0].startswith("╭") and lines[-1].startswith("╰") and ended.err.count("╭") == 1
+    assert len(lines) == 1 or is_box, ended.err
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((*TRAIN, "--model.n-layers", "3"), ("--model.n-layers", "did you mean '--model.n-layer'?")),
+        ((*TRAIN, "--model.n_embed", "64"), ("did you mean '--model.n-embd'?",)),
+        ((*TRAIN, "--train.steps", "many"), ("--train.steps", "many")),
+        ((*TRAIN, "--optim.name", "adam"), ("--optim.name", "adamw", "muon")),
+        ((*TRAIN, "--train.steps"), ("--train.steps",)),
+        ((*TRAIN, "stray"), ("stray",)),
+        (("train", "--preset", "tinny"), ("'tinny'", "did you mean 'tiny'?", "demo")),
+        (("trian",), ("'trian'", "did you mean 'train'?")),
+        ((*TRAIN, "--config", "missing.toml"), ("missing.toml", "No such file")),
+        ((*TRAIN, "--train.global-batch-size", "-4"), ("train.global-batch-size is -4",)),
+        ((*TRAIN, "--train.device-batch-size", "-1"), ("train.device-batch-size is -1",)),
+        (
+            (*TRAIN, "--train.device-batch-size", "24"),
+            ("train.device-batch-size is 24", "train.global-batch-size 12"),
+        ),
+        (("train",), ("exactly one", "--train.steps", "--train.time-budget")),
+        ((*TRAIN, "--train.steps", "5", "--train.tokens", "5000"), ("train.steps and train.tokens", "exactly one")),
+        ((*TRAIN, "--model.n-positions", "32"), ("data.seq-len is 64", "model.n-positions 32")),
+        ((*TRAIN, "--model.dropout", "1.5"), ("model.dropout is 1.5",)),
+        ((*TRAIN, "--optim.lr", "nan"), ("optim.lr is nan",)),
+        ((*TRAIN, "--data.path", "missing"), ("data.path missing does not exist",)),
+        ((*TRAIN, "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'", "it has:", "lo")),
+        ((*TRAIN, "--nproc", "2", "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'",)),
+        ((*TRAIN, "--parallel.backend", "nccl", "--parallel.device", "cpu"), ("parallel.backend nccl",)),
+        ((*TRAIN, "--parallel.port", "70000"), ("parallel.port is 70000",)),
+        ((*TRAIN, "--nproc", "0"), ("--nproc is '0'",)),
+        ((*TRAIN, "--nproc", "x"), ("--nproc is 'x'",)),
+        ((*TRAIN, "--nproc", "-2"), ("-2",)),
+        (("resume", "nowhere"), ("nowhere does not exist",)),
+        pytest.param(
+            ("resume",),
+            ("run folder",),
+            marks=pytest.mark.xfail(strict=True, reason="speaks of the horizon of training instead"),
+        ),
+        (("sample", "nowhere"), ("nowhere does not exist",)),
+        ((*TRAIN, "--out", "/proc/paceline/run"), ("cannot write to /proc",)),
+    ],
+    ids=lambda value: " ".join(value).replace("/", ":")[-60:] if isinstance(value, tuple) else None,
+)
+def test_is_refused(place: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    refused(place, *arguments, says=says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model]\nn_layers = 3\n", ("mine.toml", "n_layers", "did you mean 'n_layer'?")),
+        ("[modle]\nn_layer = 3\n", ("mine.toml", "[modle]", "did you mean 'model'?")),
+        ('[train]\nsteps = "ten"\n', ("mine.toml", "train.steps", "'ten'", "int")),
+        ('[model]\narch = "lama"\n', ("mine.toml", "model.arch", "did you mean 'llama'?")),
+        ("[train\n", ("mine.toml", "not TOML")),
+    ],
+    ids=["field", "section", "type", "choice", "syntax"],
+)
+def test_a_config_file_is_refused(place: Path, text: str, says: tuple[str, ...]) -> None:
+    (place / "mine.toml").write_text(text)
+    refused(place, *TRAIN, "--config", "mine.toml", says=says)
+
+
+def test_an_empty_data_folder_is_refused(place: Path) -> None:
+    (place / "empty").mkdir()
+    refused(place, *TRAIN, "--data.path", "empty", says=("data.path empty holds no text files",))
+
+
+def test_a_data_folder_without_text_is_refused(place: Path) -> None:
+    (place / "binary").mkdir()
+    for number in range(3):
+        (place / "binary" / f"{number}.bin").write_bytes(bytes(range(256)) * 10)
+    refused(place, *TRAIN, "--data.path", "binary", says=("data.path binary holds no UTF-8 text", "3 files"))
+
+
+def test_an_output_folder_below_a_file_is_refused(place: Path) -> None:
+    (place / "file").write_text("mine")
+    refused(place, *TRAIN, "--out", "file/run", says=("cannot write to", "file", "Not a directory"))
+
+
+def test_an_output_folder_that_is_a_file_is_refused(place: Path) -> None:
+    (place / "file").write_text("mine")
+    refused(place, *TRAIN, "--out", "file", says=("--out is file, which is a file",))
+
+
+@pytest.fixture
+def read_only_mount(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_an_output_folder_on_a_read_only_mount_is_refused(place: Path, read_only_mount: Path, nproc: str) -> None:
+    out = read_only_mount / "run"
+    refused(place, *TRAIN, "--nproc", nproc, "--out", str(out), says=(f"--out {out}", "Read-only file system"))
+
+
+def test_an_output_folder_that_holds_another_run_is_refused(place: Path) -> None:
+    (place / "run" / "checkpoints").mkdir(parents=True)
+    (place / "run" / "config.toml").write_text(to_toml(tiny()))
+    refused(place, *TRAIN, "--out", "run", says=("--out is run, which holds a run already", "paceline resume run"))
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["nproc", "environment"])
+def test_a_used_port_is_refused(place: Path, by_hand: bool) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        says = (f"port {port} cannot be listened on", "in use")
+        if by_hand:
+            refused(place, *TRAIN, env=world(MASTER_PORT=str(port)), says=says)
+        else:
+            refused(place, *TRAIN, "--nproc", "2", "--parallel.port", str(port), says=says)
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(place: Path, nproc: str) -> None:
+    says = ("parallel.device is cuda", "no GPU on this machine")
+    ended = refused(place, *TRAIN, "--nproc", nproc, "--parallel.device", "cuda", says=says)
+    assert ended.err.count("parallel.device is cuda") == 1
+
+
+def world(**changes: str) -> dict[str, str]:
+    """The environment of rank 0 of 2, as a cluster's scripts set it."""
+    return {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", **changes}
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (world(MASTER_ADDR="no-such-host.invalid"), ("MASTER_ADDR is 'no-such-host.invalid'", "does not resolve")),
+        ({"RANK": "0"}, ("half a world", "RANK set", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ("half a world", "MASTER_ADDR, MASTER_PORT missing")),
+        (world(RANK="2", LOCAL_RANK="0"), ("RANK is 2 and WORLD_SIZE is 2",)),
+        (world(WORLD_SIZE="two"), ("WORLD_SIZE is 'two'",)),
+        (world(MASTER_PORT="http"), ("MASTER_PORT is 'http'",)),
+    ],
+    ids=["address", "only-rank", "no-address", "rank-beyond", "world-size", "port"],
+)
+def test_an_environment_that_is_no_world_is_refused(place: Path, env: dict[str, str], says: tuple[str, ...]) -> None:
+    refused(place, *TRAIN, env=env, says=says)
+
+
+def test_nproc_inside_a_world_is_refused(place: Path) -> None:
+    refused(place, *TRAIN, "--nproc", "2", env=world(), says=("--nproc 2 inside a world",))
+
+
+def tiny() -> Config:
+    return load_preset("tiny", Config())
+
+
+@pytest.fixture
+def bare_run(place: Path) -> Path:
+    """A run folder before its first checkpoint."""
+    (place / "run" / "checkpoints").mkdir(parents=True)
+    (place / "run" / "config.toml").write_text(to_toml(tiny()))
+    return place / "run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("resume", "run", "--model.n-layer", "3"), ("--model.n-layer 3", "another run", "2")),
+        (("resume", "run", "--train.seed", "3"), ("--train.seed 3", "another run", "1337")),
+        (("resume", "run", "--model.n-layers", "3"), ("did you mean '--model.n-layer'?",)),
+        (("resume", "--nproc", "2", "run"), ("the run folder comes first",)),
+        (("sample", "run"), ("no checkpoint yet",)),
+        (("sample", "run", "--tokens", "-1"), ("--tokens is -1",)),
+        (("sample", "run", "--temprature", "1"), ("did you mean '--temperature'?",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+@pytest.mark.usefixtures("bare_run")
+def test_of_a_run_without_a_checkpoint_is_refused(
+    place: Path, arguments: tuple[str, ...], says: tuple[str, ...]
+) -> None:
+    refused(place, *arguments, says=says)
+
+
+def test_a_folder_that_is_no_run_is_refused(place: Path) -> None:
+    (place / "notes").mkdir()
+    refused(place, "resume", "notes", says=("notes holds no config.toml", "not a run folder"))
+
+
+def test_a_refused_command_touches_no_other_port_or_file(place: Path) -> None:
+    """The refusal of one field wins over all that would come later: nothing is opened for a config that is wrong."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        refused(
+            place,
+            *(*TRAIN, "--nproc", "2", "--parallel.port", port, "--train.steps", "-1", "--out", os.devnull),
+            says=("train.steps is -1",),
+        )

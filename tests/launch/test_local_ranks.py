@@ -1,0 +1,159 @@
+"""The law of `--nproc`: one command, one voice, and its ranks live and die together."""
+
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from program import Ended, Program, rows, steps
+
+from paceline.data.config import DataConfig
+from paceline.data.dataset import Dataset
+from paceline.data.order import sequence_ids
+from paceline.data.prepare import ensure_dataset
+from paceline.data.shard import HEADER_BYTES
+
+ENDLESS = ("--preset", "tiny", "--train.steps", "100000", "--train.eval-every", "-1")
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """What became of a run that was disturbed in mid-training."""
+
+    folder: Path
+    ended: Ended
+    gone_s: float  # from the command's end until no process of it lived
+
+    @property
+    def messages(self) -> list[str]:
+        return [line for line in self.ended.err.splitlines() if line.strip()]
+
+
+def disturbed(folder: Path, nproc: int, disturb: Callable[[Program], None]) -> Disturbed:
+    """Starts an endless run and disturbs it; its command has to end within 10 s."""
+    with Program("train", *ENDLESS, "--nproc", str(nproc), "--out", str(folder)) as program:
+        program.wait_for(lambda: len(steps(folder)) >= 3)
+        assert sorted(program.ranks()) == list(range(nproc))
+        disturb(program)
+        return Disturbed(folder, program.wait(10), program.wait_until_gone(10))
+
+
+@pytest.fixture(scope="module")
+def without_rank_1(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
+    """A run of 3 ranks of which one was killed."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    return disturbed(folder, 3, lambda program: os.kill(program.ranks()[1], signal.SIGKILL))
+
+
+@pytest.mark.long
+def test_kill_9_of_one_rank_ends_the_command_and_names_it(without_rank_1: Disturbed) -> None:
+    ended = without_rank_1.ended
+    assert ended.status == 1
+    assert "rank 1 was killed by SIGKILL" in without_rank_1.messages[-1]
+    assert "Traceback" not in ended.out + ended.err
+
+
+SAID_TWICE = "the rank whose peer died says so too, beside the message that tells why"
+
+
+@pytest.mark.xfail(strict=True, reason=SAID_TWICE)
+def test_a_killed_rank_is_said_once(without_rank_1: Disturbed) -> None:
+    assert len(without_rank_1.messages) == 1
+
+
+def test_each_rank_has_a_log_of_its_own(without_rank_1: Disturbed) -> None:
+    logs = sorted((without_rank_1.folder / "ranks").iterdir())
+    assert [path.name for path in logs] == ["rank-00000.log", "rank-00001.log", "rank-00002.log"]
+    for path in logs:
+        text = path.read_text()
+        assert "3 ranks on cpu" in text
+        assert "step 2/100000" in text
+
+
+def test_rank_0_alone_speaks_and_says_everything_once(without_rank_1: Disturbed) -> None:
+    lines = [line for line in without_rank_1.ended.out.splitlines() if line.strip()]
+    assert [line for line, count in Counter(lines).items() if count > 1] == []
+    for text in ("3 ranks on cpu", "run folder", "step 1/100000"):
+        assert sum(text in line for line in lines) == 1
+
+
+@pytest.mark.long
+@pytest.mark.xfail(strict=True, reason="a closed stdout ends the run, in one process even with status 0")
+def test_training_outlives_its_reader(tmp_path: Path) -> None:
+    """`paceline train | head`, or a terminal that went away: the log in the run folder goes on, and so does the run."""
+    folder = tmp_path / "run"
+    script = '"$0" -m paceline train --preset tiny --out "$1" | head -n 1; exit ${PIPESTATUS[0]}'
+    with Program(command=("bash", "-c", script, sys.executable, str(folder))) as program:
+        ended = program.wait()
+    assert len(steps(folder)) == 40
+    ended.require(0)
+
+
+@pytest.mark.long
+def test_kill_9_of_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+    found = disturbed(tmp_path / "run", 2, lambda program: os.kill(program.pid, signal.SIGKILL))
+    assert found.ended.status == -signal.SIGKILL
+    assert found.gone_s < 5
+
+
+@pytest.mark.long
+def test_a_signal_to_one_rank_stops_all_together(tmp_path: Path) -> None:
+    """Ranks vote: the one that was asked does not leave alone."""
+    found = disturbed(tmp_path / "run", 2, lambda program: os.kill(program.ranks()[1], signal.SIGTERM))
+    assert found.ended.status == 75
+    last_step = len(steps(found.folder))
+    assert f"stopped at step {last_step} (" in found.ended.out
+    assert "on rank 1)" in found.ended.out
+    assert (found.folder / f"checkpoints/step-{last_step:08d}/manifest.json").exists()
+
+
+@pytest.mark.long
+def test_a_signal_before_training_leaves_nothing(tmp_path: Path) -> None:
+    """Asked to stop while ranks are still starting, the command says so; there is nothing yet to save."""
+    folder = tmp_path / "run"
+    with Program("train", *ENDLESS, "--nproc", "2", "--out", str(folder)) as program:
+        program.wait_for(lambda: len(program.ranks()) == 2)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait(15)
+        program.wait_until_gone(5)
+    assert ended.status == 1
+    assert "Traceback" not in ended.out + ended.err
+    assert not folder.exists()
+
+
+@pytest.fixture(scope="module")
+def with_a_bad_token(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
+    """A run of 2 ranks whose rank 1 meets a token outside the vocabulary in step 6; rank 0 never reads it."""
+    place = tmp_path_factory.mktemp("bad-token")
+    prepared = Path(shutil.copytree(ensure_dataset(DataConfig(tokenizer_vocab=512), lambda _: None), place / "data"))
+    stream = Dataset.open(prepared).train
+    sequence = int(sequence_ids(1337, 5 * 12 + 11, 1, stream.num_sequences(64))[0])
+    path = prepared / stream.shards[0].path.name
+    tokens = np.memmap(path, dtype=np.uint16, mode="r+", offset=HEADER_BYTES)
+    tokens[sequence * 64 + 30] = 600
+    tokens.flush()
+    flags = ("--nproc", "2", "--data.path", str(prepared), "--out", str(place / "run"))
+    with Program("train", *ENDLESS, *flags) as program:
+        return Disturbed(place / "run", program.wait(60), program.wait_until_gone())
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_names_itself_and_ends_the_others(with_a_bad_token: Disturbed) -> None:
+    assert with_a_bad_token.ended.status == 2, "it is the user's data"
+    first = next(line for line in with_a_bad_token.messages if line.startswith("rank 1: error: shard "))
+    assert "has id 600 at token" in first
+    assert "Traceback" not in with_a_bad_token.ended.out + with_a_bad_token.ended.err
+    assert "Traceback" in (with_a_bad_token.folder / "ranks/rank-00001.log").read_text()
+    assert len(steps(with_a_bad_token.folder)) == 5
+    assert rows(with_a_bad_token.folder / "events.jsonl")[-1]["event"] == "failed"
+
+
+@pytest.mark.xfail(strict=True, reason=SAID_TWICE)
+def test_a_failure_is_said_once(with_a_bad_token: Disturbed) -> None:
+    assert len(with_a_bad_token.messages) == 1

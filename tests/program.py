@@ -1,0 +1,194 @@
+"""Runs the `paceline` command as people do: a process of its own, with a deadline, and nothing of it left afterwards.
+
+    ended = run("train", "--preset", "tiny", cwd=tmp_path)        # waits; ended.status, ended.out, ended.err
+    with Program("train", ...) as program:                        # goes on in the background
+        program.wait_for(lambda: len(rows(folder)) > 3)
+        os.kill(program.ranks()[1], signal.SIGKILL)
+        ended = program.wait()
+
+Every process that descends from the command is found by a mark in its environment: ranks have sessions of their own
+and, once their launcher is dead, another parent.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_MARK = "PACELINE_TEST_MARK"
+_WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+# The run of the laws: 40 steps of 12 sequences in micro-batches of 2, float32, replicas compared after every step.
+TINY = ("--preset", "tiny", "--parallel.check-every", "1")
+_GONE = (psutil.Error, ProcessLookupError, PermissionError)  # a process that ends while it is looked at
+DEADLINE_S = 120.0  # for a command that is to end; machines are shared
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command ended, and all it said."""
+
+    status: int  # exit status; negative: the signal
+    out: str
+    err: str
+    seconds: float
+
+    def require(self, status: int = 0) -> "Ended":
+        """Returns itself if the exit status is this one; else fails with what the command said."""
+        assert self.status == status, f"exit status {self.status}, not {status}\n{self.out}\n{self.err}"
+        return self
+
+
+class Program:
+    """A running command. Leaving the `with` block kills whatever is left of it."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        command: tuple[str, ...] = (sys.executable, "-m", "paceline"),
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+    ):
+        self.mark = uuid.uuid4().hex
+        inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            env={**inherited, _MARK: self.mark, **(env or {})},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+        self.process.wait()
+        self._out.close()
+        self._err.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> Ended:
+        """Returns how it ended; fails, with what it said, where it has not by the deadline."""
+        try:
+            status = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"still running after {deadline_s} s\n{self._said()}") from None
+        out, err = self._read(self._out), self._read(self._err)
+        return Ended(status, out, err, time.monotonic() - self.started)
+
+    def wait_for(self, condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
+        """Returns when the condition holds; fails where the command ends before, or the deadline passes."""
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode} before it came to that\n{self._said()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"did not come to that within {deadline_s} s\n{self._said()}")
+            time.sleep(0.005)
+
+    def pids(self) -> list[int]:
+        """All living processes of this command, launcher and ranks, whoever their parent is now."""
+        return [process.pid for process, _ in self._marked()]
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> pid of the ranks that --nproc started."""
+        return {int(env["RANK"]): process.pid for process, env in self._marked() if "RANK" in env}
+
+    def wait_until_gone(self, deadline_s: float = 10.0) -> float:
+        """Returns the seconds until no process of the command lived; fails past the deadline."""
+        began = time.monotonic()
+        while self.pids():
+            if time.monotonic() - began > deadline_s:
+                raise AssertionError(f"still there after {deadline_s} s: {self.pids()}\n{self._said()}")
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def kill_all(self) -> None:
+        """kill -9 of everything, as a power cut does it: stopped first, so that nobody sees another die."""
+        while pids := self.pids():
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in pids:
+                    with contextlib.suppress(*_GONE):
+                        os.kill(pid, number)
+            self.process.poll()
+            time.sleep(0.01)
+
+    def _marked(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(*_GONE):
+                env = process.environ()
+                if env.get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process, env))
+        return found
+
+    def _read(self, file: Any) -> str:
+        # pread: the command writes at the offset that this descriptor shares with it.
+        return os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace")
+
+    def _said(self) -> str:
+        return f"{self._read(self._out)}\n{self._read(self._err)}"
+
+
+def run(
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Ended:
+    """Runs `python -m paceline ARGUMENTS` to its end; fails where a process of it outlives it."""
+    with Program(*arguments, env=env, cwd=cwd) as program:
+        ended = program.wait(deadline_s)
+        program.wait_until_gone(5.0)
+    return ended
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; none where it is not there yet, and not one that is half written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps(run_folder: Path) -> list[dict[str, Any]]:
+    """The training rows of a run."""
+    return [row for row in rows(run_folder / "metrics.jsonl") if "loss" in row]
+
+
+def losses(run_folder: Path) -> list[float]:
+    """The loss of each step of a run, in order; fails where a step is missing or stands there twice."""
+    found = steps(run_folder)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    return [row["loss"] for row in found]
+
+
+def val_loss(run_folder: Path) -> float:
+    """The last validation loss of a run."""
+    value: float = [row["val_loss"] for row in rows(run_folder / "metrics.jsonl") if "val_loss" in row][-1]
+    return value
+
+
+def digest(run_folder: Path) -> str:
+    """The digest of the weights that a run ended with."""
+    value: str = [row["digest"] for row in rows(run_folder / "events.jsonl") if row["event"] == "end"][-1]
+    return value

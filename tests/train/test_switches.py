@@ -1,0 +1,244 @@
+"""Each switch does what it says: whole runs of a tiny model in this process, looked at from their records."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import run
+
+from paceline.base.errors import RunError
+from paceline.config import Config, load_preset
+from paceline.model.config import ModelConfig
+from paceline.model.gpt import GPT
+from paceline.train import step as step_module
+from paceline.train.loop import train
+from paceline.train.request import Request
+from paceline.train.scaler import LossScaler
+from paceline.world.env import Environment
+
+STEPS = 6
+
+
+def tiny(**changes: Any) -> Config:
+    """Returns the preset `tiny` with few steps and these changes, `section__field=value`."""
+    config = load_preset("tiny", Config())
+    config = config.replace("train", steps=STEPS, sample_tokens=0).replace("parallel", threads=1)
+    for name, value in changes.items():
+        section, field = name.split("__")
+        config = config.replace(section, **{field: value})
+    config.check()
+    return config
+
+
+def rows_of(folder: Path, config: Config, status: int = 0, **request: Any) -> list[dict[str, Any]]:
+    """Trains and returns the training rows."""
+    assert train(Request(config, folder, **request), Environment()) == status
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "step_ms" in row]
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rows_of(tmp_path_factory.mktemp("plain") / "run", tiny())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train__activation_checkpoint": True},
+        {"train__device_batch_size": 5},
+        {"train__device_batch_size": 12},
+        {"parallel__strategy": "naive"},
+        {"parallel__bucket_mb": 0.01},
+    ],
+    ids=str,
+)
+def test_how_it_is_computed_changes_no_loss(
+    plain: list[dict[str, Any]], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert losses(rows_of(tmp_path / "run", tiny(**change))) == pytest.approx(losses(plain), abs=1e-5)
+
+
+@pytest.mark.long
+def test_compiled_blocks_give_the_same_losses_and_the_same_names(plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    # A process of its own: torch's compiler leaves a pool of workers behind in the one that called it.
+    flags = ("--train.steps", str(STEPS), "--parallel.threads", "1", "--train.sample-tokens", "20", "--train.compile")
+    run("train", "--preset", "tiny", "--out", str(tmp_path / "run"), *flags).require()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert losses([row for row in rows if "step_ms" in row]) == pytest.approx(losses(plain), abs=1e-4)
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000006/manifest.json").read_text())
+    assert manifest["config"]["train"]["compile"] is True
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "run/checkpoints/step-00000006/weights.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert names == {name for name, _ in GPT(ModelConfig(**manifest["config"]["model"])).named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__dropout": 0.2},
+        {"model__arch": "gpt2"},
+        {"model__qk_norm": True},
+        {"model__head": "tied"},
+        {"optim__name": "muon"},
+        {"optim__schedule": "wsd", "optim__decay_frac": 0.9},
+        {"optim__weight_decay": 5.0},
+        {"optim__grad_clip": 0.01},
+        {"optim__beta1": 0.5},
+        {"optim__eps": 1e-2},
+        {"optim__min_lr_frac": 0.9},
+        {"optim__warmup_steps": 0},
+        {"train__seed": 7},
+        {"train__dtype": "bfloat16"},
+        {"train__dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_what_is_computed_changes_the_losses(
+    plain: list[dict[str, Any]], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    found = losses(rows_of(tmp_path / "run", tiny(**change)))
+    assert found != losses(plain)
+    assert abs(found[-1] - losses(plain)[-1]) < 1.0
+
+
+def test_half_precision_stays_near_float32(plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    for dtype in ("bfloat16", "float16"):
+        rows = rows_of(tmp_path / dtype, tiny(train__dtype=dtype))
+        assert losses(rows) == pytest.approx(losses(plain), abs=0.02)
+
+
+def test_horizons_in_steps_tokens_and_tokens_a_parameter_agree(tmp_path: Path) -> None:
+    tokens_per_step = 12 * 64
+    by_tokens = tiny(train__steps=0, train__tokens=STEPS * tokens_per_step - 5)
+    assert len(rows_of(tmp_path / "a", by_tokens)) == STEPS
+    manifest = json.loads((tmp_path / "a/checkpoints/step-00000006/manifest.json").read_text())
+    model = GPT(ModelConfig(**manifest["config"]["model"]))
+    outside = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embed_"))
+    per_parameter = tiny(train__steps=0, train__tokens_per_param=(STEPS - 0.5) * tokens_per_step / outside)
+    assert len(rows_of(tmp_path / "b", per_parameter)) == STEPS
+
+
+def test_a_batch_given_in_tokens_is_that_many_sequences(plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    config = tiny(train__global_batch_size=0, train__global_batch_tokens=12 * 64, train__device_batch_size=2)
+    assert losses(rows_of(tmp_path / "run", config)) == losses(plain)
+
+
+def test_a_batch_that_is_not_given_is_chosen_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_of(tmp_path / "run", tiny(train__global_batch_size=0, train__device_batch_size=0, train__steps=1))
+    said = capsys.readouterr().out
+    assert "--train.global-batch-size" in said
+    assert "--train.device-batch-size" in said
+    line = next(x for x in (tmp_path / "run/config.toml").read_text().splitlines() if "global_batch_size" in x)
+    assert int(line.split("=")[1]) >= 1
+
+
+def test_a_time_budget_ends_by_the_clock_and_the_rate_follows_it(tmp_path: Path) -> None:
+    config = tiny(train__steps=0, train__time_budget=1.5, optim__warmup_steps=0)
+    rows = rows_of(tmp_path / "run", config)
+    assert sum(row["step_ms"] for row in rows) / 1e3 == pytest.approx(1.5, rel=0.35)
+    rates = [row["lr"] for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(config.optim.lr)
+    assert rates[-1] < 0.3 * config.optim.lr
+
+
+def test_the_rate_and_the_decay_follow_the_batch_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(
+        optim__scale_with_batch=True,
+        optim__reference_batch_tokens=4 * 12 * 64,
+        optim__reference_tokens=2 * STEPS * 12 * 64,
+        optim__warmup_steps=0,
+        optim__schedule="wsd",
+        optim__decay_frac=0.0,
+    )
+    rows = rows_of(tmp_path / "run", config)
+    assert rows[0]["lr"] == pytest.approx(config.optim.lr / 2)
+    assert "lr 0.003 -> 0.0015, weight decay 0.1 -> 0.1" in capsys.readouterr().out  # sqrt(1/4) * 2
+
+
+def test_evaluations_come_when_asked_and_change_nothing(plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "run", tiny(train__eval_every=2))
+    assert losses(rows) == losses(plain)
+    every = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in every if "val_loss" in row] == [2, 4, 6]
+    assert rows_of(tmp_path / "never", tiny(train__eval_every=-1))
+    assert "val_loss" not in (tmp_path / "never/metrics.jsonl").read_text()
+
+
+def test_rows_come_every_so_many_steps(tmp_path: Path) -> None:
+    assert [row["step"] for row in rows_of(tmp_path / "run", tiny(log__every=4))] == [4]
+
+
+def test_checkpoints_come_when_asked_and_the_newest_stay(tmp_path: Path) -> None:
+    rows_of(tmp_path / "run", tiny(checkpoint__every=1, checkpoint__keep=3))
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["latest", "step-00000004", "step-00000005", "step-00000006"]
+
+
+def test_resuming_from_a_named_step_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    config = tiny(checkpoint__every=2, checkpoint__keep=3)
+    straight = rows_of(tmp_path / "run", config)
+    again = rows_of(tmp_path / "run", config, resume=True, resume_step=2)
+    assert losses(again) == losses(straight)
+    assert [row["step"] for row in again] == [1, 2, 3, 4, 5, 6]
+    ends = [event["digest"] for event in events_of(tmp_path / "run") if event["event"] == "end"]
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert (tmp_path / "run/checkpoints/superseded-step-00000006").is_dir()
+
+
+# ---- steps that are skipped ----
+
+
+def test_the_loss_scaler_halves_on_overflow_and_doubles_after_2000_finite_steps() -> None:
+    scaler = LossScaler.for_dtype(torch.float16)
+    start = scaler.scale
+    scaler.observe(skipped=True)
+    assert scaler.scale == start / 2
+    for _ in range(1999):
+        scaler.observe(skipped=False)
+    assert scaler.scale == start / 2
+    scaler.observe(skipped=False)
+    assert scaler.scale == start
+    fixed = LossScaler.for_dtype(torch.bfloat16)
+    fixed.observe(skipped=True)
+    assert fixed == LossScaler()
+
+
+def test_a_gradient_that_overflows_changes_nothing_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 with a scale that is much too large: steps are skipped until it fits, then training goes on."""
+    scaler = dataclasses.replace(LossScaler.for_dtype(torch.float16), scale=2.0**32)
+    monkeypatch.setattr(LossScaler, "for_dtype", classmethod(lambda cls, dtype: dataclasses.replace(scaler)))
+    rows = rows_of(tmp_path / "run", tiny(train__dtype="float16", train__steps=12))
+    skipped = [row["skipped"] for row in rows]
+    assert skipped[0]
+    assert not skipped[-1]
+    first = skipped.index(False)
+    assert all(skipped[:first])
+    assert len([event for event in events_of(tmp_path / "run") if event["event"] == "skipped step"]) == sum(skipped)
+    assert all(row["grad_norm"] is None for row in rows[:first])
+
+
+def test_too_many_skips_in_a_row_end_the_run_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "clip_", lambda *_: float("nan"))
+    with pytest.raises(RunError, match="not finite in 3 steps in a row, up to step 3"):
+        rows_of(tmp_path / "run", tiny(train__max_skips=3))
+    assert events_of(tmp_path / "run")[-1]["event"] == "failed"
