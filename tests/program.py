@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import psutil
 _MARK = "PACELINE_TEST_MARK"
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 # The run of the laws: 40 steps of 12 sequences in micro-batches of 2, float32, replicas compared after every step.
-TINY = ("--preset", "tiny", "--parallel.check-every", "1")
+TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0")
 _GONE = (psutil.Error, ProcessLookupError, PermissionError)  # a process that ends while it is looked at
 DEADLINE_S = 120.0  # for a command that is to end; machines are shared
 
@@ -123,15 +123,20 @@ class Program:
             time.sleep(0.02)
         return time.monotonic() - began
 
-    def kill_all(self) -> None:
-        """kill -9 of everything, as a power cut does it: stopped first, so that nobody sees another die."""
-        while pids := self.pids():
+    def kill_all(self, known: Iterable[int] = ()) -> None:
+        """kill -9 of everything, as a power cut does it: stopped first, so that nobody sees another die.
+
+        `known` are pids to begin with, where looking for them (tens of ms) would take too long.
+        """
+        pids = list(known) or self.pids()
+        while pids:
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in pids:
                     with contextlib.suppress(*_GONE):
                         os.kill(pid, number)
             self.process.poll()
             time.sleep(0.01)
+            pids = self.pids()
 
     def _marked(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         found = []

@@ -62,7 +62,7 @@ def test_kill_9_of_one_rank_ends_the_command_and_names_it(without_rank_1: Distur
 SAID_TWICE = "the rank whose peer died says so too, beside the message that tells why"
 
 
-@pytest.mark.xfail(strict=True, reason=SAID_TWICE)
+@pytest.mark.xfail(strict=False, reason=SAID_TWICE)  # a race: mostly twice
 def test_a_killed_rank_is_said_once(without_rank_1: Disturbed) -> None:
     assert len(without_rank_1.messages) == 1
 
@@ -154,6 +154,6 @@ def test_a_rank_that_fails_names_itself_and_ends_the_others(with_a_bad_token: Di
     assert rows(with_a_bad_token.folder / "events.jsonl")[-1]["event"] == "failed"
 
 
-@pytest.mark.xfail(strict=True, reason=SAID_TWICE)
+@pytest.mark.xfail(strict=False, reason=SAID_TWICE)  # a race: mostly twice
 def test_a_failure_is_said_once(with_a_bad_token: Disturbed) -> None:
     assert len(with_a_bad_token.messages) == 1

@@ -15,7 +15,7 @@ from paceline.data.plan import BatchPlan
 from paceline.data.prepare import ensure_dataset
 from paceline.model.gpt import build
 
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5  # the issue allows 1e-4; seen are 9e-7
 VAL_TOLERANCE = 1e-5
 # DESIGN.md, "The run folder".
 PROMISED = {
@@ -42,11 +42,11 @@ def test_the_curve_is_that_of_one_rank(runs, world_size: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [3])
 def test_with_dropout_too(runs, world_size: int) -> None:
     dropped = runs.get(1, "--model.dropout", "0.1")
     assert_same_curve(dropped, runs.get(world_size, "--model.dropout", "0.1"))
-    assert max(abs(a - b) for a, b in zip(losses(dropped), losses(runs.get(1)), strict=True)) > 100 * LOSS_TOLERANCE
+    assert max(abs(a - b) for a, b in zip(losses(dropped), losses(runs.get(1)), strict=True)) > 0.01
 
 
 @pytest.mark.long

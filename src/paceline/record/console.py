@@ -16,6 +16,7 @@ from rich.text import Text
 
 from paceline.base import units
 
+_PLAIN_WIDTH = 120  # where no terminal says how wide it is: files, pipes, logs
 _terminal_fd = 2  # where stderr went before a rank's log took it over
 
 
@@ -26,6 +27,14 @@ def cry(text: str) -> None:
     os.write(_terminal_fd, (text.rstrip("\n") + "\n").encode())
 
 
+class _Terminal(rich.console.Console):
+    """A terminal or pipe that may close while training goes on (`paceline train | head`): the log has it all."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class Console:
     """Rank 0's voice on the terminal and, for every rank, its log file. Other ranks' stdout and stderr, warnings of
     libraries included, go to their logs."""
@@ -33,7 +42,7 @@ class Console:
     def __init__(self, rank: int):
         self.rank = rank
         self._log: TextIO | None = None
-        self._terminal = rich.console.Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
         self._progress: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
         self._next_line_s = 0.0
@@ -59,7 +68,7 @@ class Console:
         if self.rank == 0:
             (self._progress.console if self._progress else self._terminal).print(text)
         if self._log is not None:
-            rich.console.Console(file=self._log, width=120, highlight=False, soft_wrap=True).print(text)
+            rich.console.Console(file=self._log, width=_PLAIN_WIDTH, highlight=False).print(text)
 
     def say_plain(self, text: str) -> None:
         """Says text that nobody is to interpret: what a model wrote may look like markup."""
@@ -104,7 +113,7 @@ class Console:
         if self.rank == 0 and now >= self._next_line_s:
             # The first lines at once, then rarer: a log of a week stays readable.
             self._next_line_s = now + min(60.0, max(2.0, (now - self._started_s) / 10))
-            print(line, flush=True)
+            self._terminal.print(Text(line), soft_wrap=True)
         self.log(line)
 
     def close(self) -> None:
@@ -121,6 +130,16 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.T
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def facts(rows: list[tuple[str, str]]) -> rich.table.Table:
+    """Returns names, to the right, and what is to be said of them; long texts wrap beside their name."""
+    grid = rich.table.Table.grid(padding=(0, 2))
+    grid.add_column(justify="right")
+    grid.add_column(overflow="fold")
+    for name, text in rows:
+        grid.add_row(Text(name), Text(text))  # Text: brackets in a path are no markup
+    return grid
 
 
 def rate(tokens_per_s: float) -> str:

@@ -6,7 +6,7 @@ from paceline.base import units
 from paceline.config import Config
 from paceline.data.dataset import Dataset
 from paceline.model import cost
-from paceline.record.console import Console, table
+from paceline.record.console import Console, facts, table
 from paceline.record.rows import StepRow
 from paceline.train.resolve import Settings
 from paceline.world.device import Peak
@@ -18,7 +18,7 @@ def start(console: Console, world: World, settings: Settings, dataset: Dataset, 
     config, plan = settings.config, settings.plan
     parameters = cost.num_parameters(config.model)
     counts = sorted({plan.num_micro_batches(rank) for rank in range(world.world_size)})
-    micro_steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    micro_steps = _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
     optim = config.optim
     rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
     horizon = (
@@ -38,7 +38,7 @@ def start(console: Console, world: World, settings: Settings, dataset: Dataset, 
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
         "data": f"{dataset.name}: {units.count(dataset.train.num_tokens)} tokens to train on, "
         f"{units.count(dataset.validation.num_tokens)} to validate, vocabulary {dataset.vocab_size}",
-        "batch": f"{_plural(world.world_size, 'rank')} x {micro_steps} micro-steps of up to {plan.device_batch_size} "
+        "batch": f"{_plural(world.world_size, 'rank')} x {micro_steps} of up to {plan.device_batch_size} "
         f"sequences = {plan.global_batch_size} sequences = {units.count(_tokens_per_step(settings))} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
@@ -48,10 +48,8 @@ def start(console: Console, world: World, settings: Settings, dataset: Dataset, 
         "MFU is of": peak_text,
         "run folder": folder,
     }
-    for name, text in rows.items():
-        console.say(f"{name:>10}  {text}")
-    for choice in settings.choices:
-        console.say(f"{'chosen':>10}  {choice.what}: {choice.why}  [{choice.flag}]".replace("[", "\\["))
+    chosen = [("chosen", f"{choice.what}: {choice.why}  [{choice.flag}]") for choice in settings.choices]
+    console.say(facts([*rows.items(), *chosen]))
     console.say()
 
 
