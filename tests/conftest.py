@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 # Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch's compiler leaves a pool of workers behind
 
 import hypothesis
 import psutil

@@ -91,11 +91,7 @@ def assert_one_message(ended: Ended) -> None:
         ((*TRAIN, "--nproc", "x"), ("--nproc is 'x'",)),
         ((*TRAIN, "--nproc", "-2"), ("-2",)),
         (("resume", "nowhere"), ("nowhere does not exist",)),
-        pytest.param(
-            ("resume",),
-            ("run folder",),
-            marks=pytest.mark.xfail(strict=True, reason="speaks of the horizon of training instead"),
-        ),
+        (("resume",), ("run folder",)),
         (("sample", "nowhere"), ("nowhere does not exist",)),
         ((*TRAIN, "--out", "/proc/paceline/run"), ("cannot write to /proc",)),
     ],

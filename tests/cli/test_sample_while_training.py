@@ -42,7 +42,6 @@ def test_sample_works_while_the_run_goes_on(tmp_path: Path) -> None:
     assert again[0] == again[1] != again[2]
 
 
-@pytest.mark.xfail(strict=True, reason="the checkpoint that sample has found is pruned before it is read")
 def test_sample_works_while_checkpoints_come_and_go(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with living_run(folder, every=1, sequences=2):

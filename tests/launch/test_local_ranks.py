@@ -59,10 +59,6 @@ def test_kill_9_of_one_rank_ends_the_command_and_names_it(without_rank_1: Distur
     assert "Traceback" not in ended.out + ended.err
 
 
-SAID_TWICE = "the rank whose peer died says so too, beside the message that tells why"
-
-
-@pytest.mark.xfail(strict=False, reason=SAID_TWICE)  # a race: mostly twice
 def test_a_killed_rank_is_said_once(without_rank_1: Disturbed) -> None:
     assert len(without_rank_1.messages) == 1
 
@@ -84,7 +80,6 @@ def test_rank_0_alone_speaks_and_says_everything_once(without_rank_1: Disturbed)
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, reason="a closed stdout ends the run, in one process even with status 0")
 def test_training_outlives_its_reader(tmp_path: Path) -> None:
     """`paceline train | head`, or a terminal that went away: the log in the run folder goes on, and so does the run."""
     folder = tmp_path / "run"
@@ -154,6 +149,5 @@ def test_a_rank_that_fails_names_itself_and_ends_the_others(with_a_bad_token: Di
     assert rows(with_a_bad_token.folder / "events.jsonl")[-1]["event"] == "failed"
 
 
-@pytest.mark.xfail(strict=False, reason=SAID_TWICE)  # a race: mostly twice
 def test_a_failure_is_said_once(with_a_bad_token: Disturbed) -> None:
     assert len(with_a_bad_token.messages) == 1

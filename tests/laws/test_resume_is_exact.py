@@ -63,7 +63,6 @@ def test_after_kill_9_of_everything_the_weights_are_the_same(runs, tmp_path: Pat
     assert list(dict.fromkeys(events)) == wanted
 
 
-@pytest.mark.xfail(strict=True, reason="the end saves the step again that checkpoint.every has just saved")
 def test_a_checkpoint_is_made_and_told_once(runs) -> None:
     folder = runs.get(1, "--checkpoint.every", "20")
     saved = [row["step"] for row in rows(folder / "events.jsonl") if row["event"] == "checkpoint"]

@@ -18,6 +18,7 @@ class PacelineError(Exception):
     """An error that is one clear message, shown without a traceback."""
 
     exit_status = EXIT_FAILED
+    is_consequence = False  # of another rank's end, whose cause is what people need to hear
 
     def __init__(self, message: str, reach: Reach = "rank"):
         super().__init__(message)

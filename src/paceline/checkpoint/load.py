@@ -13,6 +13,8 @@ from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import manifest as mf
 from paceline.world.group import Group
 
+_MOST_TRIES = 20
+
 
 def find(checkpoints: Path, step: int | None = None) -> tuple[Path, dict[str, Any], list[str]]:
     """Returns (folder, manifest, what was wrong with newer ones) of the newest whole checkpoint, or of `step`.
@@ -29,7 +31,8 @@ def find(checkpoints: Path, step: int | None = None) -> tuple[Path, dict[str, An
         try:
             return folder, mf.read(folder), problems
         except mf.Damaged as damage:
-            problems.append(str(damage))
+            if folder.exists():  # else a run that goes on has just pruned it
+                problems.append(str(damage))
     if not problems:
         raise UserError(
             f"{checkpoints} holds no checkpoint yet, so there is nothing to go on from; "
@@ -41,6 +44,20 @@ def find(checkpoints: Path, step: int | None = None) -> tuple[Path, dict[str, An
 def read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """Returns the tensors of one file of a verified checkpoint, on the CPU."""
     return safetensors.torch.load_file(folder / name)
+
+
+def read_live(checkpoints: Path, step: int | None, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Returns the tensors of one file of the newest whole checkpoint, and what was wrong with newer ones.
+
+    For readers beside a run that goes on: it may prune the checkpoint while it is read, and then there is a newer one.
+    """
+    for _ in range(_MOST_TRIES):
+        folder, _, problems = find(checkpoints, step)
+        try:
+            return read_tensors(folder, name), problems
+        except FileNotFoundError:
+            continue
+    raise RunError(f"checkpoints in {checkpoints} come and go faster than they can be read; try again")
 
 
 def agree(group: Group, checkpoints: Path, step: int | None) -> tuple[Path, dict[str, Any], list[str]]:

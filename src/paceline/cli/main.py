@@ -5,6 +5,7 @@ import os
 import sys
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, UserError, nearest
+from paceline.launch.status import has_launcher, note_status
 
 _VERBS = {
     "train": "train a model, on one rank or many",
@@ -35,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     except PacelineError as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
             raise
+        if error.is_consequence and has_launcher():  # which knows who died, and says it
+            return note_status(error.exit_status, consequence=str(error))
         return _leave(_message(error), error.exit_status)
     except Exception as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
@@ -74,9 +77,8 @@ def _rank_prefix() -> str:
 
 
 def _leave(message: str, status: int) -> int:
-    from paceline.launch.local import note_status
-    from paceline.record.console import cry
-
     if message:
+        from paceline.record.console import cry
+
         cry(message)
     return note_status(status)

@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> int:
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:
     """The run folder, which is the first argument, and its config; a stop that was asked for then is over."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if any(argument in ("-h", "--help") for argument in arguments):
         return "RUN", Config()
-    if arguments[0].startswith("-"):
+    if not arguments or arguments[0].startswith("-"):
         raise UserError("the run folder comes first: paceline resume RUN [options]")
     found = run_folder.find(Path(arguments[0]))
     stored = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())

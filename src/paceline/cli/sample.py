@@ -47,14 +47,14 @@ def main(arguments: list[str]) -> int:
     from paceline.model.generate import generate
     from paceline.model.gpt import build
 
-    folder, _, problems = load.find(found.checkpoints, parsed.step if parsed.step >= 0 else None)
+    weights, problems = load.read_live(found.checkpoints, parsed.step if parsed.step >= 0 else None, WEIGHTS)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
     if not found.tokenizer.exists():
         raise UserError(f"{found.path} has no tokenizer.json: its data came without one, so ids cannot become text")
     tokenizer = Tokenizer.load(found.tokenizer)
     model = build(config.model, config.train.seed, "cpu")
-    model.load_state_dict(load.read_tensors(folder, WEIGHTS))
+    model.load_state_dict(weights)
     model.eval()
     prompt = [tokenizer.end_of_text, *tokenizer.encode(parsed.prompt)]
     generator = torch.Generator().manual_seed(parsed.seed)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError
+from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USER, RunError
+from paceline.launch.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
 
-STATUS_FOLDER = "PACELINE_STATUS_FOLDER"
-LAUNCHER = "PACELINE_LAUNCHER"
 _SAVE_GRACE_S = 60  # after SIGTERM or Ctrl-C: to end the step and save
 
 
@@ -63,21 +62,22 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], port: int, interface: 
         except SignalException as error:
             if not list(statuses.iterdir()):
                 raise RunError(f"stopped by {signal.Signals(error.sigval).name} before training began") from None
-        found = {int(path.name): int(path.read_text()) for path in statuses.iterdir()}
+        found = read_statuses(statuses)
     return _common_status(found, num_ranks, failure)
 
 
-def _common_status(found: dict[int, int], num_ranks: int, failure: Exception | None) -> int:
-    """One exit status for all ranks: 2 beats 1 beats 75 beats 0; a rank that could not note one is named."""
-    if EXIT_USER in found.values():
+def _common_status(found: dict[int, Status], num_ranks: int, failure: Exception | None) -> int:
+    """One exit status for all ranks: 2 beats 1 beats 75 beats 0. What no rank could say is said here."""
+    codes = [status.code for status in found.values()]
+    if EXIT_USER in codes:
         return EXIT_USER
     silent = [rank for rank in range(num_ranks) if rank not in found]
     if silent:
         raise RunError(_who_died(silent, failure))
-    for status in (EXIT_FAILED, EXIT_RESUMABLE, EXIT_DONE):
-        if status in found.values():
-            return status
-    return max(found.values())
+    failed = [status for status in found.values() if status.code not in (EXIT_DONE, EXIT_RESUMABLE)]
+    if failed and all(status.consequence for status in failed):  # nobody died, and nobody said why
+        raise RunError(str(failed[0].consequence))
+    return failed[0].code if failed else max(codes)
 
 
 def _who_died(silent: list[int], failure: Exception | None) -> str:
@@ -89,18 +89,6 @@ def _who_died(silent: list[int], failure: Exception | None) -> str:
             hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
             return f"rank {rank} was killed by {name}{hint}; the other ranks were stopped"
     return f"rank {', '.join(map(str, silent))} ended without a word; the other ranks were stopped"
-
-
-def note_status(status: int) -> int:
-    """Called by each rank on its way out: tells the launcher its status, and returns what to exit with.
-
-    75 is no failure of the rank, so the agent sees success and leaves the other ranks to finish.
-    """
-    folder = os.environ.get(STATUS_FOLDER)
-    if folder is None or os.environ.get(LAUNCHER) != str(os.getppid()):
-        return status
-    (Path(folder) / os.environ["RANK"]).write_text(str(status))
-    return EXIT_DONE if status == EXIT_RESUMABLE else status
 
 
 def _loopback() -> str | None:

@@ -107,10 +107,12 @@ def _steps(run: Run) -> str | None:
 def _between_steps(run: Run) -> None:
     """What happens every so many steps. All ranks come to the same answers, so collectives are safe here."""
     config, step = run.config, run.progress.step
+    if run.share_done() >= 1.0:
+        return  # _finish evaluates, compares and saves
     if config.parallel.check_every and step % config.parallel.check_every == 0:
         require_equal(run.replica.model, run.group, step)
         run.group.take_transfers()
-    if config.train.eval_every > 0 and step % config.train.eval_every == 0 and run.share_done() < 1.0:
+    if config.train.eval_every > 0 and step % config.train.eval_every == 0:
         evaluate_now(run)
     if config.checkpoint.every and step % config.checkpoint.every == 0:
         save_run(run)

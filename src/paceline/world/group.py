@@ -27,6 +27,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 class PeerLost(RunError):
     """Another rank died, hung past the timeout, or left; this rank can only stop."""
 
+    is_consequence = True
+
 
 class Transfer:
     """One collective on its way. `wait()` returns when its result may be used."""
