@@ -18,7 +18,7 @@ import pytest
 hypothesis.settings.register_profile("shared", deadline=None)  # machines are shared: a slow example is no failure
 hypothesis.settings.load_profile("shared")
 
-_SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the second: torch, when first imported in full
+_SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # beginnings of names
 
 _CACHE = pytest.StashKey[str]()
 
@@ -71,7 +71,7 @@ def _leaves_no_process_group_open() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES}
+    return {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LIBRARIES)}
 
 
 def _is_alive(process: psutil.Process) -> bool:
