@@ -77,8 +77,7 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drops the metrics of steps after this one: a resumed run writes them again, so each stands there once.
 
-        Rewritten aside and renamed in, so that a crash leaves either the old file or the new one. A last line that a
-        crash cut short is dropped too.
+        A last line that a crash cut short is dropped too.
         """
         if not self.metrics.exists():
             return
@@ -90,9 +89,7 @@ class RunFolder:
                 with contextlib.suppress(json.JSONDecodeError):
                     if json.loads(line)["step"] <= step:
                         kept.append(line.rstrip("\n") + "\n")
-        aside = self.metrics.with_suffix(".jsonl.new")
-        aside.write_text("".join(kept))
-        os.replace(aside, self.metrics)
+        replace_text(self.metrics, "".join(kept))
 
     def close(self) -> None:
         """Closes the files and lets go of the lock."""
@@ -110,6 +107,13 @@ class RunFolder:
                 self._files[path].write("\n")
         self._files[path].write(json.dumps(row) + "\n")
         self._files[path].flush()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a whole file aside and renames it in: a crash leaves either the old file or the new one."""
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
 
 
 def _ends_mid_line(path: Path) -> bool:

@@ -32,7 +32,7 @@ def start(console: Console, world: World, settings: Settings, dataset: Dataset, 
     checks = f"every {config.parallel.check_every} steps" if config.parallel.check_every else "never"
     rows = {
         "world": f"{_plural(world.world_size, 'rank')} on {world.device.type}, {world.backend_text}, "
-        f"{_plural(world.threads, 'thread')} a rank ({world.threads_reason})",
+        f"{_plural(world.threads, 'thread')} a rank",
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",

@@ -1,6 +1,5 @@
 """How ranks become one run: the same facts on all of them, one folder, equal replicas."""
 
-import shutil
 import time
 from pathlib import Path
 
@@ -89,9 +88,10 @@ def open_folder(request: Request, world: World, config: Config, dataset: Dataset
 
 
 def _write_setup(folder: RunFolder, config: Config, dataset: Dataset) -> None:
-    folder.config.write_text(to_toml(config), encoding="utf-8")
+    run_folder.replace_text(folder.config, to_toml(config))
     if dataset.index.tokenizer is not None:
-        shutil.copyfile(dataset.folder / dataset.index.tokenizer.file, folder.tokenizer)
+        tokenizer = dataset.folder / dataset.index.tokenizer.file
+        run_folder.replace_text(folder.tokenizer, tokenizer.read_text(encoding="utf-8"))
 
 
 def make_replica(settings: Settings, world: World) -> Replica:

@@ -69,7 +69,7 @@ def resolve(config: Config, dataset: Dataset, world: World) -> Settings:
 
     (The micro-batch may depend on the memory of rank 0's device; the caller makes ranks agree on the config first.)
     """
-    choices: list[Choice] = []
+    choices = _choices_of(world, config)
     config = config.replace("model", **vars(resolve_model(config, dataset)))
     dtype, why = choose_dtype(config.train.dtype, world.device)
     if config.train.dtype == "auto":
@@ -99,6 +99,17 @@ def resolve(config: Config, dataset: Dataset, world: World) -> Settings:
         weight_decay=decay,
         choices=tuple(choices),
     )
+
+
+def _choices_of(world: World, config: Config) -> list[Choice]:
+    """What opening the world decided."""
+    found = []
+    if config.parallel.device == "auto":
+        why = {"cuda": "a GPU for each local rank", "mps": "an Apple GPU", "cpu": "no GPU for each local rank"}
+        found.append(Choice(world.device.type, why[world.device.type], "--parallel.device"))
+    if not config.parallel.threads:
+        found.append(Choice(f"{world.threads} threads a rank", world.threads_reason, "--parallel.threads"))
+    return found
 
 
 def _global_batch(config: Config, choices: list[Choice]) -> int:
