@@ -1,7 +1,7 @@
 """The demo preset against a plain recipe with the same wall time, on the embedded corpus with the same tokenizer.
 
 Plain: GPT-2 family of the same width and depth, AdamW, cosine, float32, as one would write it down first; its learning
-rate is the best of those tried (docs/LOG.md). Prints both validation curves over training time.
+rate and batch are the best of those tried (docs/LOG.md). Prints both validation curves over training time.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 PLAIN = [
     *("--model.arch", "gpt2", "--model.no-qk-norm", "--train.dtype", "float32"),
     *("--optim.name", "adamw", "--optim.schedule", "cosine", "--optim.min-lr-frac", "0.1"),
+    *("--train.global-batch-size", "8"),
 ]
 
 

@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from paceline.base.files import sha256_of
+
 FORMAT = 1
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -31,12 +33,6 @@ def list_steps(checkpoints: Path) -> list[int]:
         return []
     matches = (_NAME.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in matches if match and folder_name(int(match[1])) == match[0])
-
-
-def sha256_of(path: Path) -> str:
-    """Returns the hex digest of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from paceline.base.files import replace, sync, write_synced
 from paceline.checkpoint import manifest as mf
 
 
@@ -37,13 +38,13 @@ def save(
     _write_tensors(aside / mf.WEIGHTS, weights)
     _write_tensors(aside / mf.OPTIMIZER, optimizer)
     content = {"format": mf.FORMAT, "step": step, **facts, "files": mf.describe(aside, [mf.WEIGHTS, mf.OPTIMIZER])}
-    _write_synced(aside / mf.MANIFEST, mf.seal(content))
-    _sync_folder(aside)
+    write_synced(aside / mf.MANIFEST, mf.seal(content))
+    sync(aside)
     if final.exists():  # a damaged one of the same step
         shutil.rmtree(final)
     os.rename(aside, final)
-    _sync_folder(checkpoints)
-    _point_latest(checkpoints, final.name)
+    sync(checkpoints)
+    replace(checkpoints / "latest", f"{final.name}\n".encode())
     _prune(checkpoints, keep)
     return final
 
@@ -61,8 +62,8 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
             shutil.rmtree(target)
         os.rename(checkpoints / name, target)
     if later:
-        _point_latest(checkpoints, mf.folder_name(step))
-        _sync_folder(checkpoints)
+        replace(checkpoints / "latest", f"{mf.folder_name(step)}\n".encode())
+        sync(checkpoints)
     return later
 
 
@@ -72,30 +73,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         safetensors.torch.save_file(host, path)
     except safetensors.SafetensorError as error:  # how it reports a full disk
         raise OSError(f"{path}: {error}") from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes names durable, not only contents: without it a rename can be lost with the power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _point_latest(checkpoints: Path, name: str) -> None:
-    aside = checkpoints / ".latest.new"
-    _write_synced(aside, (name + "\n").encode())
-    os.replace(aside, checkpoints / "latest")
+    sync(path)
 
 
 def _sweep(checkpoints: Path) -> None:

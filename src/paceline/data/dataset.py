@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.data.shard import INDEX, SPLITS, Index, Shard, file_sha256, read_index
+from paceline.base.files import sha256_of
+from paceline.data.shard import INDEX, SPLITS, Index, Shard, read_index
 from paceline.data.tokenizer import Tokenizer
 
 Int64s = npt.NDArray[np.int64]
@@ -154,7 +155,7 @@ class Dataset:
             for record in self.index.splits[split].shards:
                 for file, listed in ((record.file, record.sha256), (record.starts, record.starts_sha256)):
                     try:
-                        found = file_sha256(self.folder / file)
+                        found = sha256_of(self.folder / file)
                     except OSError as error:
                         raise UserError(f"{self.folder / file} can not be read: {error.strerror}") from error
                     if found != listed:

@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.base import units
 from paceline.base.errors import UserError
+from paceline.base.files import sync, write_synced
 from paceline.data import corpora
 from paceline.data.config import DataConfig
 from paceline.data.corpora import Corpus, Document, Split
@@ -27,7 +28,6 @@ from paceline.data.shard import (
     SplitRecord,
     SplitWriter,
     TokenizerRecord,
-    sync,
     write_index,
 )
 from paceline.data.tokenizer import SETTINGS, Tokenizer, train
@@ -164,7 +164,7 @@ def build(corpus: Corpus, folder: Path, vocab_size: int, say: Say, *, shard_toke
     say(f"data: training {vocab_size} BPE tokens on {len(split.train)} files of {corpus.name}, {units.size(size)}")
     json = train(_training_text(split), vocab_size)
     tokenizer = Tokenizer(json)
-    _save(folder / "tokenizer.json", json.encode())
+    write_synced(folder / "tokenizer.json", json.encode())
     np.save(folder / "token_bytes.npy", tokenizer.token_bytes(), allow_pickle=False)
     sync(folder / "token_bytes.npy")
     splits = {}
@@ -187,11 +187,6 @@ def _training_text(split: Split) -> Iterator[str]:
     total = sum(document.num_bytes for document in split.train)
     texts = chain.from_iterable(corpora.pieces(document) for document in split.train)
     return islice(texts, 0, None, max(1, -(-total // TRAINING_BYTES)))
-
-
-def _save(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    sync(path)
 
 
 def _write_split(writer: SplitWriter, tokenizer: Tokenizer, documents: Iterable[Document], say: Say) -> SplitRecord:

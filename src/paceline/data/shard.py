@@ -11,9 +11,7 @@
 Each document begins with the end-of-text token (llm.c's convention) and may run on into the next shard.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -24,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
+from paceline.base.files import sha256_of, sync
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
@@ -81,20 +80,6 @@ class Index:
     token_bytes: str | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     """How it was made, for people; nothing reads it."""
-
-
-def sync(path: Path) -> None:
-    """Returns when a file, or a folder's list of names, is on the disk and not only in memory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def version_for(vocab_size: int) -> int:
@@ -181,7 +166,7 @@ class SplitWriter:
         sync(path)
         sync(starts)
         record = ShardRecord(
-            path.name, self._in_shard, file_sha256(path), len(self._starts), starts.name, file_sha256(starts)
+            path.name, self._in_shard, sha256_of(path), len(self._starts), starts.name, sha256_of(starts)
         )
         self._records.append(record)
         self._file, self._starts, self._in_shard = None, [], 0

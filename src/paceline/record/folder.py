@@ -24,6 +24,7 @@ from typing import IO, Any
 import filelock
 
 from paceline.base.errors import UserError
+from paceline.base.files import replace
 
 
 class RunFolder:
@@ -89,7 +90,7 @@ class RunFolder:
                 with contextlib.suppress(json.JSONDecodeError):
                     if json.loads(line)["step"] <= step:
                         kept.append(line.rstrip("\n") + "\n")
-        replace_text(self.metrics, "".join(kept))
+        replace(self.metrics, "".join(kept).encode())
 
     def close(self) -> None:
         """Closes the files and lets go of the lock."""
@@ -107,13 +108,6 @@ class RunFolder:
                 self._files[path].write("\n")
         self._files[path].write(json.dumps(row) + "\n")
         self._files[path].flush()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a whole file aside and renames it in: a crash leaves either the old file or the new one."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def _ends_mid_line(path: Path) -> bool:

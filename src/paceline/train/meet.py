@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from paceline.base.errors import UserError
+from paceline.base.files import replace
 from paceline.config import Config, to_toml
 from paceline.data.dataset import Dataset
 from paceline.data.loader import Loader
@@ -88,10 +89,10 @@ def open_folder(request: Request, world: World, config: Config, dataset: Dataset
 
 
 def _write_setup(folder: RunFolder, config: Config, dataset: Dataset) -> None:
-    run_folder.replace_text(folder.config, to_toml(config))
+    replace(folder.config, to_toml(config).encode())
     if dataset.index.tokenizer is not None:
         tokenizer = dataset.folder / dataset.index.tokenizer.file
-        run_folder.replace_text(folder.tokenizer, tokenizer.read_text(encoding="utf-8"))
+        replace(folder.tokenizer, tokenizer.read_bytes())
 
 
 def make_replica(settings: Settings, world: World) -> Replica:

@@ -25,7 +25,7 @@ class ParallelConfig:
     """CPU threads a rank; 0: OMP_NUM_THREADS where the user set it, else the cores there are over the local ranks."""
     port: int = 0
     """Port of the rendezvous under --nproc; 0: a free one."""
-    bucket_mb: float = 4.0
+    bucket_mb: float = 10.0
     """MiB of gradients that travel in one all-reduce: smaller ones start sooner behind backward, larger ones cost
     fewer round trips."""
     check_every: int = 100

@@ -1,0 +1,33 @@
+"""Files that survive: on the disk and not only in memory, whole or not at all."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or a folder's list of names, is on the disk: without the second a rename can be lost."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file and returns when it is on the disk."""
+    path.write_bytes(data)
+    sync(path)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes a whole file aside and renames it in: a crash leaves either the old file or the new one."""
+    aside = path.with_name(f".{path.name}.new")
+    write_synced(aside, data)
+    os.replace(aside, path)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the hex digest of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
