@@ -63,16 +63,14 @@ class Console:
             os.dup2(self._log.fileno(), 1)
             os.dup2(self._log.fileno(), 2)
 
-    def say(self, text: str | Text | rich.table.Table = "") -> None:
-        """Prints on rank 0 and keeps it in the log of every rank."""
+    def say(self, text: str | rich.table.Table = "", style: str = "") -> None:
+        """Prints on rank 0 and keeps it in the log of every rank. Text stays as it is: brackets in a path, or in what
+        a model wrote, are no markup."""
+        shown = Text(text, style) if isinstance(text, str) else text
         if self.rank == 0:
-            (self._progress.console if self._progress else self._terminal).print(text)
+            (self._progress.console if self._progress else self._terminal).print(shown)
         if self._log is not None:
-            rich.console.Console(file=self._log, width=_PLAIN_WIDTH, highlight=False).print(text)
-
-    def say_plain(self, text: str) -> None:
-        """Says text that nobody is to interpret: what a model wrote may look like markup."""
-        self.say(Text(text))
+            rich.console.Console(file=self._log, width=_PLAIN_WIDTH, highlight=False).print(shown)
 
     def log(self, text: str) -> None:
         """Keeps a line in this rank's log only."""

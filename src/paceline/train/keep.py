@@ -42,7 +42,7 @@ def save_run(run: Run) -> bool:
     problem = run.group.broadcast_json(problem)
     run.group.take_transfers()
     if problem:
-        run.console.say(f"[red]the checkpoint of step {step} could not be saved[/red]: {problem}")
+        run.console.say(f"the checkpoint of step {step} could not be saved: {problem}", style="red")
         run.event("checkpoint failed", step=step, error=problem)
     else:
         run.event("checkpoint", step=step, seconds=round(time.perf_counter() - started, 3))
@@ -53,7 +53,7 @@ def restore_run(run: Run) -> None:
     """Rank 0 verifies and reads the checkpoint, all receive it; records of later steps are forgotten. Collective."""
     path, manifest, problems = load.agree(run.group, run.folder.checkpoints, run.request.resume_step)
     for problem in problems:
-        run.console.say(f"[yellow]passed over a damaged checkpoint[/yellow] {problem}")
+        run.console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
         run.event("damaged checkpoint", problem=problem)
     weights = load.receive(run.group, path, WEIGHTS, run.world.device)
     moments = load.receive(run.group, path, OPTIMIZER, run.world.device)

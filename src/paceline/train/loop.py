@@ -133,7 +133,7 @@ def _finish(run: Run, stop_reason: str | None) -> int:
         _say_sample(run)
     if found:
         trained = f"{units.count(run.progress.tokens)} tokens, {units.duration(run.progress.elapsed_s)} of training"
-        console.say(f"\n[bold]{found.shown}[/bold] at step {step}, {trained}")
+        console.say(f"\n{found.shown} at step {step}, {trained}", style="bold")
     console.say(f"run folder {run.folder.shown}   digest of the weights {digest}")
     banner.next_commands(console, config, run.folder.shown, finished=stop_reason is None)
     return EXIT_RESUMABLE if stop_reason else EXIT_DONE
@@ -157,4 +157,4 @@ def _say_sample(run: Run) -> None:
         generator=torch.Generator().manual_seed(run.config.train.seed),
     )
     run.console.say("A sample (temperature 0.8):")
-    run.console.say_plain(tokenizer.decode(list(ids)))
+    run.console.say(tokenizer.decode(list(ids)))
