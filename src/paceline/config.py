@@ -55,6 +55,8 @@ class TrainConfig:
     """Validation sequences of an evaluation, spread evenly over the split; always the same ones."""
     sample_tokens: int = 160
     """Tokens of the sample written at the end; 0: none."""
+    sample_prompt: str = ""
+    """What that sample goes on from; empty: the beginning of a document."""
     stop_at_step: int = 0
     """Stop after this step as if signalled: saved, exit status 75; 0: run to the horizon."""
     max_skips: int = 20

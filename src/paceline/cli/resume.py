@@ -21,7 +21,15 @@ _CHANGEABLE = (
         f"train.{name}"
         for name in (
             *("steps", "tokens", "tokens-per-param", "time-budget", "device-batch-size", "dtype", "compile"),
-            *("activation-checkpoint", "eval-every", "eval-sequences", "sample-tokens", "stop-at-step", "max-skips"),
+            *(
+                "activation-checkpoint",
+                "eval-every",
+                "eval-sequences",
+                "sample-tokens",
+                "sample-prompt",
+                "stop-at-step",
+                "max-skips",
+            ),
         )
     ),
 )

@@ -22,8 +22,18 @@ VALIDATION_PARTS = 20  # one file in so many is validation
 TAIL_FRAC = 0.1  # where files are too few or too unequal for that: this much of each file's end
 REPLACEMENT = "\ufffd"
 
-# Tests are other text than programs; the rest belongs to this machine and not to Python (site-packages, build results).
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Tests are other text than programs; encodings and pydoc_data are tables that programs wrote (a fifth of all tokens,
+# and a small model's samples turned into them); the rest belongs to this machine and not to Python.
+_NOT_LIBRARY = {
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 _NOT_LIBRARY_PREFIXES = ("_sysconfigdata_", "sitecustomize.", "usercustomize.", "config-")
 
 

@@ -34,6 +34,8 @@ from paceline.train.tell import evaluate_now, exchange
 from paceline.world.env import Environment
 from paceline.world.runtime import open_world
 
+_SAMPLE_TEMPERATURE = 0.7
+
 
 def train(request: Request, env: Environment) -> int:
     """Trains as asked, as the rank that `env` says, and returns the exit status: 0, or 75 (stopped early, saved).
@@ -143,18 +145,18 @@ def _say_sample(run: Run) -> None:
     """Text from the trained model. Rank 0's alone, and no collective in it: the others wait at the end."""
     if run.dataset.index.tokenizer is None:
         return
-    tokenizer = run.dataset.tokenizer()
+    tokenizer, prompt = run.dataset.tokenizer(), run.config.train.sample_prompt
     # A fresh model: where blocks are compiled, each new length would compile them again.
     model = build(run.config.model, run.config.train.seed, run.world.device)
     model.load_state_dict(run.replica.model.state_dict())
     model.compute_dtype = run.settings.dtype
     ids = generate(
         model.eval(),
-        [tokenizer.end_of_text],
+        [tokenizer.end_of_text, *tokenizer.encode(prompt)],
         run.config.train.sample_tokens,
-        temperature=0.8,
+        temperature=_SAMPLE_TEMPERATURE,
         top_k=50,
         generator=torch.Generator().manual_seed(run.config.train.seed),
     )
-    run.console.say("A sample (temperature 0.8):")
-    run.console.say(tokenizer.decode(list(ids)))
+    run.console.say(f"A sample (temperature {_SAMPLE_TEMPERATURE}):")
+    run.console.say(prompt + tokenizer.decode(list(ids)))
