@@ -56,7 +56,7 @@ class TrainConfig:
     sample_tokens: int = 160
     """Tokens of the sample written at the end; 0: none."""
     sample_prompt: str = ""
-    """What that sample goes on from; empty: the beginning of a document. No space at the end: words begin with theirs."""
+    """What that sample goes on from; empty: the beginning of a document. No space at its end: words begin with one."""
     stop_at_step: int = 0
     """Stop after this step as if signalled: saved, exit status 75; 0: run to the horizon."""
     max_skips: int = 20

@@ -108,7 +108,8 @@ def _choices_of(world: World, config: Config) -> list[Choice]:
         why = {"cuda": "a GPU for each local rank", "mps": "an Apple GPU", "cpu": "no GPU for each local rank"}
         found.append(Choice(world.device.type, why[world.device.type], "--parallel.device"))
     if not config.parallel.threads:
-        found.append(Choice(f"{world.threads} threads a rank", world.threads_reason, "--parallel.threads"))
+        threads = "1 thread" if world.threads == 1 else f"{world.threads} threads"
+        found.append(Choice(f"{threads} a rank", world.threads_reason, "--parallel.threads"))
     return found
 
 
