@@ -66,8 +66,9 @@ def restore_run(run: Run) -> None:
     run.replica.scaler.scale = manifest["scaler"]["scale"]
     run.replica.scaler.num_finite = manifest["scaler"]["num_finite"]
     if run.world.is_main:
-        run.folder.forget_after(run.progress.step)
+        # Checkpoints first: dying in between leaves rows too many, which the next resume forgets, and never too few.
         later = save.set_aside(run.folder.checkpoints, run.progress.step)
+        run.folder.forget_after(run.progress.step)
         if later:
             run.console.say(f"set aside as superseded: {', '.join(later)}")
     before, now = manifest["world_size"], run.world.world_size

@@ -26,7 +26,6 @@ class Progress:
     tokens: int = 0
     elapsed_s: float = 0.0  # training time, rank 0's
     skips_in_row: int = 0
-    num_skipped: int = 0
 
 
 @dataclass

@@ -35,7 +35,6 @@ def exchange(run: Run, result: StepResult, started: float, stop_reason: str | No
     progress.tokens += num_tokens
     progress.elapsed_s = rows[0][3]
     progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
-    progress.num_skipped += result.skipped
     row = step_row(run, result, rows, step_ms, num_tokens, lr)
     _tell_step(run, row)
     voters = [str(rank) for rank, values in enumerate(rows) if values[4]]
