@@ -19,9 +19,11 @@ from pathlib import Path
 import numpy as np
 from side import median_ms, run_paceline, show
 
+from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
-from paceline.data.prepare import ensure_dataset
+from paceline.data.prepare import Quiet
+from paceline.world.cores import usable_cores
 
 STEPS = 14
 SHAPES = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 8, "dropout": 0.0}
@@ -54,7 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    dataset = Dataset.open(ensure_dataset(DataConfig(), print))
+    dataset = Dataset.open(ensure_datasets(DataConfig(), Quiet(), usable_cores())[0])
     with tempfile.TemporaryDirectory() as scratch:
         peer = Path(scratch) / "nanogpt"
         shutil.copytree(options.checkout, peer, ignore=shutil.ignore_patterns(".git"))

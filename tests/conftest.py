@@ -75,7 +75,10 @@ def _environment() -> dict[str, str]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
+    """Python's own helper of multiprocessing is left out: it ends with the interpreter that started it."""
     try:
+        if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+            return False
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

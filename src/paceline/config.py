@@ -164,6 +164,10 @@ def from_toml(text: str, where: str, base: Config) -> Config:
 
 
 def _checked(where: str, wanted: Any, value: Any) -> Any:
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise UserError(f"{where} is {value!r}; it must be a list of strings")
+        return tuple(value)
     choices = typing.get_args(wanted)
     if choices:
         if value not in choices:

@@ -21,6 +21,8 @@ FIELDS = [
 
 
 def values_of(hint: Any, text: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    if hint == tuple[str, ...]:
+        return st.lists(text, max_size=3).map(tuple)
     if choices := typing.get_args(hint):
         return st.sampled_from(choices)
     return {
@@ -57,16 +59,19 @@ def test_also_with_emoji_and_control_characters_in_a_path(config: Config) -> Non
 @pytest.mark.parametrize(("section", "name", "hint"), FIELDS, ids=lambda part: str(part))
 def test_each_field_can_be_set_and_refuses_another_type(section: str, name: str, hint: Any) -> None:
     wrong = ["[1]", "{}", "1979-05-27"]
-    choices = typing.get_args(hint)
+    choices = () if hint == tuple[str, ...] else typing.get_args(hint)
     wrong += {int: ["true", "1.5", '"x"'], float: ["true", '"x"'], bool: ["1", '"true"'], str: ["1", "true"]}.get(
         hint, ['"none of them"', "1", "true"]
     )
     for text in wrong:
         with pytest.raises(UserError, match=rf"here: {section}\.{name} is "):
             from_toml(f"[{section}]\n{name} = {text}", "here", Config())
-    good = {int: "3", float: "2", bool: "true", str: '"x"'}.get(hint, f'"{choices[-1]}"' if choices else "")
+    plain = {int: "3", float: "2", bool: "true", str: '"x"', tuple[str, ...]: '["x"]'}
+    good = f'"{choices[-1]}"' if choices else plain[hint]
     found = getattr(getattr(from_toml(f"[{section}]\n{name.replace('_', '-')} = {good}", "h", Config()), section), name)
-    assert found == (choices[-1] if choices else {int: 3, float: 2.0, bool: True, str: "x"}[hint])
+    assert found == (
+        choices[-1] if choices else {int: 3, float: 2.0, bool: True, str: "x", tuple[str, ...]: ("x",)}[hint]
+    )
     if hint is float:
         assert type(found) is float
 

@@ -1,143 +1,145 @@
-"""Documents: which files are text, how they are read, and which side of the split they are on."""
+"""What is text, which text it is, and where a long one is cut."""
 
-from pathlib import Path
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterator
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from paceline.base.errors import UserError
 from paceline.data import corpora
 from paceline.data.config import DataConfig
-from paceline.data.corpora import Corpus, Document
-
-
-def text_of(documents: tuple[Document, ...]) -> str:
-    return "".join(piece for document in documents for piece in corpora.pieces(document))
-
-
-def read(path: Path) -> str:
-    return text_of((Document(path.name, path, 0, path.stat().st_size),))
+from paceline.data.encode import PATTERNS
 
 
 def test_the_embedded_corpus_is_the_library_and_not_its_tests() -> None:
-    names = [name for name, _ in corpora.embedded().files]
+    found = corpora.embedded()
+    names = [file.name for file in found.files]
+    assert re.fullmatch(r"python-3\.\d+-library", found.name)
     assert names == sorted(names)
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     for part in ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"):
         assert not [name for name in names if part in name.split("/")]
-    split = corpora.split(corpora.embedded())
-    assert 0.02 < len(split.validation) / len(names) < 0.1
-    assert not {d.name for d in split.train} & {d.name for d in split.validation}
-
-
-def test_a_folder_gives_its_text_sorted_and_counts_what_is_none(tmp_path: Path) -> None:
-    (tmp_path / "b" / "deep").mkdir(parents=True)
-    (tmp_path / ".git").mkdir()
-    (tmp_path / "b" / "deep" / "x.txt").write_text("x")
-    (tmp_path / "a.md").write_text("ä" * corpora.SNIFF_BYTES)  # the sniff ends in the middle of a character
-    (tmp_path / "c.txt").write_text("odd" + "ä" * corpora.SNIFF_BYTES)
-    (tmp_path / ".git" / "config").write_text("hidden")
-    (tmp_path / ".hidden").write_text("hidden")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
-    (tmp_path / "latin1.txt").write_bytes("Müller".encode("latin-1"))
-    (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
-    (tmp_path / "broken-link").symlink_to("nowhere")
-    corpus = corpora.from_path(tmp_path)
-    assert [name for name, _ in corpus.files] == ["a.md", "b/deep/x.txt", "c.txt"]
-    assert corpus.skipped == 3
-
-
-def test_what_is_wrong_with_a_path_is_said(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "binary").mkdir()
-    (tmp_path / "binary" / "x").write_bytes(b"\0")
-    (tmp_path / "latin1.txt").write_bytes("Müller".encode("latin-1"))
-    for name, message in [
-        ("nowhere", "does not exist"),
-        ("x" * 300, "does not exist"),
-        ("empty", "holds no text files"),
-        ("empty.txt", "is empty"),
-        ("binary", "none of its 1 files"),
-        ("latin1.txt", "not UTF-8 text.*iconv"),
-    ]:
-        for find in (corpora.from_path, corpora.has_text):
-            with pytest.raises(UserError, match=message):
-                find(tmp_path / name)
-    with pytest.raises(UserError, match="does not exist"):
-        corpora.from_path("~nobody-of-this-name/text")
-
-
-def test_line_ends_byte_order_mark_and_bytes_that_are_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt"
-    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\nM\xfcller \xef\xbb\xbf\xe2\x82")
-    assert read(path) == "one\ntwo\nthree\nM\ufffdller \ufeff\ufffd"
-
-
-@given(st.text(alphabet="aä€😀\r\n \t", max_size=60), st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
-def test_pieces_are_the_text_wherever_they_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, text: str, size: int
-) -> None:
-    path = tmp_path_factory.mktemp("pieces") / "x.txt"
-    path.write_bytes(text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpora, "PIECE_BYTES", size)
-        assert read(path) == text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt"
-    path.write_text("a line of text\n" * 60_000)
-    pieces = list(corpora.pieces(Document("x", path, 0, path.stat().st_size)))
-    assert len(pieces) > 2
-    assert all(piece.endswith("text\n") for piece in pieces)
+    assert all(file.num_bytes and file.format == "text" and file.stamp for file in found.files)
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["a line\n" * 500, "a line\r\n" * 500, "no line end " * 300, "ä€😀" * 200, "head\n" + "tail " * 999, "xy"],
+    ("head", "is_text", "is_trusted"),
+    [
+        (b"x", True, True),
+        (b"", False, False),
+        (b"a\0b", False, False),
+        ("M\u00fcller".encode("latin-1"), False, True),
+        ("text".encode("utf-16"), False, False),
+        (("odd" + "\u00e4" * 9000).encode()[:8192], True, True),  # ends in the middle of a character
+        (b"\xef\xbb\xbfbyte order mark", True, True),
+    ],
 )
-def test_one_file_gives_both_sides_and_loses_nothing(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "x.txt"
-    path.write_bytes(content.encode())
-    split = corpora.split(corpora.from_path(path))
-    assert text_of(split.train) + text_of(split.validation) == content.replace("\r\n", "\n")
-    assert split.train
-    assert split.validation
-    if len(content) > 1000:
-        assert 0.05 < sum(d.num_bytes for d in split.validation) / path.stat().st_size < 0.15
+def test_what_is_text(head: bytes, is_text: bool, is_trusted: bool) -> None:
+    assert corpora.is_text(head) == is_text
+    assert corpora.is_text(head, trusted=True) == is_trusted
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
-@settings(max_examples=40, deadline=None)
-def test_the_split_is_a_partition_with_two_sane_sides(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int]
-) -> None:
-    folder = tmp_path_factory.mktemp("split")
-    for i, length in enumerate(lengths):
-        (folder / f"{i}.txt").write_text("line of text\n" * length)
-    corpus = corpora.from_path(folder)
-    split = corpora.split(corpus)
-    assert split == corpora.split(Corpus(corpus.name, corpus.files))
-    covered = {name: 0 for name, _ in corpus.files}
-    for document in split.train + split.validation:
-        covered[document.name] += document.num_bytes
-    assert covered == {name: path.stat().st_size for name, path in corpus.files}
-    part = sum(d.num_bytes for d in split.validation) / sum(covered.values())
-    assert sum(lengths) < 50 or 0.005 < part < 0.25
+@pytest.mark.parametrize(
+    ("content", "text", "num_replaced"),
+    [
+        (b"one\r\ntwo\rthree\n\n\r\r\nx", "one\ntwo\nthree\n\n\n\nx", 0),
+        (b"M\xfcller \xef\xbb\xbf\xe2\x82", "M\ufffdller \ufeff\ufffd", 2),
+        ("\ufffd is a character".encode() + b" \xff", "\ufffd is a character \ufffd", 1),
+    ],
+)
+def test_line_ends_and_bytes_that_are_not_utf8(content: bytes, text: str, num_replaced: int) -> None:
+    assert corpora.text_of(content) == (text, num_replaced)
 
 
-def test_the_digest_sees_names_and_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    first = corpora.digest(corpora.from_path(tmp_path))
-    (tmp_path / "a.txt").write_text("two")
-    second = corpora.digest(corpora.from_path(tmp_path))
-    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    third = corpora.digest(corpora.from_path(tmp_path))
-    assert len({first, second, third}) == 3
+ODD = st.text(alphabet=" \n\r\t\xa0'sSa1\u00bd\u0663.,/\u00e9\u0301\u01c5\u02b0\u017f\u4f60\U0001f389\u1885\ufffd\x00")
+
+
+def places(text: str) -> list[int]:
+    """Where the rule has a cut, in characters, from its words."""
+    return [
+        i
+        for i in range(1, len(text))
+        if text[i] in " \r\n" and text[i - 1].isalnum() and unicodedata.ucd_3_2_0.category(text[i - 1])[0] in "LN"
+    ]
+
+
+@given(ODD, st.integers(8, 40))
+@settings(max_examples=500)
+def test_pieces_are_the_document_cut_at_the_last_place_there_is(text: str, size: int) -> None:
+    content = text.encode()
+    wanted = {len(text[:i].encode()) for i in places(text)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "PIECE_BYTES", size)
+        found = list(corpora.pieces(content))
+    assert b"".join(found) == content
+    assert "".join(piece.decode() for piece in found) == text  # characters are whole
+    at = 0
+    for piece, following in itertools.pairwise(found):
+        assert 0 < len(piece) <= size
+        assert not (piece.endswith(b"\r") and following.startswith(b"\n"))
+        possible = [place for place in wanted if at < place <= at + size]
+        at += len(piece)
+        assert at == max(possible) if possible else at > 0
+    assert len(found[-1]) <= size
+
+
+@given(st.binary(max_size=200), st.integers(8, 40))
+@settings(max_examples=300)
+def test_what_is_not_utf8_is_the_same_in_pieces(content: bytes, size: int) -> None:
+    content = content.replace(b" ", b"\xe2\x82").replace(b"a", b"\xf0\x9f")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "PIECE_BYTES", size)
+        parts = [corpora.text_of(piece) for piece in corpora.pieces(content)]
+    text, num_replaced = corpora.text_of(content)
+    assert "".join(part for part, _ in parts) == text
+    assert sum(count for _, count in parts) == num_replaced
+
+
+def cutters() -> Iterator[pre_tokenizers.PreTokenizer]:
+    """How text is cut before merges are made, by the patterns that people's tokenizers have."""
+    for pattern in PATTERNS:
+        yield pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    yield pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    yield pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+CUTTERS = list(cutters())
+
+
+@given(ODD | st.text(max_size=40))
+@settings(max_examples=400)
+def test_where_a_document_is_cut_every_pattern_has_a_border(text: str) -> None:
+    for cutter in CUTTERS:
+        whole = [stop - start for _, (start, stop) in cutter.pre_tokenize_str(text)]
+        borders = {0, *itertools.accumulate(whole)}
+        assert borders >= set(places(text)), cutter
+
+
+def test_programs_are_cut_into_the_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours are cut apart as they are together; 400 bytes of signs, which have no such place, are passed over."""
+    monkeypatch.setattr(corpora, "PIECE_BYTES", 400)
+    compared = passed = 0
+    for file in corpora.embedded().files[::25]:
+        with open(file.path, "rb") as stored:
+            found = [corpora.text_of(piece)[0] for piece in corpora.pieces(stored.read(20_000))]
+        for piece, following in itertools.pairwise(found):
+            if not (piece[-1].isalnum() and following[0] in " \n"):
+                passed += 1
+                continue
+            compared += 1
+            for cutter in CUTTERS:
+                parts = [part for one in (piece, following) for part, _ in cutter.pre_tokenize_str(one)]
+                assert parts == [part for part, _ in cutter.pre_tokenize_str(piece + following)], (file.name, cutter)
+    assert compared > 400
+    assert passed < 0.05 * compared
 
 
 @pytest.mark.parametrize(

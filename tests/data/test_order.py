@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.order import MAX_SIZE, permute, sequence_ids
+from paceline.data.order import MAX_SIZE, ids_at, permute, sequence_ids
 
 KEYS = st.integers(0, 2**63 - 1)
 
@@ -104,6 +104,19 @@ def test_sequence_ids_do_not_depend_on_how_they_are_asked_for(
     begins = np.cumsum([start, *parts])
     asked = [sequence_ids(seed, int(begin), part, size) for begin, part in zip(begins, parts, strict=False)]
     assert whole.tolist() == [i for part in asked for i in part.tolist()]
+
+
+@given(st.integers(0, 100), st.integers(1, 60), st.lists(st.integers(0, 10**12), max_size=20))
+def test_ids_at_any_positions_are_those_one_by_one(seed: int, size: int, positions: list[int]) -> None:
+    """Of any epochs, in any order."""
+    found = ids_at(seed, np.array(positions, dtype=np.int64), size)
+    assert found.tolist() == [int(sequence_ids(seed, position, 1, size)[0]) for position in positions]
+
+
+def test_ids_at_refuses_what_is_outside() -> None:
+    for positions, size in (([-1], 5), ([0], 0)):
+        with pytest.raises(ValueError):
+            ids_at(0, np.array(positions), size)
 
 
 def test_each_epoch_is_an_order_of_its_own() -> None:

@@ -1,251 +1,291 @@
-"""Preparing happens once, whoever asks and whatever dies in between, and gives the same bytes everywhere."""
+"""Documents become tokens the same way whatever kills the work, whoever does it, and whatever the files are like."""
 
+import gzip
 import hashlib
+import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tokenizers
+import zstandard
 
 from paceline.base.errors import UserError
-from paceline.data import corpora, prepare
-from paceline.data.config import DataConfig
+from paceline.data import corpora
 from paceline.data.dataset import Dataset
-from paceline.data.prepare import build, cache_dir, ensure_dataset, inspect_path
+from paceline.data.prepare import Quiet, gather, prepare
+from paceline.data.recipe import Recipe
+from paceline.data.shard import Index
 
 CHILD = """
-import sys, time
-from paceline.data.config import DataConfig
-from paceline.data.prepare import ensure_dataset
-stop_at = sys.argv[2]
-def say(line):
-    print(line, flush=True)
-    if stop_at and stop_at in line:
-        time.sleep(600)
-print("got", ensure_dataset(DataConfig(path=sys.argv[1], tokenizer_vocab=600), say), flush=True)
+import json, sys
+from pathlib import Path
+from paceline.data.prepare import Quiet, gather, prepare
+from paceline.data.recipe import Recipe
+if __name__ == "__main__":
+    specs, out, recipe, workers, every = json.loads(sys.argv[1])
+    recipe = Recipe(**recipe)
+    prepare(gather(specs, [], recipe), recipe, Path(out), Quiet(), num_workers=workers, save_every_s=every)
 """
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """About 600 kB of real text in 20 files."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for name, path in corpora.embedded().files[10:30]:
-        (folder / name.replace("/", "-")).write_bytes(path.read_bytes())
-    return folder
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("PACELINE_CACHE", str(folder))
-    return folder
-
-
-def child(text: Path, stop_at: str = "", **environment: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", CHILD, str(text), stop_at]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+def make(sources: Sequence[Path | str], out: Path, *, workers: int = 1, **recipe: Any) -> Index:
+    chosen = Recipe(**{"tokenizer": "bytes", **recipe})
+    found = gather([str(source) for source in sources], [], chosen)
+    return prepare(found, chosen, out, Quiet(), num_workers=workers)
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def folders(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+def documents(folder: Path) -> dict[str, list[str]]:
+    """Each split's documents as text, read independently of the code that trains on them."""
+    content = json.loads((folder / "index.json").read_text())
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = {}
+    for split, record in content["splits"].items():
+        dtype = "<u2" if content["vocab_size"] <= 65536 else "<u4"
+        shards = [np.fromfile(folder / shard["file"], dtype=dtype, offset=1024) for shard in record["shards"]]
+        ids = np.concatenate(shards) if shards else np.empty(0, dtype)
+        begins = np.flatnonzero(ids == content["tokenizer"]["end_of_text"])
+        assert len(begins) == record["documents"]
+        found[split] = [tokenizer.decode(part[1:].tolist()) for part in np.split(ids, begins)[1:]]
+    return found
 
 
-def silent(line: str) -> None:
-    pass
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of every kind: real sources as text files, JSONL, gzip and Parquet, 12 MB in all."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [Path(file.path).read_text(errors="replace") for file in corpora.embedded().files]
+    for number, text in enumerate(texts[:60]):
+        (folder / f"{number:03d}.txt").write_text(text)
+    (folder / "long.txt").write_text("".join(texts[:200]))
+    (folder / "a.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts[60:200]))
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts[200:350] + texts[60:80])
+    pq.write_table(pa.table({"text": texts[350:]}), folder / "c.parquet", row_group_size=37)
+    return folder
 
 
-def test_the_embedded_corpus_end_to_end(cache: Path) -> None:
-    said: list[str] = []
-    began = time.perf_counter()
-    folder = ensure_dataset(DataConfig(), said.append)
-    assert time.perf_counter() - began < 60  # 4.5 s on two free cores
-    assert folder.parent == cache
-    dataset = Dataset.open(folder)
-    dataset.verify()
-    tokenizer, token_bytes = dataset.tokenizer(), dataset.token_bytes
-    assert dataset.vocab_size == tokenizer.vocab_size == 4096
-    assert token_bytes is not None
-    sides = corpora.split(corpora.embedded())
-    for stream, documents in ((dataset.train, sides.train), (dataset.validation, sides.validation)):
-        record, ids = dataset.index.splits[stream.split], stream.read(0, stream.num_tokens)
-        assert int((ids == tokenizer.end_of_text).sum()) == record.documents == len(documents)
-        assert int(token_bytes[ids].sum()) == record.text_bytes
-        assert record.text_bytes / record.tokens > 3.4
-    validation = dataset.validation.read(0, dataset.validation.num_tokens)
-    expected = "".join(piece for document in sides.validation for piece in corpora.pieces(document))
-    assert tokenizer.decode(validation.tolist()) == expected
-    said_before = len(said)
-    assert ensure_dataset(DataConfig(), said.append) == folder
-    assert len(said) == said_before  # the second time nothing is made
+def child(sources: Path, out: Path, recipe: dict[str, Any], workers: int, every: float) -> "subprocess.Popen[bytes]":
+    arguments = json.dumps([[str(sources)], str(out), recipe, workers, every])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", CHILD, arguments], env=environment, start_new_session=True)
 
 
-def test_the_same_bytes_with_other_hash_seeds_and_thread_counts(text: Path, tmp_path: Path) -> None:
-    found = []
-    for number, threads in enumerate(("1", "2", "5")):
-        environment = {"PYTHONHASHSEED": f"{number + 1}", "RAYON_NUM_THREADS": threads}
-        process = child(text, PACELINE_CACHE=str(tmp_path / threads), **environment)
-        assert process.wait(60) == 0
-        (name,) = folders(tmp_path / threads)
-        found.append((name, bytes_of(tmp_path / threads / name)))
-    assert found[0] == found[1] == found[2]
+@pytest.mark.long
+def test_killed_at_ten_moments_it_ends_with_the_bytes_of_an_undisturbed_run(corpus: Path, tmp_path: Path) -> None:
+    recipe = {"tokenizer": "train:2000", "dedup": True, "shard_tokens": 300_000}
+    began = time.monotonic()
+    assert child(corpus, tmp_path / "undisturbed", recipe, 1, 5.0).wait(120) == 0
+    whole_s = time.monotonic() - began
+    draw = random.Random(5)
+    out, kills = tmp_path / "killed", 0
+    while kills < 10:
+        process = child(corpus, out, recipe, 1 + kills % 2, 0.02)
+        try:
+            assert process.wait(draw.uniform(0.2, 0.6 * whole_s)) == 0
+            break  # it was done before the moment came
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL) if kills % 3 else process.kill()  # workers too, or left to notice
+            process.wait()
+            kills += 1
+    assert not (out / "index.json").exists() or kills < 10
+    assert child(corpus, out, recipe, 1, 0.02).wait(120) == 0
+    assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
+    assert kills >= 3
+    Dataset.open(out).verify()
 
 
-def test_three_processes_at_once_build_once(text: Path, cache: Path) -> None:
-    processes = [child(text) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert sum("training" in output for output in outputs) == 1
-    assert len({output.splitlines()[-1] for output in outputs}) == 1
-    assert len(folders(cache)) == 1
+def test_any_number_of_workers_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    recipe = {"tokenizer": "train:600", "shard_tokens": 1_000_000}
+    for workers in (1, 4):
+        make([corpus], tmp_path / f"{workers}", workers=workers, **recipe)
+    assert bytes_of(tmp_path / "1") == bytes_of(tmp_path / "4")
+    assert ".preparing" not in bytes_of(tmp_path / "1")
 
 
-@pytest.mark.parametrize("moment", ["training", "train tokens"])
-def test_kill_9_while_building_leaves_nothing_that_counts(text: Path, cache: Path, tmp_path: Path, moment: str) -> None:
-    builder = child(text, stop_at=moment)
-    assert builder.stdout is not None
-    while moment not in builder.stdout.readline():
-        pass
-    waiting = child(text)  # a second one, that waits for the first and takes over when it dies
-    assert waiting.stdout is not None
-    assert "waiting" in waiting.stdout.readline()
-    assert [name.startswith(".building-") for name in folders(cache)] == [True]
-    builder.send_signal(signal.SIGKILL)
-    builder.communicate()
-    waiting.communicate(timeout=60)
-    assert waiting.returncode == 0
-    (name,) = folders(cache)
-    assert child(text, PACELINE_CACHE=str(tmp_path / "other")).wait(60) == 0
-    assert bytes_of(cache / name) == bytes_of(tmp_path / "other" / name)
+def test_documents_of_every_kind_arrive_whole_and_once(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    records = [f"record {i} ünïcödé \U0001f600\r\nsecond line" for i in range(400)]
+    (source / "a.jsonl").write_text("".join(json.dumps({"body": text, "n": 1}) + "\n" for text in records[:100]))
+    with gzip.open(source / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"body": text}, ensure_ascii=False) + "\n" for text in records[100:200])
+    (source / "c.jsonl.zst").write_bytes(
+        zstandard.compress("".join(json.dumps({"body": text}) + "\n" for text in records[200:300]).encode())
+    )
+    column = pa.array([*records[300:], None, ""])
+    pq.write_table(pa.table({"x": range(102), "body": column}), source / "d.parquet", row_group_size=7)
+    index = make([source], tmp_path / "out", text_key="body", validation_frac=0.1)
+    found = documents(tmp_path / "out")
+    assert sorted(found["train"] + found["validation"]) == sorted(records)
+    assert 10 <= len(found["validation"]) <= 90
+    assert index.origin["empty_documents"] == 2
+    shuffled = tmp_path / "shuffled"
+    shuffled.mkdir()
+    (shuffled / "all.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in sorted(records)))
+    make([shuffled], tmp_path / "other", text_key="body", validation_frac=0.1)
+    assert sorted(documents(tmp_path / "other")["validation"]) == sorted(found["validation"])  # not by their order
 
 
-def test_the_next_builder_sweeps_what_killed_ones_left_but_not_what_lives(text: Path, cache: Path) -> None:
-    builder = child(text, stop_at="training")
-    assert builder.stdout is not None
-    builder.stdout.readline()
-    (living,) = folders(cache)
-    (cache / ".building-dead").mkdir()
-    try:
-        (text.parent / "one.txt").write_text("other text\n" * 100)
-        ensure_dataset(DataConfig(path=str(text.parent / "one.txt"), tokenizer_vocab=300), silent)
-        assert living in folders(cache)
-        assert ".building-dead" not in folders(cache)
-    finally:
-        builder.kill()
-        builder.communicate()
+def test_windows_text_latin_1_bytes_empty_files_and_a_document_longer_than_a_shard(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n" * 50)
+    (source / "latin.txt").write_bytes(b"plain " * 2000 + "Müller".encode("latin-1"))
+    (source / "empty.txt").write_bytes(b"")
+    (source / "long.txt").write_text("a line of the long one\n" * 40_000)
+    index = make([source], tmp_path / "out", shard_tokens=100_000)
+    found = documents(tmp_path / "out")
+    whole = "".join(found["train"] + found["validation"])
+    assert "\r" not in whole
+    assert whole.count("a line of the long one\n") == 40_000
+    assert "M\ufffdller" in whole
+    assert "\ufeffone\ntwo" in whole  # only the first byte order mark is one
+    assert index.origin["replaced_places"] == 1
+    assert len(index.splits["train"].shards) > 5
+    Dataset.open(tmp_path / "out").verify()
 
 
-def test_changed_text_or_vocabulary_gives_another_data_set(text: Path, cache: Path) -> None:
-    config = DataConfig(path=str(text), tokenizer_vocab=300)
-    first = ensure_dataset(config, silent)
-    assert ensure_dataset(config, silent) == first
-    (text / "more.txt").write_text("more")
-    second = ensure_dataset(config, silent)
-    third = ensure_dataset(DataConfig(path=str(text), tokenizer_vocab=301), silent)
-    assert len({first, second, third}) == 3
-    assert ensure_dataset(DataConfig(path=str(first)), silent) == first  # a prepared folder is used where it is
+@pytest.mark.long
+def test_ten_thousand_tiny_files(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for number in range(10_000):
+        path = source / f"{number % 100}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"file {number}")
+    make([source], tmp_path / "out", workers=2)
+    found = documents(tmp_path / "out")
+    assert sorted(found["train"] + found["validation"]) == sorted(f"file {number}" for number in range(10_000))
+    assert 400 < len(found["validation"]) < 600
 
 
-@pytest.mark.parametrize(("kept", "message"), [(1.0, "changed while it was read"), (0.5, "became shorter")])
-def test_text_that_changes_under_the_builder_is_refused(text: Path, cache: Path, kept: float, message: str) -> None:
-    def meddle(line: str) -> None:
-        path = max(text.iterdir(), key=lambda file: file.stat().st_size)
-        path.write_text("#" * int(path.stat().st_size * kept))
-
-    with pytest.raises(UserError, match=message):
-        ensure_dataset(DataConfig(path=str(text), tokenizer_vocab=300), meddle)
-    assert folders(cache) == []
-
-
-def test_a_folder_whose_index_was_deleted_is_built_again(text: Path, cache: Path) -> None:
-    config = DataConfig(path=str(text), tokenizer_vocab=300)
-    folder = ensure_dataset(config, silent)
-    expected = bytes_of(folder)
-    (folder / "index.json").unlink()
-    assert ensure_dataset(config, silent) == folder
-    assert bytes_of(folder) == expected
+def test_only_the_first_of_equal_documents_is_kept_however_long_they_are(tmp_path: Path) -> None:
+    long = "".join(f"{i} and so on " for i in range(60_000))  # several pieces, more than a block
+    texts = ["a", long, "b", "a", long[:-1], long, "c", long, "b", "d"]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    index = make([path], tmp_path / "out", dedup=True, validation_frac=0.3)
+    found = documents(tmp_path / "out")
+    assert sorted(found["train"] + found["validation"]) == sorted({*texts})
+    assert index.origin["duplicate_documents"] == 4
+    record = index.splits
+    assert record["train"].text_bytes + record["validation"].text_bytes == sum(len(text) for text in {*texts})
 
 
-def test_a_cache_that_can_not_be_written_is_named(text: Path, cache: Path) -> None:
-    cache.write_text("a file where the folder should be")
-    with pytest.raises(UserError, match=r"cache .*/cache can not be written.*PACELINE_CACHE"):
-        ensure_dataset(DataConfig(path=str(text), tokenizer_vocab=300), silent)
+def test_a_separator_makes_documents_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tales.txt"
+    path.write_text("<|endoftext|>\n".join(f"tale {i}\n" for i in range(300)))
+    make([path], tmp_path / "out", separator="<|endoftext|>\n", validation_frac=0.1)
+    found = documents(tmp_path / "out")
+    assert sorted(found["train"] + found["validation"]) == sorted(f"tale {i}\n" for i in range(300))
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(text: Path, cache: Path) -> None:
+def test_validation_of_its_own(tmp_path: Path) -> None:
+    for name in ("one", "two", "val"):
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    recipe = Recipe(tokenizer="bytes")
+    sources = gather([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")], [str(tmp_path / "val.txt")], recipe)
+    prepare(sources, recipe, tmp_path / "out", Quiet(), num_workers=1)
+    assert documents(tmp_path / "out") == {"train": ["one" * 10, "two" * 10], "validation": ["val" * 10]}
+    with pytest.raises(UserError, match=r"one\.txt is among the sources and under --validation"):
+        gather([str(tmp_path)], [str(tmp_path / "one.txt")], recipe)
+
+
+def test_what_was_prepared_is_kept_and_another_recipe_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    out = tmp_path / "out"
+    first = make([tmp_path / "a.txt"], out)
+    before = bytes_of(out)
+    assert make([tmp_path / "a.txt"], out) == first
+    with pytest.raises(UserError, match=r"was prepared with --shard-tokens 100000000, not 50; give another --out"):
+        make([tmp_path / "a.txt"], out, shard_tokens=50)
+    with pytest.raises(UserError, match="from other sources"):
+        make([corpus / "000.txt"], out)
+    assert bytes_of(out) == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="is not empty and holds no data set"):
+        make([tmp_path / "a.txt"], tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def broken(folder: Path) -> Path:
+    """A source whose last record can not be read, after enough good ones to have been written."""
+    lines = [json.dumps({"text": f"{i} " * 500}) for i in range(3000)]
+    path = folder / "records.jsonl"
+    path.write_text("\n".join([*lines, '{"text": 5}']) + "\n")
+    return path
+
+
+def test_a_preparation_that_was_begun_goes_on_only_with_the_same(tmp_path: Path) -> None:
+    path, out = broken(tmp_path), tmp_path / "out"
+    with pytest.raises(UserError, match=r"records.jsonl line 3001"):
+        make([path], out)
+    assert sorted(name.name for name in out.iterdir() if name.suffix == ".bin") == [
+        "train-00000.bin",
+        "validation-00000.bin",
+    ]
+    with pytest.raises(UserError, match=r"was begun with --tokenizer 'bytes', not 'train:300'.*--restart"):
+        make([path], out, tokenizer="train:300")
+    path.write_text(path.read_text().replace('{"text": 5}', '{"text": "x"}'))
+    with pytest.raises(UserError, match=r"have changed since.*--restart"):
+        make([path], out)
+    found = gather([str(path)], [], Recipe(tokenizer="bytes"))
+    prepare(found, Recipe(tokenizer="bytes"), out, Quiet(), num_workers=1, restart=True)
+    assert len(documents(out)["train"]) + len(documents(out)["validation"]) == 3001
+
+
+def test_a_full_disk_keeps_what_was_done(corpus: Path, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # a write beyond it fails as on a full disk
+    out, recipe = tmp_path / "out", {"shard_tokens": 10_000_000}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, limits[1]))  # a write beyond it fails as on a full disk
     try:
-        with pytest.raises(UserError, match="can not be written"):
-            ensure_dataset(DataConfig(path=str(text), tokenizer_vocab=300), silent)
+        with pytest.raises(UserError, match=r"File too large|disk"):
+            make([corpus / "long.txt"], out, **recipe)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert folders(cache) == []
+    assert not (out / "index.json").exists()
+    make([corpus / "long.txt"], out, **recipe)
+    make([corpus / "long.txt"], tmp_path / "other", **recipe)
+    assert bytes_of(out) == bytes_of(tmp_path / "other")
 
 
-def test_shards_of_any_size_hold_the_same_tokens(text: Path, tmp_path: Path) -> None:
-    corpus = corpora.from_path(text)
-    streams = []
-    for shard_tokens in (100_000_000, 10_007):
-        folder = tmp_path / f"{shard_tokens}"
-        folder.mkdir()
-        build(corpus, folder, 300, silent, shard_tokens=shard_tokens)
-        streams.append(Dataset.open(folder).train)
-    one, many = streams
-    assert (len(one.shards), len(many.shards) > 5) == (1, True)
-    assert (one.read(0, one.num_tokens) == many.read(0, many.num_tokens)).all()
+def test_too_few_documents_for_two_splits(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match=r"all 1 documents fell into the train split.*--validation SRC"):
+        make([path], tmp_path / "out")
+    path.write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match=r"there is no text in the sources \(1 documents are empty\)"):
+        make([path], tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"a line of text\n" * 50, b"\xef\xbb\xbfa line\r\n" * 50, b"no end " * 50, b"ok " * 5000 + b"M\xfcller\n" * 9],
-)
-def test_one_file_of_any_kind(tmp_path: Path, cache: Path, content: bytes) -> None:
-    path = tmp_path / "one.txt"
-    path.write_bytes(content)
-    said: list[str] = []
-    dataset = Dataset.open(ensure_dataset(DataConfig(path=str(path), tokenizer_vocab=300), said.append))
-    tokens = [stream.read(0, stream.num_tokens).tolist() for stream in (dataset.train, dataset.validation)]
-    text = "".join(dataset.tokenizer().decode(ids) for ids in tokens)
-    assert text == content.decode("utf-8-sig", "replace").replace("\r\n", "\n")
-    assert any("not UTF-8" in line for line in said) == ("\ufffd" in text)
-
-
-def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "one.txt").write_text("x")
-    with pytest.raises(UserError, match="too little text"):
-        ensure_dataset(DataConfig(path=str(tmp_path / "one.txt")), silent)
-    assert folders(cache) == []
-
-
-def test_inspect_path_refuses_early_and_writes_nothing(
-    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare, "train", None)
-    inspect_path(DataConfig())
-    inspect_path(DataConfig(path=str(text)))
-    for path in ("/nowhere", str(cache.parent / "empty")):
-        (cache.parent / "empty").mkdir(exist_ok=True)
-        with pytest.raises(UserError, match=path):
-            inspect_path(DataConfig(path=path))
-    assert not cache.exists()
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PACELINE_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/home/rider")
-    assert cache_dir() == Path("/home/rider/.cache/paceline")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_dir() == Path("/x/paceline")
-    monkeypatch.setenv("PACELINE_CACHE", "~/own")
-    assert cache_dir() == Path("/home/rider/own")
+def test_two_processes_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = child(corpus, out, {"tokenizer": "train:2000"}, 1, 5.0)
+    while not (out / ".preparing" / "lock").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.2)
+    try:
+        with pytest.raises(UserError, match="another process is preparing"):
+            make([corpus], out, tokenizer="train:2000")
+    finally:
+        first.kill()
+        first.wait()

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from program import Ended, Program, rows, steps
 
+from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
 from paceline.data.order import sequence_ids
-from paceline.data.prepare import ensure_dataset
+from paceline.data.prepare import Quiet
 from paceline.data.shard import HEADER_BYTES
 
 ENDLESS = ("--preset", "tiny", "--train.steps", "100000", "--train.eval-every", "-1")
@@ -126,7 +127,7 @@ def test_a_signal_before_training_leaves_nothing(tmp_path: Path) -> None:
 def with_a_bad_token(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
     """A run of 2 ranks whose rank 1 meets a token outside the vocabulary in step 6; rank 0 never reads it."""
     place = tmp_path_factory.mktemp("bad-token")
-    prepared = Path(shutil.copytree(ensure_dataset(DataConfig(tokenizer_vocab=512), lambda _: None), place / "data"))
+    prepared = Path(shutil.copytree(ensure_datasets(DataConfig(tokenizer_vocab=512), Quiet(), 1)[0], place / "data"))
     stream = Dataset.open(prepared).train
     sequence = int(sequence_ids(1337, 5 * 12 + 11, 1, stream.num_sequences(64))[0])
     path = prepared / stream.shards[0].path.name

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from program import losses, rows, steps, val_loss
 
 from paceline.config import Config, from_toml
-from paceline.data.dataset import Dataset
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
-from paceline.data.prepare import ensure_dataset
+from paceline.data.prepare import Quiet
 from paceline.model.gpt import build
+from paceline.train.feed import open_feed
 
 LOSS_TOLERANCE = 1e-5  # the issue allows 1e-4; seen are 9e-7
 VAL_TOLERANCE = 1e-5
@@ -59,8 +59,7 @@ def test_the_curve_is_that_of_a_plain_loop(runs) -> None:
     torch's cross-entropy of all logits, and the schedule as its documentation says it."""
     folder = runs.get(1)
     config = from_toml((folder / "config.toml").read_text(), "config.toml", Config())
-    dataset = Dataset.open(ensure_dataset(config.data, lambda _: None))
-    loader = Loader(dataset.train, BatchPlan(12, 12, 1), 0, config.train.seed, config.data.seq_len)
+    loader = Loader(open_feed(config, Quiet()).training, BatchPlan(12, 12, 1), 0, config.train.seed)
     model = build(config.model, config.train.seed, "cpu").train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]

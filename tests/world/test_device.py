@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.base.errors import UserError
+from paceline.world.cores import usable_cores
 from paceline.world.device import (
     DeviceClock,
     choose_device,
@@ -13,7 +14,6 @@ from paceline.world.device import (
     choose_threads,
     cpu_bfloat16_unit,
     peak_flops,
-    usable_cores,
 )
 
 CPU = torch.device("cpu")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from paceline.base.errors import UserError, nearest
 from paceline.config import Config, load_file, load_preset
+from paceline.data.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def _flag_names(default: Any) -> set[str]:
             inner = getattr(value, item.name)
             name = item.name.replace("_", "-")
             if dataclasses.is_dataclass(inner):
-                visit(inner, "" if isinstance(inner, Config) else f"{prefix}{name}.")
+                visit(inner, "" if isinstance(inner, Config | Recipe) else f"{prefix}{name}.")
             else:
                 names.add(f"--{prefix}{name}")
                 if isinstance(inner, bool):

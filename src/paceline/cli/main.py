@@ -11,6 +11,8 @@ _VERBS = {
     "train": "train a model, on one rank or many",
     "resume": "go on with a run from its newest whole checkpoint, on any number of ranks",
     "sample": "write text from a run's newest checkpoint, also while it trains",
+    "data": "documents to token shards (data prepare), what a data set holds (data info)",
+    "bench": "measure the data path (bench loader)",
 }
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 

@@ -17,6 +17,7 @@ from paceline.train.request import Request
 _CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.")
 _CHANGEABLE = (
     "data.path",
+    "data.mix",
     *(
         f"train.{name}"
         for name in (

@@ -56,7 +56,9 @@ def main(arguments: list[str]) -> int:
     model = build(config.model, config.train.seed, "cpu")
     model.load_state_dict(weights)
     model.eval()
-    prompt = [tokenizer.end_of_text, *tokenizer.encode(parsed.prompt)]
+    prompt = tokenizer.prompt(parsed.prompt)
+    if not prompt:
+        raise UserError("this tokenizer has no token that begins a document; give --prompt something to go on from")
     generator = torch.Generator().manual_seed(parsed.seed)
     ids = generate(
         model,

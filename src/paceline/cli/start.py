@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from paceline.base.errors import UserError
-from paceline.data.prepare import inspect_path
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.env import Environment, check_interface, check_master, check_port, detect
@@ -23,7 +22,9 @@ def start(request: Request, nproc: str, arguments: list[str]) -> int:
     check_master(env)
     if not env.is_distributed:
         check_port(config.parallel.port)
-    inspect_path(config.data)
+    from paceline.data.cache import inspect_data  # numpy and the tokenizers' libraries from here on: a quarter second
+
+    inspect_data(config.data, config.model.vocab_size)
     if env.rank == 0:
         if request.out is None or request.resume:
             run_folder.check_writable(request.out or Path("runs"))
@@ -50,7 +51,7 @@ def _num_ranks(nproc: str, env: Environment) -> int:
             raise UserError(f"--nproc {nproc} inside a world that a launcher made already; give the number to it alone")
         return 1
     if nproc == "auto":
-        from paceline.world.device import usable_cores
+        from paceline.world.cores import usable_cores
 
         return min(usable_cores(), _MOST_AUTOMATIC_RANKS)
     if not nproc.isdigit() or not 1 <= int(nproc) <= 1024:

@@ -1,6 +1,8 @@
 """What the user says about data. Standard library only, so that `--help` starts without numpy or torch."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.base.errors import UserError
 
@@ -13,14 +15,24 @@ class DataConfig:
     """Where the tokens come from and how long a sequence is."""
 
     path: str = ""
-    """A prepared folder (index.json), a folder of text files, or one text file; empty: the embedded corpus, which is
-    the Python standard library's own sources."""
+    """A folder from `paceline data prepare`, nanoGPT's or llm.c's token files, a folder of text files, or a text file;
+    empty: the embedded corpus, which is the Python standard library's own sources."""
+
+    mix: tuple[str, ...] = ()
+    """Several of these instead of one, each PATH=WEIGHT: sequences are drawn in proportion to the weights."""
 
     tokenizer_vocab: int = 4096
     """Vocabulary of the byte-pair encoding that is trained when text has to be tokenized."""
 
     seq_len: int = 256
     """Tokens in a sequence."""
+
+    packing: Literal["stream", "bestfit"] = "stream"
+    """stream: windows across the tokens as they stand; bestfit: each sequence begins with a document and is filled with
+    the beginnings of others, what does not fit is cropped."""
+
+    mask_documents: bool = False
+    """Attention stays inside a document."""
 
     def check(self) -> None:
         """Raises UserError for a value that can not work, naming the field as it is typed on the command line."""
@@ -31,5 +43,23 @@ class DataConfig:
                 f"data.tokenizer-vocab is {self.tokenizer_vocab}; a byte-level vocabulary has {MIN_VOCAB} "
                 f"(256 bytes and <|endoftext|>) to {MAX_VOCAB} tokens"
             )
-        if "\0" in self.path:
-            raise UserError(f"data.path is {self.path!r}; a path has no NUL in it")
+        if self.path and self.mix:
+            raise UserError("data.path and data.mix are both given; give one")
+        for path, weight in self.parts:
+            if "\0" in path:
+                raise UserError(f"data.path is {path!r}; a path has no NUL in it")
+            if not (math.isfinite(weight) and weight > 0):
+                raise UserError(f"data.mix has {path}={weight:g}; a weight is a number above 0")
+
+    @property
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """(path, weight) of each data set: one for `path`. Raises UserError for what is not PATH=WEIGHT."""
+        return tuple(_part(text) for text in self.mix) or ((self.path, 1.0),)
+
+
+def _part(text: str) -> tuple[str, float]:
+    path, _, weight = text.rpartition("=")
+    try:
+        return path, float(weight)
+    except ValueError:
+        raise UserError(f"data.mix has {text!r}; each part is PATH=WEIGHT, such as web=0.7 code=0.3") from None

@@ -24,21 +24,22 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment (Steele, Lea & Flood 2014), which keeps round keys apart
 
 
-def _hash(values: UInt64s, round_key: int) -> UInt64s:
+def _hash(values: UInt64s, round_key: UInt64s | np.uint64) -> UInt64s:
     """splitmix64's finaliser over values + round_key, elementwise modulo 2**64."""
-    x = values + np.uint64(round_key)
+    x = values + round_key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _round_keys(key: int) -> list[int]:
-    seeds = np.array([(key + (i + 1) * _GOLDEN) & _MASK for i in range(NUM_ROUNDS)], dtype=np.uint64)
-    return [int(value) for value in _hash(seeds, 0)]
+def _round_keys(keys: list[int]) -> UInt64s:
+    """(NUM_ROUNDS, len(keys)): the keys of each round, for each permutation."""
+    increments = np.arange(1, NUM_ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return _hash(np.array([key & _MASK for key in keys], dtype=np.uint64) + increments[:, None], np.uint64(0))
 
 
-def _shuffle_grid(cells: UInt64s, rows: int, columns: int, round_keys: list[int]) -> UInt64s:
-    """One pass of the network over cell numbers 0..rows*columns-1."""
+def _shuffle_grid(cells: UInt64s, rows: int, columns: int, round_keys: UInt64s) -> UInt64s:
+    """One pass of the network over cell numbers 0..rows*columns-1; round_keys (NUM_ROUNDS, 1 or one for each cell)."""
     row, column = cells // np.uint64(columns), cells % np.uint64(columns)
     for i, round_key in enumerate(round_keys):
         if i % 2 == 0:
@@ -47,6 +48,19 @@ def _shuffle_grid(cells: UInt64s, rows: int, columns: int, round_keys: list[int]
             column = (column + _hash(row, round_key) % np.uint64(columns)) % np.uint64(columns)
     result: UInt64s = row * np.uint64(columns) + column
     return result
+
+
+def _permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
+    """`permute` of index (n,), with the round keys of one permutation for all or of one for each."""
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    cells = _shuffle_grid(index.astype(np.uint64), rows, columns, round_keys)
+    outside = np.flatnonzero(cells >= np.uint64(size))
+    while outside.size:  # fewer than `rows` cells of the grid lie outside, so a second pass is rare but for tiny sizes
+        keys = round_keys if round_keys.shape[1] == 1 else round_keys[:, outside]
+        cells[outside] = _shuffle_grid(cells[outside], rows, columns, keys)
+        outside = outside[cells[outside] >= np.uint64(size)]
+    return cells.astype(np.int64)
 
 
 def permute(index: npt.ArrayLike, size: int, key: int) -> Int64s:
@@ -59,34 +73,32 @@ def permute(index: npt.ArrayLike, size: int, key: int) -> Int64s:
     wanted = np.asarray(index, dtype=np.int64)
     if wanted.size and not (wanted.min() >= 0 and wanted.max() < size):
         raise ValueError(f"an index is outside 0..{size - 1}")
-    rows = math.isqrt(size - 1) + 1
-    columns = -(-size // rows)
-    round_keys = _round_keys(key)
-    cells = wanted.astype(np.uint64).ravel()
-    outside = np.arange(cells.size)
-    while outside.size:  # fewer than `rows` cells of the grid lie outside, so a second pass is rare but for tiny sizes
-        cells[outside] = _shuffle_grid(cells[outside], rows, columns, round_keys)
-        outside = outside[cells[outside] >= np.uint64(size)]
-    return cells.astype(np.int64).reshape(wanted.shape)
+    return _permute(wanted.ravel(), size, _round_keys([key])).reshape(wanted.shape)
+
+
+def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
+    """Returns the sequence ids (n,) at these positions (n,) of a data set's run, in any order and from any epochs.
+
+    A position counts the sequences that the run has taken from the data set, from 0. It runs through the epochs, each a
+    permutation of its own of all `num_sequences` sequences. With one data set it is the run's own position: step *
+    global_batch_size + place in the step. 0.1 us a position where thousands are asked for at once, 13 where 8 are.
+    """
+    if num_sequences < 1 or (positions.size and int(positions.min()) < 0):
+        raise ValueError(f"positions are not negative and num_sequences {num_sequences} is positive")
+    epochs, within = np.divmod(positions, num_sequences)
+    epoch, which = np.unique(epochs, return_inverse=True)
+    round_keys = _round_keys([seed_key("order", seed, number) for number in epoch.tolist()])
+    return _permute(within, num_sequences, round_keys if epoch.size == 1 else round_keys[:, which])
 
 
 def sequence_ids(seed: int, start: int, count: int, num_sequences: int) -> Int64s:
-    """Returns the sequence ids (count,) at the run's positions start..start+count-1.
+    """Returns the sequence ids (count,) at the positions start..start+count-1; see `ids_at`."""
+    if start < 0 or count < 0:
+        raise ValueError(f"start {start} and count {count} are not negative")
+    return ids_at(seed, np.arange(start, start + count, dtype=np.int64), num_sequences)
 
-    A position counts the sequences of the whole run from 0: step * global_batch_size + place in the step. It runs
-    through the epochs, each a permutation of its own of all `num_sequences` sequences. The loader calls it for a
-    micro-batch.
-    """
-    if start < 0 or count < 0 or num_sequences < 1:
-        raise ValueError(
-            f"start {start} and count {count} are not negative and num_sequences {num_sequences} is positive"
-        )
-    ids = np.empty(count, dtype=np.int64)
-    done = 0
-    while done < count:
-        epoch, within = divmod(start + done, num_sequences)
-        taken = min(count - done, num_sequences - within)
-        places = np.arange(within, within + taken, dtype=np.int64)
-        ids[done : done + taken] = permute(places, num_sequences, seed_key("order", seed, epoch))
-        done += taken
-    return ids
+
+def source_seed(seed: int, number: int) -> int:
+    """Returns the seed of the order of the run's data set `number`: the first one's is the run's own, so that a mixture
+    of one is no mixture; the others must not walk in step with it."""
+    return seed if number == 0 else seed_key("order", seed, "source", number)

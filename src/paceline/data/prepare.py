@@ -1,226 +1,392 @@
-"""Text to a prepared folder, once: in the cache, by one process, all or nothing."""
+"""Documents to a data set: read in order, encoded on all cores, written in order. Killed, it goes on where it was.
+
+    sources -> blocks -> workers -> builder -> shards, and index.json last: a folder with it is complete
+                                       |
+                                   .preparing/progress.json, replaced every few seconds: the place in the
+                                   sources and the lengths of the files, both of one moment
+
+Whoever starts the same preparation again cuts the files back to that moment and reads on from that place. Blocks are a
+pure function of the place and tokens of the block, so the bytes are those of an undisturbed run.
+"""
 
 import errno
 import hashlib
+import io
+import json
+import math
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from dataclasses import asdict, replace
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any, Protocol
 
 import filelock
 import numpy as np
 
 from paceline.base import units
 from paceline.base.errors import UserError
-from paceline.base.files import sync, write_synced
-from paceline.data import corpora
-from paceline.data.config import DataConfig
-from paceline.data.corpora import Corpus, Document, Split
-from paceline.data.dataset import Dataset
+from paceline.base.files import replace as replace_file
+from paceline.base.files import sync
+from paceline.data.blocks import Block, Place, ReadOptions, read_blocks, texts
+from paceline.data.build import Builder, Counts
+from paceline.data.corpora import STANDARD_INPUT, SourceFile, Sources
+from paceline.data.encode import Encoder
+from paceline.data.recipe import Recipe
 from paceline.data.shard import (
     FORMAT_VERSION,
     INDEX,
-    SHARD_TOKENS,
+    SPLITS,
     Index,
     SplitRecord,
-    SplitWriter,
     TokenizerRecord,
+    read_index,
     write_index,
 )
-from paceline.data.tokenizer import SETTINGS, Tokenizer, train
+from paceline.data.sources import find, split_text
+from paceline.data.tokenizer import Tokenizer, resolve
+from paceline.data.workers import Job, encode_all
 
-Say = Callable[[str], None]
-
-TRAINING_BYTES = 64 << 20  # of text is enough to learn merges from; on more, every n-th piece is taken
-BATCH_BYTES = 4 << 20  # of text tokenized at a time; an encoding takes about 100 bytes a token while it lives
-_BUILDING = ".building-"  # + the data set's name: its builder's folder, under the same name's lock
-
-
-def cache_dir() -> Path:
-    """Where prepared data is kept: PACELINE_CACHE, else XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
-    if own := os.environ.get("PACELINE_CACHE"):
-        return Path(os.path.expanduser(own))
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base or os.path.expanduser("~/.cache"), "paceline")
+WORK = ".preparing"  # in the folder while it is not complete
+TOKENIZER = "tokenizer.json"
+TOKEN_BYTES = "token_bytes.npy"
+_SAVE_EVERY_S = 5.0
+_SAMPLE_BYTES = 64 << 20  # of text is enough to learn merges from; on more, every n-th block is taken
 
 
-def inspect_path(config: DataConfig) -> None:
-    """Raises UserError for what is wrong with the data's place, before any process starts; reads next to nothing."""
-    config.check()
-    if not config.path:
-        corpora.embedded()
-    elif _is_prepared(config):
-        Dataset.open(config.path).train.num_sequences(config.seq_len)
-    else:
-        corpora.has_text(config.path)
+class Report(Protocol):
+    """Who hears how it goes."""
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+
+    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
+        """How much has been read of the sources; total None: unknown."""
 
 
-def ensure_dataset(config: DataConfig, say: Say) -> Path:
-    """Returns a prepared folder for the config: its own, or one in the cache, which is made first where it is missing.
+class Quiet:
+    """A report that nobody hears."""
 
-    Any number of processes may call it at once: one tokenizes, the others wait for it. The cached folder is named by
-    the content of the text and the tokenizer's settings, so changed text gives a new one. `say` gets lines for the
-    terminal. Raises UserError for missing or changing text and for a cache that can not be written.
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
+        """Nothing."""
+
+
+def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> Sources:
+    """Returns the sources' files, each with its side where that does not depend on the documents' text.
+
+    `validation` names sources of their own for that split. Raises UserError for what can not be found or read.
     """
-    config.check()
-    if _is_prepared(config):
-        return Path(os.path.expanduser(config.path))
-    corpus = corpora.from_path(config.path) if config.path else corpora.embedded()
-    cache = cache_dir()
-    name = _cache_name(corpus, config.tokenizer_vocab)
-    final = cache / name
-    if _is_complete(final):  # before the lock, so a cache that can only be read serves as well
-        return final
+    found = find(specs, format=recipe.format)
+    if not validation:
+        return found if recipe.separator else replace(found, files=split_text(found.files))
+    held = find(validation, format=recipe.format)
+    both = {file.path for file in found.files} & {file.path for file in held.files}
+    if both:
+        raise UserError(f"{min(both)} is among the sources and under --validation; it can be on one side only")
+    files = [replace(file, side="train") for file in found.files]
+    files += [replace(file, side="validation") for file in held.files]
+    return Sources(found.name, tuple(files), found.skipped + held.skipped)
+
+
+def prepare(
+    sources: Sources,
+    recipe: Recipe,
+    folder: Path,
+    report: Report,
+    *,
+    num_workers: int,
+    restart: bool = False,
+    save_every_s: float = _SAVE_EVERY_S,
+) -> Index:
+    """Returns the index of the folder's data set, made if it is not there: from the beginning, or from where a killed
+    preparation stopped. The same bytes for any number of workers.
+
+    One process at a time; another gets a UserError, as for a folder that holds something else, sources that changed
+    since the beginning, and whatever is wrong with a document. What was done until then stays and is gone on with.
+    """
+    recipe.check()
+    if (folder / INDEX).is_file():
+        return _same(folder, _asked(sources, recipe))
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache, name, say):
-            if not _is_complete(final):
-                _sweep(cache, name)
-                _build_aside(corpus, config.tokenizer_vocab, final, say)
-    except (OSError, NotImplementedError) as error:  # the latter from filelock, where the file system has no locks
-        raise UserError(_cache_message(cache, error)) from error
-    return final
+        with _work_folder(folder) as work:
+            if (folder / INDEX).is_file():  # by a process that was faster
+                return _same(folder, _asked(sources, recipe))
+            if restart:
+                _clear(folder, work)
+            index = _Preparation(sources, recipe, folder, work, report, num_workers, save_every_s).run()
+        shutil.rmtree(work)
+        sync(folder)
+        return index
+    except OSError as error:
+        raise UserError(_disk_message(folder, error)) from error
 
 
-def _is_prepared(config: DataConfig) -> bool:
-    return bool(config.path) and os.path.isfile(os.path.join(os.path.expanduser(config.path), INDEX))
+def _asked(sources: Sources, recipe: Recipe) -> dict[str, Any]:
+    """What tells one preparation from another."""
+    files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.side] for f in sources.files]
+    return {"format": FORMAT_VERSION, "recipe": asdict(recipe), "sources": _hash(files)}
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether a data set is there: its folder appears by one rename, with the index in it."""
-    return (folder / INDEX).is_file()
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _cache_name(corpus: Corpus, vocab_size: int) -> str:
-    """For people the corpus and the vocabulary; for us all that the bytes depend on."""
-    parts = (f"{FORMAT_VERSION}", SETTINGS, f"{vocab_size}", f"{corpora.PIECE_BYTES}", corpora.digest(corpus))
-    return f"{corpus.name[:60]}-bpe{vocab_size}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+def _same(folder: Path, asked: dict[str, Any]) -> Index:
+    """Returns the index of a complete folder; raises UserError where something else was asked for."""
+    index = read_index(folder)
+    found = {key: index.origin.get(key) for key in ("recipe", "sources")}
+    if found != {key: asked[key] for key in found}:
+        raise UserError(f"{folder} holds a data set that was prepared {_difference(found, asked)}; give another --out")
+    return index
 
 
-def _cache_message(cache: Path, error: Exception) -> str:
-    where = getattr(error, "filename", None) or cache
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    need = "free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return f"the cache {cache} can not be written: {where}: {reason}; {need} or set PACELINE_CACHE to another folder"
+def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
+    """How what is there differs from what is asked for, in the words of the command line."""
+    before, now = found.get("recipe") or {}, asked["recipe"]
+    for name, value in now.items():
+        if before.get(name) != value:
+            return f"with --{name.replace('_', '-')} {before.get(name)!r}, not {value!r}"
+    return "from other sources, or they have changed since"
 
 
 @contextmanager
-def _locked(cache: Path, name: str, say: Say) -> Iterator[None]:
-    """Holds the lock of one data set; the system lets go of a killed holder's."""
-    lock = filelock.FileLock(cache / f".{name}.lock")
+def _work_folder(folder: Path) -> Iterator[Path]:
+    """The folder for what is needed only while a data set is made; held by one process at a time."""
+    work = folder / WORK
+    if folder.is_dir() and not work.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no data set; give another --out")
+    work.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(work / "lock")
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        say(f"data: waiting for another process that prepares {name}")
-        lock.acquire()
+        raise UserError(f"another process is preparing {folder}; wait for it, or give another --out") from None
+    except NotImplementedError as error:
+        raise UserError(f"{folder}: {error}; give an --out on a file system that has locks") from error
     try:
-        yield
+        yield work
     finally:
         lock.release()
 
 
-def _sweep(cache: Path, name: str) -> None:
-    """Removes what killed builders left: a builder holds its lock, so where the lock is free nobody builds."""
-    for folder in cache.glob(f"{_BUILDING}*"):
-        other = folder.name.removeprefix(_BUILDING)
-        if other == name:
-            shutil.rmtree(folder)
-            continue
+def _disk_message(folder: Path, error: OSError) -> str:
+    where = error.filename or folder
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {folder} is full; what was done is kept: free some space and give the same command again"
+    return f"{where}: {error.strerror or error}"
+
+
+class _Journal:
+    """Where the work is: one file, replaced whole."""
+
+    def __init__(self, path: Path, asked: dict[str, Any]) -> None:
+        self._path, self._asked = path, asked
+
+    def read(self, folder: Path) -> dict[str, Any] | None:
+        """Returns what was saved last; None at the very beginning. Raises UserError where something else was begun."""
         try:
-            with filelock.FileLock(cache / f".{other}.lock", timeout=0):
-                shutil.rmtree(folder, ignore_errors=True)
-        except filelock.Timeout:
-            pass  # alive and building another data set
+            found: dict[str, Any] = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(f"{self._path} is damaged ({error}); --restart begins anew") from error
+        if found["asked"] != self._asked:
+            what = _difference(found["asked"], self._asked)
+            raise UserError(f"{folder} was begun {what}; ask for the same again, or --restart to begin anew")
+        return found
+
+    def write(self, library: str, builder: Builder | None, place: Place) -> None:
+        """Keeps a moment at which all blocks before `place` are with the builder."""
+        content = {
+            "asked": self._asked,
+            "library": library,
+            "builder": builder.save() if builder else None,
+            "place": asdict(place),
+        }
+        replace_file(self._path, json.dumps(content).encode())
 
 
-def _build_aside(corpus: Corpus, vocab_size: int, final: Path, say: Say) -> None:
-    """Builds beside the final place and moves it there in one rename, everything on the disk first."""
-    aside = final.with_name(_BUILDING + final.name)
-    aside.mkdir()
-    try:
-        build(corpus, aside, vocab_size, say)
-        if _cache_name(corpus, vocab_size) != final.name:  # the name promises the content
-            raise UserError(f"the text of {corpus.name} changed while it was read; start again")
-        if final.exists():
-            shutil.rmtree(final)  # without its index: somebody began to delete it
-        aside.rename(final)
-        sync(final.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    say(f"data: kept in {final}")
+class _Preparation:
+    """One data set being made by this process."""
 
-
-def build(corpus: Corpus, folder: Path, vocab_size: int, say: Say, *, shard_tokens: int = SHARD_TOKENS) -> None:
-    """Fills an empty folder with the data set of a corpus; index.json comes last. The same bytes on any machine.
-
-    Raises UserError where there is too little text for both splits.
-    """
-    began = time.perf_counter()
-    split = corpora.split(corpus)
-    size = sum(document.num_bytes for document in split.train)
-    say(f"data: training {vocab_size} BPE tokens on {len(split.train)} files of {corpus.name}, {units.size(size)}")
-    json = train(_training_text(split), vocab_size)
-    tokenizer = Tokenizer(json)
-    write_synced(folder / "tokenizer.json", json.encode())
-    np.save(folder / "token_bytes.npy", tokenizer.token_bytes(), allow_pickle=False)
-    sync(folder / "token_bytes.npy")
-    splits = {}
-    for side, documents in (("train", split.train), ("validation", split.validation)):
-        writer = SplitWriter(
-            folder, side, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text, shard_tokens=shard_tokens
+    def __init__(
+        self,
+        sources: Sources,
+        recipe: Recipe,
+        folder: Path,
+        work: Path,
+        report: Report,
+        num_workers: int,
+        save_every_s: float,
+    ) -> None:
+        self._asked = _asked(sources, recipe)
+        self._journal = _Journal(
+            work / "progress.json", {**self._asked, "stamps": _hash([file.stamp for file in sources.files])}
         )
-        splits[side] = _write_split(writer, tokenizer, documents, say)
-    record = TokenizerRecord("tokenizer.json", tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
-    origin = {"corpus": corpus.name, "files": len(corpus.files), "skipped_files": corpus.skipped}
-    write_index(folder, Index(corpus.name, tokenizer.vocab_size, splits, record, "token_bytes.npy", origin))
-    sync(folder)
-    if corpus.skipped:
-        say(f"data: {corpus.skipped} files are not UTF-8 text and were left out")
-    counts = ", ".join(f"{units.count(splits[side].tokens)} {side} tokens" for side in splits)
-    say(f"data: {counts} in {units.duration(time.perf_counter() - began)}")
+        self._saved = self._journal.read(folder)
+        self._sources = _readable_twice(sources, work, report) if recipe.tokenizer.startswith("train:") else sources
+        self._recipe, self._folder, self._work, self._report = recipe, folder, work, report
+        self._num_workers, self._save_every_s = num_workers, save_every_s
+        self._options = ReadOptions(text_key=recipe.text_key, separator=recipe.separator)
+
+    def run(self) -> Index:
+        """Returns the index; it is the last file written."""
+        library = self._library()
+        tokenizer = Tokenizer.load(self._folder / TOKENIZER)
+        builder = Builder(
+            self._folder,
+            self._work,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer_sha256=tokenizer.sha256,
+            shard_tokens=self._recipe.shard_tokens,
+            dedup=self._recipe.dedup,
+            saved=self._saved["builder"] if self._saved else None,
+        )
+        try:
+            self._encode(tokenizer, library, builder)
+            splits = builder.finish()
+        finally:
+            builder.close()
+        _require_both(splits, builder.counts, self._recipe)
+        assert tokenizer.end_of_text is not None  # one without was refused
+        record = TokenizerRecord(TOKENIZER, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
+        origin = {**_origin(self._sources, builder.counts), **self._asked}
+        index = Index(self._sources.name, tokenizer.vocab_size, splits, record, TOKEN_BYTES, origin)
+        sync(self._folder)
+        write_index(self._folder, index)
+        return index
+
+    def _library(self) -> str:
+        """Returns what encodes; by then the tokenizer's files are in the folder."""
+        if self._saved is not None:
+            self._report.say(f"data: going on with {self._folder}")
+            return str(self._saved["library"])
+        library = _choose_tokenizer(self._sources, self._options, self._recipe, self._folder, self._report)
+        self._journal.write(library, None, Place())
+        return library
+
+    def _encode(self, tokenizer: Tokenizer, library: str, builder: Builder) -> None:
+        """Hands all documents to the builder, and notes every so often how far it is."""
+        recipe = self._recipe
+        job = Job(tokenizer.json, library, self._options, recipe.validation_frac, recipe.dedup)
+        start = Place(**self._saved["place"]) if self._saved else Place()
+        blocks = read_blocks(self._sources, self._options, start)
+        told = self._teller(builder)
+        saved_at = time.monotonic()
+        reached: Place | None = None
+        try:
+            for block, encoded in encode_all(blocks, job, self._num_workers):
+                reached = None  # until the builder has all of it
+                builder.take(encoded)
+                if block.resumable and builder.can_save:
+                    reached = block.next
+                told(block)
+                if reached is not None and time.monotonic() - saved_at > self._save_every_s:
+                    self._journal.write(library, builder, reached)
+                    saved_at = time.monotonic()
+        except (UserError, KeyboardInterrupt):
+            if reached is not None:  # a document that can not be read, or a person who has enough for today
+                self._journal.write(library, builder, reached)
+            raise
+
+    def _teller(self, builder: Builder) -> Callable[[Block], None]:
+        sizes = [file.num_bytes for file in self._sources.files]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        before = [0, *accumulate(size or 0 for size in sizes)]
+
+        def tell(block: Block) -> None:
+            done = before[block.file] + block.read_bytes
+            self._report.advance(done, total, f"{units.count(builder.num_tokens)} tokens")
+
+        return tell
 
 
-def _training_text(split: Split) -> Iterator[str]:
-    total = sum(document.num_bytes for document in split.train)
-    texts = chain.from_iterable(corpora.pieces(document) for document in split.train)
-    return islice(texts, 0, None, max(1, -(-total // TRAINING_BYTES)))
+def _choose_tokenizer(sources: Sources, options: ReadOptions, recipe: Recipe, folder: Path, report: Report) -> str:
+    """Finds or trains the tokenizer and writes its files into the folder; returns what is to encode with it."""
+
+    def sample() -> Iterator[str]:
+        report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
+        return _sample(sources, options)
+
+    tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
+    if tokenizer.end_of_text is None:
+        raise UserError(f"--tokenizer {recipe.tokenizer} has no token that begins a document; give --document-token")
+    encoder = Encoder(tokenizer)
+    replace_file(folder / TOKENIZER, tokenizer.json.encode())
+    lengths = io.BytesIO()
+    np.save(lengths, tokenizer.token_bytes(), allow_pickle=False)
+    replace_file(folder / TOKEN_BYTES, lengths.getvalue())
+    return encoder.library
 
 
-def _write_split(writer: SplitWriter, tokenizer: Tokenizer, documents: Iterable[Document], say: Say) -> SplitRecord:
-    """Tokenizes documents a batch of pieces at a time, on all cores, and writes them in order."""
-    text_bytes = num_replaced = 0
-    try:
-        for batch in _batches(documents):
-            texts = [text for _, text in batch]
-            for (begins, text), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
-                if begins:
-                    writer.start_document()
-                writer.write(ids)
-                text_bytes += len(text.encode())
-                num_replaced += text.count(corpora.REPLACEMENT)
-        record = writer.finish(text_bytes)
-    finally:
-        writer.abandon()
-    if not record.tokens:
-        raise UserError(f"there is too little text for a {writer.split} split: give more")
-    if num_replaced:
-        say(f"data: {num_replaced} places in the {writer.split} text are not UTF-8 and became U+FFFD")
-    return record
+def _sample(sources: Sources, options: ReadOptions) -> Iterator[str]:
+    """Text to learn merges from: all of it, or blocks at even distances through all training files."""
+    files = tuple(file for file in sources.files if file.side != "validation")
+    total = sum(_length(file) for file in files)
+    blocks = read_blocks(Sources(sources.name, files, 0), options)
+    taken = 0
+    for block in islice(blocks, 0, None, max(1, math.ceil(total / _SAMPLE_BYTES))):
+        for text in texts(block, options).texts:
+            yield text.text
+            taken += len(text.text)
+        if taken > _SAMPLE_BYTES:  # compressed files hold more than their size says
+            return
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[bool, str]]]:
-    """Lists of (is the first of its document, text) that come to about BATCH_BYTES."""
-    batch: list[tuple[bool, str]] = []
-    size = 0
-    for document in documents:
-        for number, text in enumerate(corpora.pieces(document)):
-            batch.append((number == 0, text))
-            size += len(text)
-            if size >= BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
+def _length(file: SourceFile) -> int:
+    stop = file.num_bytes if file.stop is None else file.stop
+    return (stop or 0) - file.start
+
+
+def _readable_twice(sources: Sources, work: Path, report: Report) -> Sources:
+    """Standard input as a file: a tokenizer is trained on it before it is encoded."""
+    (first, *others) = sources.files
+    if first.path != STANDARD_INPUT:
+        return sources
+    kept = work / "input"
+    if not kept.exists():
+        report.say("data: keeping standard input on the disk, to train a tokenizer on it first")
+        with (work / "input.part").open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        os.replace(work / "input.part", kept)
+    size = kept.stat().st_size
+    return Sources(sources.name, (replace(first, path=str(kept), num_bytes=size), *others), sources.skipped)
+
+
+def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe) -> None:
+    if not splits["train"].documents + splits["validation"].documents:
+        raise UserError(f"there is no text in the sources ({counts.empty} documents are empty)")
+    for split, other in (("train", "validation"), ("validation", "train")):
+        if not splits[split].documents:
+            raise UserError(
+                f"all {splits[other].documents} documents fell into the {other} split and none into {split} "
+                f"(--validation-frac {recipe.validation_frac:g}); give more documents, another --validation-frac, or "
+                f"--validation SRC, and --restart"
+            )
+
+
+def _origin(sources: Sources, counts: Counts) -> dict[str, Any]:
+    return {
+        "files": len({file.path for file in sources.files}),
+        "skipped_files": sources.skipped,
+        "duplicate_documents": counts.duplicates,
+        "empty_documents": counts.empty,
+        "replaced_places": counts.replaced,
+    }
+
+
+def _clear(folder: Path, work: Path) -> None:
+    """Removes what an unfinished preparation wrote, and nothing else; the lock stays held."""
+    for split in SPLITS:
+        for path in folder.glob(f"{split}-[0-9]*"):
+            path.unlink()
+    for path in work.iterdir():
+        if path.name != "lock":
+            path.unlink()

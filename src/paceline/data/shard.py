@@ -5,16 +5,18 @@
       tokenizer.json           (optional in foreign data)
       token_bytes.npy          (vocab,) uint16, bytes of text each id stands for; 0 for special tokens (optional)
       train-00000.bin ...      256 int32, little-endian: [0] 20240520, [1] version, [2] tokens; then the tokens, as
-      validation-00000.bin     uint16 (version 1) or uint32 (version 2)
+      validation-00000.bin     uint16 (version 1) or uint32 (version 2); [3..10] is the tokenizer's sha256, which
+                               other readers of the format pass over
       train-00000.starts.npy   (documents,) int64, where in its shard each document begins
 
-Each document begins with the end-of-text token (llm.c's convention) and may run on into the next shard.
+Each document begins with the tokenizer's document token (llm.c's convention) and may run on into the next shard.
 """
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,17 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.base.files import sha256_of, sync
+from paceline.base.files import replace, sha256_of, sync
+from paceline.data.recipe import SHARD_TOKENS
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
-SHARD_TOKENS = 100_000_000  # 200 MB of uint16: llm.c's choice for FineWeb
-MAX_SHARD_TOKENS = (1 << 31) - 1  # the header counts in an int32
 
 INDEX = "index.json"
 FORMAT = "paceline-shards"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: the tokenizer's sha256 in each header
 SPLITS = ("train", "validation")
 _AGAIN = "copy it again, or delete the folder and prepare it anew"
 
@@ -87,144 +88,164 @@ def version_for(vocab_size: int) -> int:
     return 1 if vocab_size <= 1 << 16 else 2
 
 
-def header(version: int, num_tokens: int) -> bytes:
-    """The 1024 bytes before the tokens."""
+def header(version: int, num_tokens: int, tokenizer_sha256: str = "") -> bytes:
+    """The 1024 bytes before the tokens; `tokenizer_sha256` is hex, or empty where nobody knows it."""
     values = np.zeros(256, dtype="<i4")
     values[:3] = MAGIC, version, num_tokens
+    values[3:11] = np.frombuffer(bytes.fromhex(tokenizer_sha256).ljust(32, b"\0"), dtype="<i4")
     return values.tobytes()
 
 
 class SplitWriter:
     """Writes the shards of one split as a stream; memory is that of what is handed in.
 
-    Call `start_document()` and then `write(ids)` any number of times for each document, and `finish()` once.
+    `append` any number of times, then `finish` once. `save` says where the writing is, all of it on the disk; a writer
+    made later with what it said goes on from there, whatever was written since.
     """
 
     def __init__(
-        self, folder: Path, split: str, *, vocab_size: int, end_of_text: int, shard_tokens: int = SHARD_TOKENS
+        self,
+        folder: Path,
+        split: str,
+        *,
+        vocab_size: int,
+        tokenizer_sha256: str = "",
+        shard_tokens: int = SHARD_TOKENS,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
-        if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
-            raise UserError(
-                f"a shard of {shard_tokens} tokens is not possible; the format allows 1 to {MAX_SHARD_TOKENS}"
-            )
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.vocab_size, self.end_of_text = vocab_size, end_of_text
+        self.vocab_size, self.tokenizer_sha256 = vocab_size, tokenizer_sha256
         self.version = version_for(vocab_size)
         self._records: list[ShardRecord] = []
-        self._starts: list[int] = []
-        self._file: BinaryIO | None = None
-        self._in_shard = 0
+        self._tokens_file: BinaryIO | None = None
+        self._starts_file: BinaryIO | None = None
+        self._in_shard = 0  # tokens in the open shard
+        self._num_starts = 0  # documents that begin in it
+        if saved is not None:
+            self._go_on(saved)
 
-    def start_document(self) -> None:
-        """Begins a document with its end-of-text token."""
-        if self._in_shard == self.shard_tokens:
-            self._close_shard()
-        self._starts.append(self._in_shard)
-        self.write([self.end_of_text])
+    @property
+    def num_tokens(self) -> int:
+        """Written so far."""
+        return sum(record.tokens for record in self._records) + self._in_shard
 
-    def write(self, ids: npt.ArrayLike) -> None:
-        """Appends ids (n,), in a new shard where one is full. Raises ValueError for an id outside the vocabulary."""
-        tokens = np.asarray(ids, dtype=np.int64)
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
-            raise ValueError(f"ids {tokens.min()}..{tokens.max()} are not all in a vocabulary of {self.vocab_size}")
+    def append(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
+        """Appends ids (n,), in a new shard where one is full; `starts`: where in ids documents begin, ascending.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
+            raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in a vocabulary of {self.vocab_size}")
         done = 0
-        while done < tokens.size:
+        while done < ids.size:
             if self._in_shard == self.shard_tokens:
                 self._close_shard()
-            if self._file is None:
-                self._file = self._path.open("wb")
-                self._file.write(header(self.version, 0))
-            part = tokens[done : done + self.shard_tokens - self._in_shard]
-            self._file.write(part.astype(DTYPES[self.version]).tobytes())
+            tokens_file, starts_file = self._open_files()
+            part = ids[done : done + self.shard_tokens - self._in_shard]
+            within = starts[np.searchsorted(starts, done) : np.searchsorted(starts, done + part.size)]
+            tokens_file.write(part.astype(DTYPES[self.version], copy=False).tobytes())
+            starts_file.write((within - done + self._in_shard).astype("<i8").tobytes())
             self._in_shard += part.size
+            self._num_starts += within.size
             done += part.size
+
+    def save(self) -> dict[str, Any]:
+        """Returns where the writing is, for `saved`; by then all of it is on the disk."""
+        for file in (self._tokens_file, self._starts_file):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+        shards = [asdict(record) for record in self._records]
+        return {"shards": shards, "in_shard": self._in_shard, "num_starts": self._num_starts}
 
     def finish(self, text_bytes: int) -> SplitRecord:
         """Closes the last shard and returns what the index is to say; every file is on the disk by then."""
-        if self._file is not None:
+        if self._tokens_file is not None:
             self._close_shard()
         tokens, documents = sum(r.tokens for r in self._records), sum(r.documents for r in self._records)
         return SplitRecord(tokens, text_bytes, documents, tuple(self._records))
 
     def abandon(self) -> None:
         """Closes without finishing: the header keeps saying 0 tokens, so a reader refuses the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in (self._tokens_file, self._starts_file):
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk refuses what was still buffered
+                    file.close()
+        self._tokens_file = self._starts_file = None
+
+    def _go_on(self, saved: Mapping[str, Any]) -> None:
+        """Cuts the files back to what was saved and removes those begun since."""
+        self._records = [ShardRecord(**record) for record in saved["shards"]]
+        self._in_shard, self._num_starts = saved["in_shard"], saved["num_starts"]
+        kept = {name for record in self._records for name in (record.file, record.starts)}
+        if self._in_shard:
+            kept |= {self._path.name, self._starts_path.name}
+            closed = self._path.with_suffix(".starts.npy")
+            if not self._starts_path.exists() and closed.exists():  # the shard was closed after it was saved
+                np.load(closed, allow_pickle=False)[: self._num_starts].tofile(self._starts_path)
+        for path in self.folder.glob(f"{self.split}-*"):
+            if path.name not in kept:
+                path.unlink()
+        if self._in_shard:
+            itemsize = DTYPES[self.version].itemsize
+            self._tokens_file = _cut_back(self._path, HEADER_BYTES + self._in_shard * itemsize)
+            self._starts_file = _cut_back(self._starts_path, self._num_starts * 8)
+
+    def _open_files(self) -> tuple[BinaryIO, BinaryIO]:
+        if self._tokens_file is None or self._starts_file is None:
+            self._tokens_file, self._starts_file = self._path.open("wb"), self._starts_path.open("wb")
+            self._tokens_file.write(header(self.version, 0, self.tokenizer_sha256))
+        return self._tokens_file, self._starts_file
 
     @property
     def _path(self) -> Path:
         return self.folder / f"{self.split}-{len(self._records):05d}.bin"
 
+    @property
+    def _starts_path(self) -> Path:
+        """Of the open shard: plain int64, so that it can grow; a .npy file when the shard is closed."""
+        return self._path.with_suffix(".starts")
+
     def _close_shard(self) -> None:
-        assert self._file is not None
+        tokens_file, starts_file = self._open_files()
+        tokens_file.seek(0)
+        tokens_file.write(header(self.version, self._in_shard, self.tokenizer_sha256))
+        tokens_file.close()
+        starts_file.close()
         path, starts = self._path, self._path.with_suffix(".starts.npy")
-        self._file.seek(0)
-        self._file.write(header(self.version, self._in_shard))
-        self._file.close()
-        np.save(starts, np.array(self._starts, dtype=np.int64), allow_pickle=False)
+        np.save(starts, np.fromfile(self._starts_path, dtype="<i8"), allow_pickle=False)
         sync(path)
         sync(starts)
         record = ShardRecord(
-            path.name, self._in_shard, sha256_of(path), len(self._starts), starts.name, sha256_of(starts)
+            path.name, self._in_shard, sha256_of(path), self._num_starts, starts.name, sha256_of(starts)
         )
+        self._starts_path.unlink()
         self._records.append(record)
-        self._file, self._starts, self._in_shard = None, [], 0
+        self._tokens_file = self._starts_file = None
+        self._in_shard = self._num_starts = 0
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A shard that was checked at open. Costs nothing to hold: the tokens stay on the disk until they are read."""
-
-    path: Path
-    version: int
-    num_tokens: int
-
-    @classmethod
-    def open(cls, path: Path) -> "Shard":
-        """Raises UserError, naming file and numbers, where magic, version or length are not those of a shard."""
-        try:
-            with path.open("rb") as file:
-                head = np.frombuffer(file.read(HEADER_BYTES), dtype=np.uint8)
-            num_bytes = path.stat().st_size
-        except OSError as error:
-            raise UserError(f"shard {path} can not be read: {error.strerror}; {_AGAIN}") from error
-        if head.size < HEADER_BYTES:
-            raise UserError(
-                f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {_AGAIN}"
-            )
-        magic, version, num_tokens = (int(value) for value in head.view("<i4")[:3])
-        if magic != MAGIC:
-            raise UserError(
-                f"{path} is not a token shard: it begins with {magic}, not with {MAGIC} (llm.c's GPT-2 format)"
-            )
-        if version not in DTYPES:
-            raise UserError(f"shard {path} has version {version}; known are 1 (uint16 tokens) and 2 (uint32 tokens)")
-        expected = HEADER_BYTES + num_tokens * DTYPES[version].itemsize
-        if num_bytes != expected:
-            what = "truncated" if num_bytes < expected else "not what its header says"
-            raise UserError(
-                f"shard {path} is {what}: {num_tokens} tokens make {expected} bytes, it has {num_bytes}; {_AGAIN}"
-            )
-        return cls(path, version, num_tokens)
-
-    @cached_property
-    def tokens(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """(num_tokens,) uint16 or uint32, mapped into memory at first use."""
-        if self.num_tokens == 0:
-            return np.empty(0, dtype=DTYPES[self.version])  # nothing can be mapped
-        try:
-            return np.memmap(self.path, DTYPES[self.version], "r", offset=HEADER_BYTES, shape=(self.num_tokens,))
-        except OSError as error:
-            raise UserError(f"shard {self.path} can not be read: {error.strerror}; {_AGAIN}") from error
+def _cut_back(path: Path, num_bytes: int) -> BinaryIO:
+    """Opens a file to go on after its first bytes. Raises UserError where it has become shorter than that."""
+    try:
+        file = path.open("r+b")
+    except OSError as error:
+        raise UserError(
+            f"{path} can not be gone on with: {error.strerror}; delete the folder and prepare it anew"
+        ) from error
+    if file.seek(0, os.SEEK_END) < num_bytes:
+        file.close()
+        raise UserError(f"{path} was cut since it was written; delete the folder and prepare it anew")
+    file.truncate(num_bytes)
+    file.seek(num_bytes)
+    return file
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Writes index.json, the last file of a data set, and syncs it."""
+    """Writes index.json, the last file of a data set: whole or not at all."""
     content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(index)}
-    path = folder / INDEX
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    sync(path)
+    replace(folder / INDEX, (json.dumps(content, indent=1) + "\n").encode())
+    sync(folder)
 
 
 def read_index(folder: Path) -> Index:

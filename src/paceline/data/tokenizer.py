@@ -1,17 +1,45 @@
-"""Byte-level BPE over a `tokenizer.json` (the `tokenizers` library's format): trained here, or anybody's."""
+"""Text to ids and back over a `tokenizer.json` (the `tokenizers` library's format): made here, or anybody's.
+
+Two kinds. Byte-level: ids are of bytes and of what merges make of them, so any text has ids and gives itself back.
+Characters: an id is a character, as in nanoGPT's small data sets; other characters have none.
+
+A document begins with a token that no text contains. Which one, the file says (its post-processor puts it before a
+text) or its vocabulary (one of the usual names is there).
+"""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import json
+import os
+import pickle
+import pickletools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, nearest
+from paceline.data.config import MAX_VOCAB, MIN_VOCAB
 
 END_OF_TEXT = "<|endoftext|>"
+DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<|bos|>", "<s>")
+"""What documents begin with where the file does not say: GPT-2, Qwen and SmolLM; Llama 3; nanochat; the oldest."""
+NAMES = {
+    "gpt2": "openai-community/gpt2",
+    "gpt-neox": "EleutherAI/gpt-neox-20b",
+    "llama3": "meta-llama/Meta-Llama-3-8B",
+    "qwen2.5": "Qwen/Qwen2.5-0.5B",
+    "qwen3": "Qwen/Qwen3-0.6B",
+    "smollm2": "HuggingFaceTB/SmolLM2-135M",
+}
+"""Short names of tokenizers, and the repository on the hub that has each."""
+FILE = "tokenizer.json"
 
 # How text is cut before merges are learnt; no merge crosses a cut. It follows GPT-4's pattern (tiktoken, cl100k_base)
 # with one change for source code: a line's end and the next line's indentation are one piece, together with the signs
@@ -50,45 +78,107 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
     return model.to_str(pretty=True)
 
 
-class Tokenizer:
-    """Text to ids and back. Text is only ever text: `<|endoftext|>` written in a document does not become the token."""
+def byte_characters() -> dict[str, int]:
+    """Returns the byte that each of the 256 characters of the byte-level alphabet stands for.
 
-    def __init__(self, json: str) -> None:
-        """`json` is the content of a tokenizer.json. Raises UserError where it is none or lacks `<|endoftext|>`."""
+    A vocabulary is text, so GPT-2 wrote bytes as characters: the printable ones of Latin-1 stand for themselves, the
+    others, in order, are U+0100 and on.
+    """
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def bytes_tokenizer() -> "Tokenizer":
+    """Returns the tokenizer without merges: byte b is id b, `<|endoftext|>` is id 256."""
+    model = tokenizers.Tokenizer(models.BPE(vocab=byte_characters(), merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(model.to_str(pretty=True))
+
+
+def character_tokenizer(itos: Mapping[int, str]) -> "Tokenizer":
+    """Returns the tokenizer in which `itos[i]`, one character, is id i; it has no token that begins documents.
+
+    Raises UserError where an entry is not one character, or two are the same.
+    """
+    for i, character in itos.items():
+        if len(character) != 1:
+            raise UserError(f"id {i} of the character vocabulary is {character!r}; each must be one character")
+    if len(set(itos.values())) < len(itos):
+        raise UserError("the character vocabulary has one character under two ids")
+    # The name of the unknown token is required, and as no character is so long, it is no token.
+    model = tokenizers.Tokenizer(models.WordLevel({itos[i]: i for i in sorted(itos)}, unk_token="unknown"))
+    model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    model.decoder = decoders.Fuse()
+    return Tokenizer(model.to_str(pretty=True))
+
+
+class Tokenizer:
+    """Text to ids and back. Text is only ever text: `<|endoftext|>` written in a document does not become the token.
+
+    `json` is what it was made from, `sha256` its digest, `vocab_size` the highest id plus one; `document_token` is the
+    token that begins a document and `end_of_text` its id, both None where there is none.
+    """
+
+    def __init__(self, json: str, document_token: str = "") -> None:
+        """`json` is the content of a tokenizer.json; `document_token` overrides what the file says.
+
+        Raises UserError where it is none, where ids would not give the text back (it is neither byte-level nor of
+        characters), or where it has no such special token.
+        """
         try:
             self._model = tokenizers.Tokenizer.from_str(json)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"this is not a tokenizer.json that `tokenizers` can read: {error}") from error
-        end_of_text = self._model.token_to_id(END_OF_TEXT)
-        if end_of_text is None:
-            raise UserError(f"the tokenizer has no {END_OF_TEXT} token, which begins every document")
-        if not isinstance(self._model.decoder, decoders.ByteLevel):
-            raise UserError(
-                "the tokenizer is not byte-level (GPT-2's and Llama 3's are): bytes per token are not known"
-            )
         # Left off, a document that merely quotes the token's name would be cut in two, and a prompt could inject it.
         self._model.encode_special_tokens = True
-        self.end_of_text: int = end_of_text
-        self.vocab_size: int = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        self._model.no_truncation()  # some files of models with a short context say so, and text would be lost
+        self._model.no_padding()
+        self._characters = _characters(self._model)
+        if self._characters is None:
+            _require_byte_level(self._model)
+        self.json: str = json
         self.sha256: str = hashlib.sha256(json.encode()).hexdigest()
+        self.vocab_size: int = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        self.document_token: str | None = self._find(document_token)
+        self.end_of_text: int | None = self._model.token_to_id(self.document_token) if self.document_token else None
 
     @classmethod
-    def load(cls, path: Path | str) -> "Tokenizer":
+    def load(cls, path: Path | str, document_token: str = "") -> "Tokenizer":
         """Raises UserError, naming the file, where it can not be read or understood."""
         try:
-            return cls(Path(path).read_bytes().decode())
+            return cls(Path(path).read_bytes().decode(), document_token)
         except (OSError, UnicodeDecodeError, UserError) as error:
             raise UserError(f"{path}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text, without `<|endoftext|>` before or after."""
-        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        """Ids of text, without a document token; what is no Unicode text (a lone surrogate) is read as U+FFFD.
+
+        Raises UserError for a character that a vocabulary of characters lacks.
+        """
+        ids: list[int] = self._model.encode(self._checked(text), add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The ids of each text, on all cores (RAYON_NUM_THREADS bounds them)."""
-        for encoding in self._model.encode_batch_fast(list(texts), add_special_tokens=False):
+        """What `encode` gives for each text, a third sooner, on all cores (RAYON_NUM_THREADS bounds them)."""
+        checked = [self._checked(text) for text in texts]
+        for encoding in self._model.encode_batch_fast(checked, add_special_tokens=False):
             yield encoding.ids
+
+    def _checked(self, text: str) -> str:
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if self._characters is not None and (unknown := set(text) - self._characters):
+            raise UserError(
+                f"the character {min(unknown)!r} is not one of the {len(self._characters)} that the tokenizer knows"
+            )
+        return text
+
+    def prompt(self, text: str) -> list[int]:
+        """What generation starts from: as a document that begins with text."""
+        return ([] if self.end_of_text is None else [self.end_of_text]) + self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out, bytes that are not UTF-8 (a character cut short) become U+FFFD."""
@@ -99,8 +189,192 @@ class Tokenizer:
         lengths = np.zeros(self.vocab_size, dtype=np.uint16)
         added = self._model.get_added_tokens_decoder()
         for token, i in self._model.get_vocab(with_added_tokens=True).items():
-            if i not in added:
+            if i not in added and self._characters is None:
                 lengths[i] = len(token)  # the byte-level alphabet writes each byte as one character
-            elif not added[i].special:
+            elif i not in added or not added[i].special:
                 lengths[i] = len(token.encode())
         return lengths
+
+    def description(self) -> dict[str, Any]:
+        """The content of the tokenizer.json as the library understood it: what a file leaves out is there too."""
+        found: dict[str, Any] = json.loads(self._model.to_str())
+        return found
+
+    def beginning_documents_with(self, token: str) -> "Tokenizer":
+        """Returns the tokenizer whose file says, where any reader of the format looks, that texts begin with `token`.
+
+        Raises UserError where it has no such special token.
+        """
+        chosen = Tokenizer(self.json, token)
+        if chosen.document_token == self.document_token:
+            return self
+        text = [{"Sequence": {"id": kind, "type_id": 0}} for kind in "AB"]
+        begin = {"SpecialToken": {"id": token, "type_id": 0}}
+        processor = {
+            "type": "TemplateProcessing",
+            "single": [begin, text[0]],
+            "pair": [begin, *text],
+            "special_tokens": {token: {"id": token, "ids": [chosen.end_of_text], "tokens": [token]}},
+        }
+        changed = {**json.loads(self.json), "post_processor": processor}
+        return Tokenizer(json.dumps(changed, indent=2, ensure_ascii=False))
+
+    def _find(self, wanted: str) -> str | None:
+        special = sorted(added.content for added in self._model.get_added_tokens_decoder().values() if added.special)
+        if wanted and wanted not in special:
+            there = (
+                f"it has {', '.join(special[:10])}{' ...' if len(special) > 10 else ''}" if special else "it has none"
+            )
+            raise UserError(f"the tokenizer has no special token {wanted!r}{nearest(wanted, special)}; {there}")
+        if wanted:
+            return wanted
+        # What the file's post-processor puts before a text; a vocabulary of characters has none, and may lack the "a".
+        first = self._model.encode("a").tokens[:1] if self._characters is None else []
+        return next((token for token in (*first, *DOCUMENT_TOKENS) if token in special), None)
+
+
+def _characters(model: tokenizers.Tokenizer) -> set[str] | None:
+    """The characters that have ids, in a tokenizer of characters; None in another."""
+    vocabulary = model.get_vocab(with_added_tokens=False)
+    if not isinstance(model.model, models.WordLevel) or any(len(token) != 1 for token in vocabulary):
+        return None
+    return set(vocabulary)
+
+
+def _require_byte_level(model: tokenizers.Tokenizer) -> None:
+    instead = "give a byte-level one (GPT-2's, Llama 3's, Qwen's), `bytes`, or train:VOCAB"
+    if not isinstance(model.decoder, decoders.ByteLevel) or not isinstance(model.model, models.BPE):
+        raise UserError(f"the tokenizer is not byte-level BPE: its ids do not give the text back; {instead}")
+    vocabulary = model.get_vocab(with_added_tokens=False)
+    missing = sorted(byte for character, byte in byte_characters().items() if character not in vocabulary)
+    if missing:
+        raise UserError(
+            f"the tokenizer lacks {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}: "
+            f"text with them would be lost; {instead}"
+        )
+
+
+def resolve(spec: str, sample: Callable[[], Iterator[str]], document_token: str = "") -> Tokenizer:
+    """Returns the tokenizer that a person asks for.
+
+    `spec` is `bytes`; `train:VOCAB`, trained on what `sample` gives; one of NAMES; a tokenizer.json or a folder with
+    one; or ORG/NAME, a repository on the hub. Raises UserError for anything else, and for what the hub does not give.
+    """
+    tokenizer = _resolve(spec, sample)
+    return tokenizer.beginning_documents_with(document_token) if document_token else tokenizer
+
+
+def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
+    if spec == "bytes":
+        return bytes_tokenizer()
+    kind, _, size = spec.partition(":")
+    if kind == "train":
+        if not (size.isascii() and size.isdigit() and MIN_VOCAB <= int(size[:9]) <= MAX_VOCAB):
+            raise UserError(
+                f"tokenizer {spec!r}: a byte-level vocabulary has {MIN_VOCAB} (256 bytes and {END_OF_TEXT}) to "
+                f"{MAX_VOCAB} tokens; give for example train:32768"
+            )
+        return Tokenizer(train(sample(), int(size)))
+    if spec in NAMES:
+        return Tokenizer.load(_from_hub(NAMES[spec], spec))
+    path = Path(os.path.expanduser(spec))
+    if path.is_dir():
+        path /= FILE
+    if path.exists():
+        return Tokenizer.load(path)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.json)", spec):
+        return Tokenizer.load(_from_hub(spec, spec))
+    known = ["bytes", "train:VOCAB", *NAMES]
+    raise UserError(
+        f"there is no tokenizer {spec!r}{nearest(spec, known)}: it is not a file or folder here, and not one of "
+        f"{', '.join(known)}, or ORG/NAME on the hub"
+    )
+
+
+def _from_hub(repository: str, spec: str) -> str:
+    """The path of the repository's tokenizer.json in the hub's cache, fetched where it is not there."""
+    instead = f"give --tokenizer the path of a {FILE} instead"
+    try:
+        import huggingface_hub  # an optional extra
+        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+    except ImportError:
+        raise UserError(f"tokenizer {spec!r} is on the hub: pip install 'paceline[hub]', or {instead}") from None
+    try:
+        try:  # what is here needs no network, and without one the hub's client tries for 23 s before it looks here
+            return huggingface_hub.hf_hub_download(repository, FILE, local_files_only=True)
+        except LocalEntryNotFoundError:
+            return huggingface_hub.hf_hub_download(repository, FILE)
+    except GatedRepoError as error:
+        raise UserError(
+            f"tokenizer {spec!r}: {repository} on the hub is gated: accept its terms there and log in "
+            f"(`hf auth login`), or {instead}"
+        ) from error
+    except Exception as error:  # the hub's own, its HTTP client's and the system's, with no common class
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"tokenizer {spec!r}: {repository} could not be had from the hub "
+            f"({type(error).__name__}: {reason}); {instead}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What nanoGPT's meta.pkl says; `itos` is the character of each id, None where the file has only a size."""
+
+    vocab_size: int
+    itos: Mapping[int, str] | None
+
+
+_META_BYTES = 4 << 20  # all 150,000 characters of Unicode come to 3.4 MB
+_META_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE"),
+    *("INT", "BININT", "BININT1", "BININT2", "LONG1"),
+}
+"""Of pickle's instructions those that make dicts, text and integers, and none that could call anything."""
+
+
+class _NothingIsCalled(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def read_meta(path: Path | str) -> Meta:
+    """Returns what a meta.pkl of nanoGPT says, without executing anything that it asks for.
+
+    Raises UserError, naming the file, where it holds anything but dicts, text and integers, or not what it should.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_META_BYTES + 1)
+        if len(content) > _META_BYTES:
+            raise ValueError(f"it is larger than {_META_BYTES} bytes")
+        return _meta(_unpickle(content))
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"{path} can not be read as nanoGPT's vocabulary, and nothing in it was executed: {reason}; "
+            f"without it, give --model.vocab-size"
+        ) from error
+
+
+def _unpickle(content: bytes) -> Any:
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name not in _META_OPCODES:
+            raise ValueError(f"it has more than dicts, text and integers ({opcode.name})")
+        if "PUT" in opcode.name and int(argument or 0) > number:  # would allocate as much memory as it likes
+            raise ValueError("it is damaged")
+    return _NothingIsCalled(io.BytesIO(content)).load()
+
+
+def _meta(found: Any) -> Meta:
+    size = found.get("vocab_size") if isinstance(found, dict) else None
+    if type(size) is not int or not 1 <= size <= MAX_VOCAB:
+        raise ValueError(f"its vocab_size is {size!r}")
+    itos = found.get("itos")
+    if itos is None:
+        return Meta(size, None)
+    good = isinstance(itos, dict) and all(type(i) is int and 0 <= i < size for i in itos)
+    if not good or not all(type(character) is str for character in itos.values()):
+        raise ValueError(f"its itos does not map ids below {size} to text")
+    return Meta(size, itos)

@@ -15,7 +15,7 @@ from paceline.base import seeds
 from paceline.base.errors import UserError
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
-from paceline.model.layers import Block, LayerCache, Linear, make_norm, rotary_tables
+from paceline.model.layers import Block, LayerCache, Linear, document_mask, make_norm, rotary_tables
 from paceline.model.loss import loss_sum
 
 _INIT_STD = 0.02  # GPT-2's
@@ -41,18 +41,30 @@ class GPT(nn.Module):
         self.norm = make_norm(config)
         self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, dropout_keys_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        dropout_keys_B: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Returns the sum over all B*T tokens of -log p(target), in nats; a float32 scalar.
 
         A sum, because only the caller knows the number of tokens that the whole world's step is to be divided by.
         dropout_keys_B, int64, is one key a sequence; without it, in eval(), or with config.dropout 0 nothing drops.
+
+        `documents`, [B, T] integers, keeps attention inside documents: a token sees those before it of equal number.
+        Rotary positions are relative, so a document's loss is then as if it stood alone; the gpt2 family's learned
+        positions go on counting from the row's start. A step takes 11% longer in float32 and 1% in bfloat16 (T=1024,
+        4 layers of 384, 2 threads), and the mask takes B * T * T numbers of the compute dtype.
         """
-        hidden_BTC = self._hidden(tokens_BT, dropout_keys_B, None)
+        mask_BTT = None if documents is None else document_mask(documents, self.compute_dtype)
+        hidden_BTC = self._hidden(tokens_BT, dropout_keys_B, mask_BTT=mask_BTT)
         return loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, targets_BT.flatten())
 
     def logits(self, tokens_BT: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """Returns [B, T, V] float32. With a cache the tokens are taken to follow those seen, and are added to it."""
-        hidden_BTC = self._hidden(tokens_BT, None, cache)
+        hidden_BTC = self._hidden(tokens_BT, cache=cache)
         return F.linear(hidden_BTC, self.head_weight.to(hidden_BTC.dtype)).float()
 
     @property
@@ -74,7 +86,13 @@ class GPT(nn.Module):
         for block in self.layers:
             block.compile()
 
-    def _hidden(self, tokens_BT: Tensor, dropout_keys_B: Tensor | None, cache: list[LayerCache] | None) -> Tensor:
+    def _hidden(
+        self,
+        tokens_BT: Tensor,
+        dropout_keys_B: Tensor | None = None,
+        cache: list[LayerCache] | None = None,
+        mask_BTT: Tensor | None = None,
+    ) -> Tensor:
         """Returns the last norm's output [B, T, C] in the compute dtype."""
         first = cache[0].length if cache else 0
         num_tokens = tokens_BT.shape[1]
@@ -91,7 +109,7 @@ class GPT(nn.Module):
         rotary_2TD = self._rotary(first, num_tokens, x_BTC.device)
         for index, block in enumerate(self.layers):
             layer_cache = cache[index] if cache else None
-            x_BTC = self._run(block, x_BTC, self.compute_dtype, rotary_2TD, dropout_keys_B, layer_cache)
+            x_BTC = self._run(block, x_BTC, self.compute_dtype, rotary_2TD, dropout_keys_B, layer_cache, mask_BTT)
         return cast(Tensor, self.norm(x_BTC).to(self.compute_dtype))
 
     def _run(self, block: nn.Module, *arguments: object) -> Tensor:

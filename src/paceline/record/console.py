@@ -78,8 +78,10 @@ class Console:
             self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     @contextmanager
-    def progress(self, total: float) -> Iterator[None]:
-        """While it is open, `advance` moves a live line on a terminal, or prints a plain line every few seconds."""
+    def progress(self, total: float | None) -> Iterator[None]:
+        """While it is open, `advance` moves a live line on a terminal, or prints a plain line every few seconds.
+
+        The total may be given later, by `advance`."""
         self._started_s = time.perf_counter()
         self._next_line_s = 0.0
         if self.rank != 0 or not self.is_terminal:
@@ -92,17 +94,17 @@ class Console:
             console=self._terminal,
             refresh_per_second=8,
         )
-        self._task = self._progress.add_task("step 0", total=total, facts="")
+        self._task = self._progress.add_task("", total=total, facts="")
         try:
             with self._progress:
                 yield
         finally:
             self._progress = None
 
-    def advance(self, completed: float, description: str, facts: str) -> None:
-        """Shows where training is: `completed` in the units of the total, and the facts beside the bar."""
+    def advance(self, completed: float, description: str, facts: str, total: float | None = None) -> None:
+        """Shows where the work is: `completed` in the units of the total, and the facts beside the bar."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=completed, description=description, facts=facts)
+            self._progress.update(self._task, completed=completed, total=total, description=description, facts=facts)
             if self._log is not None:
                 self.log(f"{description}  {facts}")
             return
@@ -114,10 +116,42 @@ class Console:
             self._terminal.print(Text(line), soft_wrap=True)
         self.log(line)
 
+    @contextmanager
+    def reading(self) -> Iterator["Reading"]:
+        """While it is open, its `advance` shows how far a source of known or unknown length has been read."""
+        with self.progress(None):
+            yield Reading(self)
+
     def close(self) -> None:
         """Flushes; the log stays the place where stdout and stderr of the other ranks go."""
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+class Reading:
+    """Tells of bytes being read: how far, how fast, how long still."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._first: tuple[float, int] | None = None  # when this process began, and where
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.say(text)
+
+    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
+        """`what` has been made of the bytes so far."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now, done_bytes
+        seconds, since = now - self._first[0], done_bytes - self._first[1]
+        facts = [units.size(done_bytes) + (f" of {units.size(total_bytes)}" if total_bytes else ""), what]
+        if seconds > 1 and since:
+            facts.append(f"{units.size(since / seconds)}/s")
+            if total_bytes:
+                facts.append(f"{units.duration((total_bytes - done_bytes) * seconds / since)} left")
+        share = f"{done_bytes / total_bytes:4.0%}" if total_bytes else "data"
+        self._console.advance(done_bytes, share, "  ".join(filter(None, facts)), total_bytes)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.Table:

@@ -8,7 +8,7 @@ import torch
 from paceline import __version__
 from paceline.base.errors import UserError
 from paceline.config import Config, flatten
-from paceline.data.dataset import Dataset
+from paceline.data.blend import Blend
 from paceline.train.resolve import Settings
 from paceline.world.group import Group
 
@@ -28,13 +28,13 @@ def choices(settings: Settings) -> dict[str, Any]:
     }
 
 
-def facts(config: Config, dataset: Dataset) -> dict[str, Any]:
+def facts(config: Config, blend: Blend) -> dict[str, Any]:
     """Returns what every rank must have alike."""
     same = {name: value for name, value in flatten(config).items() if name not in _LOCAL}
     return {
         "torch version": torch.__version__.split("+")[0],
         "paceline version": __version__,
-        "data": f"{dataset.name} {dataset.fingerprint[:16]}",
+        "data": f"{blend.name} {blend.fingerprint[:16]}",
         **same,
     }
 

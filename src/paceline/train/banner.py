@@ -4,16 +4,16 @@ from collections import defaultdict
 
 from paceline.base import units
 from paceline.config import Config
-from paceline.data.dataset import Dataset
 from paceline.model import cost
 from paceline.record.console import Console, facts, table
 from paceline.record.rows import StepRow
+from paceline.train.feed import Feed
 from paceline.train.resolve import Settings
 from paceline.world.device import Peak
 from paceline.world.runtime import World
 
 
-def start(console: Console, world: World, settings: Settings, dataset: Dataset, peak: Peak, folder: str) -> None:
+def start(console: Console, world: World, settings: Settings, feed: Feed, peak: Peak, folder: str) -> None:
     """Says the world, the model, the data, the whole batch product, and each automatic choice with its flag."""
     config, plan = settings.config, settings.plan
     parameters = cost.num_parameters(config.model)
@@ -36,8 +36,7 @@ def start(console: Console, world: World, settings: Settings, dataset: Dataset, 
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
-        "data": f"{dataset.name}: {units.count(dataset.train.num_tokens)} tokens to train on, "
-        f"{units.count(dataset.validation.num_tokens)} to validate, vocabulary {dataset.vocab_size}",
+        "data": _data_text(feed, config),
         "batch": f"{_plural(world.world_size, 'rank')} x {micro_steps} of up to {plan.device_batch_size} "
         f"sequences = {plan.global_batch_size} sequences = {units.count(_tokens_per_step(settings))} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
@@ -112,6 +111,16 @@ def where_time_went(console: Console, totals: Totals, world: World) -> None:
 
 def _tokens_per_step(settings: Settings) -> int:
     return settings.plan.global_batch_size * settings.config.data.seq_len
+
+
+def _data_text(feed: Feed, config: Config) -> str:
+    trained, validated = map(units.count, feed.blend.num_tokens)
+    text = (
+        f"{feed.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {feed.blend.vocab_size}"
+    )
+    if feed.cropped_frac is not None:
+        text += f"; documents packed by best fit, {feed.cropped_frac:.1%} of tokens cropped"
+    return text + ("; attention stays inside documents" if config.data.mask_documents else "")
 
 
 def _plural(count: int, noun: str) -> str:

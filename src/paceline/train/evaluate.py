@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.data.dataset import Dataset
-from paceline.data.loader import fixed_sequences, read_sequences
+from paceline.data.blend import Blend
+from paceline.data.loader import FixedBatches
 from paceline.model.gpt import GPT
 from paceline.world.group import Group
 
@@ -26,25 +26,23 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
-    model: GPT, dataset: Dataset, group: Group, *, seq_len: int, max_sequences: int, batch: int, device: torch.device
-) -> Evaluation:
+def evaluate(model: GPT, validation: FixedBatches, blend: Blend, group: Group, *, batch: int) -> Evaluation:
     """Returns the loss over the fixed validation sequences. Collective; every rank computes its share of them.
 
     Ranks take every n-th sequence, so a count that the world does not divide leaves some with one fewer, or none.
     Draws from no generator and keeps no state: training goes on as if it had not been. Tokens that stand for no text
     (end of text) count in the nats with zero bytes, so nothing is left out of bits per byte.
     """
-    ids = fixed_sequences(dataset.validation, seq_len, max_sequences)[group.rank :: group.size]
-    token_bytes = dataset.token_bytes
+    mine = range(group.rank, len(validation), group.size)
+    token_bytes = blend.token_bytes
     nats, num_tokens, num_bytes = 0.0, 0, 0
     model.eval()
-    for start in range(0, len(ids), batch):
-        tokens, targets = read_sequences(dataset.validation, ids[start : start + batch], seq_len, device)
-        nats += float(model(tokens, targets))
-        num_tokens += targets.numel()
+    for start in range(0, len(mine), batch):
+        part = validation.micro_batch(mine[start : start + batch])
+        nats += float(model(part.tokens, part.targets, documents=part.documents))
+        num_tokens += part.targets.numel()
         if token_bytes is not None:
-            num_bytes += int(token_bytes[targets.cpu().numpy()].sum(dtype="int64"))
+            num_bytes += int(token_bytes[part.targets.cpu().numpy()].sum(dtype="int64"))
     model.train()
     rows = group.share([nats, float(num_tokens), float(num_bytes)])  # float64: counts are exact below 2^53
     nats, total, text_bytes = (math.fsum(column) for column in zip(*rows, strict=True))

@@ -28,6 +28,7 @@ def save_run(run: Run) -> bool:
         scaler = run.replica.scaler
         facts = {
             "progress": dataclasses.asdict(run.progress),
+            "data": run.feed.blend.fingerprint,
             "scaler": {"scale": scaler.scale, "num_finite": scaler.num_finite},
             "world_size": run.world.world_size,
             "versions": {"paceline": __version__, "torch": torch.__version__},
@@ -55,6 +56,12 @@ def restore_run(run: Run) -> None:
     for problem in problems:
         run.console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
         run.event("damaged checkpoint", problem=problem)
+    if manifest["data"] != run.feed.blend.fingerprint:
+        raise UserError(
+            f"{path} was trained on other data than {run.feed.blend.name}: the order of its sequences would not go on. "
+            f"Give the same data by --data.path, or start a new run",
+            reach="world",
+        )
     weights = load.receive(run.group, path, WEIGHTS, run.world.device)
     moments = load.receive(run.group, path, OPTIMIZER, run.world.device)
     try:

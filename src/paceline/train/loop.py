@@ -16,14 +16,15 @@ from paceline import __version__
 from paceline.base import units
 from paceline.base.clock import Stopwatch
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
-from paceline.data.dataset import Dataset
-from paceline.data.prepare import ensure_dataset
+from paceline.data.prefetch import Prefetcher
+from paceline.data.prepare import Quiet
 from paceline.model.generate import generate
 from paceline.model.gpt import build
 from paceline.optim.schedule import lr_factor
 from paceline.record.console import Console
 from paceline.sync.replicas import overall, require_equal
 from paceline.train import banner
+from paceline.train.feed import open_feed
 from paceline.train.guard import StopRequest
 from paceline.train.keep import restore_run, save_run
 from paceline.train.meet import meet
@@ -45,15 +46,13 @@ def train(request: Request, env: Environment) -> int:
     console = Console(env.rank)
 
     # ---- prepare ----
-    config = request.config
-    dataset = Dataset.open(ensure_dataset(config.data, console.say if env.local_rank == 0 else console.log))
-    for stream in (dataset.train, dataset.validation):
-        stream.num_sequences(config.data.seq_len)  # refuses a split shorter than one sequence
+    with console.reading() as report:
+        feed = open_feed(request.config, report if env.local_rank == 0 else Quiet())
 
     # ---- meet ----
-    with open_world(config.parallel, env) as world:
+    with open_world(request.config.parallel, env) as world:
         try:
-            run = meet(request, world, dataset, console)
+            run = meet(request, world, feed, console)
             return _train_and_record(run)
         except UserError as error:
             if error.reach == "host":
@@ -84,14 +83,15 @@ def _steps(run: Run) -> str | None:
     config, settings = run.config, run.settings
     run.stopwatch = Stopwatch(run.progress.elapsed_s)
     run.group.take_transfers()  # meeting and restoring belong to no step
-    with StopRequest() as stop, run.console.progress(settings.num_steps or config.train.time_budget):
+    shown = run.console.progress(settings.num_steps or config.train.time_budget)
+    with Prefetcher(run.loader) as loader, StopRequest() as stop, shown:
         while (done := run.share_done()) < 1.0:
             run.stopwatch.start()
             started = time.perf_counter()
             lr = settings.lr * lr_factor(config.optim, run.progress.step, done)
             result = train_step(
                 run.replica,
-                run.loader,
+                loader,
                 run.group,
                 run.clock,
                 step=run.progress.step,
@@ -143,16 +143,19 @@ def _finish(run: Run, stop_reason: str | None) -> int:
 
 def _say_sample(run: Run) -> None:
     """Text from the trained model. Rank 0's alone, and no collective in it: the others wait at the end."""
-    if run.dataset.index.tokenizer is None:
+    if run.feed.blend.tokenizer_json is None:
         return
-    tokenizer, prompt = run.dataset.tokenizer(), run.config.train.sample_prompt
+    tokenizer, prompt = run.feed.blend.tokenizer(), run.config.train.sample_prompt
+    start = tokenizer.prompt(prompt)
+    if not start:
+        return  # characters alone, which have nothing to begin with
     # A fresh model: where blocks are compiled, each new length would compile them again.
     model = build(run.config.model, run.config.train.seed, run.world.device)
     model.load_state_dict(run.replica.model.state_dict())
     model.compute_dtype = run.settings.dtype
     ids = generate(
         model.eval(),
-        [tokenizer.end_of_text, *tokenizer.encode(prompt)],
+        start,
         run.config.train.sample_tokens,
         temperature=_SAMPLE_TEMPERATURE,
         top_k=50,

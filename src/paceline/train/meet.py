@@ -6,8 +6,8 @@ from pathlib import Path
 from paceline.base.errors import UserError
 from paceline.base.files import replace
 from paceline.config import Config, to_toml
-from paceline.data.dataset import Dataset
-from paceline.data.loader import Loader
+from paceline.data.blend import Blend
+from paceline.data.loader import FixedBatches, Loader
 from paceline.model.gpt import build
 from paceline.optim.optimizer import Optimizer
 from paceline.record import folder as run_folder
@@ -16,6 +16,7 @@ from paceline.record.folder import RunFolder
 from paceline.sync.replicas import broadcast_parameters
 from paceline.sync.strategy import make_strategy
 from paceline.train import agree, banner
+from paceline.train.feed import Feed
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
 from paceline.train.scaler import LossScaler
@@ -25,40 +26,34 @@ from paceline.world.device import peak_flops
 from paceline.world.runtime import World
 
 
-def meet(request: Request, world: World, dataset: Dataset, console: Console) -> Run:
+def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
     """Returns this rank's part of a run that all ranks have agreed on. Collective.
 
     Raises UserError on all ranks, naming them and both values, where they differ in what must be alike.
     """
-    agree.require_same(world.group, agree.facts(request.config, dataset))
-    settings = resolve(request.config, dataset, world)
+    agree.require_same(world.group, agree.facts(request.config, feed.blend))
+    settings = resolve(request.config, feed.blend, world)
     agree.require_same(world.group, agree.choices(settings))
-    folder = open_folder(request, world, settings.config, dataset)
+    folder = open_folder(request, world, settings.config, feed.blend)
     console.open_log(folder.rank_log(world.rank))
     peak = peak_flops(world.device, settings.dtype)
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
-    banner.start(console, world, settings, dataset, peak, folder.shown)
+    banner.start(console, world, settings, feed, peak, folder.shown)
     return Run(
         request=request,
         world=world,
-        dataset=dataset,
+        feed=feed,
         settings=settings,
         folder=folder,
         console=console,
         replica=make_replica(settings, world),
-        loader=Loader(
-            dataset.train,
-            settings.plan,
-            world.rank,
-            settings.config.train.seed,
-            settings.config.data.seq_len,
-            world.device,
-        ),
+        loader=Loader(feed.training, settings.plan, world.rank, settings.config.train.seed, world.device),
+        validation=FixedBatches(feed.validation, settings.config.train.eval_sequences, world.device),
         world_peak=sum(peaks) if all(peaks) else None,
     )
 
 
-def open_folder(request: Request, world: World, config: Config, dataset: Dataset) -> RunFolder:
+def open_folder(request: Request, world: World, config: Config, blend: Blend) -> RunFolder:
     """Rank 0 makes and locks the folder; the others keep their logs in theirs, the same one or one of their host.
 
     Where no --out was given on a host it is rank 0's path. Collective; raises rank 0's refusal on all ranks.
@@ -72,7 +67,7 @@ def open_folder(request: Request, world: World, config: Config, dataset: Dataset
                 run_folder.check_new(path)
                 folder = run_folder.create(path)
             folder.lock()
-            _write_setup(folder, config, dataset)
+            _write_setup(folder, config, blend)
             answer = {"path": str(path)}
         except UserError as error:
             answer = {"error": str(error)}
@@ -84,15 +79,14 @@ def open_folder(request: Request, world: World, config: Config, dataset: Dataset
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            _write_setup(folder, config, dataset)
+            _write_setup(folder, config, blend)
     return folder
 
 
-def _write_setup(folder: RunFolder, config: Config, dataset: Dataset) -> None:
+def _write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
     replace(folder.config, to_toml(config).encode())
-    if dataset.index.tokenizer is not None:
-        tokenizer = dataset.folder / dataset.index.tokenizer.file
-        replace(folder.tokenizer, tokenizer.read_bytes())
+    if blend.tokenizer_json is not None:
+        replace(folder.tokenizer, blend.tokenizer_json.encode())
 
 
 def make_replica(settings: Settings, world: World) -> Replica:

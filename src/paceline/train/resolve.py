@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.base import units
-from paceline.base.errors import UserError
 from paceline.config import Config
-from paceline.data.dataset import Dataset
+from paceline.data.blend import Blend
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
 from paceline.model.config import ModelConfig
@@ -44,33 +43,27 @@ class Settings:
     choices: tuple[Choice, ...]
 
 
-def resolve_model(config: Config, dataset: Dataset) -> ModelConfig:
+def resolve_model(config: Config, blend: Blend) -> ModelConfig:
     """Returns the model's config with vocabulary and positions taken from the data.
 
-    Raises UserError where the vocabulary is too small for the data.
+    A vocabulary that is too small for the data was refused when the data was opened.
     """
-    wanted = config.model.vocab_size
-    if wanted and wanted < dataset.vocab_size:
-        raise UserError(
-            f"model.vocab-size is {wanted}, smaller than the data's vocabulary ({dataset.vocab_size} in "
-            f"{dataset.name}); use at least that, or 0 for exactly that"
-        )
     resolved = config.replace(
         "model",
-        vocab_size=wanted or dataset.vocab_size,
+        vocab_size=config.model.vocab_size or blend.vocab_size,
         n_positions=config.model.n_positions or config.data.seq_len,
     )
     resolved.check()
     return resolved.model
 
 
-def resolve(config: Config, dataset: Dataset, world: World) -> Settings:
+def resolve(config: Config, blend: Blend, world: World) -> Settings:
     """Returns the settings that all ranks come to by themselves: they depend on nothing that differs between ranks.
 
     (The micro-batch may depend on the memory of rank 0's device; the caller makes ranks agree on the config first.)
     """
     choices = _choices_of(world, config)
-    config = config.replace("model", **vars(resolve_model(config, dataset)))
+    config = config.replace("model", **vars(resolve_model(config, blend)))
     dtype, why = choose_dtype(config.train.dtype, world.device)
     if config.train.dtype == "auto":
         choices.append(Choice(f"{_name(dtype)} matrix work", why, "--train.dtype"))

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.clock import Stopwatch
-from paceline.data.dataset import Dataset
-from paceline.data.loader import Loader
+from paceline.data.loader import FixedBatches, Loader
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 from paceline.train.banner import Totals
 from paceline.train.evaluate import Evaluation
+from paceline.train.feed import Feed
 from paceline.train.request import Request
 from paceline.train.resolve import Settings
 from paceline.train.step import Replica
@@ -34,12 +34,13 @@ class Run:
 
     request: Request
     world: World
-    dataset: Dataset
+    feed: Feed
     settings: Settings
     folder: RunFolder
     console: Console
     replica: Replica
     loader: Loader
+    validation: FixedBatches
     world_peak: float | None  # FLOP/s of all ranks together; None where one's is unknown
     progress: Progress = field(default_factory=Progress)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

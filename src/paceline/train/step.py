@@ -8,6 +8,7 @@ import torch
 from paceline.base import seeds
 from paceline.base.clock import Interval, clip_intervals, union_ms
 from paceline.data.loader import Loader, MicroBatch
+from paceline.data.prefetch import Prefetcher
 from paceline.model.gpt import GPT
 from paceline.optim.clip import clip_
 from paceline.optim.optimizer import Optimizer
@@ -57,7 +58,14 @@ class StepResult:
 
 
 def train_step(
-    replica: Replica, loader: Loader, group: Group, clock: DeviceClock, *, step: int, lr: float, max_norm: float
+    replica: Replica,
+    loader: Loader | Prefetcher,
+    group: Group,
+    clock: DeviceClock,
+    *,
+    step: int,
+    lr: float,
+    max_norm: float,
 ) -> StepResult:
     """Makes the update of `step` (from 0) on this rank; every rank of the world calls it with the same arguments.
 
@@ -72,7 +80,8 @@ def train_step(
     loss_sum = torch.zeros((), device=loader.device)
     for i, micro_batch in enumerate(micro_batches):
         with sync.accumulate(last=i == len(micro_batches) - 1):  # communicate on the last micro-step only
-            loss = replica.model(micro_batch.tokens, micro_batch.targets, dropout_keys(replica, micro_batch))
+            keys = dropout_keys(replica, micro_batch)
+            loss = replica.model(micro_batch.tokens, micro_batch.targets, keys, micro_batch.documents)
             marks.end("forward")
             (loss * (scaler.scale / num_tokens)).backward()  # gradients are summed over ranks: no mean of means
             marks.end("backward")

@@ -107,13 +107,7 @@ def evaluate_now(run: Run) -> Evaluation:
     """Returns the validation loss of this step, told and recorded. Collective."""
     started = time.perf_counter()
     found = evaluate(
-        run.replica.model,
-        run.dataset,
-        run.group,
-        seq_len=run.config.data.seq_len,
-        max_sequences=run.config.train.eval_sequences,
-        batch=run.settings.plan.device_batch_size,
-        device=run.world.device,
+        run.replica.model, run.validation, run.feed.blend, run.group, batch=run.settings.plan.device_batch_size
     )
     run.group.take_transfers()  # they belong to no step
     run.evaluation = found

@@ -4,13 +4,12 @@ import math
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
 from paceline.base.errors import UserError
+from paceline.world.cores import usable_cores
 
 # Dense peak in TFLOP/s by name fragment (first match): bfloat16/float16 with float32 accumulation, and TF32 for
 # float32. From the vendors' data sheets, without sparsity; SXM parts where a name does not tell.
@@ -69,28 +68,6 @@ def choose_device(wanted: str, local_rank: int, local_world_size: int, world_siz
         if world_size > 1:
             raise UserError("parallel.device mps serves one process only (Gloo has no MPS tensors); use cpu")
     return torch.device(wanted)
-
-
-def usable_cores() -> int:
-    """Physical cores this process may use: its affinity mask, capped by hyper-threading and a cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, int(min(allowed, physical, _cgroup_quota())))
-
-
-def _cgroup_quota() -> float:
-    """CPUs granted by the cgroup (v2, then v1); infinity without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return float("inf") if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        base = Path("/sys/fs/cgroup/cpu")
-        quota_us = int((base / "cpu.cfs_quota_us").read_text())
-        return quota_us / int((base / "cpu.cfs_period_us").read_text()) if quota_us > 0 else float("inf")
-    except (OSError, ValueError):
-        return float("inf")
 
 
 def choose_threads(wanted: int, local_world_size: int) -> tuple[int, str]:

@@ -1,0 +1,135 @@
+"""`paceline data prepare` against tiktoken alone on one core, with one worker and two, and its memory as sources grow.
+
+The text is the standard library's own sources again and again, each time with other numbers in it. tiktoken is given
+the text in memory and the vocabulary that prepare trained, and only its encoding is timed; prepare reads files,
+encodes, writes shards, syncs and hashes them, and its whole time counts, start of Python included. Sides run in turn.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from side import show
+
+from paceline.data import corpora
+
+TIKTOKEN = """
+import sys, time, tiktoken
+from pathlib import Path
+from paceline.data.encode import Encoder
+from paceline.data.tokenizer import Tokenizer
+encoding = Encoder(Tokenizer.load(sys.argv[1]))._fast
+texts = [path.read_text() for path in sorted(Path(sys.argv[2]).glob("*.txt"))][:150]
+size = sum(len(text.encode()) for text in texts)
+began = time.perf_counter()
+for text in texts:
+    encoding.encode_ordinary(text)
+print(size / (time.perf_counter() - began))
+"""
+FILE_BYTES = 1 << 20
+MB = 1e6
+
+
+def write_text(folder: Path, num_bytes: int, longest: int = 0) -> int:
+    """Writes files of about 1 MiB, and one of `longest` bytes; returns the bytes written."""
+    folder.mkdir(parents=True)
+    whole = "".join(path.read_text(errors="replace") for _, path in sorted(_sources()))
+    written = number = 0
+    with (folder / "000-long.txt").open("w") as file:
+        while written < longest:
+            file.write(_varied(whole, number))
+            written, number = file.tell(), number + 1
+    if not longest:
+        (folder / "000-long.txt").unlink()
+    while written < num_bytes:
+        text = _varied(whole, number)
+        for start in range(0, len(text), FILE_BYTES):
+            path = folder / f"{number:05d}-{start:09d}.txt"
+            path.write_text(text[start : start + FILE_BYTES])
+            written += path.stat().st_size
+            if written >= num_bytes:
+                break
+        number += 1
+    return written
+
+
+def _sources() -> list[tuple[str, Path]]:
+    return [(file.name, Path(file.path)) for file in corpora.embedded().files]
+
+
+def _varied(text: str, number: int) -> str:
+    return text.replace("self", f"self{number}").replace("return", f"return_{number}")
+
+
+def prepare(source: Path, out: Path, workers: int, tokenizer: Path) -> tuple[float, float]:
+    """Returns (seconds, peak memory of all processes together in MB)."""
+    command = [sys.executable, "-m", "paceline", "data", "prepare", str(source), "--out", str(out)]
+    command += ["--workers", str(workers), "--tokenizer", str(tokenizer)]
+    began, peak = time.perf_counter(), 0.0
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        peak = max(peak, _memory(process))
+        time.sleep(0.05)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}")
+    return time.perf_counter() - began, peak / MB
+
+
+def _memory(process: psutil.Process) -> float:
+    total = 0.0
+    try:
+        for each in [process, *process.children(recursive=True)]:
+            total += each.memory_info().rss
+    except psutil.NoSuchProcess:
+        pass
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate-mb", type=int, default=300, help="size of the source whose rate is measured")
+    parser.add_argument("--memory-mb", type=int, nargs="*", default=[10, 1000], help="sources whose memory is measured")
+    parser.add_argument("--vocab", type=int, default=50257)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        size = write_text(root / "text", int(options.rate_mb * MB))
+        write_text(root / "some", int(10 * MB))
+        train = [sys.executable, "-m", "paceline", "data", "prepare", str(root / "some"), "--out", str(root / "first")]
+        subprocess.run([*train, "--tokenizer", f"train:{options.vocab}"], check=True, stdout=subprocess.DEVNULL)
+        tokenizer = root / "first" / "tokenizer.json"
+        rates: dict[str, list[float]] = {"tiktoken": [], "one": [], "two": []}
+        for number in range(options.rounds):
+            command = [sys.executable, "-c", TIKTOKEN, str(tokenizer), str(root / "text")]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rates["tiktoken"].append(float(done.stdout) / MB)
+            for name, workers in (("one", 1), ("two", 2)):
+                seconds, _ = prepare(root / "text", root / f"{name}{number}", workers, tokenizer)
+                rates[name].append(size / seconds / MB)
+        print(f"{'':<44} {'min':>10} {'median':>10} {'max':>10}")
+        for name, label in (
+            ("tiktoken", "tiktoken, text in memory, one core"),
+            ("one", "prepare --workers 1"),
+            ("two", "prepare --workers 2"),
+        ):
+            show(label, rates[name], "MB/s")
+        for name, other in (("one", "tiktoken"), ("two", "one")):
+            show(f"{name} / {other}", [a / b for a, b in zip(rates[name], rates[other], strict=True)], "")
+        for megabytes in options.memory_mb:
+            longest = int(300 * MB) if megabytes >= 400 else 0
+            size = write_text(root / f"m{megabytes}", int(megabytes * MB), longest)
+            for workers in (1, 2):
+                seconds, peak = prepare(root / f"m{megabytes}", root / f"out{megabytes}-{workers}", workers, tokenizer)
+                print(
+                    f"{size / MB:.0f} MB (longest document {longest / MB:.0f} MB), workers {workers}: "
+                    f"{size / seconds / MB:.1f} MB/s, peak memory {peak:.0f} MB"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements of one machine, one command each: `paceline bench VERB`."""

@@ -1,0 +1,235 @@
+"""paceline data prepare | info"""
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from paceline.base import units
+from paceline.base.errors import UserError, nearest
+from paceline.cli.flags import parse
+from paceline.data.recipe import Recipe
+
+if TYPE_CHECKING:
+    from paceline.data.dataset import Dataset
+
+_USAGE = """paceline data prepare SRC... --out DIR     documents to token shards
+paceline data info DIR [--verify]           what a data set holds, and whether it is whole
+
+`--help` after either shows its options.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments:
+    """Turn documents into token shards: text files, folders and globs of them, .jsonl and .parquet (.gz and .zst too),
+    - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. Interrupted or killed, the same command
+    goes on where it was."""
+
+    sources: tyro.conf.Positional[tuple[str, ...]]
+    """Files, folders, globs, -, hub:ORG/NAME[:GLOB]."""
+    out: str
+    """The data set's folder, for --data.path."""
+    validation: tuple[str, ...] = ()
+    """Sources of the validation split; empty: a part of the documents, see --validation-frac."""
+    workers: int = 0
+    """Processes that encode; 0: one a core. What comes out does not depend on it."""
+    restart: bool = False
+    """Begin anew where a preparation was begun and not finished."""
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoArguments:
+    """Say what a data set holds: one that was prepared here, nanoGPT's train.bin and val.bin, or llm.c's shards."""
+
+    folder: tyro.conf.Positional[str]
+    """The data set's folder."""
+    verify: bool = False
+    """Read every byte and compare it with the checksums; without them check every token against the vocabulary."""
+    vocab_size: int = 0
+    """Where the data does not tell it (GPT-2's: 50257)."""
+    json: bool = False
+    """One JSON object instead of a table."""
+
+
+def main(arguments: list[str]) -> int:
+    verbs = {"prepare": _prepare, "info": _info}
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] not in verbs:
+        raise UserError(
+            f"there is no `paceline data {arguments[0]}`{nearest(arguments[0], verbs)}; there are prepare and info"
+        )
+    return verbs[arguments[0]](arguments[1:])
+
+
+def _prepare(arguments: list[str]) -> int:
+    parsed = parse(PrepareArguments, PrepareArguments(sources=(), out=""), arguments, "data prepare")
+    if not parsed.sources:
+        raise UserError("no source is given: paceline data prepare SRC... --out DIR")
+    if not parsed.out:
+        raise UserError("--out is not given; it names the folder for the data set")
+    if not 0 <= parsed.workers <= 1024:
+        raise UserError(f"--workers is {parsed.workers}; it is 1 to 1024, or 0 for one a core")
+    parsed.recipe.check()
+    from paceline.data.prepare import gather, prepare
+    from paceline.record.console import Console
+    from paceline.world.cores import usable_cores
+
+    folder = Path(os.path.expanduser(parsed.out))
+    sources = gather(parsed.sources, parsed.validation, parsed.recipe)
+    console = Console(0)
+    with console.reading() as report:
+        prepare(
+            sources,
+            parsed.recipe,
+            folder,
+            report,
+            num_workers=parsed.workers or usable_cores(),
+            restart=parsed.restart,
+        )
+    _tell(folder, 0)
+    console.say(f"\nTry next:\n  paceline train --data.path {shlex.quote(str(folder))} --train.tokens-per-param 20")
+    return 0
+
+
+def _info(arguments: list[str]) -> int:
+    parsed = parse(InfoArguments, InfoArguments(folder=""), arguments, "data info")
+    if not parsed.folder:
+        raise UserError("no data set is given: paceline data info DIR")
+    from paceline.data.dataset import Dataset, is_dataset
+    from paceline.record.console import Console
+
+    if not is_dataset(parsed.folder):
+        if _is_begun(parsed.folder):
+            raise UserError(f"{parsed.folder} is not finished; give the same `paceline data prepare` again")
+        raise UserError(
+            f"{parsed.folder} is no data set: it has neither index.json nor train.bin and val.bin nor *_train_*.bin"
+        )
+    dataset = Dataset.open(parsed.folder, parsed.vocab_size)
+    if parsed.verify:
+        done = 0
+        with Console(0).reading() as report:
+
+            def advance(num_bytes: int) -> None:
+                nonlocal done
+                done += num_bytes
+                if not parsed.json:
+                    report.advance(done, dataset.num_bytes)
+
+            dataset.verify(advance)
+    if parsed.json:
+        print(json.dumps({**facts_of(dataset), "verified": parsed.verify}))
+        return 0
+    _tell(Path(parsed.folder), parsed.vocab_size)
+    if parsed.verify:
+        print(f"every byte was read: all {units.size(dataset.num_bytes)} are as they should be")
+    return 0
+
+
+def _is_begun(folder: str) -> bool:
+    from paceline.data.prepare import WORK
+
+    return (Path(os.path.expanduser(folder)) / WORK).is_dir()
+
+
+def facts_of(dataset: "Dataset") -> dict[str, Any]:
+    """Returns what a data set holds, as plain dicts, lists, text and numbers; None where nobody knows."""
+    import numpy as np
+
+    from paceline.data.dataset import PreparedDataset
+
+    index = dataset.index if isinstance(dataset, PreparedDataset) else None
+    tokenizer = dataset.tokenizer() if dataset.tokenizer_json is not None else None
+    splits = {}
+    for split, stream in (("train", dataset.train), ("validation", dataset.validation)):
+        lengths = dataset.documents(split).lengths if index is not None else None
+        splits[split] = {
+            "tokens": stream.num_tokens,
+            "shards": len(stream.shards),
+            "documents": index.splits[split].documents if index else None,
+            "text_bytes": index.splits[split].text_bytes if index else None,
+            "document_tokens": None
+            if lengths is None
+            else dict(
+                zip(
+                    ("median", "p95", "longest"),
+                    np.percentile(lengths, (50, 95, 100)).astype(int).tolist(),
+                    strict=True,
+                )
+            ),
+        }
+    return {
+        "name": dataset.name,
+        "folder": str(dataset.folder),
+        "fingerprint": dataset.fingerprint,
+        "vocab_size": dataset.vocab_size,
+        "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
+        "document_token": tokenizer.document_token if tokenizer else None,
+        "splits": splits,
+        "origin": dict(index.origin) if index else None,
+    }
+
+
+def _tell(folder: Path, vocab_size: int) -> None:
+    from paceline.data.dataset import Dataset
+    from paceline.record.console import Console, facts, table
+
+    found = facts_of(Dataset.open(folder, vocab_size))
+    console, origin = Console(0), found["origin"] or {}
+    sha256 = found["tokenizer_sha256"]
+    rows = {
+        "data set": f"{found['name']} in {found['folder']}",
+        "vocabulary": f"{found['vocab_size']} tokens",
+        "tokenizer": f"sha256 {sha256[:16]}" if sha256 else "none: its ids can not be turned into text",
+        "documents begin with": found["document_token"] or "nobody knows",
+        "fingerprint": found["fingerprint"][:16],
+    }
+    for name, what in (
+        ("skipped_files", "files are neither text nor a known format and were left out"),
+        ("duplicate_documents", "documents were there before and were left out"),
+        ("empty_documents", "documents have no text and were left out"),
+        ("replaced_places", "places are not UTF-8 and became U+FFFD"),
+    ):
+        if origin.get(name):
+            rows[name.split("_")[0]] = f"{origin[name]} {what}"
+    console.say(facts(list(rows.items())))
+    console.say()
+    columns = [
+        "",
+        "documents",
+        "tokens",
+        "text",
+        "bytes a token",
+        "shards",
+        "tokens of a document: median",
+        "95%",
+        "longest",
+    ]
+    console.say(table("", columns, [_row(split, part) for split, part in found["splits"].items()]))
+
+
+def _row(split: str, part: dict[str, Any]) -> list[str]:
+    lengths = part["document_tokens"] or {}
+    per_token = f"{part['text_bytes'] / part['tokens']:.2f}" if part["text_bytes"] and part["tokens"] else "?"
+    return [
+        split,
+        "?" if part["documents"] is None else f"{part['documents']}",
+        units.count(part["tokens"]),
+        "?" if part["text_bytes"] is None else units.size(part["text_bytes"]),
+        per_token,
+        f"{part['shards']}",
+        *(f"{lengths[name]}" if name in lengths else "?" for name in ("median", "p95", "longest")),
+    ]
+
+
+def status(text: str) -> None:
+    """A line for a person while standard output is for a program."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,133 @@
+"""What a run trains on: one data set, or several that are mixed by weight. There is no other case."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.base.errors import UserError
+from paceline.data.dataset import Dataset
+from paceline.data.mixture import Mixture
+from paceline.data.sequences import PackedRows, Part, Sequences, Windows, ensure_packing
+from paceline.data.tokenizer import Tokenizer
+
+
+class Blend:
+    """Data sets of one vocabulary, with their weights. Each process opens its own."""
+
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
+        """Raises UserError, naming both, where two were made with different tokenizers, and for bad weights."""
+        self.datasets, self.weights = tuple(datasets), tuple(weights)
+        self.mixture = Mixture(self.weights)
+        for other in self.datasets[1:]:
+            _require_same_tokens(self.datasets[0], other)
+
+    @classmethod
+    def open(cls, parts: Sequence[tuple[Path | str, float]], vocab_size: int = 0) -> "Blend":
+        """`parts` are (folder, weight); see `Dataset.open` for vocab_size and for what is refused."""
+        return cls([Dataset.open(folder, vocab_size) for folder, _ in parts], [weight for _, weight in parts])
+
+    @property
+    def name(self) -> str:
+        """The data set's, or such as `web 70% + code 30%`."""
+        if len(self.datasets) == 1:
+            return self.datasets[0].name
+        total = sum(self.weights)
+        return " + ".join(f"{d.name} {100 * w / total:.3g}%" for d, w in zip(self.datasets, self.weights, strict=True))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self.datasets[0].vocab_size
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 hex over the data sets' fingerprints and weights, in order; of one data set its own."""
+        if len(self.datasets) == 1:
+            return self.datasets[0].fingerprint
+        lines = [f"{d.fingerprint} {w!r}" for d, w in zip(self.datasets, self.weights, strict=True)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer.json that made all of them; None where they came without one."""
+        return self.datasets[0].tokenizer_json
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError where the data came without one."""
+        return self.datasets[0].tokenizer()
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that begins each document; None where none is known to."""
+        return self.datasets[0].end_of_text
+
+    @property
+    def token_bytes(self) -> npt.NDArray[np.uint16] | None:
+        """(vocab_size,) bytes of text of each id, 0 for special tokens; None where nobody knows them."""
+        return self.datasets[0].token_bytes
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Of all training splits, and of all validation splits."""
+        return sum(d.train.num_tokens for d in self.datasets), sum(d.validation.num_tokens for d in self.datasets)
+
+    def training(
+        self,
+        seq_len: int,
+        *,
+        packing: Literal["stream", "bestfit"] = "stream",
+        mask_documents: bool = False,
+        cache: Path,
+    ) -> Sequences:
+        """The sequences to train on; `cache` is where a packing is kept.
+
+        Raises UserError where a split is shorter than a sequence, and where nobody knows of documents and they are
+        asked for.
+        """
+        parts: list[Part] = []
+        for dataset in self.datasets:
+            if packing == "stream":
+                parts.append(Windows(dataset.train, seq_len))
+            else:
+                parts.append(PackedRows(dataset.train, ensure_packing(dataset, seq_len, cache), seq_len))
+        return Sequences(parts, self.mixture, seq_len, self._mask_token(mask_documents))
+
+    def validation(self, seq_len: int, *, mask_documents: bool = False) -> Sequences:
+        """The sequences to evaluate on: windows whatever is trained on, so that losses compare."""
+        parts = [Windows(dataset.validation, seq_len) for dataset in self.datasets]
+        return Sequences(parts, self.mixture, seq_len, self._mask_token(mask_documents))
+
+    def _mask_token(self, mask_documents: bool) -> int | None:
+        if not mask_documents:
+            return None
+        if self.end_of_text is None:
+            raise UserError(
+                f"data.mask-documents needs to know the token that begins a document, and {self.name} does not say it: "
+                f"prepare the data by `paceline data prepare`"
+            )
+        return self.end_of_text
+
+
+def _require_same_tokens(one: Dataset, other: Dataset) -> None:
+    sha256s = [_short_sha256(dataset.tokenizer_json) for dataset in (one, other)]
+    if sha256s[0] != sha256s[1]:
+        raise UserError(
+            f"{one.folder} was made with {sha256s[0]}, {other.folder} with {sha256s[1]}: data sets of different "
+            f"tokenizers can not be mixed; prepare one of them anew with the other's tokenizer.json"
+        )
+    if one.vocab_size != other.vocab_size:
+        raise UserError(
+            f"{one.folder} has a vocabulary of {one.vocab_size}, {other.folder} of {other.vocab_size}: "
+            f"data sets of different vocabularies can not be mixed"
+        )
+
+
+def _short_sha256(tokenizer_json: str | None) -> str:
+    if tokenizer_json is None:
+        return "an unknown tokenizer"
+    return f"the tokenizer of sha256 {hashlib.sha256(tokenizer_json.encode()).hexdigest()[:16]}"

@@ -1,0 +1,96 @@
+"""Data sets on the Hugging Face hub: which files they have, and their bytes, fetched as they are read."""
+
+import re
+from typing import Any
+
+from paceline.base.errors import UserError
+
+PREFIX = "hf://"
+SPEC = "hub:"
+_CONVERTED = "refs/convert/parquet"  # the hub makes Parquet of most data sets that are something else
+_RANGE_BYTES = 4 << 20  # a request fetches this beyond what is read
+
+
+def is_hub(path: str) -> bool:
+    """Whether a path is one on the hub."""
+    return path.startswith(PREFIX)
+
+
+def is_spec(spec: str) -> bool:
+    """Whether a person names a data set on the hub: hub:ORG/NAME[:GLOB], or hf://datasets/ORG/NAME[/GLOB]."""
+    return spec.startswith((SPEC, PREFIX))
+
+
+def list_files(spec: str, suffixes: tuple[str, ...]) -> tuple[str, list[tuple[str, str, int, str]]]:
+    """Returns the repository ORG/NAME, and (name in it, hf:// path, bytes, stamp) of the files that `spec` names.
+
+    Without a pattern those with one of `suffixes`, sorted by name; where there are none, the Parquet files that the
+    hub made of them. Raises UserError for a name that is none, and where the hub does not answer or refuses.
+    """
+    repository, pattern = _parse(spec)
+    root = f"datasets/{repository}"
+    try:
+        system = _file_system()
+        if pattern:
+            return repository, _listed(system.glob(f"{root}/{pattern}", detail=True), root)
+        found = _listed(system.find(root, detail=True), root)
+        usable = [file for file in found if file[0].lower().endswith(suffixes)]
+        if not usable:
+            root = f"{root}@{_CONVERTED.replace('/', '%2F')}"
+            usable = _converted(system, root)
+    except UserError:
+        raise
+    except Exception as error:  # the hub's own, its HTTP client's and the system's, with no common class
+        raise UserError(message(f"{PREFIX}{root}", error)) from error
+    return repository, usable
+
+
+def _parse(spec: str) -> tuple[str, str]:
+    match = re.fullmatch(r"hub:([^/:]+/[^/:]+)(?::(.+))?|hf://datasets/([^/]+/[^/]+)(?:/(.+))?", spec)
+    if match is None:
+        raise UserError(
+            f"{spec!r} names no data set on the hub; write hub:ORG/NAME, hub:ORG/NAME:GLOB or "
+            f"hf://datasets/ORG/NAME/GLOB, such as hub:HuggingFaceFW/fineweb-edu:sample/10BT/*.parquet"
+        )
+    return match[1] or match[3], match[2] or match[4] or ""
+
+
+def _converted(system: Any, root: str) -> list[tuple[str, str, int, str]]:
+    try:
+        return [file for file in _listed(system.find(root, detail=True), root) if file[0].endswith(".parquet")]
+    except FileNotFoundError:  # the hub made none
+        return []
+
+
+def _listed(found: dict[str, Any], root: str) -> list[tuple[str, str, int, str]]:
+    """Sorted by name; the stamp is the content's own hash."""
+    files = []
+    for path, entry in sorted(found.items()):
+        if entry["type"] == "file" and entry["size"]:
+            name = path.split("/", root.count("/") + 1)[-1]
+            files.append((name, PREFIX + path, int(entry["size"]), str(entry.get("blob_id") or entry["size"])))
+    return files
+
+
+def open_file(path: str) -> Any:
+    """The file's bytes: read(size), seek, tell; fetched a few MiB at a time, as they are read."""
+    return _file_system().open(path, "rb", block_size=_RANGE_BYTES)
+
+
+def _file_system() -> Any:
+    try:
+        from huggingface_hub import HfFileSystem  # an optional extra, and slow to import
+    except ImportError:
+        raise UserError("a data set on the hub is asked for: pip install 'paceline[hub]'") from None
+    return HfFileSystem(skip_instance_cache=True)
+
+
+def message(path: str, error: Exception) -> str:
+    """What is said when the hub does not give a file or a listing."""
+    reason = " ".join(str(error).split())[:200]
+    name = type(error).__name__
+    if "Gated" in name or getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+        return f"{path} on the hub is gated or private: accept its terms there and log in (`hf auth login`): {reason}"
+    if isinstance(error, FileNotFoundError) or "NotFound" in name:
+        return f"{path} is not on the hub, or is private (`hf auth login`): {reason}"
+    return f"{path} could not be had from the hub ({name}: {reason}); try again: what was prepared is kept"

@@ -1,0 +1,255 @@
+"""Shards as one long stream of tokens, read where they lie: a rank reads the bytes of its sequences and no others.
+
+Nothing is mapped into memory. A read of a map that has been cut short under it kills the process (SIGBUS), pages once
+touched stay in the process, and the system reads around each fault; `pread` does none of that.
+"""
+
+import os
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.base.errors import UserError
+from paceline.data.shard import DTYPES, HEADER_BYTES, MAGIC, header
+
+Int64s = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+"""uint16 or uint32, as they are stored."""
+
+MAX_OPEN_FILES = 256  # of all streams together; the usual limit of a process is 1024
+LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
+_AGAIN = "copy it again, or delete the folder and prepare it anew"
+
+
+def num_sequences(num_tokens: int, seq_len: int) -> int:
+    """Sequences in a stream: sequence i is the tokens i*T .. i*T+T, of which the last is a target only. May be 0."""
+    return max(0, (num_tokens - 1) // seq_len)
+
+
+class _Descriptor:
+    """An open file; it closes when the last reader lets go of it, so no reader ever has it closed under it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+class Shard:
+    """A file of tokens, checked when it was made. Costs nothing to hold: it is opened when it is first read.
+
+    Reading takes no lock and moves no file position: any thread may, and a forked process.
+    """
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, num_tokens: int, first_byte: int) -> None:
+        """`first_byte` is where the first token lies."""
+        self.path, self.dtype, self.num_tokens, self.first_byte = path, np.dtype(dtype), num_tokens, first_byte
+        self._itemsize = self.dtype.itemsize
+        self._descriptor: _Descriptor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.path, self.dtype, self.num_tokens, self.first_byte)
+
+    @classmethod
+    def open(cls, path: Path, tokenizer_sha256: str | None = None) -> "Shard":
+        """Raises UserError, naming file and numbers, where magic, version or length are not those of a shard.
+
+        With `tokenizer_sha256` (empty: none is known) the whole header must be what a preparation with that tokenizer
+        writes; without it the shard is somebody else's, and llm.c's Llama 3 format does as well.
+        """
+        head, num_bytes = _head(path)
+        magic, version, num_tokens = (int(value) for value in np.frombuffer(head, dtype="<i4")[:3])
+        dtype = _dtype(path, magic, version, is_ours=tokenizer_sha256 is not None)
+        expected = HEADER_BYTES + num_tokens * dtype.itemsize
+        if num_bytes != expected:
+            what = "truncated" if num_bytes < expected else "not what its header says"
+            raise UserError(
+                f"shard {path} is {what}: {num_tokens} tokens make {expected} bytes, it has {num_bytes}; {_AGAIN}"
+            )
+        if tokenizer_sha256 is not None:
+            _require_header(path, head, header(version, num_tokens, tokenizer_sha256))
+        return cls(path, dtype, num_tokens, HEADER_BYTES)
+
+    @classmethod
+    def without_header(cls, path: Path) -> "Shard":
+        """nanoGPT's: uint16 tokens from the first byte on. Raises UserError for an odd number of bytes."""
+        try:
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{path} can not be read: {error.strerror}") from error
+        if num_bytes % 2:
+            raise UserError(
+                f"{path} is truncated: its {num_bytes} bytes are not a whole number of uint16 tokens; copy it again"
+            )
+        return cls(path, "<u2", num_bytes // 2, 0)
+
+    def fill(self, out: Tokens, start: int) -> None:
+        """Reads the tokens start, start+1, ... into all of out (n,).
+
+        Raises UserError, naming file and byte, where the file has become shorter or the disk fails.
+        """
+        if out.dtype != self.dtype:  # a stream of shards of both widths
+            narrow = np.empty(out.size, dtype=self.dtype)
+            self.fill(narrow, start)
+            out[:] = narrow
+            return
+        position = self.first_byte + start * self._itemsize
+        target: Any = out
+        done, wanted = 0, out.nbytes
+        while done < wanted:
+            try:
+                descriptor = self._descriptor or self._opened()
+                got = os.preadv(descriptor.number, [target], position + done)
+            except OSError as error:
+                raise UserError(
+                    f"shard {self.path} can not be read at byte {position + done}: {error.strerror}; {_AGAIN}"
+                ) from error
+            if got == 0:
+                raise UserError(
+                    f"shard {self.path} ends at byte {position + done}: it became shorter since it was opened; {_AGAIN}"
+                )
+            done += got
+            if done < wanted:  # the system gives at most 2 GiB at once, and less after a signal
+                target = out.data.cast("B")[done:]
+
+    def _opened(self) -> _Descriptor:
+        descriptor = _Descriptor(self.path)
+        self._descriptor = descriptor
+        _opened.append(weakref.ref(self))
+        while len(_opened) > MAX_OPEN_FILES:
+            oldest = _opened.popleft()()
+            if oldest is not None:
+                oldest._descriptor = None
+        return descriptor
+
+
+# Shards with an open file, oldest first. In a random order of sequences the one opened first is as good a guess of what
+# will not be read soon as the one read longest ago, and a read has nothing to note down. No lock, which a fork could
+# leave locked: a deque's ends are atomic, and a shard that is in it twice is at worst opened once more.
+_opened: deque[weakref.ref[Shard]] = deque()
+
+
+def _head(path: Path) -> tuple[bytes, int]:
+    """The header's bytes and the length of the file."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+            num_bytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"shard {path} can not be read: {error.strerror}; {_AGAIN}") from error
+    if len(head) < HEADER_BYTES:
+        raise UserError(f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {_AGAIN}")
+    return head, num_bytes
+
+
+def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[Any]:
+    if magic == LLAMA3_MAGIC and not is_ours:
+        if version == LLAMA3_VERSION:
+            return np.dtype("<u4")
+        raise UserError(f"shard {path} has magic {magic} and version {version}; known is {LLAMA3_VERSION} (Llama 3)")
+    if magic != MAGIC:
+        raise UserError(f"{path} is not a token shard: it begins with {magic}, not with {MAGIC} (llm.c's GPT-2 format)")
+    if version not in DTYPES:
+        raise UserError(f"shard {path} has version {version}; known are 1 (uint16 tokens) and 2 (uint32 tokens)")
+    return DTYPES[version]
+
+
+def _require_header(path: Path, found: bytes, expected: bytes) -> None:
+    """Raises UserError for the first byte that differs; in the tokenizer's sha256 it is another tokenizer."""
+    if found == expected:
+        return
+    place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+    ours, theirs = expected[12:44].hex(), found[12:44].hex()
+    if 12 <= place < 44:
+        raise UserError(
+            f"shard {path} was made with the tokenizer of sha256 {theirs[:16]}, the data set's is {ours[:16]}: "
+            f"the file is damaged or of another data set; {_AGAIN}"
+        )
+    raise UserError(
+        f"shard {path} is damaged: byte {place} of its header is {found[place]}, not {expected[place]}; {_AGAIN}"
+    )
+
+
+class TokenStream:
+    """The tokens of one split as one long array, whatever shards it lies in."""
+
+    def __init__(self, split: str, shards: Sequence[Shard], vocab_size: int) -> None:
+        self.split, self.shards, self.vocab_size = split, tuple(shards), vocab_size
+        self.dtype: np.dtype[Any] = np.result_type(np.uint16, *(shard.dtype for shard in shards))
+        self.bytes_read = 0
+        """So far; for whoever measures."""
+        self._starts = [0, *accumulate(shard.num_tokens for shard in shards)]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._starts[-1]
+
+    def num_sequences(self, seq_len: int) -> int:
+        """Sequences of seq_len tokens, at least 1. Raises UserError where the split is shorter than one."""
+        found = num_sequences(self.num_tokens, seq_len)
+        if found < 1:
+            raise UserError(
+                f"the {self.split} split has {self.num_tokens} tokens, too few for one sequence of data.seq-len "
+                f"{seq_len} (it takes {seq_len + 1}): give more text or a smaller --data.seq-len"
+            )
+        return found
+
+    def read(self, start: int, count: int) -> Int64s:
+        """Returns the tokens start..start+count-1, (count,) int64; see `gather`."""
+        return self.gather([start], [count]).astype(np.int64)
+
+    def gather(self, starts: Sequence[int], counts: Sequence[int]) -> Tokens:
+        """Returns counts[i] tokens from starts[i] on, for each i, one after the other: (sum of counts,) as stored.
+
+        Reads no others. Raises UserError, naming file and offset, for an id outside the vocabulary: it would index past
+        the embedding; and for a file that can not be read.
+        """
+        block = np.empty(sum(counts), dtype=self.dtype)
+        done, num_tokens = 0, self._starts[-1]
+        for start, count in zip(starts, counts, strict=True):
+            if start < 0 or start + count > num_tokens:
+                raise IndexError(f"tokens {start}..{start + count - 1} of {num_tokens} in the {self.split} split")
+            self._fill(block[done : done + count], start, count)
+            done += count
+        self.bytes_read += block.nbytes
+        if done and int(block.max()) >= self.vocab_size:
+            self._refuse(starts, counts, int(np.argmax(block >= self.vocab_size)))
+        return block
+
+    def _fill(self, out: Tokens, start: int, count: int) -> None:
+        number = bisect_right(self._starts, start) - 1  # the last that begins here: shards without tokens are passed
+        offset = start - self._starts[number]
+        while count and offset + count > self.shards[number].num_tokens:
+            here = out[: self.shards[number].num_tokens - offset]
+            self.shards[number].fill(here, offset)
+            out, count, number, offset = out[here.size :], count - here.size, number + 1, 0
+        if count:
+            self.shards[number].fill(out, offset)
+
+    def _refuse(self, starts: Sequence[int], counts: Sequence[int], place: int) -> None:
+        """`place` is that of the wrong id among all that was asked for."""
+        ends = list(accumulate(counts))
+        asked = bisect_right(ends, place)
+        position = starts[asked] + place - (ends[asked] - counts[asked])
+        number = bisect_right(self._starts, position) - 1
+        offset = position - self._starts[number]
+        raise UserError(wrong_id(self.shards[number], offset, self.vocab_size))
+
+
+def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:
+    """What is said of an id outside the vocabulary."""
+    found = np.empty(1, dtype=shard.dtype)
+    shard.fill(found, offset)
+    return (
+        f"shard {shard.path} has id {int(found[0])} at token {offset}; the vocabulary has {vocab_size}: the file is "
+        f"damaged or was made with another tokenizer"
+    )

@@ -1,0 +1,28 @@
+"""How many cores this process may use. Needs no torch."""
+
+import os
+from pathlib import Path
+
+import psutil
+
+
+def usable_cores() -> int:
+    """Physical cores this process may use: its affinity mask, capped by hyper-threading and a cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, int(min(allowed, physical, _cgroup_quota())))
+
+
+def _cgroup_quota() -> float:
+    """CPUs granted by the cgroup (v2, then v1); infinity without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return float("inf") if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        base = Path("/sys/fs/cgroup/cpu")
+        quota_us = int((base / "cpu.cfs_quota_us").read_text())
+        return quota_us / int((base / "cpu.cfs_period_us").read_text()) if quota_us > 0 else float("inf")
+    except (OSError, ValueError):
+        return float("inf")

@@ -1,0 +1,58 @@
+"""Small data sets of real files, for the tests of whatever reads them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.shard import Index, SplitRecord, SplitWriter, TokenizerRecord, write_index
+from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
+
+Documents = Sequence[Sequence[int]]
+
+
+def write_split(
+    folder: Path, split: str, documents: Documents, *, vocab_size: int, begin: int, sha256: str = "", shard: int = 10**6
+) -> SplitRecord:
+    """Writes documents, each after the token `begin`, in shards of `shard` tokens."""
+    writer = SplitWriter(folder, split, vocab_size=vocab_size, tokenizer_sha256=sha256, shard_tokens=shard)
+    for document in documents:
+        writer.append(np.array([begin, *document], dtype=np.int64), np.array([0], dtype=np.int64))
+    return writer.finish(text_bytes=0)
+
+
+def prepare_small(
+    folder: Path,
+    train: Documents,
+    validation: Documents = ((1, 2, 3, 4, 5),),
+    *,
+    name: str = "small",
+    shard: int = 10**6,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
+    """A whole data set, by default of the bytes tokenizer: ids 0..255, a document begins with 256."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = tokenizer or bytes_tokenizer()
+    assert made.end_of_text is not None
+    (folder / "tokenizer.json").write_text(made.json)
+    np.save(folder / "token_bytes.npy", made.token_bytes())
+    splits = {
+        split: write_split(
+            folder,
+            split,
+            documents,
+            vocab_size=made.vocab_size,
+            begin=made.end_of_text,
+            sha256=made.sha256,
+            shard=shard,
+        )
+        for split, documents in (("train", train), ("validation", validation))
+    }
+    record = TokenizerRecord("tokenizer.json", made.sha256, made.vocab_size, made.end_of_text)
+    write_index(folder, Index(name, made.vocab_size, splits, record, "token_bytes.npy"))
+    return folder
+
+
+def flat(documents: Documents, begin: int = 256) -> list[int]:
+    """The stream that documents come to."""
+    return [token for document in documents for token in (begin, *document)]

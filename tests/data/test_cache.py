@@ -1,0 +1,276 @@
+"""Text is prepared once, whoever asks and whatever dies in between, and gives the same bytes everywhere."""
+
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.base.errors import UserError
+from paceline.data import cache as cache_module
+from paceline.data import corpora
+from paceline.data.cache import cache_dir, ensure_datasets, inspect_data
+from paceline.data.config import DataConfig
+from paceline.data.dataset import Dataset, PreparedDataset
+from paceline.data.prepare import Quiet
+from paceline.data.sources import split_text
+
+CHILD = """
+import sys, time
+from paceline.data.config import DataConfig
+from paceline.data.cache import ensure_datasets
+from paceline.data.prepare import Quiet
+stop_at = sys.argv[2]
+class Report(Quiet):
+    def say(self, line):
+        print(line, flush=True)
+        if stop_at and stop_at in line:
+            time.sleep(600)
+print("got", *ensure_datasets(DataConfig(path=sys.argv[1], tokenizer_vocab=600), Report(), 1), flush=True)
+"""
+
+
+class Heard(Quiet):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def ensure(config: DataConfig, report: Quiet | None = None) -> Path:
+    (folder,) = ensure_datasets(config, report or Quiet(), 1)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """About 600 kB of real text in 20 files."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for file in corpora.embedded().files[10:30]:
+        (folder / file.name.replace("/", "-")).write_bytes(Path(file.path).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PACELINE_CACHE", str(folder))
+    return folder
+
+
+def child(text: Path, stop_at: str = "", **environment: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", CHILD, str(text), stop_at]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def folders(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def test_the_embedded_corpus_end_to_end(cache: Path) -> None:
+    heard = Heard()
+    began = time.perf_counter()
+    folder = ensure(DataConfig(), heard)
+    assert time.perf_counter() - began < 60  # 3 s on two free cores
+    assert folder.parent == cache
+    dataset = Dataset.open(folder)
+    assert isinstance(dataset, PreparedDataset)
+    dataset.verify()
+    tokenizer, token_bytes = dataset.tokenizer(), dataset.token_bytes
+    assert dataset.vocab_size == tokenizer.vocab_size == 4096
+    assert token_bytes is not None
+    files = split_text(corpora.embedded().files)
+    for stream in (dataset.train, dataset.validation):
+        record, ids = dataset.index.splits[stream.split], stream.read(0, stream.num_tokens)
+        mine = [file for file in files if file.side == stream.split]
+        assert int((ids == tokenizer.end_of_text).sum()) == record.documents == len(mine)
+        assert int(token_bytes[ids].sum()) == record.text_bytes
+        assert record.text_bytes / record.tokens > 3.4
+        expected = "".join(corpora.text_of(Path(file.path).read_bytes())[0].removeprefix("\ufeff") for file in mine)
+        assert tokenizer.decode(ids.tolist()) == expected
+    said_before = len(heard.lines)
+    assert ensure(DataConfig(), heard) == folder
+    assert len(heard.lines) == said_before  # the second time nothing is made
+
+
+def test_what_is_known_is_not_hashed_again(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(path=str(text), tokenizer_vocab=300)
+    first = ensure(config)
+    monkeypatch.setattr(cache_module, "digest", None)
+    assert ensure(config) == first
+    next(text.iterdir()).touch()
+    with pytest.raises(TypeError):
+        ensure(config)  # a file that was written to is looked at again
+
+
+def test_the_same_bytes_with_other_hash_seeds_and_thread_counts(text: Path, tmp_path: Path) -> None:
+    found = []
+    for number, threads in enumerate(("1", "2", "5")):
+        environment = {"PYTHONHASHSEED": f"{number + 1}", "RAYON_NUM_THREADS": threads}
+        process = child(text, PACELINE_CACHE=str(tmp_path / threads), **environment)
+        assert process.wait(60) == 0
+        (name,) = folders(tmp_path / threads)
+        found.append((name, bytes_of(tmp_path / threads / name)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_three_processes_at_once_build_once(text: Path, cache: Path) -> None:
+    processes = [child(text) for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sum("training" in output for output in outputs) == 1
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert len(folders(cache)) == 1
+
+
+@pytest.mark.parametrize("moment", ["training", "train tokens"])
+def test_a_killed_builder_s_work_is_gone_on_with(text: Path, cache: Path, tmp_path: Path, moment: str) -> None:
+    builder = child(text, stop_at=moment)
+    assert builder.stdout is not None
+    while moment not in builder.stdout.readline():
+        pass
+    waiting = child(text)  # a second one, that waits for the first and takes over when it dies
+    assert waiting.stdout is not None
+    assert moment == "train tokens" or "waiting" in waiting.stdout.readline()
+    builder.send_signal(signal.SIGKILL)
+    builder.communicate()
+    waiting.communicate(timeout=60)
+    assert waiting.returncode == 0
+    (name,) = folders(cache)
+    assert child(text, PACELINE_CACHE=str(tmp_path / "other")).wait(60) == 0
+    assert bytes_of(cache / name) == bytes_of(tmp_path / "other" / name)
+
+
+def test_what_nobody_finished_for_a_week_is_swept_but_not_what_lives(text: Path, cache: Path) -> None:
+    builder = child(text, stop_at="training")
+    assert builder.stdout is not None
+    while "training" not in builder.stdout.readline():
+        pass
+    (living,) = folders(cache)
+    week_ago = time.time() - 8 * 24 * 3600
+    for name in (living, "dead", "young"):
+        (cache / name).mkdir(exist_ok=True)
+        (cache / f".{name}.lock").touch()
+        if name != "young":
+            os.utime(cache / name, (week_ago, week_ago))
+    try:
+        (text.parent / "one.txt").write_text("other text\n" * 100)
+        ensure(DataConfig(path=str(text.parent / "one.txt"), tokenizer_vocab=300))
+        assert {living, "young"} <= set(folders(cache))
+        assert "dead" not in folders(cache)
+    finally:
+        builder.kill()
+        builder.communicate()
+
+
+def test_changed_text_or_vocabulary_gives_another_data_set(text: Path, cache: Path) -> None:
+    config = DataConfig(path=str(text), tokenizer_vocab=300)
+    first = ensure(config)
+    assert ensure(config) == first
+    (text / "more.txt").write_text("more")
+    second = ensure(config)
+    third = ensure(DataConfig(path=str(text), tokenizer_vocab=301))
+    assert len({first, second, third}) == 3
+    assert ensure(DataConfig(path=str(first))) == first  # a prepared folder is used where it is
+
+
+@pytest.mark.parametrize(("kept", "message"), [(1.0, "changed while it was read"), (0.5, "became shorter")])
+def test_text_that_changes_under_the_builder_is_refused(text: Path, cache: Path, kept: float, message: str) -> None:
+    class Meddler(Quiet):
+        def say(self, line: str) -> None:
+            path = max(text.iterdir(), key=lambda file: file.stat().st_size)
+            path.write_text("#" * int(path.stat().st_size * kept))
+
+    with pytest.raises(UserError, match=message):
+        ensure(DataConfig(path=str(text), tokenizer_vocab=300), Meddler())
+    assert folders(cache) == []
+
+
+def test_a_folder_whose_index_was_deleted_is_built_again(text: Path, cache: Path) -> None:
+    config = DataConfig(path=str(text), tokenizer_vocab=300)
+    folder = ensure(config)
+    expected = bytes_of(folder)
+    (folder / "index.json").unlink()
+    assert ensure(config) == folder
+    assert bytes_of(folder) == expected
+
+
+def test_a_cache_that_can_not_be_written_is_named(text: Path, cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"cache .*/cache can not be written.*PACELINE_CACHE"):
+        ensure(DataConfig(path=str(text), tokenizer_vocab=300))
+
+
+def test_a_full_disk_is_named_and_gone_on_with_when_there_is_room(text: Path, cache: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # a write beyond it fails as on a full disk
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            ensure(DataConfig(path=str(text), tokenizer_vocab=300))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    Dataset.open(ensure(DataConfig(path=str(text), tokenizer_vocab=300))).verify()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a line of text\n" * 50, b"\xef\xbb\xbfa line\r\n" * 50, b"no end " * 50, b"ok " * 5000 + b"M\xfcller\n" * 9],
+)
+def test_one_file_of_any_kind(tmp_path: Path, cache: Path, content: bytes) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(content)
+    heard = Heard()
+    dataset = Dataset.open(ensure(DataConfig(path=str(path), tokenizer_vocab=300), heard))
+    tokens = [stream.read(0, stream.num_tokens).tolist() for stream in (dataset.train, dataset.validation)]
+    text = "".join(dataset.tokenizer().decode(ids) for ids in tokens)
+    assert text == content.decode("utf-8-sig", "replace").replace("\r\n", "\n")
+    assert any("not UTF-8" in line for line in heard.lines) == ("\ufffd" in text)
+
+
+def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "one.txt").write_text("x")
+    with pytest.raises(UserError, match="into the validation split and none into train"):
+        ensure(DataConfig(path=str(tmp_path / "one.txt")))
+    assert folders(cache) == []
+
+
+def test_inspect_data_refuses_early_and_writes_nothing(text: Path, cache: Path) -> None:
+    inspect_data(DataConfig(), 0)
+    inspect_data(DataConfig(path=str(text)), 0)
+    for path in ("/nowhere", str(cache.parent / "empty")):
+        (cache.parent / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=path):
+            inspect_data(DataConfig(path=path), 0)
+        with pytest.raises(UserError, match=path):
+            inspect_data(DataConfig(mix=(f"{text}=1", f"{path}=0.5")), 0)
+    assert not cache.exists()
+
+
+def test_records_are_not_trained_on_as_text(text: Path, cache: Path) -> None:
+    (text / "more.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match=r"more.jsonl.*paceline data prepare"):
+        ensure(DataConfig(path=str(text)))
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/rider")
+    assert cache_dir() == Path("/home/rider/.cache/paceline")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_dir() == Path("/x/paceline")
+    monkeypatch.setenv("PACELINE_CACHE", "~/own")
+    assert cache_dir() == Path("/home/rider/own")

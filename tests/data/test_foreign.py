@@ -1,0 +1,182 @@
+"""Other people's token files, made here by their own descriptions: struct, numpy and pickle, none of our writers."""
+
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.base.errors import UserError
+from paceline.data.dataset import Dataset, ForeignDataset, is_dataset
+
+TEXT = "To be, or not to be: that is the question.\nÉcoute.\n"
+
+
+def nanogpt(folder: Path, train: list[int], validation: list[int]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    np.array(train, dtype=np.uint16).tofile(folder / "train.bin")
+    np.array(validation, dtype=np.uint16).tofile(folder / "val.bin")
+    return folder
+
+
+def characters(folder: Path) -> Path:
+    """As its data/shakespeare_char/prepare.py leaves it."""
+    letters = sorted(set(TEXT))
+    stoi = {character: i for i, character in enumerate(letters)}
+    ids = [stoi[character] for character in TEXT * 3]
+    nanogpt(folder, ids, ids[:30])
+    meta = {"vocab_size": len(letters), "itos": dict(enumerate(letters)), "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def llm_c(path: Path, ids: list[int], magic: int = 20240520, version: int = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    code = "H" if version == 1 else "I"
+    head = struct.pack("<256i", magic, version, len(ids), *[0] * 253)
+    path.write_bytes(head + struct.pack(f"<{len(ids)}{code}", *ids))
+
+
+def test_nanogpt_characters(tmp_path: Path) -> None:
+    dataset = Dataset.open(characters(tmp_path / "shakespeare_char"))
+    assert dataset.name == "shakespeare_char"
+    assert dataset.vocab_size == len(set(TEXT))
+    assert dataset.tokenizer().decode(dataset.train.read(0, len(TEXT)).tolist()) == TEXT
+    assert dataset.tokenizer().encode(TEXT) == dataset.train.read(len(TEXT), len(TEXT)).tolist()
+    assert dataset.token_bytes is not None
+    assert int(dataset.token_bytes[dataset.train.read(0, len(TEXT))].sum()) == len(TEXT.encode())
+    assert dataset.end_of_text is None
+    dataset.verify()
+    assert Dataset.open(dataset.folder, 1000).vocab_size == len(set(TEXT))
+    with pytest.raises(UserError, match=r"model.vocab-size is 5, smaller than the data's vocabulary"):
+        Dataset.open(dataset.folder, 5)
+
+
+def test_nanogpt_without_a_vocabulary(tmp_path: Path) -> None:
+    folder = nanogpt(tmp_path / "openwebtext", [50256, 5, 6, 7], [50256, 8])
+    with pytest.raises(UserError, match=r"give --model.vocab-size 50257 \(GPT-2's\)"):
+        Dataset.open(folder)
+    dataset = Dataset.open(folder, 50257)
+    assert dataset.vocab_size == 50257
+    assert dataset.train.read(0, 4).tolist() == [50256, 5, 6, 7]
+    assert dataset.validation.read(0, 2).tolist() == [50256, 8]
+    assert dataset.tokenizer_json is dataset.token_bytes is None
+
+
+def test_half_a_token_is_refused_as_truncated(tmp_path: Path) -> None:
+    folder = nanogpt(tmp_path, [1, 2, 3], [1, 2])
+    with (folder / "train.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match=r"train.bin is truncated: its 7 bytes"):
+        Dataset.open(folder, 10)
+
+
+class Evil:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def test_meta_pkl_is_not_executed(tmp_path: Path) -> None:
+    folder = nanogpt(tmp_path / "data", [1, 2, 3], [1, 2])
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 4, "itos": Evil(tmp_path / "ran")}))
+    with pytest.raises(UserError, match=r"meta.pkl"):
+        Dataset.open(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_llm_c_shards_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for number, ids in ((2, [5, 6]), (1, [3, 4]), (10, [7])):
+        llm_c(tmp_path / f"fineweb_train_{number:06d}.bin", ids)
+    llm_c(tmp_path / "fineweb_val_000000.bin", [9, 8])
+    (tmp_path / "README.md").write_text("fineweb")
+    dataset = Dataset.open(tmp_path, 50257)
+    assert dataset.train.read(0, 5).tolist() == [3, 4, 5, 6, 7]
+    assert dataset.validation.read(0, 2).tolist() == [9, 8]
+    dataset.verify()
+
+
+@pytest.mark.parametrize(
+    ("train", "validation"),
+    [("TinyStories_train.bin", "TinyStories_val.bin"), ("train.bin", "val.bin"), ("train_0.bin", "validation.bin")],
+)
+@pytest.mark.parametrize(("magic", "version"), [(20240520, 1), (20240520, 2), (20240801, 7)])
+def test_the_names_and_versions_in_use(tmp_path: Path, train: str, validation: str, magic: int, version: int) -> None:
+    llm_c(tmp_path / train, [1, 2, 3], magic, version)
+    llm_c(tmp_path / validation, [4, 5], magic, version)
+    dataset = Dataset.open(tmp_path, 128256)
+    assert isinstance(dataset, ForeignDataset)
+    assert dataset.train.read(0, 3).tolist() == [1, 2, 3]
+    assert dataset.train.dtype == (np.uint16 if version == 1 else np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b: b[:-1], r"a_train_0.bin is truncated: 3 tokens make 1030 bytes, it has 1029"),
+        (lambda b: b[:900], r"a_train_0.bin is truncated: 900 bytes"),
+        (lambda b: struct.pack("<i", 20240522) + b[4:], r"a_train_0.bin is not a token shard: it begins with 20240522"),
+        (lambda b: struct.pack("<ii", 20240801, 1) + b[8:], r"a_train_0.bin has magic 20240801 and version 1"),
+        (lambda b: b[:4] + struct.pack("<i", 3) + b[8:], r"a_train_0.bin has version 3"),
+    ],
+)
+def test_what_is_no_shard_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
+    llm_c(tmp_path / "a_train_0.bin", [1, 2, 3])
+    llm_c(tmp_path / "a_val_0.bin", [1, 2, 3])
+    path = tmp_path / "a_train_0.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=message):
+        Dataset.open(tmp_path, 100)
+
+
+@pytest.mark.parametrize(("missing", "split"), [("train.bin", "train"), ("val.bin", "validation")])
+def test_a_missing_split_is_refused(tmp_path: Path, missing: str, split: str) -> None:
+    folder = nanogpt(tmp_path, [1, 2, 3], [1, 2])
+    (folder / missing).unlink()
+    assert is_dataset(folder)
+    with pytest.raises(UserError, match=rf"has token files but none for {split}: nothing there is named"):
+        Dataset.open(folder, 10)
+
+
+def test_an_unfinished_preparation_of_ours_is_not_taken_for_llm_c(tmp_path: Path) -> None:
+    llm_c(tmp_path / "train-00000.bin", [1, 2, 3])
+    llm_c(tmp_path / "validation-00000.bin", [1, 2, 3])
+    np.save(tmp_path / "train-00000.starts.npy", np.array([0]))
+    with pytest.raises(UserError, match="was not prepared to the end"):
+        Dataset.open(tmp_path, 10)
+
+
+def test_verify_names_the_token_beyond_the_vocabulary(tmp_path: Path) -> None:
+    ids = [3] * 3_000_000  # more than one piece
+    ids[2_500_000] = 50257
+    nanogpt(tmp_path, ids, [1, 2])
+    dataset = Dataset.open(tmp_path, 50257)
+    seen: list[int] = []
+    with pytest.raises(UserError, match=r"train.bin has id 50257 at token 2500000; the vocabulary has 50257"):
+        dataset.verify(seen.append)
+    with pytest.raises(UserError, match=r"train.bin has id 50257 at token 2500000"):
+        dataset.train.gather([0, 2_499_999], [10, 5])
+    assert sum(seen) == 6_000_000
+    Dataset.open(tmp_path, 50258).verify()
+
+
+def test_the_fingerprint_is_equal_where_the_files_are(tmp_path: Path) -> None:
+    one = characters(tmp_path / "one")
+    two = Path(shutil.copytree(one, tmp_path / "elsewhere"))
+    assert Dataset.open(one).fingerprint == Dataset.open(two).fingerprint
+    ids = np.fromfile(two / "train.bin", dtype=np.uint16)
+    ids[40] ^= 1
+    ids.tofile(two / "train.bin")
+    assert Dataset.open(one).fingerprint != Dataset.open(two).fingerprint
+    assert Dataset.open(nanogpt(tmp_path / "x", [1], [2]), 5).fingerprint != Dataset.open(tmp_path / "x", 6).fingerprint
+
+
+def test_documents_are_not_guessed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"does not say where its documents begin; data.packing bestfit"):
+        Dataset.open(characters(tmp_path / "c")).documents("train")

@@ -1,0 +1,133 @@
+"""Mixtures: every data set's sequences come in order and without a gap, and every prefix has the weights' shares."""
+
+from fractions import Fraction
+from math import floor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.base.errors import UserError
+from paceline.data.mixture import Mixture
+
+WEIGHTS = st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=6)
+AWKWARD = [
+    (1.0,),
+    (1, 1),
+    (1 / 3, 2 / 3),
+    (1, 1, 1),
+    (0.999, 0.001),
+    (0.001, 0.999),
+    (1e-4, 1, 1e-4),
+    (0.7, 0.2, 0.1),
+    (2**0.5, 3**0.5, 5**0.5, 7**0.5),
+    tuple(1 / (i + 1) for i in range(12)),
+]
+
+
+def shares(weights: tuple[float, ...] | list[float]) -> list[Fraction]:
+    exact = [Fraction(weight) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
+
+
+@given(WEIGHTS, st.integers(1, 2000))
+@settings(max_examples=150)
+def test_each_data_set_is_counted_in_order_and_without_a_gap(weights: list[float], num_positions: int) -> None:
+    mixture = Mixture(weights)
+    sources, indices = mixture.locate(np.arange(num_positions))
+    assert sources.dtype == indices.dtype == np.int64
+    for source in range(len(weights)):
+        mine = indices[sources == source]
+        assert np.array_equal(mine, np.arange(mine.size))
+        assert mixture.counts(num_positions)[source] == mine.size
+    assert sum(mixture.counts(num_positions)) == num_positions
+
+
+@given(WEIGHTS, st.integers(1, 2000))
+@settings(max_examples=150)
+def test_every_prefix_has_the_shares(weights: list[float], num_positions: int) -> None:
+    """Data set i to within (i + 1) / 2 positions, and 2**-30 of the prefix for each share that was rounded."""
+    sources, _ = Mixture(weights).locate(np.arange(num_positions))
+    lengths = np.arange(1, num_positions + 1)
+    for number, share in enumerate(shares(weights)):
+        counted = np.cumsum(sources == number)
+        off = np.abs(counted - float(share) * lengths)
+        assert (off <= (number + 1) / 2 + 1e-9 + len(weights) * lengths * 2.0**-30).all()
+
+
+@pytest.mark.parametrize("weights", AWKWARD)
+def test_shares_are_the_weights_within_a_hundredth_of_a_percent_over_100_000(weights: tuple[float, ...]) -> None:
+    sources, _ = Mixture(weights).locate(np.arange(100_000))
+    for number, share in enumerate(shares(weights)):
+        assert abs((sources == number).mean() - float(share)) < 1e-4
+
+
+@given(WEIGHTS.filter(lambda weights: len(weights) > 1), st.integers(0, 2**62 - 1))
+@settings(max_examples=200)
+def test_far_out_it_is_the_exact_arithmetic_of_whole_numbers(weights: list[float], position: int) -> None:
+    """Against Python's unbounded integers, up to 2**62."""
+    mixture = Mixture(weights)
+    expected, rest = len(weights) - 1, position
+    for number in range(len(weights) - 1):
+        share = Fraction(round(weights[number] / sum(weights[number:]) * 2**30), 2**30)
+        before, after = (floor(share * n + Fraction(1, 2)) for n in (rest, rest + 1))
+        if after > before:
+            expected, rest = number, before
+            break
+        rest -= before
+    sources, indices = mixture.locate(np.array([position]))
+    assert (int(sources[0]), int(indices[0])) == (expected, rest)
+    assert mixture.counts(position)[expected] == rest
+
+
+@given(WEIGHTS, st.lists(st.integers(0, 2**62 - 1), max_size=40))
+def test_a_position_does_not_depend_on_the_others_asked_for(weights: list[float], positions: list[int]) -> None:
+    mixture = Mixture(weights)
+    together = mixture.locate(np.array(positions, dtype=np.int64))
+    for i, position in enumerate(positions):
+        alone = mixture.locate(np.array([position]))
+        assert [int(a[0]) for a in alone] == [int(a[i]) for a in together]
+
+
+@given(st.integers(0, 2**62 - 1))
+def test_one_data_set_has_every_position(position: int) -> None:
+    sources, indices = Mixture([0.3]).locate(np.array([position]))
+    assert (int(sources[0]), int(indices[0])) == (0, position)
+
+
+@given(WEIGHTS, st.floats(1e-3, 1e3))
+def test_weights_need_no_sum_and_the_order_moves_only_neighbours(weights: list[float], factor: float) -> None:
+    counts = Mixture(weights).counts(10_000)
+    scaled = Mixture([weight * factor for weight in weights]).counts(10_000)
+    assert max(abs(a - b) for a, b in zip(counts, scaled, strict=True)) <= 1
+    backwards = Mixture(weights[::-1]).counts(10_000)[::-1]
+    assert max(abs(a - b) for a, b in zip(counts, backwards, strict=True)) <= len(weights)
+
+
+def test_the_pattern_stays() -> None:
+    """A run that is resumed under a later paceline must see the same data: these values never change."""
+    assert Mixture([1, 1]).locate(np.arange(6))[0].tolist() == [0, 1, 0, 1, 0, 1]
+    sources, indices = Mixture([0.5, 0.3, 0.2]).locate(np.arange(10))
+    assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+    assert indices.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 4, 2]
+    sources, indices = Mixture([0.7, 0.2, 0.1]).locate(np.array([10**6 + 7, 10**18, 2**62 - 1]))
+    assert sources.tolist() == [0, 0, 0]
+    assert indices.tolist() == [700005, 700000000186264515, 3228180213758164991]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([], "not all numbers above 0"),
+        ([1, 0], r"the weights 1, 0 of the data sets are not all"),
+        ([1, -2], "not all numbers above 0"),
+        ([1, float("nan")], "not all numbers above 0"),
+        ([1, float("inf")], "not all numbers above 0"),
+        ([1, 1e-7], "less than a millionth of all"),
+        ([1e308, 1e308], "less than a millionth of all"),
+    ],
+)
+def test_bad_weights_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Mixture(weights)

@@ -1,0 +1,533 @@
+"""Any documents are found, read in blocks from any place on, and become the texts that they are."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.base.errors import UserError
+from paceline.data import blocks as blocks_module
+from paceline.data import corpora
+from paceline.data.sources import (
+    Block,
+    Place,
+    ReadOptions,
+    SourceFile,
+    Sources,
+    digest,
+    find,
+    has_text,
+    read_blocks,
+    split_text,
+    texts,
+)
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+
+def documents(sources: Sources, start: Place | None = None, **options: str) -> list[str]:
+    """All documents with text, put together from their pieces."""
+    return joined(read_blocks(sources, ReadOptions(**options), start or Place()), ReadOptions(**options))
+
+
+def joined(blocks: Iterator[Block] | Sequence[Block], options: ReadOptions) -> list[str]:
+    found: list[list[str]] = []
+    for block in blocks:
+        for text in texts(pickle.loads(pickle.dumps(block)), options).texts:  # as a worker gets it
+            assert text.text
+            assert len(text.text.encode()) <= 3 * corpora.PIECE_BYTES
+            if text.begins:
+                found.append([])
+            found[-1].append(text.text)
+    return ["".join(parts) for parts in found]
+
+
+def names(sources: Sources) -> list[str]:
+    return [file.name for file in sources.files]
+
+
+def write_gzip(path: Path, content: bytes) -> None:
+    half = len(content) // 2
+    path.write_bytes(gzip.compress(content[:half]) + gzip.compress(content[half:]))  # two members
+
+
+def write_zstd(path: Path, content: bytes) -> None:
+    half = len(content) // 2
+    path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]))  # two frames
+
+
+WRITERS: dict[str, Callable[[Path, bytes], Any]] = {"": Path.write_bytes, ".gz": write_gzip, ".zst": write_zstd}
+
+
+# Finding
+
+
+def test_a_folder_gives_its_files_sorted_and_counts_what_is_none(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b" / "deep" / "x.txt").write_text("x")
+    (tmp_path / "a.md").write_text("ä" * corpora.SNIFF_BYTES)
+    (tmp_path / "ü name with spaces.txt").write_text("odd")
+    (tmp_path / "c.txt").write_text("odd" + "ä" * corpora.SNIFF_BYTES)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/latin\xfc.txt")).write_text("a name that is not UTF-8")
+    (tmp_path / "C:\\Users\\win.txt").write_text("a name made by Windows")
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (tmp_path / "latin1.txt").write_bytes("Müller".encode("latin-1"))
+    (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
+    (tmp_path / "archive.tar.gz").write_bytes(gzip.compress(b"file\0\0\0"))
+    (tmp_path / "broken-link").symlink_to("nowhere")
+    (tmp_path / "link-to-folder").symlink_to(tmp_path / "b")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("r.jsonl", "r.ndjson"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    write_gzip(tmp_path / "r.jsonl.gz", b'{"text": "b"}\n')
+    write_zstd(tmp_path / "t.TXT.zst", b"compressed")
+    pq.write_table(pa.table({"text": ["c"]}), tmp_path / "t.parquet")
+    sources = find([str(tmp_path)])
+    found = {file.name: (file.format, file.compression) for file in sources.files}
+    assert list(found) == sorted(found)
+    plain = {name: ("text", "") for name in ("C:\\Users\\win.txt", "a.md", "b/deep/x.txt", "c.txt", "latin\udcfc.txt")}
+    assert found == {
+        **plain,
+        "r.jsonl": ("jsonl", ""),
+        "r.jsonl.gz": ("jsonl", "gzip"),
+        "r.ndjson": ("jsonl", ""),
+        "t.TXT.zst": ("text", "zstd"),
+        "t.parquet": ("parquet", ""),
+        "ü name with spaces.txt": ("text", ""),
+    }
+    assert sources.skipped == 4
+    assert sources.name == tmp_path.name
+    assert len(documents(sources)) == len(found)
+
+
+def test_patterns_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/1.txt", "b/2.txt", "b/c/3.txt", "a.txt", "b/x.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"\0" if name.endswith("bin") else name.encode())
+    monkeypatch.chdir(tmp_path)
+    assert names(find(["b/*.txt", "a.txt"])) == ["1.txt", "2.txt", "a.txt"]
+    assert names(find([f"{tmp_path}/**/*.txt"])) == ["a.txt", "b/1.txt", "b/2.txt", "b/c/3.txt"]
+    several = find(["b/c", "b", "./b/1.txt", str(tmp_path / "a.txt")])
+    assert documents(several) == ["b/c/3.txt", "b/1.txt", "b/2.txt", "a.txt"]
+    assert several.name == "c-and-3-more"
+    assert find(["b/*"]).skipped == several.skipped == 1
+    (tmp_path / "what[1].txt").write_text("no pattern")
+    assert documents(find(["what[1].txt"])) == ["no pattern"]
+
+
+def test_json_is_lines_or_a_text_or_refused(tmp_path: Path) -> None:
+    content = {
+        "lines": '\n {"text": "a"}\n{"text": "b"}\n',
+        "one": '{"text": "a"}\n',
+        "array": '[{"text": "a"},\n{"text": "b"}]',
+        "pretty": '{\n  "text": "a"\n}\n',
+    }
+    for name, text in content.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert {f.name: f.format for f in find([str(tmp_path)]).files} == {
+        "lines.json": "jsonl",
+        "one.json": "text",
+        "array.json": "text",
+        "pretty.json": "text",
+    }
+    assert documents(find([str(tmp_path / "lines.json"), str(tmp_path / "one.json")])) == ["a", "b", "a"]
+    for name in ("array", "pretty"):
+        with pytest.raises(UserError, match=rf"{name}\.json is one JSON value .* jq -c .*--format text"):
+            find([str(tmp_path / f"{name}.json")])
+        assert documents(find([str(tmp_path / f"{name}.json")], format="text")) == [content[name]]
+
+
+def test_a_format_that_is_said_is_believed(tmp_path: Path) -> None:
+    (tmp_path / "records.data").write_text('{"text": "a"}\n')
+    assert documents(find([str(tmp_path / "records.data")], format="jsonl")) == ["a"]
+    (tmp_path / "latin.txt").write_bytes("Müller".encode("latin-1"))
+    assert documents(find([str(tmp_path / "latin.txt")], format="text")) == ["M\ufffdller"]
+
+
+def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "x").write_bytes(b"\0")
+    (tmp_path / "latin1.txt").write_bytes("Müller".encode("latin-1"))
+    for name, message in [
+        ("nowhere", "does not exist"),
+        ("nowhere*", "holds no text files, JSONL or Parquet"),
+        ("x" * 300, "does not exist"),
+        ("a\0b", "NUL"),
+        ("empty", "holds no text files"),
+        ("empty.txt", "is empty"),
+        ("binary", "none of its 1 files"),
+        ("latin1.txt", "not UTF-8 text.*iconv"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find([str(tmp_path / name)])
+        with pytest.raises(UserError, match=rf"^data\.path .*{message}"):
+            has_text(tmp_path / name)
+    for specs, message in [
+        ([], "no source"),
+        (["-", "x"], "give it alone"),
+        (["~nobody-of-this-name/text"], "does not exist"),
+        (["hub:nonsense"], "hub:ORG/NAME"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find(specs)
+    with pytest.raises(UserError, match="did you mean 'jsonl'"):
+        find([str(tmp_path)], format="json")
+
+
+# Splitting and hashing
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["a line\n" * 500, "a line\r\n" * 500, "no line end " * 300, "ä€😀" * 200, "head\n" + "tail " * 999, "xy"],
+)
+def test_one_file_gives_both_sides_and_loses_nothing(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(content.encode())
+    files = split_text(find([str(path)]).files)
+    assert [file.side for file in files] == ["train", "validation"]
+    assert "".join(documents(Sources("x", files))) == content.replace("\r\n", "\n")
+    assert sum(file.num_bytes or 0 for file in files) == path.stat().st_size
+    if len(content) > 1000:
+        assert 0.05 < (files[1].num_bytes or 0) / path.stat().st_size < 0.15
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+@settings(max_examples=40)
+def test_the_split_is_a_partition_with_two_sane_sides(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("split")
+    for i, length in enumerate(lengths):
+        (folder / f"{i}.txt").write_text("line of text\n" * length)
+    (folder / "r.jsonl").write_text('{"text": "a"}\n')
+    write_gzip(folder / "z.txt.gz", b"text")
+    sources = find([str(folder)])
+    files = split_text(sources.files)
+    assert files == split_text(sources.files)
+    covered = {file.name: 0 for file in sources.files}
+    sizes = {"train": 0, "validation": 0, None: 0}
+    for file in files:
+        covered[file.name] += file.num_bytes or 0
+        sizes[file.side] += file.num_bytes or 0
+    assert covered == {file.name: file.num_bytes for file in sources.files}
+    assert {file.name for file in files if file.side is None} == {"r.jsonl", "z.txt.gz"}
+    part = sizes["validation"] / (sizes["train"] + sizes["validation"])
+    assert sum(lengths) < 50 or 0.005 < part < 0.25
+
+
+def test_the_digest_sees_names_bytes_and_sides(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n" * 40)
+    digests = [digest(find([str(tmp_path)]))]
+    os.utime(tmp_path / "a.txt", (1, 1))
+    assert digest(find([str(tmp_path)])) == digests[0]
+    sources = find([str(tmp_path)])
+    digests.append(digest(replace(sources, files=split_text(sources.files))))
+    (tmp_path / "a.txt").write_text("two\n" * 40)
+    digests.append(digest(find([str(tmp_path)])))
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    digests.append(digest(find([str(tmp_path)])))
+    assert len({*digests}) == 4
+
+
+def test_a_changed_file_has_another_stamp(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    os.utime(path, ns=(5, 5))
+    first = find([str(path)]).files[0].stamp
+    os.utime(path, ns=(5, 6))
+    assert find([str(path)]).files[0].stamp != first
+
+
+# Reading
+
+
+def write_parquet(path: Path, found: list[str | None], row_group_size: int, dtype: pa.DataType) -> None:
+    column = pa.array(found, pa.string()).cast(dtype) if not pa.types.is_dictionary(dtype) else pa.array(found, dtype)
+    table = pa.table({"id": list(range(len(found))), "text": column})
+    pq.write_table(table, path, row_group_size=row_group_size)
+
+
+DOCUMENTS = st.lists(
+    st.text(alphabet="ab \n\r\té€😀\u2028", max_size=30) | st.text(alphabet="a ", max_size=300), max_size=12
+)
+SMALL = {"PIECE_BYTES": 16, "BLOCK_BYTES": 60, "LINE_BYTES": 100, "_READ_BYTES": 13, "_CHUNK_COST_BYTES": 3}
+
+
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        patch.setattr(corpora if name == "PIECE_BYTES" else blocks_module, name, value)
+
+
+@given(DOCUMENTS, st.sampled_from([*WRITERS]), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
+    tmp_path_factory: pytest.TempPathFactory,
+    found: list[str],
+    suffix: str,
+    rows: int,
+    is_ascii: bool,
+    draw: random.Random,
+) -> None:
+    """In three formats, each as two files, with sizes so small that everything that can be cut is cut."""
+    folder = tmp_path_factory.mktemp("any")
+    plain = [text.replace("\r\n", "\n").replace("\r", "\n") for text in found]
+    write = WRITERS[suffix]
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        for i, text in enumerate(found):
+            write(folder / f"a{i:02d}.txt{suffix}", text.encode())
+        write(folder / f"b.txt{suffix}", "<|end|>".join(found).encode())
+        lines = [json.dumps({"n": [{"text": 1}], "text": text}, ensure_ascii=is_ascii) for text in [*found, None]]
+        write(folder / f"c.jsonl{suffix}", "\n".join(lines).encode())
+        write_parquet(folder / "d.parquet", [*found, None], rows, draw.choice([pa.string(), pa.large_string()]))
+        sources = find([str(folder / "*")])
+        apart = Sources("x", tuple(file for file in sources.files if not file.name.startswith("b")))
+        with_text = [text for text in found if text]
+        assert documents(apart) == [text for text in plain if text] + 2 * with_text
+        separated = Sources("x", tuple(file for file in sources.files if file.name.startswith("b")))
+        between = [text.replace("\r\n", "\n").replace("\r", "\n") for text in "<|end|>".join(found).split("<|end|>")]
+        # Longer than a block it comes in pieces, and nobody looks whether it is all white space.
+        kept = [t for t in between if t.strip()]
+        assert [t for t in documents(separated, separator="<|end|>") if t.strip()] == kept
+        for some, options in ((apart, ReadOptions()), (separated, ReadOptions(separator="<|end|>"))):
+            all_blocks = list(read_blocks(some, options))
+            assert all(sum(len(c.content) for c in b.chunks) <= 3 * SMALL["LINE_BYTES"] for b in all_blocks)
+            for i, block in enumerate(all_blocks):
+                if block.resumable:
+                    assert list(read_blocks(some, options, block.next)) == all_blocks[i + 1 :]
+
+
+def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}')
+    write_parquet(tmp_path / "c.parquet", ["", None, "y"], 2, pa.string())
+    write_gzip(tmp_path / "d.txt.gz", b"z")
+    (block,) = read_blocks(find([str(tmp_path)]), ReadOptions())
+    found = texts(block, ReadOptions())
+    assert ([text.text for text in found.texts], found.num_empty) == (["x", "y", "z"], 5)
+    (tmp_path / "e.txt").write_text("one|  \n|two||three|\n")
+    (block,) = read_blocks(find([str(tmp_path / "e.txt")]), ReadOptions(separator="|"))
+    found = texts(block, ReadOptions(separator="|"))
+    assert ([text.text for text in found.texts], found.num_empty) == (["one", "two", "three"], 2)
+
+
+def test_a_byte_order_mark_is_one_at_the_beginning_only(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a\\r\\n\xef\xbb\xbfb"}\r\n')
+    sources = find([str(tmp_path)])
+    assert documents(sources) == ["one\n\ufefftwo", "a\r\n\ufeffb"]  # a record is the string that it is
+    head = replace(sources.files[0], start=8, num_bytes=6, stop=14)
+    assert documents(Sources("x", (head,))) == ["\ufefftwo"]
+
+
+def test_what_is_replaced_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * corpora.SNIFF_BYTES + b"M\xfcller")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "M\xfcller \\ud800 \\ud83d\\ude00 \xef\xbf\xbd"}\n')
+    binary = pa.table({"text": pa.array([b"M\xfcller \xe2\x82"], pa.binary())})
+    pq.write_table(binary, tmp_path / "c.parquet")
+    (block,) = read_blocks(find([str(tmp_path)]), ReadOptions())
+    found = texts(block, ReadOptions()).texts
+    assert [text.num_replaced for text in found] == [1, 2, 2]
+    assert found[1].text == "M\ufffdller \ufffd 😀 \ufffd"
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_one_long_line_is_read_as_it_comes(tmp_path: Path, suffix: str) -> None:
+    text = "".join(path.read_text() for path in sorted(STDLIB.glob("[a-s]*.py"))) * 2 + "é\ud800😀"
+    assert len(text) > blocks_module.LINE_BYTES
+    lines = [{"text": "first"}, {"meta": {"a": [1, "}{"]}, "text": text, "n": None}, {"text": None}, {"text": "last"}]
+    path = tmp_path / f"x.jsonl{suffix}"
+    WRITERS[suffix](path, "\n".join(map(json.dumps, lines)).encode())
+    sources = find([str(path)])
+    found = list(read_blocks(sources, ReadOptions()))
+    assert joined(found, ReadOptions()) == ["first", text.replace("\ud800", "\ufffd"), "last"]
+    assert max(sum(len(chunk.content) for chunk in block.chunks) for block in found) < 2 * blocks_module.BLOCK_BYTES
+    assert [block.resumable for block in found] == [False] * (len(found) - 1) + [True]
+    cells = tmp_path / "x.parquet"
+    write_parquet(cells, ["first", text.replace("\ud800", "\ufffd"), "last"], 10, pa.string())
+    assert documents(find([str(cells)])) == joined(found, ReadOptions())
+
+
+KINDS = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "string_view": pa.string_view(),
+    "binary": pa.binary(),
+    "large_binary": pa.large_binary(),
+    "dictionary": pa.dictionary(pa.int32(), pa.string()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_parquet_with_a_text_column(tmp_path: Path, kind: str) -> None:
+    found = ["one", None, "", "zwei é", "one", "x" * 500]
+    table = pa.table({"n": list(range(6)), "body": pa.array(found, pa.string()).cast(KINDS[kind])})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=4, compression="zstd")
+    assert documents(find([str(tmp_path)]), text_key="body") == [text for text in found if text]
+    assert documents(find([str(tmp_path)]), Place(0, 3), text_key="body") == found[3:]
+
+
+def test_ten_thousand_tiny_files(tmp_path: Path) -> None:
+    for i in range(10_000):
+        (tmp_path / f"{i:05d}.txt").write_bytes(b"%d" % i)
+    found = list(read_blocks(find([str(tmp_path)]), ReadOptions()))
+    assert len(found) < 10
+    assert joined(found, ReadOptions()) == [str(i) for i in range(10_000)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "says"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n\n{"text": 1}\n', {}, "x.jsonl line 3 has a number under 'text'"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', {}, "x.jsonl line 2 is not JSON"),
+        ("x.jsonl", b'{"body": "a"}\n', {"text_key": "boddy"}, "has no key 'boddy' (did you mean 'body'?)"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-30], {}, "x.jsonl.gz is damaged or cut short"),
+        ("x.jsonl.gz", b"no gzip", {}, "x.jsonl.gz is damaged or cut short"),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 99)[:-8] + b"\0" * 8, {}, "x.jsonl.gz is damaged or cut short"),
+        ("x.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 99)[:-3], {}, "x.jsonl.zst is damaged or cut short"),
+        ("x.jsonl.zst", b"no zstd at all", {}, "x.jsonl.zst is damaged or cut short"),
+        ("x.parquet", b"no parquet", {}, "x.parquet can not be read as Parquet"),
+    ],
+)
+def test_what_is_wrong_inside_a_file_is_said(
+    tmp_path: Path, name: str, content: bytes, options: dict[str, str], says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        documents(find([str(tmp_path / name)]), **options)
+    assert f"{tmp_path}/" in str(error.value)
+    assert says in str(error.value)
+
+
+def test_what_is_wrong_with_a_parquet_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    noise = [random.Random(i).randbytes(300).hex() for i in range(3000)]
+    pq.write_table(pa.table({"body": noise, "tokens": [[1]] * 3000}), path, write_page_checksum=True)
+    for key, says in [
+        ("bodi", r"has no column 'bodi' \(did you mean 'body'\?\); it has body, tokens"),
+        ("tokens", r"column 'tokens' is of list<.*int64>"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            documents(find([str(path)]), text_key=key)
+    whole = path.read_bytes()
+    for broken in (whole[:-10], whole[: len(whole) // 2], whole[:5000] + b"\xff" + whole[5001:]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"x\.parquet can not be read as Parquet"):
+            documents(find([str(path)]), text_key="body")
+
+
+def test_a_file_that_goes_or_shrinks(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("text " * 100)
+    sources = find([str(path)])
+    path.write_text("text")
+    with pytest.raises(UserError, match="became shorter"):
+        documents(sources)
+    path.write_text("text " * 200)  # what was added since is not read: the split has been made
+    assert documents(sources) == ["text " * 100]
+    path.unlink()
+    with pytest.raises(UserError, match=r"x\.txt can not be read: No such file"):
+        documents(sources)
+
+
+# Standard input
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))  # type: ignore[arg-type]
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "".join(json.dumps({"text": f"document {i}" * 50}) + "\n" for i in range(9000)).encode()
+    stdin(monkeypatch, b"\n " + lines)
+    sources = find(["-"])
+    assert sources.files == (SourceFile("-", "-", "jsonl"),)
+    found = list(read_blocks(sources, ReadOptions()))
+    assert len(found) > 3
+    assert len(joined(found, ReadOptions())) == 9000
+    for block in found:
+        before = (b"\n " + lines)[: block.next.offset]
+        assert block.next.digest == hashlib.sha256(before).hexdigest()
+        stdin(monkeypatch, b"\n " + lines)
+        following = list(read_blocks(find(["-"]), ReadOptions(), block.next))
+        assert following == found[found.index(block) + 1 :]
+    for other in (lines, lines[:100]):
+        stdin(monkeypatch, other)
+        with pytest.raises(UserError, match=r"standard input does not begin with the .* bytes"):
+            list(read_blocks(find(["-"]), ReadOptions(), found[0].next))
+    stdin(monkeypatch, b"plain\r\ntext")
+    assert documents(find(["-"])) == ["plain\ntext"]
+    stdin(monkeypatch, gzip.compress(b"text"))
+    with pytest.raises(UserError, match="zcat"):
+        find(["-"])
+
+
+# Memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "gz", "separator", "parquet"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ("x.jsonl.gz" if kind == "gz" else "x.txt" if kind == "separator" else f"x.{kind}")
+    text = (STDLIB / "argparse.py").read_text() * 4
+    with path.open("wb") as file:
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": [text[: 9000 + i % 7] for i in range(9000)]}), file, use_dictionary=False)
+        elif kind in ("txt", "separator"):
+            file.writelines(text.encode() for _ in range(200))
+        else:
+            line = io.BytesIO() if kind == "gz" else file
+            line.write(b'{"text": "')
+            line.writelines(json.dumps(text)[1:-1].encode() for _ in range(200))
+            line.write(b'"}')
+            if isinstance(line, io.BytesIO) and kind == "gz":
+                file.write(gzip.compress(line.getvalue(), 1))
+    separator = "@@@" if kind == "separator" else ""
+    script = f"""
+import resource, pyarrow.parquet
+from paceline.data.sources import ReadOptions, find, read_blocks
+sources = find([{str(path)!r}])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+total = 0
+for block in read_blocks(sources, ReadOptions(separator={separator!r})):
+    total += sum(len(chunk.content) for chunk in block.chunks)
+print(total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    total, kilobytes = map(int, done.stdout.split())
+    assert total > 75e6
+    assert kilobytes < 40_000
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(b"x" * (3 << 20))
+    before = os.listdir("/proc/self/fd")
+    reader = read_blocks(find([str(tmp_path)]), ReadOptions())
+    next(reader)
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
