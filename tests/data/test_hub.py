@@ -19,7 +19,9 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.data import blocks, hub
-from paceline.data.sources import Place, ReadOptions, Sources, find, read_blocks, split_text, texts
+from paceline.data.blocks import Place, ReadOptions, read_blocks, texts
+from paceline.data.corpora import Sources
+from paceline.data.sources import find, split_text
 
 constants = pytest.importorskip("huggingface_hub.constants")
 

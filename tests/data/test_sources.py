@@ -25,19 +25,9 @@ from hypothesis import strategies as st
 from paceline.base.errors import UserError
 from paceline.data import blocks as blocks_module
 from paceline.data import corpora
-from paceline.data.sources import (
-    Block,
-    Place,
-    ReadOptions,
-    SourceFile,
-    Sources,
-    digest,
-    find,
-    has_text,
-    read_blocks,
-    split_text,
-    texts,
-)
+from paceline.data.blocks import Block, Place, ReadOptions, read_blocks, texts
+from paceline.data.corpora import SourceFile, Sources
+from paceline.data.sources import digest, find, has_text, split_text
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -509,7 +499,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     separator = "@@@" if kind == "separator" else ""
     script = f"""
 import resource, pyarrow.parquet
-from paceline.data.sources import ReadOptions, find, read_blocks
+from paceline.data.blocks import ReadOptions, read_blocks
+from paceline.data.sources import find
 sources = find([{str(path)!r}])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total = 0

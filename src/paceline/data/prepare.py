@@ -238,8 +238,7 @@ class _Preparation:
 
     def run(self) -> Index:
         """Returns the index; it is the last file written."""
-        library = self._library()
-        tokenizer = Tokenizer.load(self._folder / TOKENIZER)
+        tokenizer, library = self._tokenizer()
         builder = Builder(
             self._folder,
             self._work,
@@ -263,14 +262,14 @@ class _Preparation:
         write_index(self._folder, index)
         return index
 
-    def _library(self) -> str:
-        """Returns what encodes; by then the tokenizer's files are in the folder."""
+    def _tokenizer(self) -> tuple[Tokenizer, str]:
+        """Returns the tokenizer and the library that encodes with it; by then its files are in the folder."""
         if self._saved is not None:
             self._report.say(f"data: going on with {self._folder}")
-            return str(self._saved["library"])
-        library = _choose_tokenizer(self._sources, self._options, self._recipe, self._folder, self._report)
+            return Tokenizer.load(self._folder / TOKENIZER), str(self._saved["library"])
+        tokenizer, library = _choose_tokenizer(self._sources, self._options, self._recipe, self._folder, self._report)
         self._journal.write(library, None, Place())
-        return library
+        return tokenizer, library
 
     def _encode(self, tokenizer: Tokenizer, library: str, builder: Builder) -> None:
         """Hands all documents to the builder, and notes every so often how far it is."""
@@ -308,8 +307,10 @@ class _Preparation:
         return tell
 
 
-def _choose_tokenizer(sources: Sources, options: ReadOptions, recipe: Recipe, folder: Path, report: Report) -> str:
-    """Finds or trains the tokenizer and writes its files into the folder; returns what is to encode with it."""
+def _choose_tokenizer(
+    sources: Sources, options: ReadOptions, recipe: Recipe, folder: Path, report: Report
+) -> tuple[Tokenizer, str]:
+    """Finds or trains the tokenizer and writes its files; returns it and the library that is to encode with it."""
 
     def sample() -> Iterator[str]:
         report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
@@ -323,7 +324,7 @@ def _choose_tokenizer(sources: Sources, options: ReadOptions, recipe: Recipe, fo
     lengths = io.BytesIO()
     np.save(lengths, tokenizer.token_bytes(), allow_pickle=False)
     replace_file(folder / TOKEN_BYTES, lengths.getvalue())
-    return encoder.library
+    return tokenizer, encoder.library
 
 
 def _sample(sources: Sources, options: ReadOptions) -> Iterator[str]:
@@ -367,8 +368,8 @@ def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe
         if not splits[split].documents:
             raise UserError(
                 f"all {splits[other].documents} documents fell into the {other} split and none into {split} "
-                f"(--validation-frac {recipe.validation_frac:g}); give more documents, another --validation-frac, or "
-                f"--validation SRC, and --restart"
+                f"(--validation-frac {recipe.validation_frac:g}); give more documents, another --validation-frac, "
+                f"a --separator between documents, or --validation SRC; and --restart"
             )
 
 

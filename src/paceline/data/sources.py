@@ -15,26 +15,7 @@ from typing import Any
 
 from paceline.base.errors import UserError, nearest
 from paceline.data import corpora, hub
-from paceline.data.blocks import Block, Place, ReadOptions, Text, Texts, read_blocks, texts
-from paceline.data.corpora import PIECE_BYTES, SNIFF_BYTES, STANDARD_INPUT, SourceFile, Sources, shown
-
-__all__ = [
-    "FORMATS",
-    "PIECE_BYTES",
-    "Block",
-    "Place",
-    "ReadOptions",
-    "SourceFile",
-    "Sources",
-    "Text",
-    "Texts",
-    "digest",
-    "find",
-    "has_text",
-    "read_blocks",
-    "split_text",
-    "texts",
-]
+from paceline.data.corpora import SNIFF_BYTES, STANDARD_INPUT, SourceFile, Sources, shown
 
 FORMATS = ("text", "jsonl", "parquet")
 VALIDATION_PARTS = 20  # one file in so many is validation
