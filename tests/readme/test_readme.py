@@ -1,5 +1,6 @@
 """What the README tells people to type works, word for word but for the size of the preset."""
 
+import json
 import os
 import re
 import shlex
@@ -12,13 +13,15 @@ import pytest
 from paceline.cli.main import _VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *GUIDE]
 
 
-def commands() -> list[str]:
-    """Returns the commands of the README's shell blocks, continued lines joined, comments dropped."""
+def commands(document: Path) -> list[str]:
+    """Returns the commands of a document's shell blocks, continued lines joined, comments dropped."""
     found = []
-    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL):
+    for block in re.findall(r"```sh\n(.*?)```", document.read_text(), flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = line.split("#")[0].strip()
             if words:
@@ -26,18 +29,22 @@ def commands() -> list[str]:
     return found
 
 
-def runnable() -> list[str]:
+def runnable(document: Path) -> list[str]:
     """Returns those that one machine can run: not the two hosts' (tests/laws), not make's (CI)."""
-    return [c for c in commands() if "10.0.0.1" not in c and not c.startswith("make")]
+    return [c for c in commands(document) if "10.0.0.1" not in c and not c.startswith("make")]
 
 
 @pytest.mark.long
-def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "text.md").write_text(README * 20)
+@pytest.mark.parametrize("document", [README, *GUIDE], ids=lambda document: document.stem)
+def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: Path) -> None:
+    for folder in ("docs", "texts"):  # what a reader would have
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.md").write_text(README.read_text() * 20)
+    records = [{"content": f"{i} {line}"} for i, line in enumerate(README.read_text().splitlines())]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    assert len(runnable()) >= 7
-    for command in runnable():
+    assert len(runnable(document)) >= 6
+    for command in runnable(document):
         words = shlex.split(command.replace("--preset demo", "--preset tiny"))
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         wanted = 75 if "--train.stop-at-step" in command else 0
@@ -45,7 +52,7 @@ def test_every_command_of_the_readme_runs_in_order(tmp_path: Path) -> None:
 
 
 def test_files_and_verbs_that_the_documents_name_exist() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for document in DOCUMENTS:
         text = document.read_text()
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
