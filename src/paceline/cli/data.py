@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from paceline.base import units
-from paceline.base.errors import UserError, nearest
+from paceline.base.errors import EXIT_RESUMABLE, UserError, nearest
 from paceline.cli.flags import parse
 from paceline.data.recipe import Recipe
 
@@ -86,15 +86,19 @@ def _prepare(arguments: list[str]) -> int:
     folder = Path(os.path.expanduser(parsed.out))
     sources = gather(parsed.sources, parsed.validation, parsed.recipe)
     console = Console(0)
-    with console.reading() as report:
-        prepare(
-            sources,
-            parsed.recipe,
-            folder,
-            report,
-            num_workers=parsed.workers or usable_cores(),
-            restart=parsed.restart,
-        )
+    try:
+        with console.reading() as report:
+            prepare(
+                sources,
+                parsed.recipe,
+                folder,
+                report,
+                num_workers=parsed.workers or usable_cores(),
+                restart=parsed.restart,
+            )
+    except KeyboardInterrupt:
+        console.say(f"interrupted; what was done is in {folder}, and the same command goes on with it")
+        return EXIT_RESUMABLE
     _tell(folder, 0)
     console.say(f"\nTry next:\n  paceline train --data.path {shlex.quote(str(folder))} --train.tokens-per-param 20")
     return 0

@@ -19,7 +19,7 @@ from paceline.base.errors import UserError, nearest
 from paceline.data import corpora, jsonl
 from paceline.data.corpora import BYTE_ORDER_MARK, STANDARD_INPUT, Readable, SourceFile, Sources, Stored
 
-BLOCK_BYTES = 1 << 20  # 40 ms of encoding on a core: enough to be worth sending to a process
+BLOCK_BYTES = 1 << 20  # 25 ms of encoding on a core: enough to be worth sending to a process
 LINE_BYTES = 1 << 22  # a longer line of JSON is parsed as it is read
 _CHUNK_COST_BYTES = 256  # what a chunk weighs in memory beside its content: a million files may be of one byte
 _READ_BYTES = 1 << 20

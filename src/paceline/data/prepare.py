@@ -113,7 +113,10 @@ def prepare(
     """
     recipe.check()
     if (folder / INDEX).is_file():
-        return _same(folder, _asked(sources, recipe))
+        report.say(f"data: {folder} is prepared already")
+        index = _same(folder, _asked(sources, recipe))
+        shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a process killed right after the index
+        return index
     try:
         with _work_folder(folder) as work:
             if (folder / INDEX).is_file():  # by a process that was faster

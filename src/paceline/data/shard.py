@@ -134,7 +134,7 @@ class SplitWriter:
 
         Raises ValueError for an id outside the vocabulary.
         """
-        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
+        if ids.size and (int(ids.max()) >= self.vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)):
             raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in a vocabulary of {self.vocab_size}")
         done = 0
         while done < ids.size:
@@ -143,7 +143,7 @@ class SplitWriter:
             tokens_file, starts_file = self._open_files()
             part = ids[done : done + self.shard_tokens - self._in_shard]
             within = starts[np.searchsorted(starts, done) : np.searchsorted(starts, done + part.size)]
-            tokens_file.write(part.astype(DTYPES[self.version], copy=False).tobytes())
+            tokens_file.write(np.ascontiguousarray(part, dtype=DTYPES[self.version]).data)
             starts_file.write((within - done + self._in_shard).astype("<i8").tobytes())
             self._in_shard += part.size
             self._num_starts += within.size

@@ -1,0 +1,564 @@
+"""The law: what is wrong with sources, a data set or the words about them is refused with status 2 and one message that
+names file and place; what was half made never counts as a data set."""
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from program import Ended, run
+
+PREPARE = ("data", "prepare")
+BYTES = ("--tokenizer", "bytes")
+TRAIN = ("train", "--preset", "tiny", "--train.steps", "3", "--train.sample-tokens", "0")
+HEADER_BYTES = 1024
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to start commands in, with a text file, records and a cache of its own."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    (folder / "book.txt").write_text("".join(f"This is line {i}, not the last.\n" for i in range(400)))
+    records(folder / "records.jsonl")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def records(path: Path, key: str = "text", count: int = 200) -> None:
+    path.write_text("".join(json.dumps({key: f"document {i} " * (i % 9 + 1)}) + "\n" for i in range(count)))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole data sets, copied by the tests that damage them: `bytes`, and `trained` with a vocabulary of 300."""
+    root = tmp_path_factory.mktemp("made")
+    records(root / "records.jsonl", count=400)
+    for name, tokenizer in (("bytes", "bytes"), ("trained", "train:300")):
+        options = ("--tokenizer", tokenizer, "--validation-frac", "0.2", "--shard-tokens", "9000")
+        run(*PREPARE, "records.jsonl", "--out", name, *options, cwd=root).require(0)
+    return root
+
+
+@pytest.fixture
+def data(place: Path, made: Path) -> Path:
+    """A whole data set of bytes in two shards or more, for the test to damage."""
+    shutil.copytree(made / "bytes", place / "data")
+    assert (place / "data/train-00001.bin").exists()
+    return place / "data"
+
+
+def refused(place: Path, *arguments: str, says: tuple[str, ...]) -> Ended:
+    """Runs the command in `place`; returns how it was refused: status 2 and one message, with all of `says` in it."""
+    ended = run(*arguments, cwd=place).require(2)
+    lines = ended.err.strip().splitlines()
+    is_box = lines[0].startswith("╭") and lines[-1].startswith("╰") and ended.err.count("╭") == 1
+    assert len(lines) == 1 or is_box, ended.err
+    assert "Traceback" not in ended.err + ended.out
+    for text in says:
+        assert text in ended.err, f"{text!r} is not in:\n{ended.err}"
+    return ended
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def counts(folder: Path) -> bool:
+    """Whether a folder has anything by which it could be taken for a data set."""
+    return (folder / "index.json").exists() or (folder / "val.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("data", "prepar"), ("paceline data prepar", "did you mean 'prepare'?", "info")),
+        (PREPARE, ("no source is given", "paceline data prepare SRC... --out DIR")),
+        ((*PREPARE, "--out", "x"), ("no source is given",)),
+        ((*PREPARE, "book.txt"), ("--out is not given",)),
+        ((*PREPARE, "book.txt", "--out"), ("--out",)),
+        ((*PREPARE, "book.txt", "--outt", "x"), ("--outt", "did you mean '--out'?")),
+        ((*PREPARE, "book.txt", "--out", "x", "--workers", "-1"), ("--workers is -1", "1 to 1024")),
+        ((*PREPARE, "book.txt", "--out", "x", "--workers", "many"), ("--workers", "many")),
+        ((*PREPARE, "book.txt", "--out", "x", "--validation-frac", "1.5"), ("--validation-frac is 1.5",)),
+        ((*PREPARE, "book.txt", "--out", "x", "--validation-frac", "nan"), ("--validation-frac is nan",)),
+        ((*PREPARE, "book.txt", "--out", "x", "--shard-tokens", "0"), ("--shard-tokens is 0", "1 to 2147483647")),
+        ((*PREPARE, "book.txt", "--out", "x", "--text-key", ""), ("--text-key is empty",)),
+        ((*PREPARE, "book.txt", "--out", "x", "--format", "csv"), ("csv", "jsonl", "parquet")),
+        ((*PREPARE, "missing.txt", "--out", "x"), ("missing.txt does not exist",)),
+        ((*PREPARE, "book.txt", "missing.txt", "--out", "x"), ("missing.txt does not exist",)),
+        ((*PREPARE, "*.nothing", "--out", "x"), ("*.nothing holds no text files, JSONL or Parquet",)),
+        ((*PREPARE, "book.txt", "-", "--out", "x"), ("- (standard input)", "alone")),
+        ((*PREPARE, "hub:one-word", "--out", "x"), ("'hub:one-word'", "hub:ORG/NAME")),
+        ((*PREPARE, "book.txt", "--out", "x", "--validation", "book.txt"), ("book.txt", "one side only")),
+        ((*PREPARE, "book.txt", "--out", "x", "--validation", "missing"), ("missing does not exist",)),
+        (("data", "info"), ("no data set is given", "paceline data info DIR")),
+        (("data", "info", "missing"), ("missing is no data set", "index.json", "train.bin")),
+        (("data", "info", "book.txt"), ("book.txt is no data set",)),
+        (("data", "info", ".", "--jsn"), ("--jsn", "did you mean '--json'?")),
+        (("bench", "loder"), ("did you mean 'loader'?",)),
+        (("bench", "loader", "--steps", "0"), ("--steps is 0",)),
+        (("bench", "loader", "--batch", "0"), ("--batch is 0",)),
+        (("bench", "loader", "--data.path", "missing"), ("missing does not exist",)),
+        (("bench", "loader", "--data.packing", "fit"), ("--data.packing", "bestfit")),
+        ((*TRAIN, "--data.mix", "a"), ("data.mix has 'a'", "PATH=WEIGHT")),
+        ((*TRAIN, "--data.mix", "a=x"), ("data.mix has 'a=x'", "PATH=WEIGHT")),
+        ((*TRAIN, "--data.mix", "a=-1"), ("data.mix has a=-1", "above 0")),
+        ((*TRAIN, "--data.mix", "a=nan"), ("data.mix has a=nan", "above 0")),
+        ((*TRAIN, "--data.mix", "a=1,", "b=1"), ("data.mix has 'a=1,'",)),
+        ((*TRAIN, "--data.mix", "missing=1"), ("missing does not exist",)),
+        ((*TRAIN, "--data.path", "book.txt", "--data.mix", "a=1"), ("data.path and data.mix", "give one")),
+        ((*TRAIN, "--data.path", "records.jsonl"), ("records.jsonl", "paceline data prepare")),
+    ],
+    ids=lambda value: " ".join(value).replace("/", ":")[-60:] if isinstance(value, tuple) else None,
+)
+def test_is_refused_and_leaves_nothing(place: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    before = files(place)
+    refused(place, *arguments, says=says)
+    assert files(place) == before, "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        ("gpt22", ("'gpt22'", "did you mean 'gpt2'?", "ORG/NAME")),
+        ("train:5", ("'train:5'", "257", "train:32768")),
+        ("train:", ("'train:'", "train:32768")),
+        ("train:many", ("'train:many'",)),
+        ("", ("--tokenizer is empty",)),
+        ("missing/tokenizer.json", ("'missing/tokenizer.json'", "not a file")),
+        ("broken.json", ("broken.json", "line 1 column 5")),
+        ("book.txt", ("book.txt", "not a tokenizer.json")),
+        ("words.json", ("words.json", "not byte-level BPE")),
+    ],
+)
+def test_a_tokenizer_is_refused(place: Path, tokenizer: str, says: tuple[str, ...]) -> None:
+    (place / "broken.json").write_text('{"a": 1')
+    import tokenizers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0, "unk": 1}, unk_token="unk"))
+    (place / "words.json").write_text(words.to_str())
+    refused(place, *PREPARE, "book.txt", "--out", "x", "--tokenizer", tokenizer, says=says)
+    assert not counts(place / "x")
+
+
+def source_files(folder: Path) -> None:
+    """Files that have something wrong with them, each named by it."""
+    (folder / "folder").mkdir()
+    (folder / "latin1.txt").write_bytes("café naïve\n".encode("latin-1") * 50)
+    (folder / "utf16.txt").write_bytes("some text\n".encode("utf-16") * 50)
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "other-key.jsonl").write_text('{"text": "one"}\n\n{"txt": "two"}\n')
+    (folder / "broken.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three\n{"text": "four"}\n')
+    (folder / "number.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    (folder / "list.jsonl").write_text('["text", "one"]\n')
+    (folder / "array.json").write_text('[{"text": "one"},\n {"text": "two"}]\n')
+    (folder / "nothing.jsonl").write_text('{"text": ""}\n{"text": null}\n')
+    (folder / "one.jsonl").write_text('{"text": "one"}\n')
+    content = (folder / "records.jsonl").read_bytes()
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(content)[:-20])
+    flipped = bytearray(gzip.compress(content))
+    flipped[len(flipped) // 2] ^= 16
+    (folder / "flipped.jsonl.gz").write_bytes(flipped)
+    compressed = zstandard.compress(content)
+    (folder / "cut.jsonl.zst").write_bytes(compressed[: len(compressed) // 2])
+    (folder / "text.jsonl.gz").write_bytes(content)
+    (folder / "text.jsonl.zst").write_bytes(content)
+    table = pa.table({"content": [f"row {i} " * 50 for i in range(3000)], "length": list(range(3000))})
+    pq.write_table(table, folder / "rows.parquet", compression="NONE", use_dictionary=False)
+    whole = (folder / "rows.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (folder / "text.parquet").write_bytes(content)
+    (folder / "empty.parquet").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("folder",), ("folder holds no text files",)),
+        (("latin1.txt",), ("latin1.txt is not UTF-8 text", "iconv -f LATIN1 -t UTF-8")),
+        (("utf16.txt",), ("utf16.txt is not UTF-8 text", "iconv")),
+        (("utf16.txt", "--format", "text"), ("utf16.txt is not UTF-8 text",)),
+        (("empty.txt",), ("empty.txt is empty",)),
+        (("other-key.jsonl",), ("other-key.jsonl line 3", "no key 'text'", "did you mean 'txt'?", "--text-key")),
+        (("records.jsonl", "--text-key", "txt"), ("records.jsonl line 1", "did you mean 'text'?")),
+        (("broken.jsonl",), ("broken.jsonl line 3 is not JSON", "character 10")),
+        (("number.jsonl",), ("number.jsonl line 2 has a number under 'text'", "--text-key")),
+        (("list.jsonl",), ("list.jsonl line 1 is a list",)),
+        (("array.json",), ("array.json is one JSON value", "jq -c '.[]'")),
+        (("nothing.jsonl",), ("there is no text in the sources", "2 documents are empty")),
+        (("one.jsonl",), ("none into validation", "--validation-frac", "--validation SRC")),
+        (("cut.jsonl.gz",), ("cut.jsonl.gz is damaged or cut short",)),
+        (("flipped.jsonl.gz",), ("flipped.jsonl.gz",)),
+        (("cut.jsonl.zst",), ("cut.jsonl.zst is damaged or cut short",)),
+        (("text.jsonl.gz",), ("text.jsonl.gz is damaged", "Not a gzipped file")),
+        (("text.jsonl.zst",), ("text.jsonl.zst is damaged",)),
+        (("rows.parquet",), ("rows.parquet has no column 'text'", "content, length", "--text-key")),
+        (("rows.parquet", "--text-key", "contents"), ("did you mean 'content'?",)),
+        (("rows.parquet", "--text-key", "length"), ("rows.parquet: column 'length' is of int64, not of text",)),
+        (("cut.parquet", "--text-key", "content"), ("cut.parquet can not be read as Parquet", "cut short?")),
+        (("text.parquet",), ("text.parquet can not be read as Parquet",)),
+        (("empty.parquet",), ("empty.parquet can not be read as Parquet",)),
+        (("book.txt", "--document-token", "<s>"), ("no special token '<s>'", "<|endoftext|>")),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, tuple) else None,
+)
+def test_a_source_is_refused(place: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    source_files(place)
+    refused(place, *PREPARE, *arguments, "--out", "x", *BYTES, says=says)
+    assert not counts(place / "x")
+    if (place / "x").exists():
+        refused(place, "data", "info", "x", says=("x is not finished", "paceline data prepare"))
+
+
+def test_a_flipped_page_of_a_parquet_file_is_refused(place: Path) -> None:
+    """Where the file has checksums; without them nobody can know."""
+    table = pa.table({"text": [f"row {i} " * 50 for i in range(3000)]})
+    pq.write_table(table, place / "rows.parquet", compression="NONE", use_dictionary=False, write_page_checksum=True)
+    content = bytearray((place / "rows.parquet").read_bytes())
+    content[len(content) // 2] ^= 1
+    (place / "rows.parquet").write_bytes(content)
+    refused(place, *PREPARE, "rows.parquet", "--out", "x", *BYTES, says=("rows.parquet", "damaged"))
+    assert not counts(place / "x")
+
+
+def test_what_is_refused_in_the_middle_is_gone_on_with(place: Path) -> None:
+    """A line is repaired, and the bytes are those of a preparation that never met a broken one."""
+    good = "".join(json.dumps({"text": f"document {i} " * 300}) + "\n" for i in range(1500))
+    cut = good.rindex('{"text": "document 1400 ')
+    (place / "some.jsonl").write_text(good[:cut] + good[cut:].replace("{", "[", 1))
+    command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "1000000")
+    refused(place, *command, "--out", "x", says=("some.jsonl line 1401",))
+    assert not counts(place / "x")
+    (place / "some.jsonl").write_text(good)
+    ended = run(*command, "--out", "x", cwd=place)
+    if ended.status:  # the file is another one by its time: --restart is asked for, in one message
+        assert "--restart" in ended.err
+        run(*command, "--out", "x", "--restart", cwd=place).require(0)
+    run(*command, "--out", "y", cwd=place).require(0)
+    assert same_shards(place / "x", place / "y")
+
+
+def same_shards(one: Path, other: Path) -> bool:
+    names = {path.name for path in one.iterdir()}
+    assert names == {path.name for path in other.iterdir()}
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def test_folders_that_are_no_place_for_it(place: Path) -> None:
+    (place / "full").mkdir()
+    (place / "full/letter.txt").write_text("mine")
+    command = (*PREPARE, "book.txt", *BYTES, "--out")
+    before = files(place)
+    refused(place, *command, "full", says=("full is not empty and holds no data set", "another --out"))
+    refused(place, *command, "book.txt", says=("book.txt", "Not a directory"))
+    refused(place, *command, "book.txt/x", says=("book.txt", "Not a directory"))
+    refused(place, *command, "/proc/x", says=("/proc/x", "No such file or directory"))
+    assert files(place) == before
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_read_only_disk_is_refused(place: Path, mount: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+    says = (str(mount / "x"), "Read-only file system")
+    refused(place, *PREPARE, "book.txt", *BYTES, "--out", str(mount / "x"), says=says)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
+def test_a_disk_that_fills_is_refused_and_gone_on_with(place: Path, mount: Path, tokenizer: str) -> None:
+    big = place / "big.jsonl"
+    big.write_text("".join(json.dumps({"text": f"document {i} " * 300}) + "\n" for i in range(1200)))  # 4 MB
+    command = (*PREPARE, "big.jsonl", "--tokenizer", tokenizer, "--shard-tokens", "500000", "--workers", "1")
+    command = (*command, "--validation-frac", "0.05", "--out")
+    (mount / "ballast").write_bytes(b"x" * (1 << 20))
+    out = mount / "x"
+    for _ in range(2):  # again without having made room: the same message, and no harm
+        refused(place, *command, str(out), says=(f"the disk of {out} is full", "free some space", "same command"))
+        assert not counts(out)
+        refused(place, "data", "info", str(out), says=("is not finished",))
+    (mount / "ballast").unlink()
+    subprocess.run(["mount", "-o", "remount,size=30m", mount], check=True)
+    run(*command, str(out), cwd=place).require(0)
+    run(*command, "undisturbed", cwd=place).require(0)
+    assert same_shards(out, place / "undisturbed")
+    run("data", "info", str(out), "--verify").require(0)
+
+
+def test_another_recipe_for_a_finished_folder(place: Path, data: Path) -> None:
+    command = (*PREPARE, "records.jsonl", "--out", "done")
+    run(*command, *BYTES, "--validation-frac", "0.1", cwd=place).require(0)
+    before = {path: path.read_bytes() for path in (place / "done").iterdir()}
+    frac = ("--validation-frac", "0.1")
+    refused(place, *command, *BYTES, says=("--validation-frac 0.1, not 0.01", "another --out"))
+    refused(place, *command, "--tokenizer", "train:300", *frac, says=("--tokenizer 'bytes', not 'train:300'",))
+    refused(place, *command, *BYTES, *frac, "--dedup", says=("--dedup False, not True",))
+    records(place / "records.jsonl", count=201)
+    refused(place, *command, *BYTES, *frac, says=("other sources", "changed since"))
+    assert {path: path.read_bytes() for path in (place / "done").iterdir()} == before
+
+
+def test_another_recipe_for_a_begun_folder(place: Path) -> None:
+    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() + "{\n")
+    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, says=("broken.jsonl line 201",))
+    says = ("x was begun", "--shard-tokens 100000000, not 5000", "--restart")
+    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, "--shard-tokens", "5000", says=says)
+    refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, says=("x was begun from other sources",))
+    run(*PREPARE, "records.jsonl", "--out", "x", *BYTES, "--restart", cwd=place).require(0)
+
+
+def change(path: Path, at: int, value: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        file.write(value)
+
+
+def flip(path: Path, at: int) -> None:
+    content = path.read_bytes()
+    change(path, at, bytes([content[at] ^ 4]))
+
+
+INFO = ("data", "info", "data")
+TRAIN_DATA = (*TRAIN, "--data.path", "data", "--out", "run")
+BENCH = ("bench", "loader", "--data.path", "data", "--data.seq-len", "64", "--steps", "5")
+
+
+@pytest.mark.parametrize("command", [INFO, TRAIN_DATA, (*TRAIN_DATA, "--nproc", "2"), BENCH], ids=lambda c: c[0])
+def test_a_truncated_shard_is_refused_at_open(place: Path, data: Path, command: tuple[str, ...]) -> None:
+    path = data / "train-00000.bin"
+    size = path.stat().st_size
+    os.truncate(path, size - 2)
+    refused(place, *command, says=("data/train-00000.bin is truncated", f"{size} bytes", f"{size - 2}", "prepare"))
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize("at", [0, 2, 4, 8, 12, 43, 44, 1023])
+def test_a_flipped_byte_in_a_header_is_refused_at_open(place: Path, data: Path, at: int) -> None:
+    flip(data / "train-00001.bin", at)
+    refused(place, *INFO, says=("data/train-00001.bin",))
+    if at in (0, 44):
+        refused(place, *TRAIN_DATA, says=("data/train-00001.bin",))
+        assert not (place / "run").exists()
+
+
+def test_a_flipped_byte_in_the_tokens_is_found_by_verify(place: Path, data: Path) -> None:
+    path = data / "train-00001.bin"
+    flip(path, HEADER_BYTES + 2 * 1234)
+    run(*INFO, cwd=place).require(0)  # nobody reads the tokens
+    refused(place, *INFO, "--verify", says=("data/train-00001.bin is damaged", "sha256"))
+
+
+@pytest.mark.parametrize("name", ["train-00000.starts.npy", "tokenizer.json", "token_bytes.npy", "index.json"])
+def test_a_flipped_byte_beside_the_shards_is_found_by_verify(place: Path, data: Path, name: str) -> None:
+    """Each byte of index.json either changes what is checked, or is refused; here, one of a checksum."""
+    content = (data / name).read_bytes()
+    at = content.index(b'"sha256": "') + 11 if name == "index.json" else len(content) - 9
+    flip(data / name, at)
+    refused(place, *INFO, "--verify", says=("data/",))
+
+
+@pytest.mark.parametrize(
+    "name", ["train-00000.bin", "train-00000.starts.npy", "tokenizer.json", "token_bytes.npy", "validation-00000.bin"]
+)
+def test_a_missing_file_is_refused(place: Path, data: Path, name: str) -> None:
+    (data / name).unlink()
+    refused(place, *INFO, "--verify", says=(f"data/{name}", "No such file"))
+
+
+@pytest.mark.parametrize(
+    ("change_to", "says"),
+    [
+        (b"", "data/index.json is damaged"),
+        (b"{}", "not the index of a paceline data set"),
+        (b'{"format": "paceline-shards", "version": 1}', "version 1; this paceline reads 2"),
+        (b'{"format": "paceline-shards", "version": 2}', "data/index.json is damaged"),
+        (b"[1]", "not the index of a paceline data set"),
+    ],
+)
+def test_an_index_is_refused(place: Path, data: Path, change_to: bytes, says: str) -> None:
+    (data / "index.json").write_bytes(change_to)
+    refused(place, *TRAIN_DATA, says=(says,))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (("tokenizer", "sha256"), "g" * 64),
+        (("tokenizer", "sha256"), None),
+        (("tokenizer", "end_of_text"), "256"),
+        (("splits", "train", "shards", 0, "file"), "../train-00000.bin"),
+        (("splits", "train", "shards", 0, "sha256"), 5),
+        (("splits", "train", "tokens"), 5),
+        (("vocab_size",), "many"),
+        (("vocab_size",), -1),
+        (("token_bytes",), 5),
+        (("token_bytes",), "/etc/passwd"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else repr(value)[:20],
+)
+def test_an_index_that_lies_is_refused(place: Path, data: Path, field: tuple[str | int, ...], value: object) -> None:
+    index = json.loads((data / "index.json").read_text())
+    inner = index
+    for name in field[:-1]:
+        inner = inner[name]
+    inner[field[-1]] = value
+    (data / "index.json").write_text(json.dumps(index))
+    refused(place, *INFO, "--verify", says=("data/",))
+
+
+@pytest.mark.parametrize("more", [(), ("--nproc", "2"), ("--data.packing", "bestfit")], ids=["1", "2", "bestfit"])
+def test_an_id_beyond_the_vocabulary_stops_a_run(place: Path, data: Path, more: tuple[str, ...]) -> None:
+    """Wherever it lies, a run that comes to it ends with status 2 and names file and token."""
+    for path in data.glob("train-*.bin"):
+        count = (path.stat().st_size - HEADER_BYTES) // 2
+        for token in range(20, count, 40):
+            change(path, HEADER_BYTES + 2 * token, struct.pack("<H", 999))
+    ended = run(*TRAIN_DATA, *more, cwd=place).require(2)
+    assert ended.err.count("error:") == 1, ended.err
+    assert "Traceback" not in ended.err + ended.out
+    assert "data/train-0000" in ended.err
+    assert "has id 999 at token" in ended.err
+    assert "the vocabulary has 257" in ended.err
+    refused(place, "data", "info", "data", "--verify", says=("data/train-00000.bin",))
+
+
+def test_a_shard_of_another_tokenizer_is_refused(place: Path, made: Path, data: Path) -> None:
+    """With as many tokens as the one it takes the place of, and ids that would fit."""
+    path, other = data / "train-00000.bin", made / "trained/train-00000.bin"
+    assert path.stat().st_size == other.stat().st_size
+    shutil.copy(other, path)
+    says = ("data/train-00000.bin was made with the tokenizer of sha256", "of another data set")
+    refused(place, *TRAIN_DATA, says=says)
+    refused(place, *INFO, says=says)
+
+
+def test_a_shard_of_other_data_is_refused(place: Path, data: Path) -> None:
+    """The same tokenizer and number of tokens: only checksums tell."""
+    shutil.copy(data / "train-00001.bin", data / "train-00000.bin")
+    refused(place, *INFO, "--verify", says=("data/train-00000.bin is damaged", "sha256"))
+
+
+def test_a_mixture_of_two_tokenizers_is_refused(place: Path, made: Path, data: Path) -> None:
+    shutil.copytree(made / "trained", place / "trained")
+    says = ("data was made with the tokenizer of sha256", "trained with", "can not be mixed", "prepare one")
+    refused(place, *TRAIN, "--data.mix", "data=1", "trained=1", "--out", "run", says=says)
+    assert not (place / "run").exists()
+    says = ("less than a millionth",)
+    refused(place, *TRAIN, "--data.mix", "data=1", "data=1e-9", "--out", "run", says=says)
+
+
+def test_a_vocabulary_smaller_than_the_data_s_is_refused(place: Path, data: Path) -> None:
+    says = ("model.vocab-size is 100", "257")
+    refused(place, *TRAIN_DATA, "--model.vocab-size", "100", says=says)
+    refused(place, *TRAIN_DATA, "--data.seq-len", "1000000", says=("too few", "--data.seq-len"))
+
+
+def nanogpt(folder: Path, count: int = 4000) -> Path:
+    folder.mkdir()
+    np.arange(count, dtype=np.uint16).tofile(folder / "train.bin")
+    np.arange(count, dtype=np.uint16).tofile(folder / "val.bin")
+    return folder
+
+
+def test_foreign_files_of_which_nothing_tells_what_is_asked(place: Path) -> None:
+    folder = nanogpt(place / "data")
+    size = ("--model.vocab-size", "5000")
+    refused(place, *TRAIN_DATA, says=("data does not say", "--model.vocab-size 50257"))
+    refused(place, *INFO, says=("data does not say", "-size 50257"))
+    says = ("data does not say where its documents begin", "paceline data prepare")
+    refused(place, *TRAIN_DATA, *size, "--data.packing", "bestfit", says=says)
+    refused(place, *TRAIN_DATA, *size, "--data.mask-documents", says=("data", "paceline data prepare"))
+    refused(place, *INFO, "--vocab-size", "100", "--verify", says=("data/train.bin has id 100 at token 100",))
+    assert not (place / "run").exists()
+    with (folder / "val.bin").open("ab") as file:
+        file.write(b"x")
+    refused(place, *TRAIN_DATA, *size, says=("data/val.bin is truncated", "8001"))
+    (folder / "val.bin").unlink()
+    refused(place, *TRAIN_DATA, *size, says=("data has token files but none for validation",))
+
+
+def test_a_shard_that_is_none_is_refused(place: Path) -> None:
+    folder = place / "data"
+    folder.mkdir()
+    (folder / "web_train_000000.bin").write_bytes(b"not a shard at all" * 100)
+    (folder / "web_val_000000.bin").write_bytes(b"x")
+    says = ("data/web_train_000000.bin is not a token shard", "20240520")
+    refused(place, *TRAIN_DATA, "--model.vocab-size", "50257", says=says)
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("touch RAN",)
+
+
+@pytest.mark.parametrize("what", [Payload(), {"vocab_size": 10**9}, {"vocab_size": 5, "itos": [1]}, [1, 2]], ids=str)
+def test_a_malicious_vocabulary_runs_nothing(place: Path, what: object) -> None:
+    folder = nanogpt(place / "data")
+    (folder / "meta.pkl").write_bytes(pickle.dumps(what))
+    refused(place, *TRAIN_DATA, says=("data/meta.pkl", "nothing in it was executed", "--model.vocab-size"))
+    refused(place, *INFO, says=("data/meta.pkl",))
+    assert not (place / "RAN").exists()
+
+
+def test_an_unfinished_data_set_is_not_trained_on(place: Path) -> None:
+    """Neither before its first shard, when only the tokenizer is there, nor after."""
+    (place / "broken.jsonl").write_text("{\n")
+    refused(place, *PREPARE, "broken.jsonl", "--out", "data", *BYTES, says=("broken.jsonl line 1",))
+    refused(place, *TRAIN_DATA, says=("data", "paceline data prepare"))
+    (place / "broken2.jsonl").write_text((place / "records.jsonl").read_text() * 100 + "{\n")
+    refused(place, *PREPARE, "broken2.jsonl", "--out", "data2", *BYTES, says=("broken2.jsonl line 20001",))
+    assert list((place / "data2").glob("train-*.bin"))
+    refused(place, *TRAIN, "--data.path", "data2", "--out", "run", says=("data2", "paceline data prepare"))
+
+
+def test_standard_input_that_is_closed_is_refused(place: Path) -> None:
+    command = 'exec "$0" -m paceline data prepare - --out x --tokenizer bytes <&-'
+    import sys
+
+    ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=place, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert "standard input" in ended.stderr
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(place: Path) -> None:
+    """It can be read once, and a source is looked at before it is read."""
+    os.mkfifo(place / "pipe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("program.DEADLINE_S", 5.0)
+        refused(place, *PREPARE, "pipe", "--out", "x", *BYTES, says=("pipe", "-"))
+
+
+def test_a_second_preparation_of_the_same_folder_is_refused_meanwhile(place: Path) -> None:
+    import filelock
+
+    (place / "x/.preparing").mkdir(parents=True)
+    with filelock.FileLock(place / "x/.preparing/lock"):
+        says = ("another process is preparing x", "another --out")
+        refused(place, *PREPARE, "book.txt", "--out", "x", *BYTES, says=says)
+
+
+def test_a_wrong_key_is_corrected_without_more_ado(place: Path) -> None:
+    """Nothing was prepared with it, so there is nothing to protect."""
+    refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, "--text-key", "txt", says=("line 1", "'text'"))
+    run(*PREPARE, "records.jsonl", "--out", "x", *BYTES, cwd=place).require(0)
