@@ -205,11 +205,11 @@ class _Journal:
             raise UserError(f"{folder} was begun {what}; ask for the same again, or --restart to begin anew")
         return found
 
-    def write(self, library: str, builder: Builder | None, place: Place) -> None:
-        """Keeps a moment at which all blocks before `place` are with the builder."""
+    def write(self, encoder: dict[str, str], builder: Builder | None, place: Place) -> None:
+        """Keeps a moment at which all blocks before `place` are with the builder; `encoder` says what makes ids."""
         content = {
             "asked": self._asked,
-            "library": library,
+            "encoder": encoder,
             "builder": builder.save() if builder else None,
             "place": asdict(place),
         }
@@ -269,15 +269,19 @@ class _Preparation:
         """Returns the tokenizer and the library that encodes with it; by then its files are in the folder."""
         if self._saved is not None:
             self._report.say(f"data: going on with {self._folder}")
-            return Tokenizer.load(self._folder / TOKENIZER), str(self._saved["library"])
+            tokenizer, encoder = Tokenizer.load(self._folder / TOKENIZER), self._saved["encoder"]
+            if tokenizer.sha256 != encoder["tokenizer_sha256"]:
+                raise UserError(f"{self._folder / TOKENIZER} was changed since this was begun; --restart begins anew")
+            return tokenizer, encoder["library"]
         tokenizer, library = _choose_tokenizer(self._sources, self._options, self._recipe, self._folder, self._report)
-        self._journal.write(library, None, Place())
+        self._journal.write({"library": library, "tokenizer_sha256": tokenizer.sha256}, None, Place())
         return tokenizer, library
 
     def _encode(self, tokenizer: Tokenizer, library: str, builder: Builder) -> None:
         """Hands all documents to the builder, and notes every so often how far it is."""
         recipe = self._recipe
         job = Job(tokenizer.json, library, self._options, recipe.validation_frac, recipe.dedup)
+        encoder = {"library": library, "tokenizer_sha256": tokenizer.sha256}
         start = Place(**self._saved["place"]) if self._saved else Place()
         blocks = read_blocks(self._sources, self._options, start)
         told = self._teller(builder)
@@ -291,11 +295,11 @@ class _Preparation:
                     reached = block.next
                 told(block)
                 if reached is not None and time.monotonic() - saved_at > self._save_every_s:
-                    self._journal.write(library, builder, reached)
+                    self._journal.write(encoder, builder, reached)
                     saved_at = time.monotonic()
         except (UserError, KeyboardInterrupt):
             if reached is not None:  # a document that can not be read, or a person who has enough for today
-                self._journal.write(library, builder, reached)
+                self._journal.write(encoder, builder, reached)
             raise
 
     def _teller(self, builder: Builder) -> Callable[[Block], None]:

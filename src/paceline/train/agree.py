@@ -13,7 +13,7 @@ from paceline.train.resolve import Settings
 from paceline.world.group import Group
 
 # What may differ between hosts: where things are and what a host is made of, not what is computed.
-_LOCAL = ("parallel.interface", "parallel.threads", "parallel.port", "data.path", "parallel.device")
+_LOCAL = ("parallel.interface", "parallel.threads", "parallel.port", "data.path", "data.mix", "parallel.device")
 
 
 def choices(settings: Settings) -> dict[str, Any]:

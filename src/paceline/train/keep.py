@@ -56,7 +56,7 @@ def restore_run(run: Run) -> None:
     for problem in problems:
         run.console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
         run.event("damaged checkpoint", problem=problem)
-    if manifest["data"] != run.feed.blend.fingerprint:
+    if manifest.get("data") != run.feed.blend.fingerprint:
         raise UserError(
             f"{path} was trained on other data than {run.feed.blend.name}: the order of its sequences would not go on. "
             f"Give the same data by --data.path, or start a new run",

@@ -1,0 +1,250 @@
+"""The law: what `data prepare` and `data info` make and say is what an independent count of the sources gives, and a
+run on it, whatever the packing, is the same run at any world size and after any stop."""
+
+import json
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from program import Program, digest, losses, run, steps
+
+TRAIN = ("train", "--preset", "tiny", "--train.sample-tokens", "0", "--train.eval-sequences", "8")
+FRAC = ("--validation-frac", "0.2")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to start commands in, with a cache of its own."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def texts(count: int = 300) -> list[str]:
+    return [f"Document {i} sagt naïvely: " + "blah blah. " * (i * 7 % 23) for i in range(count)]
+
+
+def write_records(path: Path, documents: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def prepared(place: Path, name: str, documents: list[str], tokenizer: str = "bytes") -> Path:
+    write_records(place / f"{name}.jsonl", documents)
+    options = ("--tokenizer", tokenizer, *FRAC, "--shard-tokens", "20000")
+    run("data", "prepare", f"{name}.jsonl", "--out", name, *options, cwd=place).require(0)
+    return place / name
+
+
+def info(folder: Path, *more: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("data", "info", str(folder), "--json", *more).require(0).out)
+    return found
+
+
+def tokens_of(folder: Path, split: str) -> list[int]:
+    """By the format's description alone."""
+    found: list[int] = []
+    for path in sorted(folder.glob(f"{split}-*.bin")):
+        content = path.read_bytes()
+        magic, version, count = struct.unpack("<3i", content[:12])
+        assert (magic, version) == (20240520, 1)
+        found += struct.unpack(f"<{count}H", content[1024:])
+    return found
+
+
+def documents_of(folder: Path) -> set[str]:
+    """The texts of a data set of bytes: 256 begins each."""
+    found: list[list[int]] = []
+    for token in tokens_of(folder, "train") + tokens_of(folder, "validation"):
+        if token == 256:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return {bytes(document).decode() for document in found}
+
+
+def from_stdin(place: Path, content: bytes, *arguments: str) -> str:
+    command = [sys.executable, "-m", "paceline", "data", "prepare", "-", *arguments]
+    ended = subprocess.run(command, cwd=place, input=content, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == b""
+    return ended.stdout.decode()
+
+
+def test_standard_input_text(place: Path) -> None:
+    content = "<|endoftext|>".join(texts()).encode()
+    options = ("--separator", "<|endoftext|>", *FRAC)
+    from_stdin(place, content, "--out", "x", "--tokenizer", "bytes", *options)
+    assert documents_of(place / "x") == set(texts())
+    said = from_stdin(place, content, "--out", "y", "--tokenizer", "train:300", *options)
+    assert "keeping standard input on the disk" in said
+    found = info(place / "y", "--verify")
+    assert sum(split["text_bytes"] for split in found["splits"].values()) == len("".join(texts()).encode())
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
+def test_standard_input_records_are_as_the_file_gives_them(place: Path, tokenizer: str) -> None:
+    """All but the tokenizer-independent place in the split, which is by text for records in both cases."""
+    file = prepared(place, "file", texts(), tokenizer)
+    content = (place / "file.jsonl").read_bytes()
+    options = ("--tokenizer", tokenizer, *FRAC, "--shard-tokens", "20000")
+    from_stdin(place, content, "--out", "piped", *options)
+    names = {path.name for path in file.iterdir()} - {"index.json"}
+    for name in names:
+        assert (file / name).read_bytes() == (place / "piped" / name).read_bytes(), name
+
+
+def test_what_info_says_is_what_is_there(place: Path) -> None:
+    documents = [*texts(), "", texts()[3]]
+    folder = prepared(place, "data", documents)
+    found = info(folder, "--verify")
+    assert found["verified"] is True
+    assert found["vocab_size"] == 257
+    assert found["document_token"] == "<|endoftext|>"
+    assert found["origin"]["empty_documents"] == 1
+    kept = [text for text in documents if text]
+    for split in ("train", "validation"):
+        ids, said = np.array(tokens_of(folder, split)), found["splits"][split]
+        lengths = np.diff(np.append(np.flatnonzero(ids == 256), ids.size))
+        assert said["tokens"] == ids.size
+        assert said["documents"] == lengths.size
+        assert said["shards"] == len(list(folder.glob(f"{split}-*.bin"))) == -(-ids.size // 20000)
+        assert said["document_tokens"]["longest"] == lengths.max()
+        assert said["document_tokens"]["median"] == int(np.median(lengths))
+        assert said["text_bytes"] == ids.size - lengths.size
+    assert sum(said["documents"] for said in found["splits"].values()) == len(kept)
+    shown = run("data", "info", str(folder), "--verify").require(0)
+    assert "every byte was read" in shown.out
+    assert "documents have no text" in shown.out
+    assert shown.err == ""
+
+
+def test_progress_without_a_terminal_is_plain_lines(place: Path) -> None:
+    write_records(place / "data.jsonl", texts())
+    ended = run("data", "prepare", "data.jsonl", "--out", "x", "--tokenizer", "bytes", *FRAC, cwd=place).require(0)
+    assert "\x1b" not in ended.out
+    assert "\r" not in ended.out
+    assert "tokens" in ended.out.splitlines()[0]
+    assert "paceline train --data.path x" in ended.out
+    assert ended.err == ""
+
+
+def test_prepared_twice_changes_nothing(place: Path) -> None:
+    folder = prepared(place, "data", texts())
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    prepared(place, "data", texts())
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+
+
+def test_interrupted_and_killed_and_started_again(place: Path) -> None:
+    """Ctrl-C notes how far it is; kill -9 later goes back to that; the bytes are those of an undisturbed run."""
+    documents = [f"Document {i}: " + "words of it, " * 300 for i in range(8000)]  # 31 MB
+    write_records(place / "data.jsonl", documents)
+    command = ("data", "prepare", "data.jsonl", "--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "3000000")
+    command = (*command, *FRAC, "--out")
+
+    def shards() -> int:
+        return len(list((place / "x").glob("train-*.bin")))
+
+    with Program(*command, "x", cwd=place) as program:
+        program.wait_for(lambda: shards() > 1)
+        program.process.send_signal(signal.SIGINT)
+        ended = program.wait()
+        assert ended.status == 75, ended
+        assert "the same command goes on" in ended.out + ended.err
+    with Program(*command, "x", cwd=place) as program:
+        program.wait_for(lambda: shards() > 3)
+        program.kill_all()
+    assert not (place / "x/index.json").exists()
+    ended = run(*command, "x", cwd=place).require(0)
+    assert "going on with x" in ended.out
+    run(*command, "y", cwd=place).require(0)
+    names = {path.name for path in (place / "x").iterdir()}
+    assert names == {path.name for path in (place / "y").iterdir()}
+    assert len([name for name in names if name.endswith(".bin")]) > 6
+    for name in names:
+        assert (place / "x" / name).read_bytes() == (place / "y" / name).read_bytes(), name
+
+
+def test_nanogpt_s_characters_are_trained_on_and_sampled(place: Path) -> None:
+    text = "To be, or not to be: that is the question.\n" * 300
+    letters = sorted(set(text))
+    ids = np.array([letters.index(character) for character in text], dtype=np.uint16)
+    folder = place / "chars"
+    folder.mkdir()
+    ids[:12000].tofile(folder / "train.bin")
+    ids[12000:].tofile(folder / "val.bin")
+    meta = {"vocab_size": len(letters), "itos": dict(enumerate(letters)), "stoi": {c: i for i, c in enumerate(letters)}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    found = info(folder, "--verify")
+    assert found["vocab_size"] == len(letters)
+    assert found["splits"]["train"]["tokens"] == 12000
+    assert found["splits"]["train"]["documents"] is None
+    run(*TRAIN, "--data.path", "chars", "--train.steps", "30", "--out", "run", cwd=place).require(0)
+    ended = run("sample", "run", "--prompt", "To be", "--tokens", "40", cwd=place).require(0)
+    assert ended.out.startswith("To be")
+    assert set(ended.out) <= set(letters)
+    assert len(ended.out.strip("\n")) > 20
+
+
+def llm_c(path: Path, ids: np.ndarray) -> None:
+    path.write_bytes(struct.pack("<256i", 20240520, 1, ids.size, *[0] * 253) + ids.astype("<u2").tobytes())
+
+
+def test_llm_c_s_shards_are_trained_on(place: Path) -> None:
+    folder = place / "web"
+    folder.mkdir()
+    for number in range(2):
+        llm_c(folder / f"web_train_{number:06d}.bin", np.arange(9000) * 7 % 700)
+    llm_c(folder / "web_val_000000.bin", np.arange(2000) % 700)
+    found = info(folder, "--vocab-size", "700", "--verify")
+    assert found["splits"]["train"] | {"tokens": 18000, "shards": 2} == found["splits"]["train"]
+    assert found["tokenizer_sha256"] is None
+    command = (*TRAIN, "--data.path", "web", "--model.vocab-size", "700", "--train.steps", "4", "--out", "run")
+    run(*command, cwd=place).require(0)
+    assert len(losses(place / "run")) == 4
+
+
+@pytest.fixture(scope="module")
+def two_data_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("two")
+    prepared(root, "web", texts())
+    prepared(root, "code", [f"def f{i}(x):\n    return x * {i}\n" * (i % 11 + 1) for i in range(300)])
+    return root
+
+
+MIX = ("--data.mix", "web=0.7", "code=0.3", "--data.packing", "bestfit", "--data.mask-documents")
+
+
+def test_a_mixture_packed_and_masked_is_one_run(place: Path, two_data_sets: Path) -> None:
+    """At 1 and 2 ranks the same losses; stopped and gone on with, the same weights; on other data, no run at all."""
+    command = (*TRAIN, *MIX, "--train.steps", "8")
+    for ranks in ("1", "2"):
+        run(*command, "--nproc", ranks, "--out", str(place / ranks), cwd=two_data_sets).require(0)
+    np.testing.assert_allclose(losses(place / "1"), losses(place / "2"), rtol=1e-5)
+    stopped = place / "stopped"
+    run(*command, "--train.stop-at-step", "3", "--out", str(stopped), cwd=two_data_sets).require(75)
+    other = ("--data.mix", "web=0.6", "code=0.4")
+    refused = run("resume", str(stopped), *other, cwd=two_data_sets).require(2)
+    assert len(refused.err.strip().splitlines()) == 1, refused.err
+    assert len(steps(stopped)) == 3
+    run("resume", str(stopped), cwd=two_data_sets).require(0)
+    assert losses(stopped) == losses(place / "1")
+    assert digest(stopped) == digest(place / "1")
+
+
+def test_the_loader_is_measured(two_data_sets: Path) -> None:
+    command = ("bench", "loader", "--data.path", "web", "--data.seq-len", "64", "--steps", "5", "--json")
+    ended = run(*command, cwd=two_data_sets).require(0)
+    found = json.loads(ended.out)
+    assert found["rate"]["tokens_per_s"] > 0
+    assert [row["world_size"] for row in found["worlds"]] == [1, 8, 64, 1024]
+    shown = run(*(argument for argument in command if argument != "--json"), cwd=two_data_sets).require(0)
+    assert "tokens/s in one thread" in shown.out
+    assert shown.err == ""
