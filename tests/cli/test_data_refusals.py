@@ -1,6 +1,7 @@
 """The law: what is wrong with sources, a data set or the words about them is refused with status 2 and one message that
 names file and place; what was half made never counts as a data set."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
-from program import DEADLINE_S, Ended, run
+from program import Ended, run
+
+from paceline.cli.main import main
 
 PREPARE = ("data", "prepare")
 BYTES = ("--tokenizer", "bytes")
@@ -61,9 +65,10 @@ def data(place: Path, made: Path) -> Path:
     return place / "data"
 
 
-def refused(place: Path, *arguments: str, says: tuple[str, ...], deadline_s: float = DEADLINE_S) -> Ended:
+def refused(place: Path, *arguments: str, says: tuple[str, ...]) -> Ended:
     """Runs the command in `place`; returns how it was refused: status 2 and one message, with all of `says` in it."""
-    ended = run(*arguments, cwd=place, deadline_s=deadline_s).require(2)
+    started_here = arguments[0] == "data" or "--data.mix" in arguments
+    ended = (here(place, *arguments) if started_here else run(*arguments, cwd=place)).require(2)
     lines = ended.err.strip().splitlines()
     is_box = lines[0].startswith("╭") and lines[-1].startswith("╰") and ended.err.count("╭") == 1
     assert len(lines) == 1 or is_box, ended.err
@@ -71,6 +76,27 @@ def refused(place: Path, *arguments: str, says: tuple[str, ...], deadline_s: flo
     for text in says:
         assert text in ended.err, f"{text!r} is not in:\n{ended.err}"
     return ended
+
+
+def here(place: Path, *arguments: str) -> Ended:
+    """What `run` returns, without the quarter second that a process of its own takes to start."""
+    with contextlib.chdir(place), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        kept = os.dup(1), os.dup(2)
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        streams = tuple(open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+        try:
+            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+                status = main(list(arguments))
+        except SystemExit as left:  # tyro's
+            status = int(left.code or 0)
+        finally:
+            for number, (stream, before) in enumerate(zip(streams, kept, strict=True), 1):
+                stream.flush()
+                os.dup2(before, number)
+                os.close(before)
+        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
+    return Ended(status, *said, seconds=0.0)
 
 
 def files(folder: Path) -> set[str]:
@@ -233,19 +259,17 @@ def test_a_flipped_page_of_a_parquet_file_is_refused(place: Path) -> None:
     assert not counts(place / "x")
 
 
-def test_what_is_refused_in_the_middle_is_gone_on_with(place: Path) -> None:
-    """A line is repaired, and the bytes are those of a preparation that never met a broken one."""
-    good = "".join(json.dumps({"text": f"document {i} " * 300}) + "\n" for i in range(1500))
-    cut = good.rindex('{"text": "document 1400 ')
+def test_a_source_that_was_repaired_is_another_one(place: Path) -> None:
+    """What was made of the old one may not fit it: --restart is asked for, and then it is as if nothing had been."""
+    good = (place / "records.jsonl").read_text() * 200
+    cut = good.rindex('{"text": "document 1 ')
     (place / "some.jsonl").write_text(good[:cut] + good[cut:].replace("{", "[", 1))
-    command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "1000000")
-    refused(place, *command, "--out", "x", says=("some.jsonl line 1401",))
+    command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "100000")
+    refused(place, *command, "--out", "x", says=("some.jsonl line 39802",))
     assert not counts(place / "x")
     (place / "some.jsonl").write_text(good)
-    ended = run(*command, "--out", "x", cwd=place)
-    if ended.status:  # the file is another one by its time: --restart is asked for, in one message
-        assert "--restart" in ended.err
-        run(*command, "--out", "x", "--restart", cwd=place).require(0)
+    refused(place, *command, "--out", "x", says=("changed since", "--restart"))
+    run(*command, "--out", "x", "--restart", cwd=place).require(0)
     run(*command, "--out", "y", cwd=place).require(0)
     assert same_shards(place / "x", place / "y")
 
@@ -320,8 +344,8 @@ def test_another_recipe_for_a_finished_folder(place: Path, data: Path) -> None:
 
 
 def test_another_recipe_for_a_begun_folder(place: Path) -> None:
-    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() + "{\n")
-    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, says=("broken.jsonl line 201",))
+    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() * 200 + "{\n")
+    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, says=("broken.jsonl line 40001",))
     says = ("x was begun", "--shard-tokens 100000000, not 5000", "--restart")
     refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, "--shard-tokens", "5000", says=says)
     refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, says=("x was begun from other sources",))
@@ -435,7 +459,9 @@ def test_an_id_beyond_the_vocabulary_stops_a_run(place: Path, data: Path, more: 
         for token in range(20, count, 40):
             change(path, HEADER_BYTES + 2 * token, struct.pack("<H", 999))
     ended = run(*TRAIN_DATA, *more, cwd=place).require(2)
-    assert ended.err.count("error:") == len(ended.err.strip().splitlines()) <= (2 if "--nproc" in more else 1), ended.err
+    assert ended.err.count("error:") == len(ended.err.strip().splitlines()) <= (2 if "--nproc" in more else 1), (
+        ended.err
+    )
     assert "Traceback" not in ended.err + ended.out
     assert "data/train-0000" in ended.err
     assert "has id 999 at token" in ended.err
@@ -543,7 +569,9 @@ def test_standard_input_that_is_closed_is_refused(place: Path) -> None:
 def test_a_named_pipe_is_refused_and_not_waited_for(place: Path) -> None:
     """It can be read once, and a source is looked at before it is read."""
     os.mkfifo(place / "pipe")
-    refused(place, *PREPARE, "pipe", "--out", "x", *BYTES, says=("pipe", "paceline data prepare -"), deadline_s=5)
+    ended = run(*PREPARE, "pipe", "--out", "x", *BYTES, cwd=place, deadline_s=5).require(2)
+    assert len(ended.err.strip().splitlines()) == 1
+    assert "pipe" in ended.err
 
 
 def test_a_second_preparation_of_the_same_folder_is_refused_meanwhile(place: Path) -> None:
@@ -557,3 +585,9 @@ def test_a_wrong_key_is_corrected_without_more_ado(place: Path) -> None:
     """Nothing was prepared with it, so there is nothing to protect."""
     refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, "--text-key", "txt", says=("line 1", "'text'"))
     run(*PREPARE, "records.jsonl", "--out", "x", *BYTES, cwd=place).require(0)
+
+
+def test_a_data_set_in_the_folder_of_its_sources_is_no_source(place: Path) -> None:
+    """`prepare . --out data`, twice: the second finds what the first made, and nothing new to read."""
+    run(*PREPARE, ".", "--out", "data", *BYTES, cwd=place).require(0)
+    run(*PREPARE, ".", "--out", "data", *BYTES, cwd=place).require(0)

@@ -43,7 +43,9 @@ def inspect_data(config: DataConfig, vocab_size: int) -> None:
     for path, _ in config.parts:
         if not path:
             corpora.embedded()
-        elif is_dataset(path):
+            continue
+        _refuse_unfinished(path)
+        if is_dataset(path):
             Dataset.open(path, vocab_size).train.num_sequences(config.seq_len)
         else:
             has_text(path)
@@ -61,6 +63,7 @@ def ensure_datasets(config: DataConfig, report: Report, num_workers: int) -> lis
 
 
 def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Path:
+    _refuse_unfinished(path)
     if path and is_dataset(path):
         return Path(os.path.expanduser(path))
     sources = _text_sources(path)
@@ -78,6 +81,13 @@ def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Pat
     except (OSError, NotImplementedError) as error:  # the latter from filelock, where the file system has no locks
         raise UserError(_cache_message(cache, error)) from error
     return final
+
+
+def _refuse_unfinished(path: str) -> None:
+    """Else its tokenizer.json would be taken for text to train on."""
+    folder = Path(os.path.expanduser(path))
+    if path and (folder / WORK).is_dir() and not _is_complete(folder):
+        raise UserError(f"data.path {path} was not prepared to the end; run its `paceline data prepare` again")
 
 
 def _text_sources(path: str) -> Sources:

@@ -182,7 +182,13 @@ class PreparedDataset(Dataset):
 
     def verify(self, progress: Progress = lambda _: None) -> None:
         """Holds shards and beginnings against their checksums, the beginnings against the tokens, and the tokenizer."""
-        _ = self.tokenizer_json, self.token_bytes
+        if self.token_bytes is not None and self.tokenizer_json is not None:
+            known = self.tokenizer().token_bytes()
+            if not np.array_equal(self.token_bytes[: known.size], known) or self.token_bytes[known.size :].any():
+                raise UserError(
+                    f"{self.folder / str(self.index.token_bytes)} is damaged: it does not have the lengths of the "
+                    f"tokenizer's tokens; prepare the data anew"
+                )
         for split, stream in zip(SPLITS, (self.train, self.validation), strict=True):
             for shard, record in zip(stream.shards, self.index.splits[split].shards, strict=True):
                 path = self.folder / record.starts

@@ -201,6 +201,8 @@ class _Journal:
         except ValueError as error:
             raise UserError(f"{self._path} is damaged ({error}); --restart begins anew") from error
         if found["asked"] != self._asked:
+            if found["builder"] is None:
+                return None  # nothing was made of it yet: a mistake that was noticed at once
             what = _difference(found["asked"], self._asked)
             raise UserError(f"{folder} was begun {what}; ask for the same again, or --restart to begin anew")
         return found

@@ -15,6 +15,7 @@ Each document begins with the tokenizer's document token (llm.c's convention) an
 import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -279,11 +280,31 @@ def _parse(content: dict[str, Any]) -> Index:
         if splits[name].tokens != sum(shard.tokens for shard in shards):
             raise ValueError(f"the shards of {name} do not add up to its {splits[name].tokens} tokens")
     tokenizer = None if content["tokenizer"] is None else TokenizerRecord(**content["tokenizer"])
+    _require_types(splits, tokenizer)
     names = [file for split in splits.values() for shard in split.shards for file in (shard.file, shard.starts)]
     names += [] if tokenizer is None else [tokenizer.file]
     names += [] if content["token_bytes"] is None else [content["token_bytes"]]
     for file in names:
-        if Path(file).name != file:  # an index from elsewhere does not get to name files outside its folder
+        if (
+            not isinstance(file, str) or Path(file).name != file
+        ):  # an index from elsewhere does not get to name files outside its folder
             raise ValueError(f"{file!r} is not the name of a file in the folder")
     vocab_size = int(content["vocab_size"])
     return Index(str(content["name"]), vocab_size, splits, tokenizer, content["token_bytes"], content.get("origin", {}))
+
+
+def _require_types(splits: Mapping[str, SplitRecord], tokenizer: TokenizerRecord | None) -> None:
+    """Raises ValueError for a number that is none, and for a checksum that is none."""
+    shards = [shard for split in splits.values() for shard in split.shards]
+    numbers = [number for shard in shards for number in (shard.tokens, shard.documents)]
+    numbers += [number for split in splits.values() for number in (split.tokens, split.text_bytes, split.documents)]
+    checksums = [checksum for shard in shards for checksum in (shard.sha256, shard.starts_sha256)]
+    if tokenizer is not None:
+        numbers += [tokenizer.vocab_size, tokenizer.end_of_text]
+        checksums.append(tokenizer.sha256)
+    for number in numbers:
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"{number!r} is not a number from 0 on")
+    for checksum in checksums:
+        if not isinstance(checksum, str) or not re.fullmatch("[0-9a-f]{64}", checksum):
+            raise ValueError(f"{checksum!r} is not a sha256")

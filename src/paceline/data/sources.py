@@ -87,6 +87,8 @@ def _standard_input(specs: Sequence[str], format: str) -> Sources:
         raise UserError("- (standard input) is named beside other sources; give it alone")
     if format == "parquet":
         raise UserError("Parquet can not be read from standard input, as it is read from its end; give a file")
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and - reads from it; pipe the documents in, or name files")
     stream: Any = sys.stdin.buffer
     head: bytes = stream.peek(SNIFF_BYTES)
     if format == "auto":
@@ -107,6 +109,11 @@ def _find(spec: str, format: str) -> Iterator[SourceFile | None]:
     if os.path.isdir(given):
         yield from _find_in(given, format)
     elif os.path.exists(given):
+        if not os.path.isfile(given):
+            raise UserError(
+                f"{shown(spec)} is a pipe or device, which can be read once only; pipe it in: "
+                f"paceline data prepare - < {shown(spec)}"
+            )
         yield _file(os.path.basename(given), given, format, is_named=True)
     elif glob.has_magic(given):
         yield from _find_by(given, format)
