@@ -11,6 +11,7 @@ from paceline.base.errors import UserError
 from paceline.checkpoint import load, save
 from paceline.checkpoint.manifest import OPTIMIZER, WEIGHTS
 from paceline.sync.replicas import require_equal
+from paceline.train.meet import write_setup
 from paceline.train.state import Progress, Run
 
 
@@ -73,6 +74,7 @@ def restore_run(run: Run) -> None:
     run.replica.scaler.scale = manifest["scaler"]["scale"]
     run.replica.scaler.num_finite = manifest["scaler"]["num_finite"]
     if run.world.is_main:
+        write_setup(run.folder, run.config, run.feed.blend)
         # Checkpoints first: dying in between leaves rows too many, which the next resume forgets, and never too few.
         later = save.set_aside(run.folder.checkpoints, run.progress.step)
         run.folder.forget_after(run.progress.step)

@@ -67,7 +67,8 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
                 run_folder.check_new(path)
                 folder = run_folder.create(path)
             folder.lock()
-            _write_setup(folder, config, blend)
+            if not request.resume:  # which may yet turn out to be of other data: the folder stays as it was until then
+                write_setup(folder, config, blend)
             answer = {"path": str(path)}
         except UserError as error:
             answer = {"error": str(error)}
@@ -79,11 +80,12 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            _write_setup(folder, config, blend)
+            write_setup(folder, config, blend)
     return folder
 
 
-def _write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
+def write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
+    """Writes what the run is made with: its config and its tokenizer."""
     replace(folder.config, to_toml(config).encode())
     if blend.tokenizer_json is not None:
         replace(folder.tokenizer, blend.tokenizer_json.encode())
