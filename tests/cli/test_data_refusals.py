@@ -286,9 +286,11 @@ def test_folders_that_are_no_place_for_it(place: Path) -> None:
     command = (*PREPARE, "book.txt", *BYTES, "--out")
     before = files(place)
     refused(place, *command, "full", says=("full is not empty and holds no data set", "another --out"))
-    refused(place, *command, "book.txt", says=("book.txt", "Not a directory"))
-    refused(place, *command, "book.txt/x", says=("book.txt", "Not a directory"))
-    refused(place, *command, "/proc/x", says=("/proc/x", "No such file or directory"))
+    refused(place, *command, "book.txt", says=("--out book.txt is a file",))
+    refused(place, *command, "book.txt/x", says=("book.txt", "Not a directory", "give an --out that can be written"))
+    refused(
+        place, *command, "/proc/x", says=("/proc/x", "No such file or directory", "give an --out that can be written")
+    )
     assert files(place) == before
 
 

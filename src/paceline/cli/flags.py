@@ -10,6 +10,7 @@ from paceline.config import Config, load_file, load_preset
 from paceline.data.recipe import Recipe
 
 T = TypeVar("T")
+_LISTS = ("--data.mix", "--validation")  # tyro takes none for an empty list
 
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
@@ -27,6 +28,9 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
             raise UserError(
                 f"no option {name}{nearest(name, known)}; `paceline {verb} --help` lists all, with what they do"
             )
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        if argument in _LISTS and following.startswith("--"):
+            raise UserError(f"{argument} is given without a value")
     return tyro.cli(kind, default=default, args=list(arguments), prog=f"paceline {verb}")
 
 

@@ -348,15 +348,11 @@ def _column(file: SourceFile, schema: Any, column: str) -> str:
 def _read_row_group(file: SourceFile, parquet: Any, group: int, column: str, row: int, start: int) -> Iterator[_Read]:
     """`row` is the row group's first."""
     metadata = parquet.metadata
+    # An encrypted column raises here; asked for its size first, Arrow would end the process.
+    next(parquet.iter_batches(1, row_groups=[group], columns=[column], use_threads=False), None)
+    names = [parquet.schema.column(i).path for i in range(metadata.num_columns)]
     sizes = metadata.row_group(group)
-    size = max(
-        (
-            sizes.column(i).total_uncompressed_size
-            for i in range(sizes.num_columns)
-            if sizes.column(i).path_in_schema == column
-        ),
-        default=0,
-    )
+    size = sizes.column(names.index(column)).total_uncompressed_size if column in names else 0
     batch_rows = min(max(1, BLOCK_BYTES * sizes.num_rows // max(size, 1)), 1 << 16)
     for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=[column], use_threads=False):
         offsets, content = _bytes_of(batch.column(0))

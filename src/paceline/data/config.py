@@ -60,6 +60,8 @@ class DataConfig:
 def _part(text: str) -> tuple[str, float]:
     path, _, weight = text.rpartition("=")
     try:
+        if not path:
+            raise ValueError
         return path, float(weight)
     except ValueError:
         raise UserError(f"data.mix has {text!r}; each part is PATH=WEIGHT, such as web=0.7 code=0.3") from None

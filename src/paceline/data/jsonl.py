@@ -34,7 +34,7 @@ def _text(line: str, key: str, place: str) -> str | None:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{place} is not JSON: {error.msg} at character {error.pos + 1}") from error
+        raise UserError(f"{place} is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise UserError(f"{place} can not be read as JSON: {error}") from error
     if not isinstance(record, dict):

@@ -85,7 +85,15 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
     """
     found = find(specs, format=recipe.format)
     if not validation:
-        return found if recipe.separator else replace(found, files=split_text(found.files))
+        if not recipe.separator:
+            found = replace(found, files=split_text(found.files))
+        (first, *others) = found.files
+        if not others and first.side is None and first.format == "text" and not recipe.separator:
+            raise UserError(
+                f"{first.where} is one document, and the two splits need one each: say what stands between documents "
+                f"(--separator), give --validation SRC, or name an uncompressed file, which is cut"
+            )
+        return found
     held = find(validation, format=recipe.format)
     both = {file.path for file in found.files} & {file.path for file in held.files}
     if both:
@@ -113,8 +121,8 @@ def prepare(
     """
     recipe.check()
     if (folder / INDEX).is_file():
-        report.say(f"data: {folder} is prepared already")
         index = _same(folder, _asked(sources, recipe))
+        report.say(f"data: {folder} is prepared already")
         shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a process killed right after the index
         return index
     try:
@@ -163,6 +171,8 @@ def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
 def _work_folder(folder: Path) -> Iterator[Path]:
     """The folder for what is needed only while a data set is made; held by one process at a time."""
     work = folder / WORK
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file; name a folder, which is made")
     if folder.is_dir() and not work.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no data set; give another --out")
     work.mkdir(parents=True, exist_ok=True)
@@ -183,7 +193,7 @@ def _disk_message(folder: Path, error: OSError) -> str:
     where = error.filename or folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of {folder} is full; what was done is kept: free some space and give the same command again"
-    return f"{where}: {error.strerror or error}"
+    return f"{where}: {error.strerror or error}; give an --out that can be written"
 
 
 class _Journal:

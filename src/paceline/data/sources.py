@@ -30,6 +30,8 @@ _ON_HUB = tuple(
     for more in ("", *_COMPRESSIONS)
     if suffix != ".parquet" or not more
 )
+_WORK = ".preparing"  # in a data set that is being made
+_DATA_SET = {"index.json", "token_bytes.npy"}  # in one that was
 _OTHER_ENCODINGS = "other encodings: iconv -f LATIN1 -t UTF-8 IN > OUT"
 
 
@@ -148,12 +150,15 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _files(root: str) -> Iterator[tuple[str, str]]:
-    """(name with slashes, path) of the regular files under root."""
+    """(name with slashes, path) of the regular files under root, but for those of data sets."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{shown(error.filename)} can not be read: {error.strerror}")
 
     for folder, folders, files in os.walk(root, onerror=refuse):
+        if _WORK in folders or set(files) >= _DATA_SET:
+            folders.clear()
+            continue  # tokens that were made here, perhaps of these sources
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = os.path.join(folder, name)
@@ -177,9 +182,11 @@ def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | 
         raise UserError(f"{found.where} is Parquet in a {compression} file, which can not be read in parts; unpack it")
     if found.format != "text" or corpora.is_text(_head(found), trusted=format == "text"):
         return found
+    if is_named and not _head(found):
+        raise UserError(f"{found.where} is empty")
     if is_named:
-        what = "is not UTF-8 text" if found.num_bytes else "is empty"
-        raise UserError(f"{found.where} {what}; {_OTHER_ENCODINGS}")
+        what = "unpack it first" if suffix in (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z") else _OTHER_ENCODINGS
+        raise UserError(f"{found.where} is not UTF-8 text; {what}")
     return None
 
 

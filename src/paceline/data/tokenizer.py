@@ -10,6 +10,7 @@ text) or its vocabulary (one of the usual names is there).
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import pickletools
@@ -297,8 +298,10 @@ def _from_hub(repository: str, spec: str) -> str:
     try:
         import huggingface_hub  # an optional extra
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+        from huggingface_hub.utils import logging as hub_logging
     except ImportError:
         raise UserError(f"tokenizer {spec!r} is on the hub: pip install 'paceline[hub]', or {instead}") from None
+    hub_logging.set_verbosity(logging.CRITICAL)  # eleven lines of retries before our one
     try:
         try:  # what is here needs no network, and without one the hub's client tries for 23 s before it looks here
             return huggingface_hub.hf_hub_download(repository, FILE, local_files_only=True)
