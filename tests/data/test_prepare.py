@@ -276,6 +276,15 @@ def test_too_few_documents_for_two_splits(tmp_path: Path) -> None:
         make([path], tmp_path / "other")
 
 
+def test_shards_of_a_killed_attempt_that_saved_nothing_do_not_stay(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".preparing").mkdir(parents=True)
+    for name in ("train-00000.bin", "train-00007.bin", "validation-00001.starts"):
+        (tmp_path / "out" / name).write_bytes(b"left")
+    make([corpus / "long.txt"], tmp_path / "out")
+    make([corpus / "long.txt"], tmp_path / "other")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "other")
+
+
 def test_two_processes_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = child(corpus, out, {"tokenizer": "train:2000"}, 1, 5.0)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.dedup import Seen, digest_of_pieces
-from paceline.data.shard import SPLITS, SplitRecord, SplitWriter
+from paceline.data.shard import SPLITS, UNWRITTEN, SplitRecord, SplitWriter
 from paceline.data.workers import Encoded
 
 Bools = npt.NDArray[np.bool_]
@@ -41,9 +41,10 @@ class Builder:
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         """`folder` gets the shards; `work` holds what is needed only until all is done."""
-        saved = saved or {"splits": {}, "counts": {}, "side": 0, "seen": 0}
+        # A preparation killed before it saved anything may have left shards: a writer removes what it was not told of.
+        saved = saved or {"splits": dict.fromkeys(SPLITS, UNWRITTEN), "counts": {}, "side": 0, "seen": 0}
 
-        def writer(split: str, state: Mapping[str, Any] | None) -> SplitWriter:
+        def writer(split: str, state: Mapping[str, Any]) -> SplitWriter:
             return SplitWriter(
                 folder,
                 split,
@@ -54,7 +55,7 @@ class Builder:
             )
 
         self._make_writer = writer
-        self._writers = {split: writer(split, saved["splits"].get(split)) for split in SPLITS}
+        self._writers = {split: writer(split, saved["splits"][split]) for split in SPLITS}
         self.counts = Counts(**saved["counts"])
         self._side: int = saved["side"]  # of the last document, which may go on
         self._seen = Seen(work / "seen.bin", saved["seen"]) if dedup else None

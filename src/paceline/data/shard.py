@@ -97,6 +97,10 @@ def header(version: int, num_tokens: int, tokenizer_sha256: str = "") -> bytes:
     return values.tobytes()
 
 
+UNWRITTEN: Mapping[str, Any] = {"shards": [], "in_shard": 0, "num_starts": 0}
+"""What `SplitWriter.save` says before anything is written."""
+
+
 class SplitWriter:
     """Writes the shards of one split as a stream; memory is that of what is handed in.
 
