@@ -192,7 +192,8 @@ def test_text_that_changes_under_the_builder_is_refused(text: Path, cache: Path,
     class Meddler(Quiet):
         def say(self, line: str) -> None:
             path = max(text.iterdir(), key=lambda file: file.stat().st_size)
-            path.write_text("#" * int(path.stat().st_size * kept))
+            size = path.stat().st_size
+            path.write_text(("other " * size)[: int(size * kept)])
 
     with pytest.raises(UserError, match=message):
         ensure(DataConfig(path=str(text), tokenizer_vocab=300), Meddler())

@@ -54,7 +54,7 @@ from paceline.data.workers import Job, encode_all
 WORK = ".preparing"  # in the folder while it is not complete
 TOKENIZER = "tokenizer.json"
 TOKEN_BYTES = "token_bytes.npy"
-_SAVE_EVERY_S = 5.0
+_SAVE_EVERY_S = 2.0
 _SAMPLE_BYTES = 64 << 20  # of text is enough to learn merges from; on more, every n-th block is taken
 
 
