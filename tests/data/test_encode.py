@@ -125,8 +125,10 @@ def test_the_patterns_cut_alike_whatever_follows_what(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_the_patterns_cut_alike_around_every_code_point(name: str, content: Callable[[str], Json]) -> None:
-    assigned = [*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200)]
-    assert cuts_alike(content(name), [*assigned, *range(0x34000, 0x110000, 64)])
+    """All below the Han of the higher planes, which are long blocks of letters; of these and of what nobody assigned
+    one in 64."""
+    assigned = [*range(0xD800), *range(0xE000, 0x20000), *range(0xE0000, 0xE0200)]
+    assert cuts_alike(content(name), [*assigned, *range(0x20000, 0x110000, 64)])
 
 
 def test_another_idea_of_letters_is_noticed(content: Callable[[str], Json], monkeypatch: pytest.MonkeyPatch) -> None:
