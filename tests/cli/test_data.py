@@ -1,18 +1,28 @@
 """The law: what `data prepare` and `data info` make and say is what an independent count of the sources gives, and a
 run on it, whatever the packing, is the same run at any world size and after any stop."""
 
+import fcntl
 import json
+import os
 import pickle
+import pty
 import signal
 import struct
 import subprocess
 import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import pyte
 import pytest
-from program import Program, digest, losses, run
+from in_process import here
+from program import digest, losses, run
 
 TRAIN = ("train", "--preset", "tiny", "--train.sample-tokens", "0", "--train.eval-sequences", "8")
 FRAC = ("--validation-frac", "0.2")
@@ -38,12 +48,13 @@ def write_records(path: Path, documents: list[str]) -> None:
 def prepared(place: Path, name: str, documents: list[str], tokenizer: str = "bytes") -> Path:
     write_records(place / f"{name}.jsonl", documents)
     options = ("--tokenizer", tokenizer, *FRAC, "--shard-tokens", "20000")
-    run("data", "prepare", f"{name}.jsonl", "--out", name, *options, cwd=place).require(0)
+    here("data", "prepare", f"{name}.jsonl", "--out", name, *options, cwd=place).require(0)
     return place / name
 
 
 def info(folder: Path, *more: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("data", "info", str(folder), "--json", *more).require(0).out)
+    said = here("data", "info", folder.name, "--json", *more, cwd=folder.parent).require(0)
+    found: dict[str, Any] = json.loads(said.out)
     return found
 
 
@@ -142,34 +153,76 @@ def test_prepared_twice_changes_nothing(place: Path) -> None:
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
+def is_waiting(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether a process has read all that was written to it, and waits for more."""
+    assert process.stdin is not None
+    (unread,) = struct.unpack("i", fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)))
+    return unread == 0 and psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
+
+
 def test_interrupted_and_killed_and_started_again(place: Path) -> None:
-    """Ctrl-C notes how far it is; kill -9 later goes back to that; the bytes are those of an undisturbed run."""
-    documents = [f"Document {i}: " + "words of it, " * 300 for i in range(8000)]  # 31 MB
-    write_records(place / "data.jsonl", documents)
-    command = ("data", "prepare", "data.jsonl", "--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "3000000")
-    command = (*command, *FRAC, "--out")
+    """Ctrl-C notes how far it is; kill -9 later goes back to that; the bytes are those of an undisturbed run.
 
-    def shards() -> int:
-        return len(list((place / "x").glob("train-*.bin")))
+    Through a pipe that is kept open, so that neither comes too late."""
+    content = "".join(json.dumps({"text": f"Document {i}: " + "words, " * 500}) + "\n" for i in range(4000)).encode()
+    options = ("--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "1000000", *FRAC)
 
-    with Program(*command, "x", cwd=place) as program:
-        program.wait_for(lambda: shards() > 1)
-        program.process.send_signal(signal.SIGINT)
-        ended = program.wait()
-        assert ended.status == 75, ended
-        assert "the same command goes on" in ended.out + ended.err
-    with Program(*command, "x", cwd=place) as program:
-        program.wait_for(lambda: shards() > 3)
-        program.kill_all()
+    @contextmanager
+    def fed(num_bytes: int, shards: int) -> Iterator["subprocess.Popen[bytes]"]:
+        """A preparation that has made so many shards of the first bytes, and waits for more."""
+        command = [sys.executable, "-m", "paceline", "data", "prepare", "-", "--out", "x", *options]
+        with subprocess.Popen(
+            command,
+            cwd=place,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # `make test &` ignores it, inherited
+        ) as process:
+            assert process.stdin is not None
+            process.stdin.write(content[:num_bytes])
+            process.stdin.flush()
+            while not is_waiting(process):  # Python looks for signals in a read that blocks, and not between reads
+                assert process.poll() is None
+                time.sleep(0.005)
+            assert len(list((place / "x").glob("train-*.bin"))) >= shards
+            yield process
+
+    with fed(5_000_000, shards=3) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 75
+        assert process.stdout is not None
+        assert b"the same command goes on" in process.stdout.read()
+    with fed(10_000_000, shards=6) as process:
+        process.kill()
     assert not (place / "x/index.json").exists()
-    ended = run(*command, "x", cwd=place).require(0)
-    assert "going on with x" in ended.out
-    run(*command, "y", cwd=place).require(0)
+    assert "going on with x" in from_stdin(place, content, "--out", "x", *options)
+    from_stdin(place, content, "--out", "y", *options)
     names = {path.name for path in (place / "x").iterdir()}
     assert names == {path.name for path in (place / "y").iterdir()}
-    assert len([name for name in names if name.endswith(".bin")]) > 6
+    assert len([name for name in names if name.endswith(".bin")]) > 10
     for name in names:
         assert (place / "x" / name).read_bytes() == (place / "y" / name).read_bytes(), name
+
+
+def test_on_a_terminal_nothing_of_the_progress_stays(place: Path) -> None:
+    write_records(place / "data.jsonl", texts())
+    terminal, inner = pty.openpty()
+    command = [sys.executable, "-m", "paceline", "data", "prepare", "data.jsonl", "--out", "x", "--tokenizer", "bytes"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    with subprocess.Popen([*command, *FRAC], cwd=place, env=environment, stdout=inner) as process:
+        os.close(inner)
+        said = b""
+        try:
+            while more := os.read(terminal, 1 << 16):
+                said += more
+        except OSError:  # Linux: the other side is closed
+            os.close(terminal)
+    assert process.returncode == 0
+    assert "\u2501" in said.decode()  # there was a bar
+    screen = pyte.Screen(120, 40)
+    pyte.ByteStream(screen).feed(said)
+    assert screen.display[0].split() == ["data", "set", "data.jsonl", "in", "x"]
+    assert "\u2501" not in "".join(screen.display)
 
 
 def test_nanogpt_s_characters_are_trained_on_and_sampled(place: Path) -> None:
@@ -186,8 +239,8 @@ def test_nanogpt_s_characters_are_trained_on_and_sampled(place: Path) -> None:
     assert found["vocab_size"] == len(letters)
     assert found["splits"]["train"]["tokens"] == 12000
     assert found["splits"]["train"]["documents"] is None
-    run(*TRAIN, "--data.path", "chars", "--train.steps", "30", "--out", "run", cwd=place).require(0)
-    ended = run("sample", "run", "--prompt", "To be", "--tokens", "40", cwd=place).require(0)
+    run(*TRAIN, "--data.path", "chars", "--train.steps", "4", "--out", "run", cwd=place).require(0)
+    ended = here("sample", "run", "--prompt", "To be", "--tokens", "40", cwd=place).require(0)
     assert ended.out.startswith("To be")
     assert set(ended.out) <= set(letters)
     assert len(ended.out.strip("\n")) > 20
@@ -224,36 +277,32 @@ MIX = ("--data.mix", "web=0.7", "code=0.3", "--data.packing", "bestfit", "--data
 
 @pytest.mark.long
 def test_a_mixture_packed_and_masked_is_one_run(place: Path, two_data_sets: Path) -> None:
-    """At 1 and 2 ranks the same losses; stopped and gone on with, the same weights."""
+    """At 1 and 2 ranks the same losses; stopped and gone on with, the same weights.
+
+    A resume on other data is refused in between and leaves the run as it was, its config and its tokenizer too: the
+    plain resume that follows is the right one."""
     command = (*TRAIN, *MIX, "--train.steps", "8")
     for ranks in ("1", "2"):
         run(*command, "--nproc", ranks, "--out", str(place / ranks), cwd=two_data_sets).require(0)
     np.testing.assert_allclose(losses(place / "1"), losses(place / "2"), rtol=1e-5)
     stopped = place / "stopped"
     run(*command, "--train.stop-at-step", "3", "--out", str(stopped), cwd=two_data_sets).require(75)
-    run("resume", str(stopped), cwd=two_data_sets).require(0)
-    assert losses(stopped) == losses(place / "1")
-    assert digest(stopped) == digest(place / "1")
-
-
-def test_a_run_refused_on_other_data_is_left_as_it_was(place: Path, two_data_sets: Path) -> None:
-    """Its config and its tokenizer too: the plain resume that follows is the right one."""
-    stopped = place / "stopped"
-    command = (*TRAIN, *MIX, "--train.steps", "3", "--train.stop-at-step", "1", "--out", str(stopped))
-    run(*command, cwd=two_data_sets).require(75)
     before = {name: (stopped / name).read_bytes() for name in ("config.toml", "tokenizer.json", "metrics.jsonl")}
     ended = run("resume", str(stopped), "--data.mix", "web=0.6", "code=0.4", cwd=two_data_sets).require(2)
     assert len(ended.err.strip().splitlines()) == 1, ended.err
     assert "other data" in ended.err
     assert before == {name: (stopped / name).read_bytes() for name in before}
+    run("resume", str(stopped), cwd=two_data_sets).require(0)
+    assert losses(stopped) == losses(place / "1")
+    assert digest(stopped) == digest(place / "1")
 
 
 def test_the_loader_is_measured(two_data_sets: Path) -> None:
     command = ("bench", "loader", "--data.path", "web", "--data.seq-len", "64", "--steps", "5", "--json")
-    ended = run(*command, cwd=two_data_sets).require(0)
+    ended = here(*command, cwd=two_data_sets).require(0)
     found = json.loads(ended.out)
     assert found["rate"]["tokens_per_s"] > 0
     assert [row["world_size"] for row in found["worlds"]] == [1, 8, 64, 1024]
-    shown = run(*(argument for argument in command if argument != "--json"), cwd=two_data_sets).require(0)
+    shown = here(*(argument for argument in command if argument != "--json"), cwd=two_data_sets).require(0)
     assert "tokens/s in one thread" in shown.out
     assert shown.err == ""

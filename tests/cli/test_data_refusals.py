@@ -1,7 +1,6 @@
 """The law: what is wrong with sources, a data set or the words about them is refused with status 2 and one message that
 names file and place; what was half made never counts as a data set."""
 
-import contextlib
 import gzip
 import json
 import os
@@ -10,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
+from in_process import here
 from program import Ended, run
-
-from paceline.cli.main import main
 
 PREPARE = ("data", "prepare")
 BYTES = ("--tokenizer", "bytes")
@@ -53,7 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records(root / "records.jsonl", count=400)
     for name, tokenizer in (("bytes", "bytes"), ("trained", "train:300")):
         options = ("--tokenizer", tokenizer, "--validation-frac", "0.2", "--shard-tokens", "3000")
-        run(*PREPARE, "records.jsonl", "--out", name, *options, cwd=root).require(0)
+        here(*PREPARE, "records.jsonl", "--out", name, *options, cwd=root).require(0)
     return root
 
 
@@ -65,10 +62,12 @@ def data(place: Path, made: Path) -> Path:
     return place / "data"
 
 
-def refused(place: Path, *arguments: str, says: tuple[str, ...]) -> Ended:
-    """Runs the command in `place`; returns how it was refused: status 2 and one message, with all of `says` in it."""
-    started_here = arguments[0] == "data" or "--data.mix" in arguments
-    ended = (here(place, *arguments) if started_here else run(*arguments, cwd=place)).require(2)
+def refused(place: Path, *arguments: str, says: tuple[str, ...], alone: bool = False) -> Ended:
+    """Runs the command in `place`; returns how it was refused: status 2 and one message, with all of `says` in it.
+
+    `alone`: in a process of its own, for what is refused only when a rank has begun.
+    """
+    ended = (run if alone else here)(*arguments, cwd=place).require(2)
     lines = ended.err.strip().splitlines()
     is_box = lines[0].startswith("╭") and lines[-1].startswith("╰") and ended.err.count("╭") == 1
     assert len(lines) == 1 or is_box, ended.err
@@ -76,27 +75,6 @@ def refused(place: Path, *arguments: str, says: tuple[str, ...]) -> Ended:
     for text in says:
         assert text in ended.err, f"{text!r} is not in:\n{ended.err}"
     return ended
-
-
-def here(place: Path, *arguments: str) -> Ended:
-    """What `run` returns, without the quarter second that a process of its own takes to start."""
-    with contextlib.chdir(place), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        kept = os.dup(1), os.dup(2)
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        streams = tuple(open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
-        try:
-            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
-                status = main(list(arguments))
-        except SystemExit as left:  # tyro's
-            status = int(left.code or 0)
-        finally:
-            for number, (stream, before) in enumerate(zip(streams, kept, strict=True), 1):
-                stream.flush()
-                os.dup2(before, number)
-                os.close(before)
-        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
-    return Ended(status, *said, seconds=0.0)
 
 
 def files(folder: Path) -> set[str]:
@@ -131,6 +109,7 @@ def counts(folder: Path) -> bool:
         ((*PREPARE, "hub:one-word", "--out", "x"), ("'hub:one-word'", "hub:ORG/NAME")),
         ((*PREPARE, "book.txt", "--out", "x", "--validation", "book.txt"), ("book.txt", "one side only")),
         ((*PREPARE, "book.txt", "--out", "x", "--validation", "missing"), ("missing does not exist",)),
+        ((*PREPARE, "book.txt", "--validation", "--out", "x"), ("--validation is given without a value",)),
         (("data", "info"), ("no data set is given", "paceline data info DIR")),
         (("data", "info", "missing"), ("missing is no data set", "index.json", "train.bin")),
         (("data", "info", "book.txt"), ("book.txt is no data set",)),
@@ -146,14 +125,21 @@ def counts(folder: Path) -> bool:
         ((*TRAIN, "--data.mix", "a=nan"), ("data.mix has a=nan", "above 0")),
         ((*TRAIN, "--data.mix", "a=1,", "b=1"), ("data.mix has 'a=1,'",)),
         ((*TRAIN, "--data.mix", "missing=1"), ("missing does not exist",)),
+        ((*TRAIN, "--data.mix", "--data.seq-len", "8"), ("--data.mix is given without a value",)),
         ((*TRAIN, "--data.path", "book.txt", "--data.mix", "a=1"), ("data.path and data.mix", "give one")),
-        ((*TRAIN, "--data.path", "records.jsonl"), ("records.jsonl", "paceline data prepare")),
     ],
     ids=lambda value: " ".join(value).replace("/", ":")[-60:] if isinstance(value, tuple) else None,
 )
 def test_is_refused_and_leaves_nothing(place: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
     before = files(place)
     refused(place, *arguments, says=says)
+    assert files(place) == before, "something was left behind"
+
+
+def test_records_are_no_text_to_train_on(place: Path) -> None:
+    before = files(place)
+    says = ("records.jsonl", "paceline data prepare")
+    refused(place, *TRAIN, "--data.path", "records.jsonl", says=says, alone=True)
     assert files(place) == before, "something was left behind"
 
 
@@ -245,7 +231,7 @@ def test_a_source_is_refused(place: Path, arguments: tuple[str, ...], says: tupl
     refused(place, *PREPARE, *arguments, "--out", "x", *BYTES, says=says)
     assert not counts(place / "x")
     if (place / "x").exists():
-        refused(place, "data", "info", "x", says=("x ", "`paceline data prepare`"))
+        refused(place, "data", "info", "x", says=("x was not prepared to the end", "`paceline data prepare`"))
 
 
 def test_a_flipped_page_of_a_parquet_file_is_refused(place: Path) -> None:
@@ -261,16 +247,16 @@ def test_a_flipped_page_of_a_parquet_file_is_refused(place: Path) -> None:
 
 def test_a_source_that_was_repaired_is_another_one(place: Path) -> None:
     """What was made of the old one may not fit it: --restart is asked for, and then it is as if nothing had been."""
-    good = (place / "records.jsonl").read_text() * 200
+    good = (place / "records.jsonl").read_text() * 100
     cut = good.rindex('{"text": "document 1 ')
     (place / "some.jsonl").write_text(good[:cut] + good[cut:].replace("{", "[", 1))
     command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "100000")
-    refused(place, *command, "--out", "x", says=("some.jsonl line 39802",))
+    refused(place, *command, "--out", "x", says=("some.jsonl line 19802",))
     assert not counts(place / "x")
     (place / "some.jsonl").write_text(good)
     refused(place, *command, "--out", "x", says=("changed since", "--restart"))
-    run(*command, "--out", "x", "--restart", cwd=place).require(0)
-    run(*command, "--out", "y", cwd=place).require(0)
+    here(*command, "--out", "x", "--restart", cwd=place).require(0)
+    here(*command, "--out", "y", cwd=place).require(0)
     assert same_shards(place / "x", place / "y")
 
 
@@ -326,15 +312,15 @@ def test_a_disk_that_fills_is_refused_and_gone_on_with(place: Path, mount: Path,
         refused(place, "data", "info", str(out), says=("`paceline data prepare`",))
     (mount / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,size=30m", mount], check=True)
-    run(*command, str(out), cwd=place).require(0)
-    run(*command, "undisturbed", cwd=place).require(0)
+    here(*command, str(out), cwd=place).require(0)
+    here(*command, "undisturbed", cwd=place).require(0)
     assert same_shards(out, place / "undisturbed")
-    run("data", "info", str(out), "--verify").require(0)
+    here("data", "info", str(out), "--verify", cwd=place).require(0)
 
 
 def test_another_recipe_for_a_finished_folder(place: Path, data: Path) -> None:
     command = (*PREPARE, "records.jsonl", "--out", "done")
-    run(*command, *BYTES, "--validation-frac", "0.1", cwd=place).require(0)
+    here(*command, *BYTES, "--validation-frac", "0.1", cwd=place).require(0)
     before = {path: path.read_bytes() for path in (place / "done").iterdir()}
     frac = ("--validation-frac", "0.1")
     refused(place, *command, *BYTES, says=("--validation-frac 0.1, not 0.01", "another --out"))
@@ -351,7 +337,7 @@ def test_another_recipe_for_a_begun_folder(place: Path) -> None:
     says = ("x was begun", "--shard-tokens 100000000, not 5000", "--restart")
     refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, "--shard-tokens", "5000", says=says)
     refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, says=("x was begun from other sources",))
-    run(*PREPARE, "records.jsonl", "--out", "x", *BYTES, "--restart", cwd=place).require(0)
+    here(*PREPARE, "records.jsonl", "--out", "x", *BYTES, "--restart", cwd=place).require(0)
 
 
 def change(path: Path, at: int, value: bytes) -> None:
@@ -375,7 +361,8 @@ def test_a_truncated_shard_is_refused_at_open(place: Path, data: Path, command: 
     path = data / "train-00000.bin"
     size = path.stat().st_size
     os.truncate(path, size - 2)
-    refused(place, *command, says=("data/train-00000.bin is truncated", f"{size} bytes", f"{size - 2}", "prepare"))
+    says = ("data/train-00000.bin is truncated", f"{size} bytes", f"{size - 2}", "prepare")
+    refused(place, *command, says=says, alone=True)
     assert not (place / "run").exists()
 
 
@@ -391,7 +378,7 @@ def test_a_flipped_byte_in_a_header_is_refused_at_open(place: Path, data: Path, 
 def test_a_flipped_byte_in_the_tokens_is_found_by_verify(place: Path, data: Path) -> None:
     path = data / "train-00001.bin"
     flip(path, HEADER_BYTES + 2 * 1234)
-    run(*INFO, cwd=place).require(0)  # nobody reads the tokens
+    here(*INFO, cwd=place).require(0)  # nobody reads the tokens
     refused(place, *INFO, "--verify", says=("data/train-00001.bin is damaged", "sha256"))
 
 
@@ -453,7 +440,7 @@ def test_an_index_that_lies_is_refused(place: Path, data: Path, field: tuple[str
     refused(place, *INFO, "--verify", says=("data/",))
 
 
-@pytest.mark.parametrize("more", [(), ("--nproc", "2"), ("--data.packing", "bestfit")], ids=["1", "2", "bestfit"])
+@pytest.mark.parametrize("more", [("--nproc", "2"), ("--data.packing", "bestfit")], ids=["2", "bestfit"])
 def test_an_id_beyond_the_vocabulary_stops_a_run(place: Path, data: Path, more: tuple[str, ...]) -> None:
     """Wherever it lies, a run that comes to it ends with status 2 and names file and token."""
     for path in data.glob("train-*.bin"):
@@ -490,10 +477,10 @@ def test_a_shard_of_other_data_is_refused(place: Path, data: Path) -> None:
 def test_a_mixture_of_two_tokenizers_is_refused(place: Path, made: Path, data: Path) -> None:
     shutil.copytree(made / "trained", place / "trained")
     says = ("data was made with the tokenizer of sha256", "trained with", "can not be mixed", "prepare one")
-    refused(place, *TRAIN, "--data.mix", "data=1", "trained=1", "--out", "run", says=says)
+    refused(place, *TRAIN, "--data.mix", "data=1", "trained=1", "--out", "run", says=says, alone=True)
     assert not (place / "run").exists()
     says = ("less than a millionth",)
-    refused(place, *TRAIN, "--data.mix", "data=1", "data=1e-9", "--out", "run", says=says)
+    refused(place, *TRAIN, "--data.mix", "data=1", "data=1e-9", "--out", "run", says=says, alone=True)
 
 
 def test_a_vocabulary_smaller_than_the_data_s_is_refused(place: Path, data: Path) -> None:
@@ -515,8 +502,8 @@ def test_foreign_files_of_which_nothing_tells_what_is_asked(place: Path) -> None
     refused(place, *TRAIN_DATA, says=("data does not say", "--model.vocab-size 50257"))
     refused(place, *INFO, says=("data does not say", "-size 50257"))
     says = ("data does not say where its documents begin", "paceline data prepare")
-    refused(place, *TRAIN_DATA, *size, "--data.packing", "bestfit", says=says)
-    refused(place, *TRAIN_DATA, *size, "--data.mask-documents", says=("data", "paceline data prepare"))
+    refused(place, *TRAIN_DATA, *size, "--data.packing", "bestfit", says=says, alone=True)
+    refused(place, *TRAIN_DATA, *size, "--data.mask-documents", says=("data", "paceline data prepare"), alone=True)
     refused(place, *INFO, "--vocab-size", "100", "--verify", says=("data/train.bin has id 100 at token 100",))
     assert not (place / "run").exists()
     with (folder / "val.bin").open("ab") as file:
@@ -553,11 +540,12 @@ def test_an_unfinished_data_set_is_not_trained_on(place: Path) -> None:
     """Neither before its first shard, when only the tokenizer is there, nor after."""
     (place / "broken.jsonl").write_text("{\n")
     refused(place, *PREPARE, "broken.jsonl", "--out", "data", *BYTES, says=("broken.jsonl line 1",))
-    refused(place, *TRAIN_DATA, says=("data", "paceline data prepare"))
+    refused(place, *TRAIN_DATA, says=("data was not prepared to the end", "paceline data prepare"))
     (place / "broken2.jsonl").write_text((place / "records.jsonl").read_text() * 100 + "{\n")
     refused(place, *PREPARE, "broken2.jsonl", "--out", "data2", *BYTES, says=("broken2.jsonl line 20001",))
     assert list((place / "data2").glob("train-*.bin"))
-    refused(place, *TRAIN, "--data.path", "data2", "--out", "run", says=("data2", "paceline data prepare"))
+    says = ("data2 was not prepared to the end", "paceline data prepare")
+    refused(place, *TRAIN, "--data.path", "data2", "--out", "run", says=says)
 
 
 def test_standard_input_that_is_closed_is_refused(place: Path) -> None:
@@ -586,10 +574,10 @@ def test_a_second_preparation_of_the_same_folder_is_refused_meanwhile(place: Pat
 def test_a_wrong_key_is_corrected_without_more_ado(place: Path) -> None:
     """Nothing was prepared with it, so there is nothing to protect."""
     refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, "--text-key", "txt", says=("line 1", "'text'"))
-    run(*PREPARE, "records.jsonl", "--out", "x", *BYTES, cwd=place).require(0)
+    here(*PREPARE, "records.jsonl", "--out", "x", *BYTES, cwd=place).require(0)
 
 
 def test_a_data_set_in_the_folder_of_its_sources_is_no_source(place: Path) -> None:
     """`prepare . --out data`, twice: the second finds what the first made, and nothing new to read."""
-    run(*PREPARE, ".", "--out", "data", *BYTES, cwd=place).require(0)
-    run(*PREPARE, ".", "--out", "data", *BYTES, cwd=place).require(0)
+    here(*PREPARE, ".", "--out", "data", *BYTES, cwd=place).require(0)
+    here(*PREPARE, ".", "--out", "data", *BYTES, cwd=place).require(0)

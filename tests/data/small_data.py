@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.data.order import ids_at
 from paceline.data.shard import Index, SplitRecord, SplitWriter, TokenizerRecord, write_index
+from paceline.data.stream import Int64s
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
 
 Documents = Sequence[Sequence[int]]
@@ -56,3 +58,8 @@ def prepare_small(
 def flat(documents: Documents, begin: int = 256) -> list[int]:
     """The stream that documents come to."""
     return [token for document in documents for token in (begin, *document)]
+
+
+def sequence_ids(seed: int, start: int, count: int, num_sequences: int) -> Int64s:
+    """The ids at the positions start..start+count-1."""
+    return ids_at(seed, np.arange(start, start + count, dtype=np.int64), num_sequences)

@@ -306,6 +306,12 @@ def test_what_is_a_data_set(folder: Path, tmp_path: Path) -> None:
     assert not is_dataset(tmp_path)
     assert not is_dataset(tmp_path / "nowhere")
     assert not is_dataset(folder / "index.json")
+    (folder / ".preparing").mkdir()
+    Dataset.open(folder)  # killed right after the index was written
+    (tmp_path / "begun" / ".preparing").mkdir(parents=True)
+    assert is_dataset(tmp_path / "begun")
+    with pytest.raises(UserError, match=r"begun was not prepared to the end: run its `paceline data prepare` again"):
+        Dataset.open(tmp_path / "begun", 257)
 
 
 def test_a_shard_that_is_not_as_listed_is_refused(folder: Path) -> None:

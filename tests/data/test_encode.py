@@ -122,11 +122,10 @@ def test_the_patterns_cut_alike_whatever_follows_what(name: str) -> None:
         assert [sizes[i] for i in fast.encode_ordinary(one)] == expected, repr(one)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", ["gpt2", "single digits", "gpt4o"])
 def test_the_patterns_cut_alike_around_every_code_point(name: str, content: Callable[[str], Json]) -> None:
     """All below the Han of the higher planes, which are long blocks of letters; of these and of what nobody assigned
-    one in 64."""
+    one in 64. The other patterns ask of a character what gpt2's does: letter, number, space."""
     assigned = [*range(0xD800), *range(0xE000, 0x20000), *range(0xE0000, 0xE0200)]
     assert cuts_alike(content(name), [*assigned, *range(0x20000, 0x110000, 64)])
 

@@ -48,14 +48,14 @@ def lines(draw: st.DrawFn) -> tuple[str, str]:
 
 
 @given(lines(), st.lists(st.integers(0, 200), max_size=20), st.booleans())
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_any_record_in_any_parts(made: tuple[str, str], cuts: list[int], each: bool) -> None:
     line, text = made
     assert in_parts(line, list(range(len(line))) if each else cuts) == text
 
 
 @given(st.text(alphabet='{}[]:,"\\utex01.-eN\n ', max_size=25) | lines().map(lambda made: made[0]), st.data())
-@settings(max_examples=800)
+@settings(max_examples=400)
 def test_what_is_taken_in_parts_is_what_is_taken_at_once(line: str, data: st.DataObject) -> None:
     line = line.replace("\n", " ")
     if data.draw(st.booleans()) and line:  # a broken one

@@ -13,14 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_data import flat, prepare_small
+from small_data import flat, prepare_small, sequence_ids
 
 from paceline.base.errors import UserError
 from paceline.bench.loader import measure
 from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset
 from paceline.data.loader import FixedBatches, Loader, MicroBatch
-from paceline.data.order import sequence_ids, source_seed
+from paceline.data.order import source_seed
 from paceline.data.plan import BatchPlan
 from paceline.data.sequences import PackedRows, Sequences, ensure_packing
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer

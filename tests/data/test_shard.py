@@ -1,6 +1,7 @@
 """The shard format, held against an independent reading of the bytes, and refused where it is not what it says."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,22 @@ def test_a_writer_goes_on_from_where_it_was_saved_whatever_was_written_since(
     second.finish(0)
     contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (undisturbed, killed)]
     assert contents[0] == contents[1]
+
+
+def test_what_is_saved_is_on_the_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = [], os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    writer = SplitWriter(tmp_path, "train", vocab_size=100)
+    writer.append(np.arange(50), np.array([0]))
+    writer.save()
+    assert set(synced) == {str(tmp_path / "train-00000.bin"), str(tmp_path / "train-00000.starts"), str(tmp_path)}
+    assert synced[-1] == str(tmp_path)
+    writer.abandon()
 
 
 def test_a_file_that_was_cut_can_not_be_gone_on_with(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """paceline bench loader"""
 
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -46,7 +47,6 @@ def _loader(arguments: list[str]) -> int:
     for name, value in (("batch", parsed.batch), ("steps", parsed.steps)):
         if value < 1:
             raise UserError(f"--{name} is {value}; it is at least 1")
-    from paceline.cli.data import status
     from paceline.data.cache import inspect_data
 
     inspect_data(parsed.data, parsed.vocab_size)
@@ -60,7 +60,7 @@ def _loader(arguments: list[str]) -> int:
 
     console = Console(0)
     torch.set_num_threads(1)
-    say = status if parsed.json else console.say
+    say = _aside if parsed.json else console.say
     config = Config(data=parsed.data, model=ModelConfig(vocab_size=parsed.vocab_size))
     with console.reading() as reading:
         feed = open_feed(config, reading)
@@ -86,3 +86,8 @@ def _loader(arguments: list[str]) -> int:
     ]
     console.say(table("What a sequence costs its rank, and a wrapper that draws all and keeps its own", columns, rows))
     return 0
+
+
+def _aside(text: str) -> None:
+    """A line for a person while standard output is for a program."""
+    print(text, file=sys.stderr)

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,8 +111,6 @@ def _info(arguments: list[str]) -> int:
     from paceline.record.console import Console
 
     if not is_dataset(parsed.folder):
-        if _is_begun(parsed.folder):
-            raise UserError(f"{parsed.folder} is not finished; give the same `paceline data prepare` again")
         raise UserError(
             f"{parsed.folder} is no data set: it has neither index.json nor train.bin and val.bin nor *_train_*.bin"
         )
@@ -136,12 +133,6 @@ def _info(arguments: list[str]) -> int:
     if parsed.verify:
         print(f"every byte was read: all {units.size(dataset.num_bytes)} are as they should be")
     return 0
-
-
-def _is_begun(folder: str) -> bool:
-    from paceline.data.prepare import WORK
-
-    return (Path(os.path.expanduser(folder)) / WORK).is_dir()
 
 
 def facts_of(dataset: "Dataset") -> dict[str, Any]:
@@ -232,8 +223,3 @@ def _row(split: str, part: dict[str, Any]) -> list[str]:
         f"{part['shards']}",
         *(f"{lengths[name]}" if name in lengths else "?" for name in ("median", "p95", "longest")),
     ]
-
-
-def status(text: str) -> None:
-    """A line for a person while standard output is for a program."""
-    print(text, file=sys.stderr)

@@ -10,7 +10,6 @@ from paceline.config import Config, load_file, load_preset
 from paceline.data.recipe import Recipe
 
 T = TypeVar("T")
-_LISTS = ("--data.mix", "--validation")  # tyro takes none for an empty list
 
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
@@ -21,7 +20,7 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
     """
     import tyro
 
-    known = _flag_names(default)
+    known = _flags(default)
     for argument in arguments:
         name = argument.split("=", 1)[0]
         if name.startswith("--") and name not in known and name.replace("_", "-") not in known:
@@ -29,13 +28,14 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
                 f"no option {name}{nearest(name, known)}; `paceline {verb} --help` lists all, with what they do"
             )
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        if argument in _LISTS and following.startswith("--"):
+        if isinstance(known.get(argument), tuple) and following.startswith("--"):  # to tyro that is an empty list
             raise UserError(f"{argument} is given without a value")
     return tyro.cli(kind, default=default, args=list(arguments), prog=f"paceline {verb}")
 
 
-def _flag_names(default: Any) -> set[str]:
-    names = {"--help"}
+def _flags(default: Any) -> dict[str, Any]:
+    """The flags that a dataclass's instance makes, with what each is where it is not given."""
+    flags: dict[str, Any] = {"--help": False}
 
     def visit(value: Any, prefix: str) -> None:
         for item in dataclasses.fields(value):
@@ -44,12 +44,12 @@ def _flag_names(default: Any) -> set[str]:
             if dataclasses.is_dataclass(inner):
                 visit(inner, "" if isinstance(inner, Config | Recipe) else f"{prefix}{name}.")
             else:
-                names.add(f"--{prefix}{name}")
+                flags[f"--{prefix}{name}"] = inner
                 if isinstance(inner, bool):
-                    names.add(f"--{prefix}no-{name}")
+                    flags[f"--{prefix}no-{name}"] = not inner
 
     visit(default, "")
-    return names
+    return flags
 
 
 def base_config(arguments: Sequence[str]) -> Config:

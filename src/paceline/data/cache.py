@@ -19,9 +19,9 @@ from paceline.data import corpora
 from paceline.data.config import DataConfig
 from paceline.data.corpora import PIECE_BYTES, Sources
 from paceline.data.dataset import Dataset, is_dataset
-from paceline.data.prepare import WORK, Report, prepare
+from paceline.data.prepare import Report, prepare
 from paceline.data.recipe import Recipe
-from paceline.data.shard import FORMAT_VERSION, INDEX
+from paceline.data.shard import FORMAT_VERSION, INDEX, WORK
 from paceline.data.sources import digest, find, has_text, split_text
 from paceline.data.tokenizer import SETTINGS
 
@@ -44,7 +44,6 @@ def inspect_data(config: DataConfig, vocab_size: int) -> None:
         if not path:
             corpora.embedded()
             continue
-        _refuse_unfinished(path)
         if is_dataset(path):
             Dataset.open(path, vocab_size).train.num_sequences(config.seq_len)
         else:
@@ -63,7 +62,6 @@ def ensure_datasets(config: DataConfig, report: Report, num_workers: int) -> lis
 
 
 def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Path:
-    _refuse_unfinished(path)
     if path and is_dataset(path):
         return Path(os.path.expanduser(path))
     sources = _text_sources(path)
@@ -81,13 +79,6 @@ def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Pat
     except (OSError, NotImplementedError) as error:  # the latter from filelock, where the file system has no locks
         raise UserError(_cache_message(cache, error)) from error
     return final
-
-
-def _refuse_unfinished(path: str) -> None:
-    """Else its tokenizer.json would be taken for text to train on."""
-    folder = Path(os.path.expanduser(path))
-    if path and (folder / WORK).is_dir() and not _is_complete(folder):
-        raise UserError(f"data.path {path} was not prepared to the end; run its `paceline data prepare` again")
 
 
 def _text_sources(path: str) -> Sources:

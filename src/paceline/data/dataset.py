@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
 from paceline.data import foreign
-from paceline.data.shard import INDEX, SPLITS, Index, ShardRecord, read_index
+from paceline.data.shard import INDEX, SPLITS, WORK, Index, ShardRecord, read_index
 from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
@@ -38,9 +38,12 @@ class Documents:
 
 
 def is_dataset(folder: Path | str) -> bool:
-    """Whether `Dataset.open` is meant for this folder: by the names of its files, none of which is read."""
+    """Whether `Dataset.open` is meant for this folder: by the names of its files, none of which is read.
+
+    An unfinished one too, which it refuses: its tokenizer.json would be taken for text otherwise.
+    """
     root = Path(os.path.expanduser(folder))
-    return (root / INDEX).is_file() or foreign.find_foreign(root) is not None
+    return (root / INDEX).is_file() or (root / WORK).is_dir() or foreign.find_foreign(root) is not None
 
 
 class Dataset(ABC):
@@ -57,11 +60,14 @@ class Dataset(ABC):
         """Returns the data set of a folder. `vocab_size` is what the user gave (--model.vocab-size; 0: nothing).
 
         It counts where nothing in the folder tells the vocabulary. Raises UserError where it is smaller than what the
-        folder tells, where it is missing, where the folder is no data set, or where a shard is missing, truncated,
-        somebody else's, made with another tokenizer, or not as listed.
+        folder tells, where it is missing, where the folder is no data set or was not prepared to the end, or where a
+        shard is missing, truncated, somebody else's, made with another tokenizer, or not as listed.
         """
         root = Path(os.path.expanduser(folder))
-        files = None if (root / INDEX).is_file() else foreign.find_foreign(root)
+        is_complete = (root / INDEX).is_file()
+        if not is_complete and (root / WORK).is_dir():
+            raise UserError(foreign.unfinished(root))
+        files = None if is_complete else foreign.find_foreign(root)
         opened: Dataset = PreparedDataset(root) if files is None else ForeignDataset(files, vocab_size)
         if 0 < vocab_size < opened.vocab_size:
             raise UserError(

@@ -53,7 +53,7 @@ def find_foreign(folder: Path) -> ForeignFiles | None:
 def open_shards(files: ForeignFiles) -> dict[str, tuple[Shard, ...]]:
     """Returns each split's shards. Raises UserError for a file that is none, and where a split is missing."""
     if any(files.folder.glob("*.starts*")):  # beside the shards that are made here, and index.json comes last
-        raise UserError(f"{files.folder} was not prepared to the end: run its `paceline data prepare` again")
+        raise UserError(unfinished(files.folder))
     for split, paths in (("train", files.train), ("validation", files.validation)):
         if not paths:
             raise UserError(
@@ -64,6 +64,11 @@ def open_shards(files: ForeignFiles) -> dict[str, tuple[Shard, ...]]:
         "train": tuple(_open(path) for path in files.train),
         "validation": tuple(_open(path) for path in files.validation),
     }
+
+
+def unfinished(folder: Path) -> str:
+    """What to say of a data set of ours that has no index yet."""
+    return f"{folder} was not prepared to the end: run its `paceline data prepare` again"
 
 
 def _open(path: Path) -> Shard:

@@ -91,13 +91,6 @@ def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
     return _permute(within, num_sequences, round_keys if epoch.size == 1 else round_keys[:, which])
 
 
-def sequence_ids(seed: int, start: int, count: int, num_sequences: int) -> Int64s:
-    """Returns the sequence ids (count,) at the positions start..start+count-1; see `ids_at`."""
-    if start < 0 or count < 0:
-        raise ValueError(f"start {start} and count {count} are not negative")
-    return ids_at(seed, np.arange(start, start + count, dtype=np.int64), num_sequences)
-
-
 def source_seed(seed: int, number: int) -> int:
     """Returns the seed of the order of the run's data set `number`: the first one's is the run's own, so that a mixture
     of one is no mixture; the others must not walk in step with it."""

@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -34,13 +33,15 @@ from paceline.base.files import replace as replace_file
 from paceline.base.files import sync
 from paceline.data.blocks import Block, Place, ReadOptions, read_blocks, texts
 from paceline.data.build import Builder, Counts
-from paceline.data.corpora import STANDARD_INPUT, SourceFile, Sources
+from paceline.data.corpora import STANDARD_INPUT, Sources
 from paceline.data.encode import Encoder
 from paceline.data.recipe import Recipe
 from paceline.data.shard import (
     FORMAT_VERSION,
     INDEX,
     SPLITS,
+    TOKEN_BYTES,
+    WORK,
     Index,
     SplitRecord,
     TokenizerRecord,
@@ -51,10 +52,9 @@ from paceline.data.sources import find, split_text
 from paceline.data.tokenizer import Tokenizer, resolve
 from paceline.data.workers import Job, encode_all
 
-WORK = ".preparing"  # in the folder while it is not complete
 TOKENIZER = "tokenizer.json"
-TOKEN_BYTES = "token_bytes.npy"
 _SAVE_EVERY_S = 2.0
+_COPIED_BYTES = 1 << 20  # of standard input at once
 _SAMPLE_BYTES = 64 << 20  # of text is enough to learn merges from; on more, every n-th block is taken
 
 
@@ -217,11 +217,11 @@ class _Journal:
             raise UserError(f"{folder} was begun {what}; ask for the same again, or --restart to begin anew")
         return found
 
-    def write(self, encoder: dict[str, str], builder: Builder | None, place: Place) -> None:
-        """Keeps a moment at which all blocks before `place` are with the builder; `encoder` says what makes ids."""
+    def write(self, tokenizer: Tokenizer, library: str, builder: Builder | None, place: Place) -> None:
+        """Keeps a moment at which all blocks before `place` are with the builder; `library` encodes."""
         content = {
             "asked": self._asked,
-            "encoder": encoder,
+            "encoder": {"library": library, "tokenizer_sha256": tokenizer.sha256},
             "builder": builder.save() if builder else None,
             "place": asdict(place),
         }
@@ -246,7 +246,11 @@ class _Preparation:
             work / "progress.json", {**self._asked, "stamps": _hash([file.stamp for file in sources.files])}
         )
         self._saved = self._journal.read(folder)
-        self._sources = _readable_twice(sources, work, report) if recipe.tokenizer.startswith("train:") else sources
+        if recipe.tokenizer.startswith("train:") and sources.files[0].path == STANDARD_INPUT:
+            if self._saved is not None and self._saved["builder"] is None:
+                self._saved = None  # a tokenizer and nothing else, and perhaps another stream's
+            sources = _readable_twice(sources, work, report, is_begun=self._saved is not None)
+        self._sources = sources
         self._recipe, self._folder, self._work, self._report = recipe, folder, work, report
         self._num_workers, self._save_every_s = num_workers, save_every_s
         self._options = ReadOptions(text_key=recipe.text_key, separator=recipe.separator)
@@ -286,14 +290,13 @@ class _Preparation:
                 raise UserError(f"{self._folder / TOKENIZER} was changed since this was begun; --restart begins anew")
             return tokenizer, encoder["library"]
         tokenizer, library = _choose_tokenizer(self._sources, self._options, self._recipe, self._folder, self._report)
-        self._journal.write({"library": library, "tokenizer_sha256": tokenizer.sha256}, None, Place())
+        self._journal.write(tokenizer, library, None, Place())
         return tokenizer, library
 
     def _encode(self, tokenizer: Tokenizer, library: str, builder: Builder) -> None:
         """Hands all documents to the builder, and notes every so often how far it is."""
         recipe = self._recipe
         job = Job(tokenizer.json, library, self._options, recipe.validation_frac, recipe.dedup)
-        encoder = {"library": library, "tokenizer_sha256": tokenizer.sha256}
         start = Place(**self._saved["place"]) if self._saved else Place()
         blocks = read_blocks(self._sources, self._options, start)
         told = self._teller(builder)
@@ -307,11 +310,11 @@ class _Preparation:
                     reached = block.next
                 told(block)
                 if reached is not None and time.monotonic() - saved_at > self._save_every_s:
-                    self._journal.write(encoder, builder, reached)
+                    self._journal.write(tokenizer, library, builder, reached)
                     saved_at = time.monotonic()
         except (UserError, KeyboardInterrupt):
             if reached is not None:  # a document that can not be read, or a person who has enough for today
-                self._journal.write(encoder, builder, reached)
+                self._journal.write(tokenizer, library, builder, reached)
             raise
 
     def _teller(self, builder: Builder) -> Callable[[Block], None]:
@@ -349,7 +352,7 @@ def _choose_tokenizer(
 def _sample(sources: Sources, options: ReadOptions) -> Iterator[str]:
     """Text to learn merges from: all of it, or blocks at even distances through all training files."""
     files = tuple(file for file in sources.files if file.side != "validation")
-    total = sum(_length(file) for file in files)
+    total = sum(file.num_bytes or 0 for file in files)
     blocks = read_blocks(Sources(sources.name, files, 0), options)
     taken = 0
     for block in islice(blocks, 0, None, max(1, math.ceil(total / _SAMPLE_BYTES))):
@@ -360,24 +363,36 @@ def _sample(sources: Sources, options: ReadOptions) -> Iterator[str]:
             return
 
 
-def _length(file: SourceFile) -> int:
-    stop = file.num_bytes if file.stop is None else file.stop
-    return (stop or 0) - file.start
+def _readable_twice(sources: Sources, work: Path, report: Report, *, is_begun: bool) -> Sources:
+    """Standard input as a file: a tokenizer is trained on it before it is encoded.
 
-
-def _readable_twice(sources: Sources, work: Path, report: Report) -> Sources:
-    """Standard input as a file: a tokenizer is trained on it before it is encoded."""
-    (first, *others) = sources.files
-    if first.path != STANDARD_INPUT:
-        return sources
+    Raises UserError where a preparation that is begun is given another stream than it began with.
+    """
+    (piped, *held) = sources.files
     kept = work / "input"
-    if not kept.exists():
+    if is_begun:
+        _require_same_stream(kept)
+    else:
         report.say("data: keeping standard input on the disk, to train a tokenizer on it first")
-        with (work / "input.part").open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
-        os.replace(work / "input.part", kept)
+        with kept.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
     size = kept.stat().st_size
-    return Sources(sources.name, (replace(first, path=str(kept), num_bytes=size), *others), sources.skipped)
+    return replace(sources, files=(replace(piped, path=str(kept), num_bytes=size), *held))
+
+
+def _require_same_stream(kept: Path) -> None:
+    """Reads standard input to its end, or to where it is not what was kept of it."""
+    with kept.open("rb") as file:
+        while before := file.read(_COPIED_BYTES):
+            if sys.stdin.buffer.read(_COPIED_BYTES) != before:
+                break
+        else:
+            if not sys.stdin.buffer.read(1):
+                return
+    raise UserError(
+        f"standard input is not the {units.size(kept.stat().st_size)} that were read before; give the same again, or "
+        f"--restart to begin anew"
+    )
 
 
 def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe) -> None:

@@ -33,6 +33,8 @@ HEADER_BYTES = 256 * 4
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
 
 INDEX = "index.json"
+TOKEN_BYTES = "token_bytes.npy"
+WORK = ".preparing"  # a folder in the data set while it is being made
 FORMAT = "paceline-shards"
 FORMAT_VERSION = 2  # 2: the tokenizer's sha256 in each header
 SPLITS = ("train", "validation")
@@ -98,7 +100,7 @@ def header(version: int, num_tokens: int, tokenizer_sha256: str = "") -> bytes:
 
 
 UNWRITTEN: Mapping[str, Any] = {"shards": [], "in_shard": 0, "num_starts": 0}
-"""What `SplitWriter.save` says before anything is written."""
+"""What `SplitWriter.save` says before anything is written: a writer told this removes what the split has."""
 
 
 class SplitWriter:
@@ -116,18 +118,17 @@ class SplitWriter:
         vocab_size: int,
         tokenizer_sha256: str = "",
         shard_tokens: int = SHARD_TOKENS,
-        saved: Mapping[str, Any] | None = None,
+        saved: Mapping[str, Any] = UNWRITTEN,
     ) -> None:
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.vocab_size, self.tokenizer_sha256 = vocab_size, tokenizer_sha256
         self.version = version_for(vocab_size)
-        self._records: list[ShardRecord] = []
+        self._records = [ShardRecord(**record) for record in saved["shards"]]
+        self._in_shard: int = saved["in_shard"]  # tokens in the open shard
+        self._num_starts: int = saved["num_starts"]  # documents that begin in it
         self._tokens_file: BinaryIO | None = None
         self._starts_file: BinaryIO | None = None
-        self._in_shard = 0  # tokens in the open shard
-        self._num_starts = 0  # documents that begin in it
-        if saved is not None:
-            self._go_on(saved)
+        self._cut_back()
 
     @property
     def num_tokens(self) -> int:
@@ -160,6 +161,7 @@ class SplitWriter:
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
+        sync(self.folder)
         shards = [asdict(record) for record in self._records]
         return {"shards": shards, "in_shard": self._in_shard, "num_starts": self._num_starts}
 
@@ -178,10 +180,8 @@ class SplitWriter:
                     file.close()
         self._tokens_file = self._starts_file = None
 
-    def _go_on(self, saved: Mapping[str, Any]) -> None:
+    def _cut_back(self) -> None:
         """Cuts the files back to what was saved and removes those begun since."""
-        self._records = [ShardRecord(**record) for record in saved["shards"]]
-        self._in_shard, self._num_starts = saved["in_shard"], saved["num_starts"]
         kept = {name for record in self._records for name in (record.file, record.starts)}
         if self._in_shard:
             kept |= {self._path.name, self._starts_path.name}
@@ -288,10 +288,8 @@ def _parse(content: dict[str, Any]) -> Index:
     names = [file for split in splits.values() for shard in split.shards for file in (shard.file, shard.starts)]
     names += [] if tokenizer is None else [tokenizer.file]
     names += [] if content["token_bytes"] is None else [content["token_bytes"]]
-    for file in names:
-        if (
-            not isinstance(file, str) or Path(file).name != file
-        ):  # an index from elsewhere does not get to name files outside its folder
+    for file in names:  # an index from elsewhere does not get to name files outside its folder
+        if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{file!r} is not the name of a file in the folder")
     vocab_size = int(content["vocab_size"])
     return Index(str(content["name"]), vocab_size, splits, tokenizer, content["token_bytes"], content.get("origin", {}))

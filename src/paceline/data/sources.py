@@ -16,6 +16,7 @@ from typing import Any
 from paceline.base.errors import UserError, nearest
 from paceline.data import corpora, hub
 from paceline.data.corpora import SNIFF_BYTES, STANDARD_INPUT, SourceFile, Sources, shown
+from paceline.data.shard import INDEX, TOKEN_BYTES, WORK
 
 FORMATS = ("text", "jsonl", "parquet")
 VALIDATION_PARTS = 20  # one file in so many is validation
@@ -30,8 +31,6 @@ _ON_HUB = tuple(
     for more in ("", *_COMPRESSIONS)
     if suffix != ".parquet" or not more
 )
-_WORK = ".preparing"  # in a data set that is being made
-_DATA_SET = {"index.json", "token_bytes.npy"}  # in one that was
 _OTHER_ENCODINGS = "other encodings: iconv -f LATIN1 -t UTF-8 IN > OUT"
 
 
@@ -156,7 +155,7 @@ def _files(root: str) -> Iterator[tuple[str, str]]:
         raise UserError(f"{shown(error.filename)} can not be read: {error.strerror}")
 
     for folder, folders, files in os.walk(root, onerror=refuse):
-        if _WORK in folders or set(files) >= _DATA_SET:
+        if WORK in folders or {INDEX, TOKEN_BYTES} <= set(files):
             folders.clear()
             continue  # tokens that were made here, perhaps of these sources
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -78,10 +78,10 @@ class Console:
             self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     @contextmanager
-    def progress(self, total: float | None) -> Iterator[None]:
+    def progress(self, total: float | None, *, transient: bool = False) -> Iterator[None]:
         """While it is open, `advance` moves a live line on a terminal, or prints a plain line every few seconds.
 
-        The total may be given later, by `advance`."""
+        The total may be given later, by `advance`. The live line stays when it is closed, unless it is transient."""
         self._started_s = time.perf_counter()
         self._next_line_s = 0.0
         if self.rank != 0 or not self.is_terminal:
@@ -93,6 +93,7 @@ class Console:
             rich.progress.TextColumn("{task.fields[facts]}"),
             console=self._terminal,
             refresh_per_second=8,
+            transient=transient,
         )
         self._task = self._progress.add_task("", total=total, facts="")
         try:
@@ -118,8 +119,10 @@ class Console:
 
     @contextmanager
     def reading(self) -> Iterator["Reading"]:
-        """While it is open, its `advance` shows how far a source of known or unknown length has been read."""
-        with self.progress(None):
+        """While it is open, its `advance` shows how far a source of known or unknown length has been read.
+
+        Nothing of that stays on a terminal: mostly the data is there already, and nothing is read."""
+        with self.progress(None, transient=True):
             yield Reading(self)
 
     def close(self) -> None:
