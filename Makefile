@@ -1,9 +1,9 @@
-# make setup | train | test | check        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
+# make setup | train | test | test-long | check        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test check clean
+.PHONY: setup train test test-long check clean
 
 setup: $(VENV)/installed
 
@@ -17,8 +17,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: setup  ## the main job: a model on this machine's cores, in under three minutes of training
 	$(BIN)/paceline train --preset demo --nproc auto
 
-test: setup
-	$(BIN)/python -m pytest
+test: setup  ## all but the tests that take more than ten seconds each
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands
+	$(BIN)/python -m pytest -m long
 
 check: setup  ## lint, format, types, import contract
 	$(BIN)/ruff check src tests bench examples docs

@@ -26,13 +26,15 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    config = ParallelConfig(device="cpu")
+    config = ParallelConfig(device="cpu", strategy="ddp")  # <- "zero": each rank keeps its share of AdamW's state
     with open_world(config, detect()) as world:  # <- torchrun's environment, or one process
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
         broadcast_parameters(model, world.group)  # <- all start as rank 0, whatever the seeds were
         sync = make_strategy(config, model, world.group)  # <-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(
+            [piece.parameter for piece in sync.pieces()], lr=1e-2
+        )  # <- what this rank updates
         mine = BatchPlan(BATCH, MICRO_BATCH, world.world_size).micro_batches(world.rank)  # <-
         for step in range(STEPS):
             x, y = batch_of(step)
@@ -43,9 +45,9 @@ def main() -> None:
                     loss = (model(x[rows]) - y[rows]).square().sum() / BATCH  # <- of the whole world's batch
                     loss.backward()
                 loss_sum += loss.item()
-            sync.reduce()  # <- now every parameter's gradient is the sum over ranks
+            sync.reduce()  # <- now the gradient of what this rank updates is the sum over ranks
             optimizer.step()
-            sync.publish()  # <- and is let go of
+            sync.publish()  # <- and is let go of; what other ranks updated arrives here
             losses = world.group.share([loss_sum])  # <-
             if world.is_main:
                 print(f"step {step + 1} loss {sum(row[0] for row in losses):.6f}")

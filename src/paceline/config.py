@@ -49,6 +49,9 @@ class TrainConfig:
     """Recompute each block in backward: less memory, about a third more compute."""
     seed: int = 1337
     """Of initial weights, order of data, dropout."""
+    init_from: str = ""
+    """A run folder whose newest weights to begin with; empty: at random. `train --init-from` sets it, and takes the
+    model's shape from there, too."""
     eval_every: int = 0
     """Evaluate every so many steps; 0: at the end only; -1: never."""
     eval_sequences: int = 256
@@ -59,6 +62,8 @@ class TrainConfig:
     """What that sample goes on from; empty: the beginning of a document. No space at its end: words begin with one."""
     stop_at_step: int = 0
     """Stop after this step as if signalled: saved, exit status 75; 0: run to the horizon."""
+    stop_after: float = 0.0
+    """Stop so many seconds after the start as if signalled, before a queue's time limit does; 0: never."""
     max_skips: int = 20
     """Steps in a row whose gradient is not finite before the run fails."""
 
@@ -101,6 +106,11 @@ class Config:
         """Raises UserError for any impossible value or combination; cheap, needs no torch."""
         for section in dataclasses.fields(self):
             getattr(self, section.name).check()
+        if self.parallel.strategy == "fsdp" and self.optim.name == "muon":
+            raise UserError(
+                "parallel.strategy fsdp cuts every matrix, and optim.name muon updates whole ones; "
+                "use --parallel.strategy zero, or --optim.name adamw"
+            )
         if 0 < self.model.n_positions < self.data.seq_len:
             raise UserError(
                 f"data.seq-len is {self.data.seq_len}, longer than the model's positions "

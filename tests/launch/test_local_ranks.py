@@ -16,7 +16,7 @@ from program import Ended, Program, rows, steps
 from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
-from paceline.data.order import sequence_ids
+from paceline.data.order import ids_at
 from paceline.data.prepare import Quiet
 from paceline.data.shard import HEADER_BYTES
 
@@ -129,7 +129,7 @@ def with_a_bad_token(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
     place = tmp_path_factory.mktemp("bad-token")
     prepared = Path(shutil.copytree(ensure_datasets(DataConfig(tokenizer_vocab=512), Quiet(), 1)[0], place / "data"))
     stream = Dataset.open(prepared).train
-    sequence = int(sequence_ids(1337, 5 * 12 + 11, 1, stream.num_sequences(64))[0])
+    sequence = int(ids_at(1337, np.array([5 * 12 + 11]), stream.num_sequences(64))[0])
     path = prepared / stream.shards[0].path.name
     tokens = np.memmap(path, dtype=np.uint16, mode="r+", offset=HEADER_BYTES)
     tokens[sequence * 64 + 30] = 600

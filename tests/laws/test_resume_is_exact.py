@@ -86,45 +86,74 @@ def test_worlds_of_2_then_3_then_1(runs, copy_of, optimizer: tuple[str, ...]) ->
     assert world_sizes == 13 * [2] + 14 * [3] + 13 * [1]
 
 
+# What a service manager, a batch system and a person at a terminal do.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("nproc", "number", "whole_group"),
+    ("nproc", "number", "to"),
     [
-        (2, signal.SIGTERM, False),
-        (1, signal.SIGTERM, False),
-        (2, signal.SIGINT, True),
-        (1, signal.SIGINT, True),
+        (2, signal.SIGTERM, "launcher"),
+        (2, signal.SIGUSR1, "launcher"),
+        (2, signal.SIGUSR1, "rank 1"),
+        (2, signal.SIGINT, "group"),
+        (1, signal.SIGINT, "group"),
     ],
-    ids=["sigterm-to-launcher", "sigterm-to-one-process", "ctrl-c-of-ranks", "ctrl-c-of-one-process"],
+    ids=[
+        "sigterm-to-launcher",
+        "sigusr1-to-launcher",
+        "sigusr1-to-one-rank",
+        "ctrl-c-of-ranks",
+        "ctrl-c-of-one-process",
+    ],
 )
 def test_a_signal_saves_and_status_75_says_so(
-    runs, tmp_path: Path, nproc: int, number: signal.Signals, whole_group: bool
+    runs, tmp_path: Path, nproc: int, number: signal.Signals, to: str
 ) -> None:
     straight, folder = runs.get(nproc), tmp_path / "run"
     with Program("train", *TINY, "--nproc", str(nproc), "--out", str(folder)) as program:
         program.wait_for(lambda: len(steps(folder)) >= 5)
-        (os.killpg if whole_group else os.kill)(program.pid, number)
+        if to == "group":
+            os.killpg(program.pid, number)
+        else:
+            os.kill(program.pid if to == "launcher" else program.ranks()[1], number)
         ended = program.wait(30).require(75)
         program.wait_until_gone()
     stopped_at = len(steps(folder))
     assert stopped_at < 40
     assert (folder / "checkpoints/latest").read_text().strip() == f"step-{stopped_at:08d}"
-    assert f"stopped at step {stopped_at} ({number.name}" in ended.out
+    assert f"stopped at step {stopped_at} (" in ended.out
     assert f"paceline resume {folder}" in ended.out
     assert "Traceback" not in ended.out + ended.err
-    if number == signal.SIGTERM:
+    if number == signal.SIGUSR1:
         resume(folder, nproc)
         assert digest(folder) == digest(straight)
         assert losses(folder) == losses(straight)
 
 
 @pytest.mark.long
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    stuck = {"PACELINE_FAULTS": "rank=0 step=5 phase=data kind=sleep seconds=60"}
+    with Program("train", *TINY, "--nproc", "2", "--out", str(folder), env=stuck) as program:
+        program.wait_for(lambda: len(steps(folder)) == 4)
+        time.sleep(0.3)
+        os.killpg(program.pid, signal.SIGINT)
+        time.sleep(0.5)
+        assert program.process.poll() is None, "it stops after the step"
+        os.killpg(program.pid, signal.SIGINT)
+        ended = program.wait(10)
+        program.wait_until_gone(5)
+    assert ended.status not in (0, 75)
+    assert not list((folder / "checkpoints").iterdir())
+    assert "Traceback" not in ended.out + ended.err
+
+
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(runs, copy_of) -> None:
     straight = runs.get(1, "--checkpoint.every", "20")
     folder = copy_of(straight)
-    flip_a_byte(folder / "checkpoints/step-00000040/weights.safetensors")
+    flip_a_byte(folder / "checkpoints/step-00000040/weights-00000-of-00001.safetensors")
     ended = resume(folder, 1)
-    assert re.search(r"damaged checkpoint.*step-00000040.*weights\.safetensors", ended.out.replace("\n", " "))
+    assert re.search(r"damaged checkpoint.*step-00000040.*weights-00000-of-00001", ended.out.replace("\n", " "))
     assert "resumed at step 20" in ended.out
     assert digest(folder) == digest(straight)
     assert losses(folder) == losses(straight)
@@ -134,7 +163,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(runs, c
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_where_all_checkpoints_are_damaged_nothing_is_changed(runs, copy_of, nproc: int) -> None:
     folder = copy_of(runs.get(1, "--checkpoint.every", "20"))
-    flip_a_byte(folder / "checkpoints/step-00000040/optimizer.safetensors")
+    flip_a_byte(folder / "checkpoints/step-00000040/optimizer-00000-of-00001.safetensors")
     (folder / "checkpoints/step-00000020/manifest.json").write_text("{")
     before = fingerprint(folder)
     ended = resume(folder, nproc, status=1)
@@ -153,9 +182,9 @@ def test_what_kill_left_of_a_checkpoint_counts_for_nothing(runs, copy_of) -> Non
     """A save that was cut short leaves a folder aside; a resume passes over it without a word of damage."""
     stopped = runs.get(2, "--train.stop-at-step", "13", status=75)
     folder = copy_of(stopped)
-    aside = folder / "checkpoints/.step-00000026.unfinished"
+    aside = folder / "checkpoints/.step-00000026.0123abcd-1.unfinished"
     aside.mkdir()
-    shutil.copy(folder / "checkpoints/step-00000013/weights.safetensors", aside)
+    shutil.copy(folder / "checkpoints/step-00000013/weights-00000-of-00002.safetensors", aside)
     ended = resume(folder, 1, "--train.stop-at-step", "14", status=75)
     assert "resumed at step 13" in ended.out
     assert "damaged" not in ended.out

@@ -55,6 +55,28 @@ def test_one_bad_element_makes_the_norm_not_finite_and_leaves_the_gradients(bad:
     assert torch.equal(mine[1][:2], torch.ones(2))
 
 
+@given(st.integers(0, 99), st.lists(st.integers(0, 40), min_size=2, max_size=6), st.sampled_from([0.0, 0.5, 1e9]))
+def test_shares_of_a_gradient_are_clipped_as_the_whole(seed: int, sizes: list[int], max_norm: float) -> None:
+    """Three owners, of which one may own nothing; each knows the others' sums of squares."""
+    whole, dealt = gradients(seed, sizes), gradients(seed, sizes)
+    owned = [dealt[rank::3] for rank in range(3)]
+    own_sums = [sum(float(gradient.double().square().sum()) for gradient in share) for share in owned]
+    wanted = clip_(whole, max_norm)
+    for rank, share in enumerate(owned):
+        others = sum(own_sums) - own_sums[rank]
+        found = clip_(share, max_norm, total=lambda own, others=others: own + others)  # type: ignore[misc]
+        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+    for mine, other in zip(dealt, whole, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_elsewhere_leaves_this_share_as_it_is(bad: float) -> None:
+    mine = [torch.ones(4)]
+    assert not math.isfinite(clip_(mine, 1.0, 2.0, total=lambda own: own + bad))
+    assert torch.equal(mine[0], torch.ones(4))
+
+
 # ---- schedule ----
 
 configs = st.builds(

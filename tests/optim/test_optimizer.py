@@ -1,18 +1,22 @@
 """The update rules against torch's own and against plain loops; the state by parameter name."""
 
+import itertools
 import math
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
 from paceline.optim.config import OptimConfig
-from paceline.optim.muon import Muon, orthogonalise
-from paceline.optim.optimizer import Optimizer, role
+from paceline.optim.muon import Muon, orthogonalise, update_cost
+from paceline.optim.optimizer import Optimizer, Piece, is_updated_whole, num_state_elements, role, whole_costs
+from paceline.sync.whole import whole_pieces
 
 CONFIG = ModelConfig(arch="gpt2", bias=True, n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=20)
 FLOAT32 = torch.float32
@@ -26,8 +30,12 @@ def gradients_for(model: nn.Module, step: int) -> None:
 
 
 def make(model: nn.Module, name: str = "adamw", **fields: float) -> Optimizer:
+    return make_of(whole_pieces(model), name, **fields)
+
+
+def make_of(pieces: list[Piece], name: str, **fields: float) -> Optimizer:
     config = OptimConfig(name=name, **fields)  # type: ignore[arg-type]
-    return Optimizer(model, config, lr=config.lr, weight_decay=config.weight_decay, compute_dtype=FLOAT32)
+    return Optimizer(pieces, config, lr=config.lr, weight_decay=config.weight_decay, compute_dtype=FLOAT32)
 
 
 def run(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
@@ -41,11 +49,11 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_every_parameter_has_the_role_its_name_and_shape_say() -> None:
-    roles = {name: role(name, parameter) for name, parameter in build(CONFIG, 0, "cpu").named_parameters()}
+    roles = {name: role(name, parameter.shape) for name, parameter in build(CONFIG, 0, "cpu").named_parameters()}
     assert roles["embed_tokens.weight"] == roles["embed_positions.weight"] == "embedding"
     assert all(r == "vector" for name, r in roles.items() if name.endswith("bias") or "norm" in name)
     assert all(r == "matrix" for name, r in roles.items() if name.startswith("layers") and name.endswith("proj.weight"))
-    assert role("lm_head.weight", torch.zeros(2, 2)) == "embedding"
+    assert role("lm_head.weight", (2, 2)) == "embedding"
 
 
 def test_adamw_is_the_papers_with_decay_of_matrices_and_embeddings_only() -> None:
@@ -93,9 +101,9 @@ def test_muon_takes_the_layers_matrices_and_leaves_the_rest_to_adamw() -> None:
     run(model, muon, range(2))
     run(plain, adamw, range(2))
     for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, other) == (role(name, mine) != "matrix"), name
-    kinds = {name.rpartition("/")[0]: name.rpartition("/")[2] for name in muon.state_tensors() if "momentum" in name}
-    assert set(kinds) == {name for name, p in model.named_parameters() if role(name, p) == "matrix"}
+        assert torch.equal(mine, other) == (role(name, mine.shape) != "matrix"), name
+    of_muon = {item.name.rpartition("/")[0] for item in muon.state() if "momentum" in item.name}
+    assert of_muon == {name for name, p in model.named_parameters() if role(name, p.shape) == "matrix"}
 
 
 # ---- Muon ----
@@ -146,13 +154,13 @@ def matrices(seed: int) -> list[nn.Parameter]:
 
 def test_muons_batched_update_is_that_of_a_loop_over_matrices() -> None:
     params, lr, decay, momentum = matrices(0), 0.02, 0.1, 0.95
-    muon = Muon(params, lr=lr, weight_decay=decay, momentum=momentum, compute_dtype=FLOAT32)
+    muon = Muon(params, decay=decay, momentum=momentum, compute_dtype=FLOAT32)
     by_hand = [p.detach().clone() for p in params]
     buffers = [torch.zeros_like(p) for p in by_hand]
     for step in range(3):
         for parameter, gradient in zip(params, matrices(step + 1), strict=True):
             parameter.grad = gradient.detach()
-        muon.step()
+        muon.step(lr)
         for i, gradient in enumerate(g.detach() for g in matrices(step + 1)):
             buffers[i] = momentum * buffers[i] + (1 - momentum) * gradient
             x = (1 - momentum) * gradient + momentum * buffers[i]
@@ -167,12 +175,12 @@ def test_muons_batched_update_is_that_of_a_loop_over_matrices() -> None:
 def test_muon_is_torchs_muon_within_its_bfloat16_rounding() -> None:
     """torch's computes in bfloat16 always; so does ours here, batched. One unit of lr * 0.2 * sqrt(16) * 2^-8."""
     mine, theirs = matrices(0), matrices(0)
-    ours = Muon(mine, lr=0.02, weight_decay=0.1, momentum=0.95, compute_dtype=torch.bfloat16)
+    ours = Muon(mine, decay=0.1, momentum=0.95, compute_dtype=torch.bfloat16)
     torchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
         for a, b, gradient in zip(mine, theirs, matrices(step + 1), strict=True):
             a.grad, b.grad = gradient.detach().clone(), gradient.detach().clone()
-        ours.step()
+        ours.step(0.02)
         torchs.step()
     for a, b in zip(mine, theirs, strict=True):
         assert float((a - b).detach().abs().max()) < 4 * 0.02 * 0.2 * 4 * 2**-6
@@ -192,7 +200,7 @@ def test_training_goes_on_bit_for_bit_from_the_saved_state(name: str) -> None:
     second = build(CONFIG, 99, "cpu")
     second.load_state_dict(first.state_dict())
     after = make(second, name)
-    after.load_state_tensors(before.state_tensors())
+    after.load_state(before.state(), before.num_updates)
     run(first, before, range(90, 93))  # what is loaded is a copy: the donor may go on
     run(second, after, range(3, 6))
     wanted = weights(straight)
@@ -200,28 +208,34 @@ def test_training_goes_on_bit_for_bit_from_the_saved_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_state_names_every_parameter_and_only_tensors(name: str) -> None:
+def test_the_state_is_that_of_every_parameter_flat_and_as_large_as_announced(name: str) -> None:
     model = build(CONFIG, 0, "cpu")
     optimizer = make(model, name)
-    assert optimizer.state_tensors() == {}
+    assert optimizer.state() == {}
+    announced = optimizer.state_slices()
     run(model, optimizer, range(1))
-    state = optimizer.state_tensors()
-    assert {key.rpartition("/")[0] for key in state} == {n for n, _ in model.named_parameters()}
-    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    state = optimizer.state()
+    assert list(state) == announced
+    assert {item.name.rpartition("/")[0] for item in state} == {n for n, _ in model.named_parameters()}
+    assert all(tensor.shape == (item.num_elements,) for item, tensor in state.items())
+    num_elements = sum(item.num_elements for item in announced)
+    assert optimizer.state_bytes() == 4 * num_elements
+    assert num_state_elements(OptimConfig(name=name), model.named_parameters()) == num_elements  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_state_that_misses_something_or_has_another_shape_is_refused_by_name(name: str) -> None:
+def test_a_state_that_misses_something_or_has_another_size_or_format_is_refused_by_name(name: str) -> None:
     model = build(CONFIG, 0, "cpu")
     optimizer = make(model, name)
     run(model, optimizer, range(1))
-    state = optimizer.state_tensors()
-    for key in [k for k in state if not k.endswith("/step")][::3]:
-        parameter = key.rpartition("/")[0]
-        with pytest.raises(ValueError, match=parameter):
-            make(model, name).load_state_tensors({k: v for k, v in state.items() if k != key})
-        with pytest.raises(ValueError, match=parameter):
-            make(model, name).load_state_tensors({**state, key: state[key].flatten()[:-1]})
+    state = optimizer.state()
+    for key in list(state)[::3]:
+        with pytest.raises(ValueError, match=f"{key.name} of elements 0 to {key.stop} is missing"):
+            make(model, name).load_state({k: v for k, v in state.items() if k != key}, 1)
+        with pytest.raises(ValueError, match=key.name):
+            make(model, name).load_state({**state, key: state[key][:-1]}, 1)
+        with pytest.raises(ValueError, match=f"{key.name}.*float64"):
+            make(model, name).load_state({**state, key: state[key].double()}, 1)
 
 
 def test_one_optimizers_state_is_refused_by_the_other() -> None:
@@ -229,23 +243,83 @@ def test_one_optimizers_state_is_refused_by_the_other() -> None:
     some, others = make(model, "adamw"), make(model, "muon")
     run(model, some, range(1))
     run(model, others, range(1))
-    with pytest.raises(ValueError, match="this optimizer needs"):
-        make(model, "muon").load_state_tensors(some.state_tensors())
-    with pytest.raises(ValueError, match="this optimizer needs"):
-        make(model, "adamw").load_state_tensors(others.state_tensors())
+    with pytest.raises(ValueError, match=r"/momentum .* is missing"):
+        make(model, "muon").load_state(some.state(), 1)
+    with pytest.raises(ValueError, match=r"/exp_avg .* is missing"):
+        make(model, "adamw").load_state(others.state(), 1)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_state_before_the_first_update_can_be_loaded(name: str) -> None:
     """A run whose first steps were all skipped (float16's scale finding its place) saves this and must go on."""
-    model = build(CONFIG, 0, "cpu")
-    make(model, name).load_state_tensors(make(model, name).state_tensors())
+    models = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
+    straight, loaded = (make(model, name) for model in models)
+    run(models[1], loaded, range(1))
+    models[1].load_state_dict(models[0].state_dict())
+    loaded.load_state(straight.state(), 0)  # forgets the update that was
+    for model, optimizer in zip(models, (straight, loaded), strict=True):
+        run(model, optimizer, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
-def test_state_of_a_parameter_that_is_not_there_is_refused() -> None:
+# ---- pieces ----
+
+
+def pieces_of(model: nn.Module, ranges: dict[str, list[int]]) -> list[Piece]:
+    """Runs of elements as views of the model's parameters; those without ranges whole."""
+    pieces = []
+    for name, parameter in model.named_parameters():
+        edges = ranges.get(name, [0, parameter.numel()])
+        for start, stop in itertools.pairwise(edges):
+            view = nn.Parameter(parameter.detach().view(-1)[start:stop])
+            if len(edges) == 2:
+                view = parameter
+            pieces.append(Piece(name, parameter.shape, start, stop, view))
+    return pieces
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adamw_by_any_runs_of_elements_is_adamw_of_the_whole(seed: int) -> None:
+    """Within rounding, not to the bit: what is left over behind the vectors of a run is rounded otherwise."""
+    whole, parted = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
+    draw = random.Random(seed)
+    ranges = {
+        name: sorted({0, p.numel(), *(draw.randint(1, p.numel() - 1) for _ in range(3))})
+        for name, p in parted.named_parameters()
+        if draw.random() < 0.7
+    }
+    pieces = pieces_of(parted, ranges)
+    one, other = make(whole), make_of(pieces, "adamw")
+    for step in range(3):
+        gradients_for(whole, step)
+        gradients_for(parted, step)
+        gradients = {name: p.grad.view(-1) for name, p in parted.named_parameters()}
+        for piece in pieces:
+            piece.parameter.grad = gradients[piece.name][piece.start : piece.stop].view_as(piece.parameter)
+        one.update(1e-2)
+        other.update(1e-2)
+    for mine, wanted in zip(parted.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
+    joined = {item.name: torch.full((item.num_elements,), math.nan) for item in one.state()}
+    for item, tensor in other.state().items():
+        joined[item.name][item.start : item.stop] = tensor
+    for item, tensor in one.state().items():
+        torch.testing.assert_close(joined[item.name], tensor, rtol=1e-6, atol=1e-9)
+
+
+def test_an_optimizer_of_nothing_updates_nothing() -> None:
+    optimizer = make_of([], "muon")
+    optimizer.update(1e-2)
+    assert optimizer.state() == {}
+    assert optimizer.state_bytes() == 0
+
+
+def test_muon_needs_the_layers_matrices_whole_at_a_cost_that_counts_its_products() -> None:
     model = build(CONFIG, 0, "cpu")
-    optimizer = make(model)
-    run(model, optimizer, range(1))
-    state = {**optimizer.state_tensors(), "layers.7.norm.weight/exp_avg": torch.zeros(16)}
-    with pytest.raises(ValueError, match=r"layers\.7"):
-        make(model).load_state_tensors(state)
+    costs = whole_costs(OptimConfig(name="muon"), model.named_parameters())
+    assert set(costs) == {name for name, p in model.named_parameters() if role(name, p.shape) == "matrix"}
+    assert whole_costs(OptimConfig(), model.named_parameters()) == {}
+    assert not is_updated_whole(OptimConfig(), "layers.0.mlp.up_proj.weight", (64, 16))
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(torch.ones(1, 64, 16), FLOAT32)
+    assert update_cost(64, 16) == update_cost(16, 64) == counter.get_total_flops()

@@ -13,7 +13,16 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.record.config import LogConfig
-from paceline.record.folder import RunFolder, check_new, check_writable, create, find
+from paceline.record.folder import (
+    RunFolder,
+    check_new,
+    check_writable,
+    create,
+    find,
+    find_own,
+    is_own,
+    last_event,
+)
 
 HOLDER = """
 import sys, time
@@ -106,16 +115,84 @@ def test_rows_written_after_forgetting_are_in_the_file(tmp_path: Path) -> None:
     assert rows(folder.metrics) == [{"step": 1}, {"step": 2, "again": True}]
 
 
-def test_a_row_after_a_line_that_a_crash_cut_short_stands_on_its_own_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", ['{"time": "2026-01-01T00', "x" * 200_000, ""])
+def test_a_line_that_a_crash_cut_short_is_taken_off_before_the_next(tmp_path: Path, cut: str) -> None:
     folder = create(tmp_path)
     folder.append_event("start")
     folder.close()
     with folder.events.open("a") as file:
-        file.write('{"time": "2026-01-01T00')
+        file.write(cut)
     again = RunFolder(tmp_path)
     again.append_event("resume", step=3)
     again.close()
-    assert json.loads(folder.events.read_text().splitlines()[-1])["event"] == "resume"
+    assert [row["event"] for row in rows(folder.events)] == ["start", "resume"]
+
+
+def test_rows_wait_for_a_full_disk_and_none_is_lost_or_torn(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs root to mount a small disk")
+    try:
+        said: list[str] = []
+        folder = RunFolder(disk, on_trouble=said.append)
+        folder.append_event("start")
+        ballast = disk / "ballast"
+        ballast.write_bytes(b"x" * (40 << 10))
+        for step in range(1, 201):  # 37 kB: the disk is full in the middle of a row
+            folder.append_metrics({"step": step, "more": "y" * 160})
+        assert len(said) == 1, "once, however many rows there are"
+        assert "metrics.jsonl cannot be written (No space left on device); training goes on" in said[0]
+        assert not folder.metrics.read_text().endswith("\n"), "as a torn row looks"
+        ballast.unlink()
+        folder.append_metrics({"step": 201})
+        assert len(said) == 2
+        assert "can be written again, and has all rows" in said[1]
+        folder.close()
+        assert [row["step"] for row in rows(folder.metrics)] == list(range(1, 202))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---- whose it is ----
+
+
+def test_a_folder_is_the_jobs_that_wrote_it_last(tmp_path: Path) -> None:
+    assert not is_own(tmp_path, "a")
+    for number, job in enumerate(("a", "b", None)):
+        folder = create(tmp_path / f"run-{number}")
+        folder.lock("somebody")
+        folder.close()
+        folder.lock(job)
+        folder.close()
+        assert [other for other in ("a", "b", "somebody", None) if is_own(folder.path, other)] == [job] * (
+            job is not None
+        )
+    assert find_own(tmp_path, "b") == tmp_path / "run-1"
+    assert find_own(tmp_path, "c") is None
+    assert find_own(tmp_path, None) is None
+    assert find_own(tmp_path / "absent", "b") is None
+
+
+def test_of_several_folders_of_a_job_the_newest_is_found(tmp_path: Path) -> None:
+    for name, seconds in (("x", 5), ("z", 9), ("y", 7)):
+        folder = create(tmp_path / name)
+        folder.lock("job")
+        folder.close()
+        os.utime(folder.path / "job", (seconds, seconds))
+    assert find_own(tmp_path, "job") == tmp_path / "z"
+
+
+def test_the_last_event_is_the_last_whole_one(tmp_path: Path) -> None:
+    assert last_event(tmp_path) == {}
+    folder = create(tmp_path)
+    folder.append_event("start", more="x" * 100_000)
+    folder.append_event("end", reason="signal")
+    folder.close()
+    with folder.events.open("a") as file:
+        file.write('{"time": "2026')
+    assert last_event(tmp_path)["reason"] == "signal"
 
 
 # ---- before a run ----
@@ -128,9 +205,16 @@ def test_checking_a_new_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     assert tree(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["config.toml", "checkpoints"])
+def test_a_folder_whose_run_died_at_its_birth_is_new(tmp_path: Path) -> None:
+    folder = create(tmp_path / "run")
+    folder.lock("job")
+    folder.close()
+    check_new(folder.path)
+
+
+@pytest.mark.parametrize("content", ["config.toml", "checkpoints/step-00000001"])
 def test_a_folder_that_holds_a_run_is_refused_with_how_to_go_on(tmp_path: Path, content: str) -> None:
-    (tmp_path / content).mkdir()
+    (tmp_path / content).mkdir(parents=True)
     with pytest.raises(UserError, match=f"holds a run already.*paceline resume {tmp_path}"):
         check_new(tmp_path)
 
@@ -174,12 +258,21 @@ def test_a_disk_with_no_room_for_a_checkpoint_is_refused(tmp_path: Path) -> None
 
 def test_a_new_run_folder_is_its_users_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "notes.txt").touch()
     try:
         folder = create(tmp_path / "deep" / "run")
+        folder.append_event("start")
+        folder.lock("job")
+        folder.close()
+        modes = {name: stat.S_IMODE(create(tmp_path / name).path.stat().st_mode) for name in ("empty", "shared")}
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert tree(folder.path) == ["checkpoints", "ranks"]
+    assert stat.S_IMODE(folder.events.stat().st_mode) == 0o600
+    assert modes == {"empty": 0o700, "shared": 0o755}, "what people keep there stays as they want it"
+    assert tree(folder.path) == ["checkpoints", "events.jsonl", "job", "lock", "lock.holder", "ranks"]
     assert folder.rank_log(3).name == "rank-00003.log"
 
 

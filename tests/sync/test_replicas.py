@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 
-from paceline.base.errors import RunError
-from paceline.sync.replicas import broadcast_parameters, digests, overall, require_equal
+from paceline.sync.replicas import Difference, broadcast_parameters, differences, digests, overall, repair
 from paceline.world.group import LocalGroup
 from paceline.world.runtime import World
 
@@ -31,25 +30,41 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     view[element] ^= 1 << bit
 
 
+def tensors_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+ORDER = list(tensors_of(net_of(0)))
+GUILTY = {"0.weight": 1, "2.bias": 0, "1.weight": -1}  # parameter -> the rank on which a bit flips
+
+
 def on_ranks(world: World) -> dict[str, Any]:
     net = net_of(world.rank)
-    before = overall(net)
+    tensors = tensors_of(net)
+    before = overall(tensors)
     broadcast_parameters(net, world.group)
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    require_equal(net, world.group, 3)
-    refusals = {}
-    for name, rank in (("0.weight", 1), ("2.bias", 0), ("1.weight", world.world_size - 1)):
-        parameter = dict(net.named_parameters())[name]
-        if world.rank == rank:
-            flip(parameter, 5, 2)
-        try:
-            require_equal(net, world.group, 7)
-        except RunError as error:
-            refusals[name] = (str(error), error.reach)
-        if world.rank == rank:
-            flip(parameter, 5, 2)
-    require_equal(net, world.group, 8)
-    return {"before": before, "after": overall(net), "state": state, "refusals": refusals}
+    found: dict[Any, list[Difference]] = {
+        ("equal", quick): differences(tensors, world.group, quick) for quick in (0, 1)
+    }
+    for name, rank in GUILTY.items():
+        if world.rank == rank % world.world_size:
+            flip(tensors[name], 5, 2)
+        found[name] = differences(tensors, world.group)
+        found[name, "quick"] = differences(tensors, world.group, quick=True)
+        if all(difference.model_rank is not None for difference in found[name]):
+            repair(found[name], tensors, world.group)
+            found["repaired", name] = differences(tensors, world.group)
+        elif world.rank == rank % world.world_size:
+            flip(tensors[name], 5, 2)
+    for name, rank in GUILTY.items():  # all three at once
+        if world.rank == rank % world.world_size:
+            flip(tensors[name], 5, 2)
+    found["all"] = differences(tensors, world.group)
+    flip(tensors["0.bias"], world.rank, 7)  # another bit on each rank: nobody has a majority
+    found["none alike"] = differences({"0.bias": tensors["0.bias"]}, world.group)
+    after = overall({name: tensor for name, tensor in state.items() if name in tensors})
+    return {"before": before, "after": after, "state": state, "found": found}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"world-{size}")
@@ -65,49 +80,65 @@ def test_broadcast_gives_all_ranks_rank_0s_parameters_and_buffers(rows: list[dic
         assert all(torch.equal(row["state"][name], tensor) for name, tensor in wanted.items())
 
 
-def test_one_flipped_bit_on_one_rank_is_refused_on_every_rank(rows: list[dict[str, Any]]) -> None:
+def test_one_flipped_bit_on_one_rank_is_found_by_every_rank_and_named_by_majority(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        assert set(row["refusals"]) == {"0.weight", "2.bias", "1.weight"}
-        for name, (message, reach) in row["refusals"].items():
-            assert f"at step 7: {name} has 2 different values over {len(rows)} ranks" in message
-            assert reach == "world"
+        assert row["found"]["equal", 0] == row["found"]["equal", 1] == []
+        for name, rank in GUILTY.items():
+            (difference,) = row["found"][name]
+            assert (difference.name, difference.num_values) == (name, 2)
+            assert row["found"][name, "quick"] == [difference]
+            odd = rank % len(rows)
+            if len(rows) == 3:
+                assert (difference.odd, difference.model_rank) == ((odd,), min({0, 1, 2} - {odd}))
+                assert str(difference) == f"{name} has 2 different values (rank {odd} differs)"
+            else:
+                assert (difference.odd, difference.model_rank) == ((), None)
+                assert str(difference) == f"{name} has 2 different values (no value has a majority)"
+        assert [difference.name for difference in row["found"]["all"]] == [n for n in ORDER if n in GUILTY]
+        (none_alike,) = row["found"]["none alike"]
+        assert (none_alike.num_values, none_alike.odd, none_alike.model_rank) == (len(rows), (), None)
+    assert all(row["found"] == rows[0]["found"] for row in rows)
 
 
-def test_the_odd_rank_is_named_by_majority_and_nobody_where_there_is_none(rows: list[dict[str, Any]]) -> None:
-    guilty = {"0.weight": 1, "2.bias": 0, "1.weight": len(rows) - 1}
-    for row in rows:
-        for name, (message, _) in row["refusals"].items():
-            said = f"rank {guilty[name]} differs" if len(rows) == 3 else "there is no majority"
-            assert said in message
+def test_repair_gives_every_rank_the_majoritys_value(rows: list[dict[str, Any]]) -> None:
+    repaired = {key: found for row in rows for key, found in row["found"].items() if key[0] == "repaired"}
+    assert len(repaired) == (len(GUILTY) if len(rows) == 3 else 0)
+    assert all(found == [] for found in repaired.values())
 
 
-@settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_any_flipped_bit_of_any_parameter_changes_the_digests(data: st.DataObject) -> None:
-    net = net_of(0)
-    before, before_overall = digests(net), overall(net)
-    name, parameter = data.draw(st.sampled_from(list(net.named_parameters())))
-    flip(parameter, data.draw(st.integers(0, parameter.nbytes - 1)), data.draw(st.integers(0, 7)))
-    after = digests(net)
+@settings(max_examples=50)
+@given(data=st.data(), quick=st.booleans())
+def test_any_flipped_bit_of_any_tensor_changes_its_digest_alone(data: st.DataObject, quick: bool) -> None:
+    tensors = tensors_of(net_of(0))
+    tensors["odd length and place"] = torch.arange(8.0)[1:]
+    before = digests(tensors, quick)
+    name = data.draw(st.sampled_from(list(tensors)))
+    flip(tensors[name], data.draw(st.integers(0, tensors[name].nbytes - 1)), data.draw(st.integers(0, 7)))
+    after = digests(tensors, quick)
     assert {n for n in before if before[n] != after[n]} == {name}
-    assert overall(net) != before_overall
 
 
-def test_the_digest_tells_the_same_bytes_under_another_name_and_keeps_63_bits() -> None:
-    some, others = nn.ParameterDict({"a": torch.ones(2)}), nn.ParameterDict({"b": torch.ones(2)})
-    assert overall(some) != overall(others)
-    assert all(0 <= digest < 2**63 for digest in digests(net_of(0)).values())
+def test_the_overall_digest_is_of_names_and_bytes_and_any_digest_keeps_63_bits() -> None:
+    tensors = tensors_of(net_of(0))
+    assert overall(tensors) == overall(dict(reversed(tensors.items())))
+    assert overall({"a": torch.ones(2)}) != overall({"b": torch.ones(2)})
+    for quick in (False, True):
+        assert all(0 <= digest < 2**63 for digest in digests(tensors, quick).values())
 
 
 def test_a_world_of_one_is_always_equal_to_itself() -> None:
-    require_equal(net_of(0), LocalGroup(torch.device("cpu")), 1)
+    assert differences(tensors_of(net_of(0)), LocalGroup(torch.device("cpu"))) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_parameters_of_any_dtype_and_layout_have_a_digest(dtype: torch.dtype) -> None:
-    net = nn.ParameterDict({"a": torch.randn(3, 4).to(dtype), "t": torch.randn(3, 4).to(dtype).t()})
-    assert set(digests(net)) == {"a", "t"}
-
-
-def test_a_parameter_without_dims_has_a_digest() -> None:
-    assert digests(nn.ParameterDict({"scale": torch.tensor(1.0)}))
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (3, 5), (3, 4), (0,)])
+def test_tensors_of_any_number_format_shape_and_layout_have_a_digest(
+    dtype: torch.dtype, shape: tuple[int, ...], quick: bool
+) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    found = digests({"a": tensor, "t": tensor.t() if tensor.ndim == 2 else tensor}, quick)
+    assert set(found) == {"a", "t"}
+    if tensor.numel():
+        tensor.view(-1)[-1:] += 1
+        assert digests({"a": tensor}, quick)["a"] != found["a"]

@@ -4,15 +4,31 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from paceline.base.errors import UserError
 from paceline.world import env as world_env
-from paceline.world.env import Environment, check_interface, check_master, check_port, detect
+from paceline.world.env import (
+    Environment,
+    Torchrun,
+    check_interface,
+    check_master,
+    check_nodes,
+    check_port,
+    check_size,
+    detect,
+    is_loopback,
+    listening_address,
+    store_addresses,
+    transfer_address,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -88,6 +104,75 @@ def test_what_is_no_whole_number_is_refused_by_name(name: str, value: str) -> No
 def test_a_master_port_outside_of_all_ports_is_refused(port: str) -> None:
     with pytest.raises(UserError, match="MASTER_PORT"):
         detect({**TORCHRUN, "MASTER_PORT": port})
+
+
+def test_a_job_and_its_lives_are_read() -> None:
+    torchrun = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert (detect(torchrun).job, detect(torchrun).attempt) == ("mine", 2)
+    assert detect({**torchrun, "TORCHELASTIC_RUN_ID": "none"}).job == ""  # static rendezvous: everybody's is "none"
+    ours = {**torchrun, "PACELINE_JOB": "ours", "PACELINE_ATTEMPT": "5"}
+    assert (detect(ours).job, detect(ours).attempt) == ("ours", 5)
+
+
+# ---- how many there should be ----
+
+
+def test_a_world_of_another_size_than_expected_is_refused() -> None:
+    check_size(3, 0)
+    check_size(3, 3)
+    with pytest.raises(UserError, match=r"parallel\.expect-ranks is 4, and this world has 3 ranks"):
+        check_size(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "rendezvous"),
+    [
+        ("--nnodes 2 --nproc-per-node 4", "2", "static"),
+        ("--nnodes=3 --rdzv_backend=c10d", "3", "c10d"),
+        ("--nnodes 1:4 --rdzv-backend etcd-v2", "1:4", "etcd-v2"),
+        ("--standalone --nproc-per-node 2", "1", "c10d"),
+        ("--nproc-per-node 2", "7", "static"),  # by PET_NNODES
+    ],
+)
+def test_torchruns_command_line_is_read(options: str, nodes: str, rendezvous: str) -> None:
+    assert Torchrun.read(options.split(), {"PET_NNODES": "7"}) == Torchrun(nodes, rendezvous)
+    assert Torchrun(nodes, rendezvous).is_dynamic == (nodes != "1" and rendezvous != "static")
+
+
+NODES_SCRIPT = """
+from paceline.base.errors import UserError
+from paceline.world.env import check_nodes, detect
+try:
+    check_nodes(detect())
+except UserError as error:
+    print(error)
+else:
+    print("fine")
+"""
+
+
+@pytest.mark.parametrize("come", [1, 2])
+def test_fewer_nodes_than_torchrun_was_asked_for_are_refused(tmp_path: Path, come: int) -> None:
+    """A process under one whose command line is torchrun's; the script's own --nnodes is none of torchrun's."""
+    script = tmp_path / "script.py"
+    script.write_text(NODES_SCRIPT)
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("import subprocess, sys\nsubprocess.run([sys.executable, sys.argv[-3]], check=True)\n")
+    ended = subprocess.run(
+        [sys.executable, torchrun, "--nnodes", "2", script, "--nnodes", "9"],
+        env={**os.environ, **TORCHRUN, "GROUP_WORLD_SIZE": str(come)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("asked for 2 nodes (--nnodes), and this world has 1" in ended.stdout) == (come == 1), ended
+    assert (ended.stdout == "fine\n") == (come == 2)
+
+
+def test_without_torchrun_nobody_asked_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    check_nodes(detect(TORCHRUN))
+    assert Torchrun.of_this_process() == Torchrun()
 
 
 # ---- interface ----
@@ -169,6 +254,33 @@ def test_rank_0_needs_the_master_port_unless_an_agent_holds_the_store(held_port:
     check_master(Environment(rank=1, local_rank=1, **place))
     check_master(Environment(rank=0, agent_holds_store=True, **place))
     check_master(Environment())
+
+
+def named(address: str, **changes: Any) -> Environment:
+    return Environment(**{"rank": 0, "world_size": 2, "master_addr": address, "master_port": 29500, **changes})
+
+
+def test_the_store_listens_on_the_address_that_the_master_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(n for n, a in psutil.net_if_addrs().items() if any(x.address == "127.0.0.1" for x in a))
+    assert store_addresses(named("localhost"), "")[0] == "127.0.0.1"
+    assert listening_address(named("127.0.0.1"), "") == "127.0.0.1"
+    assert transfer_address(loopback) == "127.0.0.1"
+    assert listening_address(named("192.0.2.1"), loopback) == "127.0.0.1"  # as behind a NAT or a cluster's service
+    monkeypatch.setattr(world_env, "transfer_address", lambda _: "127.0.0.1")
+    with pytest.raises(UserError, match=r"MASTER_ADDR is '192\.0\.2\.1' .*no address of rank 0's host"):
+        listening_address(named("192.0.2.1"), "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")
+def test_a_name_that_is_loopback_at_home_gives_way_to_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's 127.0.1.1 for the host's own name; the interface is loopback's here, with another address."""
+    monkeypatch.setattr(world_env, "_resolve", lambda name, port: ["127.0.1.1"])
+    loopback = next(n for n, a in psutil.net_if_addrs().items() if any(x.address == "127.0.0.1" for x in a))
+    assert listening_address(named("myself"), loopback) == "127.0.0.1"
+    assert store_addresses(named("myself", rank=1), loopback)[0] == "127.0.0.1"
+    assert listening_address(named("myself"), "") == "127.0.1.1"
+    assert listening_address(named("127.0.1.1"), loopback) == "127.0.1.1"  # said is said
+    assert is_loopback("::1")
 
 
 def test_detect_reads_the_real_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
 """The one door to the other ranks: every verb against numpy, at several worlds, and alike for a world of one."""
 
+import itertools
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import RanksFailed, run_ranks
 
-from paceline.world.group import Group, LocalGroup
+from paceline.base.ownership import borders
+from paceline.world.group import Group, LocalGroup, PeerLost, Traffic
 from paceline.world.runtime import World
 
 OPS = {"sum": np.sum, "min": np.min, "max": np.max}
@@ -17,6 +19,15 @@ DTYPES = ["float32", "float64", "int64"]
 TEXTS = ["", "a", "déjà vu — 漢字 🚲", "line\nbreak", "x" * 5000]
 INTEGERS = [2**53 + 1, -(2**63), 2**63 - 1, 0]
 JSON = {"text": "漢字 🚲", "list": [1, 2.5, None, True], "empty": {}, "big": 2**53 + 1, "nested": {"a": [[]]}}
+
+
+NUM_PARTED = (1000, 7, 2, 0)  # elements of a flat tensor of which each rank has a part
+
+
+def borders_for(num_elements: int, size: int) -> list[list[int]]:
+    """Even parts, uneven ones, empty ones; all at the first rank, all at the last."""
+    weights = ([1] * size, list(range(1, size + 1)), [rank % 2 for rank in range(size)], [1], [*[0] * (size - 1), 1])
+    return [borders(num_elements, (*weight, *[0] * (size - len(weight)))) for weight in weights]
 
 
 def contribution(rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -47,44 +58,98 @@ def exercise(group: Group) -> dict[str, Any]:
     for transfer in [group.start_all_reduce(tensor) for tensor in several]:  # all under way at once
         transfer.wait()
     saw["several"] = [float(tensor[0]) for tensor in several]
+    saw["parts"] = [(dtype, *parted(group, n, dtype)) for dtype in ("float32", "int64") for n in NUM_PARTED]
+    saw["parts under way"] = under_way(group)
     group.barrier()
     return saw
 
 
+def parted(group: Group, num_elements: int, dtype: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """By borders: this rank's part after a reduce-scatter, and the whole after an all-gather."""
+    scattered, gathered = [], []
+    for edges in borders_for(num_elements, group.size):
+        mine = slice(edges[group.rank], edges[group.rank + 1])
+        flat = torch.from_numpy(contribution(group.rank, (num_elements,), dtype))
+        group.start_reduce_scatter(flat, edges).wait()
+        scattered.append(flat[mine].numpy().copy())
+        flat[: mine.start] = flat[mine.stop :] = 77  # so that what is found there afterwards has arrived
+        group.start_all_gather(flat, edges).wait()
+        gathered.append(flat.numpy())
+    return scattered, gathered
+
+
+def under_way(group: Group) -> list[list[float]]:
+    """Reduce-scatters, all-gathers and all-reduces begun together, in turn, and waited for from last to first."""
+    flats = [torch.full((12_000,), float(group.rank + 10 * i)) for i in range(9)]
+    edges = borders(12_000, [1] * group.size)
+    begin = (
+        lambda flat: group.start_reduce_scatter(flat, edges),
+        lambda flat: group.start_all_gather(flat, edges),
+        group.start_all_reduce,
+    )
+    transfers = [start(flat) for start, flat in zip(itertools.cycle(begin), flats, strict=False)]
+    for transfer in reversed(transfers):
+        transfer.wait()
+        transfer.wait()  # a second time is nothing
+    mine = slice(edges[group.rank], edges[group.rank + 1])
+    return [(flat if i % 3 else flat[mine]).unique().tolist() for i, flat in enumerate(flats)]
+
+
 def timing(group: Group) -> dict[str, Any]:
-    """What the group counted of three collectives of known size."""
-    group.take_transfers()
+    """What the group counted of collectives of known size."""
+    group.take_traffic()
     before = time.perf_counter()
-    group.all_reduce(torch.ones(1000))
+    group.all_reduce(torch.ones(1200))
+    edges = borders(1200, range(1, group.size + 1))
+    group.start_reduce_scatter(torch.ones(1200), edges).wait()
+    group.start_all_gather(torch.ones(1200), edges).wait()
     group.broadcast(torch.ones(10, dtype=torch.float64))
     group.share([1.0, 2.0])
     after = time.perf_counter()
     group.barrier()
-    transfers = group.take_transfers()
+    traffic = group.take_traffic()
     return {
-        "bytes": [transfer.num_bytes for transfer in transfers],
-        "ordered": all(before <= t.start <= t.end <= after for t in transfers),  # type: ignore[operator]
-        "forgotten": group.take_transfers() == [],
+        "bytes": [transfer.num_bytes for transfer in traffic.transfers],
+        "waits": len(traffic.waits),
+        "ordered": all(before <= t.start <= t.end <= after for t in traffic.transfers)  # type: ignore[operator]
+        and all(before <= start <= end for start, end in traffic.waits),  # type: ignore[operator]
+        "forgotten": group.take_traffic() == Traffic(),
     }
 
 
-def slow_peer(group: Group) -> float:
-    """Milliseconds an all-reduce took in which rank 1 came 200 ms late."""
-    group.barrier()
-    group.take_transfers()
-    if group.rank == 1:
-        time.sleep(0.2)
-    transfer = group.start_all_reduce(torch.ones(10))
-    transfer.wait()
-    return 0.0 if transfer.end is None else (transfer.end - transfer.start) * 1e3  # type: ignore[operator]
+def slow_peer(group: Group) -> dict[str, Any]:
+    """Milliseconds that three collectives took in which rank 1 came 200 ms late, and that this rank stood still."""
+    found: dict[str, Any] = {}
+    edges = borders(10, [1] * group.size)
+    for name, begin in (
+        ("all-reduce", lambda: group.start_all_reduce(torch.ones(10))),
+        ("reduce-scatter", lambda: group.start_reduce_scatter(torch.ones(10), edges)),
+        ("all-gather", lambda: group.start_all_gather(torch.ones(10), edges)),
+    ):
+        group.barrier()
+        group.take_traffic()
+        if group.rank == 1:
+            time.sleep(0.2)
+        transfer = begin()
+        under_way = group.take_traffic().transfers == []
+        if group.rank == 0:
+            time.sleep(0.1)  # computes on: half of the 200 ms is hidden
+        transfer.wait()
+        traffic = group.take_traffic()
+        took = [(t.end - t.start) * 1e3 for t in traffic.transfers]  # type: ignore[operator]
+        found[name] = (under_way, took, sum(end - start for start, end in traffic.waits) * 1e3)  # type: ignore[operator]
+    return found
 
 
-def on_ranks(world: World) -> tuple[dict[str, Any], dict[str, Any], float]:
+Row = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def on_ranks(world: World) -> Row:
     return exercise(world.group), timing(world.group), slow_peer(world.group)
 
 
-@pytest.fixture(scope="module", params=["local", 1, 2, 3], ids=lambda size: f"world-{size}")
-def answers(request: pytest.FixtureRequest) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
+@pytest.fixture(scope="module", params=["local", 1, 2, 3, 4], ids=lambda size: f"world-{size}")
+def answers(request: pytest.FixtureRequest) -> list[Row]:
     if request.param == "local":
         group = LocalGroup(torch.device("cpu"))
         return [(exercise(group), timing(group), slow_peer(group))]
@@ -141,23 +206,97 @@ def test_several_all_reduces_may_be_under_way_at_once(answers: list[Any]) -> Non
         assert saw["several"] == [float(sum(rank + i for rank in ranks)) for i in range(4)]
 
 
-def test_every_transfer_is_counted_once_with_its_bytes_and_times(answers: list[Any], request: Any) -> None:
+def test_a_reduce_scatter_gives_each_rank_its_part_of_what_numpy_sums(answers: list[Any]) -> None:
+    for rank, (saw, _, _) in enumerate(answers):
+        for (dtype, scattered, _), num_elements in zip(saw["parts"], NUM_PARTED * 2, strict=True):
+            whole = sum(contribution(source, (num_elements,), dtype) for source in range(len(answers)))
+            for edges, part in zip(borders_for(num_elements, len(answers)), scattered, strict=True):
+                assert part.dtype == dtype
+                np.testing.assert_array_equal(part, whole[edges[rank] : edges[rank + 1]])
+
+
+def test_an_all_gather_gives_every_rank_every_part(answers: list[Any]) -> None:
+    for saw, _, _ in answers:
+        for (dtype, _, gathered), num_elements in zip(saw["parts"], NUM_PARTED * 2, strict=True):
+            whole = sum(contribution(source, (num_elements,), dtype) for source in range(len(answers)))
+            for found in gathered:
+                np.testing.assert_array_equal(found, whole)
+
+
+def test_collectives_of_all_kinds_may_be_under_way_at_once(answers: list[Any]) -> None:
+    ranks = range(len(answers))
+    for saw, _, _ in answers:
+        for i, found in enumerate(saw["parts under way"]):
+            brought = [float(rank + 10 * i) for rank in ranks]
+            assert found == (brought if i % 3 == 1 else [sum(brought)])
+
+
+def test_every_transfer_is_counted_once_with_the_bytes_this_rank_sends_and_its_times(
+    answers: list[Any], request: Any
+) -> None:
     is_local = "local" in request.node.name
-    for _, counted, _ in answers:
-        assert counted["bytes"] == ([] if is_local else [4000, 80, 16])
+    n = len(answers)
+    edges = borders(1200, range(1, n + 1))
+    for rank, (_, counted, _) in enumerate(answers):
+        own = 4 * (edges[rank + 1] - edges[rank])
+        sent = [2 * 4800 * (n - 1) / n, 4800 - own, own * (n - 1), 80 * (n - 1), 16 * (n - 1)]
+        assert counted["bytes"] == ([] if is_local else pytest.approx(sent))
+        assert counted["waits"] == (0 if is_local else 6)  # these and the barrier
         assert counted["ordered"]
         assert counted["forgotten"]
+    if not is_local:  # all ranks together: a reduce-scatter and an all-gather move what an all-reduce does
+        reduced, scattered, gathered = (sum(counted["bytes"][i] for _, counted, _ in answers) for i in range(3))
+        assert scattered + gathered == pytest.approx(reduced)
 
 
-def test_the_time_of_an_all_reduce_is_from_its_start_to_its_end(answers: list[Any], request: Any) -> None:
+@pytest.mark.parametrize("verb", ["all-reduce", "reduce-scatter", "all-gather"])
+def test_a_collective_takes_from_its_start_to_its_end_and_a_rank_waits_for_what_it_does_not_hide(
+    verb: str, answers: list[Any]
+) -> None:
     if len(answers) == 1:
         pytest.skip("nobody to wait for")
-    waited_ms = [ms for _, _, ms in answers]
-    assert 150 < waited_ms[0] < 2000  # it started at once and ended when rank 1 had come
-    assert waited_ms[1] < 150
+    for rank, (_, _, saw) in enumerate(answers):
+        under_way, took_ms, waited_ms = saw[verb]
+        assert len(took_ms) == 1
+        if rank == 0:  # it started at once and ended when rank 1 had come; half of that it slept
+            assert under_way
+            assert 150 < took_ms[0] < 2000
+            assert waited_ms < took_ms[0] - 70
+        if rank == 1:
+            assert took_ms[0] < 150
+            assert waited_ms < 150
+
+
+def lonely(world: World, verb: str) -> None:
+    """Rank 1 never comes; rank 0 says after how long it gave up."""
+    world.group.set_timeout(1.0)
+    if world.rank == 1:
+        time.sleep(3)
+    flat = torch.ones(10)
+    started = time.monotonic()
+    try:
+        if verb == "all-reduce":
+            world.group.start_all_reduce(flat).wait()
+        else:
+            world.group.start_all_gather(flat, [0, 5, 10]).wait()
+    except PeerLost as error:
+        raise PeerLost(f"gave up after {time.monotonic() - started:.2f} s: {error}") from None
+
+
+@pytest.mark.parametrize("verb", ["all-reduce", "all-gather"])
+def test_a_timeout_set_later_is_the_one_in_force(verb: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(lonely, 2, verb)
+    said = caught.value.outcomes[0].said
+    assert "PeerLost: gave up after 1." in said, said
+    assert f"rank 0 lost the other ranks during an {verb}" in said
 
 
 def test_a_local_transfer_can_be_waited_for_and_moves_nothing() -> None:
     tensor = torch.arange(5.0)
-    LocalGroup(torch.device("cpu")).start_all_reduce(tensor).wait()
+    group = LocalGroup(torch.device("cpu"))
+    group.start_all_reduce(tensor).wait()
+    group.start_reduce_scatter(tensor, [0, 5]).wait()
+    group.start_all_gather(tensor, [0, 5]).wait()
+    group.set_timeout(1)
     assert torch.equal(tensor, torch.arange(5.0))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 
-from paceline.base.errors import RunError
+from paceline.base.errors import RunError, UserError
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.group import LocalGroup, PeerLost
@@ -24,8 +24,20 @@ def test_one_process_is_a_world_of_one_without_a_process_group() -> None:
     with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
         assert (world.rank, world.world_size, world.backend, world.is_main) == (0, 1, "none", True)
         assert isinstance(world.group, LocalGroup)
+        assert (world.store, world.generation, world.warnings) == (None, "", ())
+        assert [(peer.rank, peer.pid, peer.is_alive) for peer in world.peers] == [(0, os.getpid(), True)]
         assert not dist.is_initialized()
         assert torch.get_num_threads() == 1
+
+
+def test_a_world_of_another_size_than_expected_is_refused_before_anything_is_opened() -> None:
+    config = ParallelConfig(device="cpu", threads=1, expect_ranks=2)
+    with (
+        pytest.raises(UserError, match=r"parallel\.expect-ranks is 2, and this world has 1 rank;"),
+        open_world(config, Environment()),
+    ):
+        pass
+    assert not dist.is_initialized()
 
 
 def succeeds(config: ParallelConfig, env: Environment) -> tuple[Any, bool]:

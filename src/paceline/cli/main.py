@@ -1,17 +1,20 @@
 """`paceline VERB`: finds the verb, runs it, and turns every error into one message and an exit status."""
 
 import importlib
+import keyword
 import os
 import sys
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, UserError, nearest
-from paceline.launch.status import has_launcher, note_status
+from paceline.base.status import has_launcher, note_status
 
 _VERBS = {
     "train": "train a model, on one rank or many",
     "resume": "go on with a run from its newest whole checkpoint, on any number of ranks",
     "sample": "write text from a run's newest checkpoint, also while it trains",
     "data": "documents to token shards (data prepare), what a data set holds (data info)",
+    "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
+    "export": "write a run's model as a folder that transformers loads",
     "bench": "measure the data path (bench loader)",
 }
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
@@ -61,7 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in _VERBS:
         raise UserError(f"there is no verb '{verb}'{nearest(verb, _VERBS)}; there are: {', '.join(_VERBS)}")
-    module = importlib.import_module(f"paceline.cli.{verb}")
+    module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
     status: int = module.main(rest)
     return _leave("", status)
 

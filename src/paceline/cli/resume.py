@@ -29,6 +29,7 @@ _CHANGEABLE = (
                 "sample-tokens",
                 "sample-prompt",
                 "stop-at-step",
+                "stop-after",
                 "max-skips",
             ),
         )
@@ -46,6 +47,8 @@ class ResumeArguments:
     """The checkpoint of this step; -1: the newest whole one."""
     nproc: str = "1"
     """Ranks to start on this machine, or auto: one a core, at most 4. Under torchrun leave it out."""
+    max_restarts: int = 0
+    """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -57,7 +60,8 @@ def main(arguments: list[str]) -> int:
     _refuse_other_run(stored, config)
     config.check()
     request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
-    return start(request, parsed.nproc, ["resume", *without(arguments, "--nproc")])
+    rest = without(arguments, "--nproc", "--max-restarts")
+    return start(request, parsed.nproc, parsed.max_restarts, ["resume", *rest])
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:
@@ -68,7 +72,12 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
         raise UserError("the run folder comes first: paceline resume RUN [options]")
     found = run_folder.find(Path(arguments[0]))
     stored = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())
-    return arguments[0], stored.replace("train", stop_at_step=0)
+    if not any((stored.train.steps, stored.train.tokens, stored.train.tokens_per_param, stored.train.time_budget)):
+        raise UserError(
+            f"{found.path} was imported, not trained, so there is nothing to resume; "
+            f"fine-tune it: paceline train --init-from {arguments[0]}"
+        )
+    return arguments[0], stored.replace("train", stop_at_step=0, stop_after=0.0)
 
 
 def _refuse_other_run(stored: Config, config: Config) -> None:

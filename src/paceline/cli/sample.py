@@ -42,12 +42,11 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from paceline.checkpoint import load
-    from paceline.checkpoint.manifest import WEIGHTS
     from paceline.data.tokenizer import Tokenizer
     from paceline.model.generate import generate
     from paceline.model.gpt import build
 
-    weights, problems = load.read_live(found.checkpoints, parsed.step if parsed.step >= 0 else None, WEIGHTS)
+    weights, problems = load.read_weights(found.checkpoints, parsed.step if parsed.step >= 0 else None)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
     if not found.tokenizer.exists():

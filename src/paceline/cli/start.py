@@ -1,38 +1,58 @@
 """What train and resume share: refuse early what cannot work, then be a rank or start some."""
 
+import dataclasses
+import json
+import os
+import sys
+import time
 from pathlib import Path
 
-from paceline.base.errors import UserError
+from paceline.base.errors import EXIT_RESUMABLE, UserError
+from paceline.base.parent import die_with_parent
+from paceline.base.status import LAUNCHER
+from paceline.config import Config, flatten
+from paceline.launch.job import job_name
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
-from paceline.world.env import Environment, check_interface, check_master, check_port, detect
+from paceline.world.env import Environment, check_interface, check_master, check_nodes, check_port, check_size, detect
 
 _MOST_AUTOMATIC_RANKS = 4
+_RUNS = Path("runs")
+_FIRST_WORD_S = 2.0  # torchrun ends all ranks as soon as one ends, and rank 0 is to have spoken
+_STORE_HOST = "127.0.0.1"  # where --nproc has its ranks meet
 
 
-def start(request: Request, nproc: str, arguments: list[str]) -> int:
+def start(request: Request, nproc: str, max_restarts: int, arguments: list[str]) -> int:
     """Trains as this process, or as `nproc` local ranks of the command line `arguments`; returns the exit status.
 
     Everything that can be refused without starting a process or reading a corpus is refused first.
     """
     config = request.config
     env = detect()
-    num_ranks = _num_ranks(nproc, env)
+    num_ranks = _num_ranks(nproc, max_restarts, env)
     check_interface(config.parallel.interface)
-    check_master(env)
-    if not env.is_distributed:
-        check_port(config.parallel.port)
+    check_size(env.world_size if env.is_distributed else num_ranks, config.parallel.expect_ranks)
+    check_nodes(env)
+    check_master(env, config.parallel.interface)
+    if env.is_distributed:
+        die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
+    else:
+        check_port(config.parallel.port, _STORE_HOST)
     from paceline.data.cache import inspect_data  # numpy and the tokenizers' libraries from here on: a quarter second
 
     inspect_data(config.data, config.model.vocab_size)
-    if env.rank == 0:
-        if request.out is None or request.resume:
-            run_folder.check_writable(request.out or Path("runs"))
+    request, over = in_this_life(request, env)
+    if over:
+        if env.rank == 0:
+            print(f"{request.out} was asked to stop ({over}) and is saved: it is not started again", flush=True)
         else:
-            run_folder.check_new(request.out)
-    from paceline.world.device import choose_device  # torch from here on: seconds
+            time.sleep(_FIRST_WORD_S)
+        return EXIT_RESUMABLE
+    if env.rank == 0:
+        _check_folder(request)
+    from paceline.world.device import choose_device  # torch from here on: a second or two
 
-    if num_ranks == 1:
+    if num_ranks == 1 and not max_restarts:
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
 
@@ -41,14 +61,29 @@ def start(request: Request, nproc: str, arguments: list[str]) -> int:
         choose_device(config.parallel.device, local_rank, num_ranks, num_ranks)
     from paceline.launch.local import start_ranks
 
-    return start_ranks(num_ranks, arguments, config.parallel.port, config.parallel.interface)
+    assert request.out is not None
+    if not request.resume:
+        arguments = [*without(arguments, "--out"), "--out", str(request.out)]
+    return start_ranks(
+        num_ranks,
+        (sys.executable, "-m", "paceline", *arguments),
+        request.out,
+        max_restarts=max_restarts,
+        port=config.parallel.port,
+        interface=config.parallel.interface,
+    )
 
 
-def _num_ranks(nproc: str, env: Environment) -> int:
-    """Ranks for this process to start; 1: be one itself."""
+def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:
+    """Ranks for this process to start; 1 without restarts: be one itself."""
+    if max_restarts < 0:
+        raise UserError(f"--max-restarts is {max_restarts}; it must be at least 0")
     if env.is_distributed:
-        if nproc != "1":
-            raise UserError(f"--nproc {nproc} inside a world that a launcher made already; give the number to it alone")
+        for name, value, default in (("--nproc", nproc, "1"), ("--max-restarts", str(max_restarts), "0")):
+            if value != default:
+                raise UserError(
+                    f"{name} {value} inside a world that a launcher made already; give the number to it alone"
+                )
         return 1
     if nproc == "auto":
         from paceline.world.cores import usable_cores
@@ -59,15 +94,50 @@ def _num_ranks(nproc: str, env: Environment) -> int:
     return int(nproc)
 
 
+def in_this_life(request: Request, env: Environment) -> tuple[Request, str]:
+    """The request with its folder, as this life of the command means it; and why it is over already, if it is.
+
+    A later life goes on with the folder of the life before. torchrun starts again also what was asked to stop and
+    exited with 75: that is over.
+    """
+    job = job_name(env.job, _in_common(request.config))
+    out = request.out or run_folder.find_own(_RUNS, job)
+    is_own = out is not None and run_folder.is_own(out, job)
+    last = run_folder.last_event(out) if out and is_own else {}
+    is_complete = last.get("reason") == run_folder.COMPLETE
+    # The same run id and the same command in the first life of a torchrun: requeued, or a new run of the same kind.
+    goes_on = is_own and (env.attempt > 0 or not (request.resume or is_complete))
+    if not goes_on and not request.out:
+        out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    over = str(last["reason"]) if env.attempt > 0 and last.get("event") == "end" and not is_complete else ""
+    resume_step = None if goes_on else request.resume_step
+    return dataclasses.replace(request, out=out, job=job, goes_on=goes_on, resume_step=resume_step), over
+
+
+def _in_common(config: Config) -> str:
+    """What the command says alike on all hosts and in all lives."""
+    values = flatten(config).items()
+    return json.dumps([item for item in values if not item[0].startswith(("parallel.", "data.path", "data.mix"))])
+
+
+def _check_folder(request: Request) -> None:
+    """Raises UserError where rank 0 could not write the run."""
+    if request.out is None or request.resume or request.goes_on:
+        run_folder.check_writable(request.out or _RUNS)
+    else:
+        run_folder.check_new(request.out)
+
+
 def without(arguments: list[str], *names: str) -> list[str]:
     """Returns the arguments without these flags and their values."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
+        name = argument.split("=", 1)[0].replace("_", "-")
         if skip:
             skip = False
-        elif argument in names:
-            skip = True
-        elif argument.split("=", 1)[0] not in names:
+        elif name not in names:
             kept.append(argument)
+        else:
+            skip = "=" not in argument
     return kept

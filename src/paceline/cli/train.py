@@ -1,5 +1,6 @@
 """paceline train"""
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,8 @@ import tyro
 
 from paceline.cli.flags import base_config, parse
 from paceline.cli.start import start, without
-from paceline.config import Config, preset_names, supersede
+from paceline.config import Config, load_file, preset_names, supersede
+from paceline.data.config import DataConfig
 from paceline.train.request import Request
 
 
@@ -20,10 +22,15 @@ class TrainArguments:
     """A configuration that comes with paceline: PRESETS."""
     config: str = ""
     """A TOML file of [section] field = value."""
+    init_from: str = ""
+    """A run folder whose newest weights to begin with: the model is its, whatever a preset says, and the data must have
+    its tokenizer. `paceline import` makes one of a model of transformers or nanoGPT."""
     out: str = ""
     """The run folder, new; empty: runs/NAME-DATE-TIME."""
     nproc: str = "1"
     """Ranks to start on this machine, or auto: one a core, at most 4. Under torchrun leave it out."""
+    max_restarts: int = 0
+    """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -33,8 +40,37 @@ TrainArguments.__doc__ = f"{TrainArguments.__doc__} Presets: {', '.join(preset_n
 def main(arguments: list[str]) -> int:
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
-    config = supersede(base, parsed.settings)
-    config.check()
-    name = parsed.preset or (Path(parsed.config).stem if parsed.config else config.model.arch)
+    given = parsed.init_from or parsed.settings.train.init_from
+    source = Path(given).absolute() if given else None
+    if source is None:
+        config = supersede(base, parsed.settings)
+        config.check()
+    else:
+        config = _fine_tuned(source, parsed, base, arguments)
+    name = parsed.preset or (
+        Path(parsed.config).stem if parsed.config else source.name if source else config.model.arch
+    )
     request = Request(config, Path(parsed.out) if parsed.out else None, name)
-    return start(request, parsed.nproc, ["train", *without(arguments, "--nproc")])
+    rest = without(arguments, "--nproc", "--max-restarts")
+    return start(request, parsed.nproc, parsed.max_restarts, ["train", *rest])
+
+
+def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: list[str]) -> Config:
+    """The config of a run that begins with another's weights: that one's model below --config and flags.
+
+    They are parsed again over it, so that a flag with the value of our default counts as given.
+    """
+    from paceline.train.initial import check_data, initial_model, settle_model
+
+    model = initial_model(source)
+    below = Config(model=model)
+    base = dataclasses.replace(base, model=load_file(Path(parsed.config), below).model if parsed.config else model)
+    if base.data.seq_len == DataConfig().seq_len:
+        base = base.replace("data", seq_len=min(base.data.seq_len, model.n_positions))
+    parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
+    config = supersede(base, parsed.settings)
+    config = dataclasses.replace(config, model=settle_model(source, config.model))
+    config = config.replace("train", init_from=str(source))  # a run that dies before it saves begins with them again
+    config.check()
+    check_data(source, config.data, config.model.vocab_size)
+    return config

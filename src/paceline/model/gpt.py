@@ -15,7 +15,7 @@ from paceline.base import seeds
 from paceline.base.errors import UserError
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
-from paceline.model.layers import Block, LayerCache, Linear, document_mask, make_norm, rotary_tables
+from paceline.model.layers import Block, Embedding, LayerCache, Linear, document_mask, make_norm, rotary_tables
 from paceline.model.loss import loss_sum
 
 _INIT_STD = 0.02  # GPT-2's
@@ -35,8 +35,8 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = torch.float32
         self.checkpoint_blocks = False
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
-        self.embed_positions = nn.Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
+        self.embed_tokens = Embedding(config.vocab_size, config.n_embd)
+        self.embed_positions = Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = make_norm(config)
         self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)

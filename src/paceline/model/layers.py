@@ -30,6 +30,17 @@ class Linear(nn.Linear):
         """[..., in] -> [..., out], in x.dtype."""
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
+    def reset_parameters(self) -> None:
+        """Nothing: `gpt.build` fills every parameter, and torch's own way on the meta device imports its compiler, a
+        second of every start."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding that is filled by `gpt.build` alone."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, see `Linear`."""
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (arXiv 1910.07467, eq. 4), in the dtype of x."""

@@ -5,8 +5,7 @@ of Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -15,47 +14,46 @@ import torch
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 
+MOMENTS = ("momentum",)
 
-class Muon(torch.optim.Optimizer):
+
+class Muon:
     """Update: W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, cols)) orth(g + m M), M the momentum buffer.
 
-    Matrices of one shape are orthogonalised together as one batched product.
+    Matrices of one shape are orthogonalised together as one batched product. `state` is made at the first update.
     """
 
     def __init__(
-        self,
-        params: Iterable[torch.nn.Parameter],
-        *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        compute_dtype: torch.dtype,
-    ):
-        super().__init__(list(params), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self._compute_dtype = compute_dtype
+        self, matrices: Sequence[torch.Tensor], *, decay: float, momentum: float, compute_dtype: torch.dtype
+    ) -> None:
+        self._by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+        for matrix in matrices:
+            self._by_shape[matrix.shape].append(matrix)
+        self._decay, self._momentum, self._compute_dtype = decay, momentum, compute_dtype
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                by_shape[(parameter.shape[0], parameter.shape[1])].append(parameter)
-            for (rows, columns), parameters in by_shape.items():
-                directions = orthogonalise(
-                    torch.stack([self._nesterov(p, group["momentum"]) for p in parameters]), self._compute_dtype
-                )
-                scale = 0.2 * max(rows, columns) ** 0.5
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(parameters, list(directions.unbind()), alpha=-group["lr"] * scale)
+    def step(self, lr: float) -> None:
+        """Changes every matrix, in place, by its `.grad`."""
+        for shape, matrices in self._by_shape.items():
+            directions = orthogonalise(torch.stack([self._nesterov(m) for m in matrices]), self._compute_dtype)
+            torch._foreach_mul_(matrices, 1 - lr * self._decay)
+            torch._foreach_add_(matrices, list(directions.unbind()), alpha=-lr * 0.2 * max(shape) ** 0.5)
 
-    def _nesterov(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
-        assert parameter.grad is not None
-        state = self.state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        buffer: torch.Tensor = state["momentum"]
-        buffer.lerp_(parameter.grad, 1 - momentum)
-        return parameter.grad.lerp(buffer, momentum)
+    def _nesterov(self, matrix: torch.Tensor) -> torch.Tensor:
+        assert matrix.grad is not None
+        if matrix not in self.state:
+            self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
+        buffer = self.state[matrix]["momentum"]
+        buffer.lerp_(matrix.grad, 1 - self._momentum)
+        return matrix.grad.lerp(buffer, self._momentum)
+
+
+def update_cost(rows: int, columns: int) -> float:
+    """Returns the floating-point operations of one matrix's update, nearly all of them the iteration's products: with
+    m the smaller side, 4 m^2 max + 2 m^3 each (X X^T and its use on X, the square of the gram matrix)."""
+    small, large = min(rows, columns), max(rows, columns)
+    return _NUM_ITERATIONS * (4.0 * small**2 * large + 2.0 * small**3)
 
 
 def orthogonalise(matrices: torch.Tensor, compute_dtype: torch.dtype) -> torch.Tensor:

@@ -63,6 +63,11 @@ class Console:
             os.dup2(self._log.fileno(), 1)
             os.dup2(self._log.fileno(), 2)
 
+    @property
+    def log_file(self) -> TextIO | None:
+        """This rank's log, once it is open."""
+        return self._log
+
     def say(self, text: str | rich.table.Table = "", style: str = "") -> None:
         """Prints on rank 0 and keeps it in the log of every rank. Text stays as it is: brackets in a path, or in what
         a model wrote, are no markup."""

@@ -7,7 +7,8 @@ RUN/
   events.jsonl            start, resume, checkpoint, skipped step, signal, end
   ranks/rank-00003.log    all that rank said
   checkpoints/            step-00000500/ ..., `latest`
-  lock                    held by rank 0 while it runs; says host and pid
+  lock, lock.holder       held by rank 0 while it runs; its host and pid
+  job                     which job writes it: a later life of the same job goes on with it
 """
 
 import contextlib
@@ -17,27 +18,36 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import filelock
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace
 
+COMPLETE = "horizon reached"  # the reason of an `end` that nobody asked for
+_TAIL_BYTES = 1 << 16  # holds the last event also where a rank's stack is in it
+_MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
+
 
 class RunFolder:
-    """Paths of a run and the writing of its records. Only rank 0 writes; the logs of ranks are written by each."""
+    """Paths of a run and the writing of its records. Only rank 0 writes; the logs of ranks are written by each.
 
-    def __init__(self, path: Path):
+    A disk that takes no row ends nothing: the rows wait, in order, until it takes them. `on_trouble` is called with one
+    sentence when that begins and when it is over.
+    """
+
+    def __init__(self, path: Path, on_trouble: Callable[[str], None] = lambda sentence: None):
         self.path = path.absolute()
         self.config = self.path / "config.toml"
         self.tokenizer = self.path / "tokenizer.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self._files: dict[Path, IO[str]] = {}
+        self.on_trouble = on_trouble
+        self._appenders: dict[Path, _Appender] = {}
         self._lock: filelock.FileLock | None = None
 
     @property
@@ -49,12 +59,17 @@ class RunFolder:
     def rank_log(self, rank: int) -> Path:
         return self.path / "ranks" / f"rank-{rank:05d}.log"
 
-    def lock(self) -> None:
-        """Makes this process the run's one writer until it ends, however it ends (the kernel drops the lock).
+    def lock(self, job: str | None = None) -> None:
+        """Makes this process the run's one writer until it ends, however it ends (the kernel drops the lock), and notes
+        the job that it belongs to.
 
-        Raises UserError, naming host and pid, where another process is.
+        The lock is flock(2). It holds between hosts, too, where the file system passes it on: NFS does (v4, or v3 with
+        its lock daemon; not when mounted with nolock or local_lock), Lustre and CephFS do when mounted for it. Where it
+        stays on the host, two hosts can write one folder, and only their job system can keep them apart.
+
+        Raises UserError, naming host and pid, where another process is, or where the folder cannot be locked.
         """
-        lock = filelock.FileLock(self.path / "lock")
+        lock = filelock.FileLock(self.path / "lock", mode=0o600)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -64,58 +79,147 @@ class RunFolder:
             raise UserError(
                 f"{self.path} is being written by another process ({holder or 'unknown'}); wait for it or stop it first"
             ) from None
-        (self.path / "lock.holder").write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+        except (OSError, NotImplementedError) as error:
+            raise UserError(f"{self.path} cannot be locked ({error}); choose a folder on another disk") from None
         self._lock = lock
+        (self.path / "lock.holder").write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+        if job is None:
+            _job_file(self.path).unlink(missing_ok=True)
+        else:
+            replace(_job_file(self.path), f"{job}\n".encode())
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Appends one row to metrics.jsonl and flushes it."""
+        """Appends one row to metrics.jsonl, at once. Raises nothing when the disk fails: it is written later."""
         self._append(self.metrics, row)
 
     def append_event(self, kind: str, **facts: Any) -> None:
-        """Appends what happened, with the time, to events.jsonl and flushes it."""
+        """Appends what happened, with the time, to events.jsonl, as append_metrics does."""
         self._append(self.events, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> int:
         """Drops the metrics of steps after this one: a resumed run writes them again, so each stands there once.
 
-        A last line that a crash cut short is dropped too.
+        Returns the last step that had a row; 0 where none had. A line that a crash cut short is
+        dropped too. A crash meanwhile leaves the file as it was, or as it is to be.
         """
+        appender = self._appenders.pop(self.metrics, None)
+        if appender is not None:
+            appender.close()
         if not self.metrics.exists():
-            return
-        if self.metrics in self._files:
-            self._files.pop(self.metrics).close()
-        kept = []
+            return 0
+        kept, reached = [], 0
         with self.metrics.open() as lines:
             for line in lines:
                 with contextlib.suppress(json.JSONDecodeError):
-                    if json.loads(line)["step"] <= step:
+                    reached = int(json.loads(line)["step"])
+                    if reached <= step:
                         kept.append(line.rstrip("\n") + "\n")
         replace(self.metrics, "".join(kept).encode())
+        return reached
 
     def close(self) -> None:
-        """Closes the files and lets go of the lock."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Closes the files, with a last attempt at rows that wait, and lets go of the lock."""
+        for appender in self._appenders.values():
+            appender.close()
+        self._appenders.clear()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _append(self, path: Path, row: Mapping[str, Any]) -> None:
-        if path not in self._files:
-            self._files[path] = path.open("a")
-            if _ends_mid_line(path):  # a crash cut the last row short: it must not take the next one with it
-                self._files[path].write("\n")
-        self._files[path].write(json.dumps(row) + "\n")
-        self._files[path].flush()
+        if path not in self._appenders:
+            self._appenders[path] = _Appender(path)
+        if sentence := self._appenders[path].append(json.dumps(row)):
+            self.on_trouble(sentence)
 
 
-def _ends_mid_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+class _Appender:
+    """Appends whole lines to a file. What the disk does not take waits here, in order, for the next attempt."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor: int | None = None
+        self._unwritten = b""
+        self._is_failing = False
+
+    def append(self, line: str) -> str | None:
+        """Writes the line. Returns a sentence when the disk begins to fail, and when it works again."""
+        if len(self._unwritten) < _MOST_UNWRITTEN_BYTES:
+            self._unwritten += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            sentence = f"{self._path} cannot be written ({error.strerror or error}); training goes on, its rows wait"
+            was_failing, self._is_failing = self._is_failing, True
+            return None if was_failing else sentence
+        was_failing, self._is_failing = self._is_failing, False
+        return f"{self._path} can be written again, and has all rows" if was_failing else None
+
+    def close(self) -> None:
+        """Tries once more, and closes the file."""
+        with contextlib.suppress(OSError):
+            self._write()
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self) -> None:
+        if self._descriptor is None:
+            self._descriptor = _open_at_line_end(self._path)
+        while self._unwritten:
+            # A full disk may take a part of a line: the next attempt goes on right there.
+            num_written = os.write(self._descriptor, self._unwritten)
+            self._unwritten = self._unwritten[num_written:]
+
+
+def _open_at_line_end(path: Path) -> int:
+    """Opens a file of lines to append to. A last line that a crash cut short is taken off: it is no row."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - _TAIL_BYTES)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return descriptor
+
+
+def _job_file(path: Path) -> Path:
+    return path / "job"
+
+
+def is_own(path: Path, job: str | None) -> bool:
+    """Whether this job, in this or an earlier life, was the last to write the run in this folder."""
+    try:
+        return job is not None and _job_file(path).read_text().strip() == job
+    except OSError:
+        return False
+
+
+def find_own(runs: Path, job: str | None) -> Path | None:
+    """Returns the newest run folder of this job among those in `runs`; None where there is none."""
+    own = [path for path in (runs.iterdir() if runs.is_dir() else ()) if is_own(path, job)]
+    return max(own, key=lambda path: _job_file(path).stat().st_mtime_ns, default=None)
+
+
+def last_event(path: Path) -> dict[str, Any]:
+    """Returns the last event of the run in this folder; an empty one where there is none."""
+    try:
+        with (path / "events.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return {}
 
 
 def check_new(path: Path) -> None:
@@ -125,7 +229,7 @@ def check_new(path: Path) -> None:
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"--out is {path}, which is a file; name a folder that does not exist yet")
-    if (path / "config.toml").exists() or (path / "checkpoints").exists():
+    if (path / "config.toml").exists() or any(path.glob("checkpoints/*")):  # without either it died at its birth
         raise UserError(
             f"--out is {path}, which holds a run already; go on with it by `paceline resume {path}`, "
             "or choose another folder"
@@ -153,9 +257,14 @@ def check_writable(path: Path) -> None:
 
 
 def create(path: Path) -> RunFolder:
-    """Returns a new run folder with its subfolders, for this user alone (0700: weights and logs are the user's)."""
+    """Returns a new run folder with its subfolders, for this user alone (0700: weights and logs are the user's).
+
+    A folder that is there already and empty becomes so, too; one with something in it keeps its mode.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not any(path.iterdir()):
+            path.chmod(0o700)
         (path / "ranks").mkdir(exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:

@@ -24,7 +24,7 @@ class StepRow:
     exposed_comm_ms: float  # the part of it that no compute hid
     optim_ms: float  # clipping and update
     other_ms: float
-    comm_bytes: int  # handed to collectives by this rank
+    comm_bytes: int  # sent by this rank
     world_size: int
     rank_step_ms: list[float]  # each rank's own time until it came to the step's last exchange
     rank_compute_ms: list[float]

@@ -13,7 +13,10 @@ from paceline.train.resolve import Settings
 from paceline.world.group import Group
 
 # What may differ between hosts: where things are and what a host is made of, not what is computed.
-_LOCAL = ("parallel.interface", "parallel.threads", "parallel.port", "data.path", "data.mix", "parallel.device")
+_LOCAL = (
+    *("parallel.interface", "parallel.threads", "parallel.port", "parallel.device"),
+    *("data.path", "data.mix", "train.init-from"),
+)
 
 
 def choices(settings: Settings) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from paceline.data.blend import Blend
 from paceline.data.loader import FixedBatches
 from paceline.model.gpt import GPT
+from paceline.train.step import At
 from paceline.world.group import Group
 
 
@@ -26,10 +27,13 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, validation: FixedBatches, blend: Blend, group: Group, *, batch: int) -> Evaluation:
+def evaluate(
+    model: GPT, validation: FixedBatches, blend: Blend, group: Group, *, batch: int, lockstep: bool, at: At
+) -> Evaluation:
     """Returns the loss over the fixed validation sequences. Collective; every rank computes its share of them.
 
-    Ranks take every n-th sequence, so a count that the world does not divide leaves some with one fewer, or none.
+    Ranks take every n-th sequence, so a count that the world does not divide leaves some with one fewer, or none; in
+    lockstep (a forward communicates) these keep the others company with a pass that counts for nothing.
     Draws from no generator and keeps no state: training goes on as if it had not been. Tokens that stand for no text
     (end of text) count in the nats with zero bytes, so nothing is left out of bits per byte.
     """
@@ -37,9 +41,15 @@ def evaluate(model: GPT, validation: FixedBatches, blend: Blend, group: Group, *
     token_bytes = blend.token_bytes
     nats, num_tokens, num_bytes = 0.0, 0, 0
     model.eval()
-    for start in range(0, len(mine), batch):
-        part = validation.micro_batch(mine[start : start + batch])
-        nats += float(model(part.tokens, part.targets, documents=part.documents))
+    most = -(-len(validation) // group.size) if lockstep else len(mine)
+    for start in range(0, most, batch):
+        at("evaluate")
+        which = mine[start : start + batch]
+        part = validation.micro_batch(which or range(1))
+        loss = float(model(part.tokens, part.targets, documents=part.documents))
+        if not which:
+            continue
+        nats += loss
         num_tokens += part.targets.numel()
         if token_bytes is not None:
             num_bytes += int(token_bytes[part.targets.cpu().numpy()].sum(dtype="int64"))

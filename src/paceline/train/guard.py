@@ -1,21 +1,36 @@
-"""How a run is asked to stop: a signal sets a flag, the ranks vote at the end of each step, and all stop together."""
+"""How a run is asked to stop: a signal or the clock raises a hand, the ranks vote at the end of each step, and all
+stop together. And how long ranks wait for each other: long until the first step is done, then short."""
 
 import signal
+import time
 from types import FrameType, TracebackType
+
+from paceline.train.state import Run
+
+SPEAKS_FIRST_S = 5.0  # the watchdog knows who is missing; a collective that gives up before it knows nothing
 
 _GRACEFUL = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ())
 
 
 class StopRequest:
-    """While it is open, SIGINT, SIGTERM and SIGUSR1 ask for a stop after the current step instead of ending at once.
+    """While it is open, SIGINT, SIGTERM and SIGUSR1 ask for a stop after the current step instead of ending at once,
+    and so do `after_s` seconds since the process began to train (0: never).
 
     A second SIGINT ends at once. Python runs the handler when the main thread is back from a collective; a peer that
     died ends the collective, one that hangs lets it run into its timeout.
     """
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
+    def __init__(self, after_s: float = 0.0) -> None:
+        self._signal: str | None = None
+        self._after_s, self._began = after_s, time.monotonic()
         self._previous: dict[int, object] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank asks for a stop; None while it does not."""
+        if self._signal is None and 0 < self._after_s <= time.monotonic() - self._began:
+            return "train.stop-after"
+        return self._signal
 
     def __enter__(self) -> "StopRequest":
         for number in _GRACEFUL:
@@ -27,6 +42,18 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":
+        if number == signal.SIGINT and self._signal == "SIGINT":
             raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+        self._signal = signal.Signals(number).name
+
+
+def tighten_timeouts(run: Run, step_s: float) -> None:
+    """After the first step of this process: from here on silence means trouble sooner than while ranks compiled, read
+    and met. A step that takes long by itself is no trouble: ten of them are waited for."""
+    if run.timeout_s is not None:
+        return
+    slowest = max(row[0] for row in run.group.share([step_s]))
+    run.timeout_s = max(run.config.parallel.step_timeout_s, 10 * slowest)
+    run.watchdog.timeout_s = run.timeout_s
+    run.group.set_timeout(run.timeout_s + SPEAKS_FIRST_S)
+    run.group.take_traffic()

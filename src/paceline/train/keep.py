@@ -1,89 +1,180 @@
-"""Saving a run and taking it up again. The decision is every rank's, the disk is rank 0's."""
+"""Saving a run and taking it up again. What is saved is decided by all ranks; each writes what it owns, meanwhile.
 
+A save costs a step what it takes to begin it: the tensors are copied behind the next forward and backward, which change
+none of them, and written behind the steps after. Never two at once: one that comes due meanwhile is made when all ranks
+know, from a step's exchange, that none is under way.
+"""
+
+import contextlib
 import dataclasses
-import time
 
 import torch
 
 from paceline import __version__
-from paceline.base import units
-from paceline.base.errors import UserError
+from paceline.base import ownership, units
+from paceline.base.errors import RunError, UserError
+from paceline.base.ownership import Slice
 from paceline.checkpoint import load, save
-from paceline.checkpoint.manifest import OPTIMIZER, WEIGHTS
-from paceline.sync.replicas import require_equal
+from paceline.checkpoint.save import Outcome
+from paceline.train.check import check_replicas
 from paceline.train.meet import write_setup
 from paceline.train.state import Progress, Run
 
 
-def save_run(run: Run) -> bool:
-    """Returns whether a checkpoint of this step is on disk. Collective.
+def save_if_due(run: Run, is_due: bool) -> None:
+    """Begins a save of this step if one is due, or was while another was under way. All ranks come to the same."""
+    tell_outcome(run)
+    if is_due and run.somebody_saves and not run.owes_a_save:  # said once, until it is made
+        run.console.say(
+            f"step {run.progress.step}: the last checkpoint is still being written, the next one waits for it. "
+            "The disk is slower than --checkpoint.every asks for",
+            style="yellow",
+        )
+        run.event("checkpoint postponed", step=run.progress.step)
+    run.owes_a_save = run.owes_a_save or is_due
+    if run.owes_a_save and not run.somebody_saves:
+        begin_save(run, run.progress)
 
-    Replicas that differ stop the run before anything is saved; a failing disk is said, and training can go on.
+
+def begin_save(run: Run, progress: Progress) -> None:
+    """Begins a save of the weights and the state as they are, as of `progress`. Every rank calls it.
+
+    Replicas that differ stop the run before anything is saved.
     """
-    step = run.progress.step
+    run.owes_a_save = False
     if run.config.parallel.check_every:
-        require_equal(run.replica.model, run.group, step)
-    started = time.perf_counter()
-    problem: str | None = None
-    if run.world.is_main:
-        scaler = run.replica.scaler
-        facts = {
-            "progress": dataclasses.asdict(run.progress),
-            "data": run.feed.blend.fingerprint,
-            "scaler": {"scale": scaler.scale, "num_finite": scaler.num_finite},
-            "world_size": run.world.world_size,
-            "versions": {"paceline": __version__, "torch": torch.__version__},
-            "config": dataclasses.asdict(run.config),
-        }
-        weights = dict(run.replica.model.state_dict())
-        optimizer = run.replica.optimizer.state_tensors()
-        try:
-            save.save(run.folder.checkpoints, step, weights, optimizer, facts, run.config.checkpoint.keep)
-        except OSError as error:
-            problem = str(error)
-    problem = run.group.broadcast_json(problem)
-    run.group.take_transfers()
-    if problem:
-        run.console.say(f"the checkpoint of step {step} could not be saved: {problem}", style="red")
-        run.event("checkpoint failed", step=step, error=problem)
+        check_replicas(run, before_save=True)
+    run.at("save")
+    sync, optimizer = run.replica.sync, run.replica.optimizer
+    sync.settle()
+    weights, state = sync.weights(), optimizer.state()
+    if not sync.shards_weights:
+        weights = _my_part(run, weights)
+    if not sync.shards_state:
+        state = _my_part(run, state)
+    scaler = run.replica.scaler
+    facts = {
+        "progress": dataclasses.asdict(progress),
+        "val_loss": progress.val_loss,
+        "num_updates": optimizer.num_updates,
+        "data": run.feed.blend.fingerprint,
+        "scaler": {"scale": scaler.scale, "num_finite": scaler.num_finite},
+        "world_size": run.world.world_size,
+        "strategy": run.config.parallel.strategy,
+        "versions": {"paceline": __version__, "torch": torch.__version__},
+        "config": dataclasses.asdict(run.config),
+    }
+    run.saver.begin(progress.step, weights, state, run.shapes, facts)
+
+
+def save_now(run: Run, progress: Progress) -> str | None:
+    """Saves and waits until it is on the disk, or is not: returns what went wrong then. Collective.
+
+    Checkpoints of later steps than that of `progress` are set aside: beside them it would not be the newest, nor kept.
+    """
+    run.saver.finish()
+    tell_outcome(run)
+    if run.world.is_main and progress.step < run.progress.step:
+        with contextlib.suppress(OSError):  # a disk that fails here fails the save, which says so
+            save.set_aside(run.folder.checkpoints, progress.step)
+    begin_save(run, progress)
+    run.saver.finish()
+    outcome = tell_outcome(run)
+    problem: str | None = run.group.broadcast_json(outcome.problem if outcome else "its writer did not finish")
+    run.group.take_traffic()
+    return problem
+
+
+def tell_outcome(run: Run) -> Outcome | None:
+    """Says and notes how a save ended, once. Training goes on in any case."""
+    outcome = run.saver.take_outcome()
+    if outcome is None or not run.world.is_main:
+        return outcome
+    if outcome.problem:
+        run.console.say(f"the checkpoint of step {outcome.step} could not be saved: {outcome.problem}", style="red")
+        run.event("checkpoint failed", step=outcome.step, error=outcome.problem)
     else:
-        run.event("checkpoint", step=step, seconds=round(time.perf_counter() - started, 3))
-    return not problem
+        run.event("checkpoint", step=outcome.step, seconds=round(outcome.seconds, 3), bytes=outcome.num_bytes)
+    return outcome
 
 
-def restore_run(run: Run) -> None:
-    """Rank 0 verifies and reads the checkpoint, all receive it; records of later steps are forgotten. Collective."""
-    path, manifest, problems = load.agree(run.group, run.folder.checkpoints, run.request.resume_step)
+def _my_part(run: Run, tensors: dict[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+    """What this rank writes of tensors that all ranks have: equal parts for the ranks that see the folder."""
+    if run.writer is None:
+        return {}
+    by_name = {item.name: tensor for item, tensor in tensors.items()}
+    mine = ownership.cut(tensors, run.num_seers)[run.writer]
+    return {item: by_name[item.name][item.start : item.stop] for item in mine}
+
+
+def restore_run(run: Run) -> bool:
+    """Takes up the newest whole checkpoint, or the one that was asked for; records of later steps are forgotten.
+
+    Returns whether there was one: a run that died before it saved anything begins again. Collective.
+    """
+    run.at("restore")
+    everyone_sees = run.num_seers == run.world.world_size
+    try:
+        path, manifest, problems = load.agree(
+            run.group, run.folder.checkpoints, run.request.resume_step, everyone_sees=everyone_sees
+        )
+    except load.NothingSaved:
+        return False
     for problem in problems:
         run.console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
         run.event("damaged checkpoint", problem=problem)
-    if manifest.get("data") != run.feed.blend.fingerprint:
+    if not manifest["data"]:
+        raise UserError(
+            f"{path} was imported; fine-tune it: paceline train --init-from {run.folder.shown}", reach="world"
+        )
+    if manifest["data"] != run.feed.blend.fingerprint:
         raise UserError(
             f"{path} was trained on other data than {run.feed.blend.name}: the order of its sequences would not go on. "
             f"Give the same data by --data.path, or start a new run",
             reach="world",
         )
-    weights = load.receive(run.group, path, WEIGHTS, run.world.device)
-    moments = load.receive(run.group, path, OPTIMIZER, run.world.device)
+    sync, optimizer = run.replica.sync, run.replica.optimizer
+    held = sync.weights()
+    wanted = optimizer.state_slices() if manifest["num_updates"] else []
     try:
-        run.replica.model.load_state_dict(weights, strict=True)
-        run.replica.optimizer.load_state_tensors(moments)
+        weights = load.receive(run.group, path, manifest, "weights", held, run.shapes, everyone_sees)
+        state = load.receive(run.group, path, manifest, "optimizer", wanted, run.shapes, everyone_sees)
+        for item, tensor in held.items():
+            tensor.copy_(weights[item])
+        optimizer.load_state(state, manifest["num_updates"])
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{path} does not fit this config: {error}", reach="world") from error
     run.progress = Progress(**manifest["progress"])
     run.replica.scaler.scale = manifest["scaler"]["scale"]
     run.replica.scaler.num_finite = manifest["scaler"]["num_finite"]
-    if run.world.is_main:
-        write_setup(run.folder, run.config, run.feed.blend)
-        # Checkpoints first: dying in between leaves rows too many, which the next resume forgets, and never too few.
-        later = save.set_aside(run.folder.checkpoints, run.progress.step)
-        run.folder.forget_after(run.progress.step)
-        if later:
-            run.console.say(f"set aside as superseded: {', '.join(later)}")
+    reached = _forget_the_rest(run)
     before, now = manifest["world_size"], run.world.world_size
-    run.event("resume", step=run.progress.step, from_world_size=before, world_size=now)
+    run.event("resume", step=run.progress.step, reached=reached, from_world_size=before, world_size=now)
     run.console.say(
         f"resumed at step {run.progress.step} ({units.count(run.progress.tokens)} tokens seen); saved by "
         f"{before} rank{'s'[: before != 1]}, now {now}; {run.settings.plan.global_batch_size} sequences a step "
         "as before\n"
     )
+    return True
+
+
+def _forget_the_rest(run: Run) -> int:
+    """What the folder has of later steps belongs to another course of the run. Rank 0 does it, all learn of trouble.
+
+    Returns the step that the run had reached, on rank 0."""
+    problem: str | None = None
+    reached = 0
+    if run.world.is_main:
+        try:
+            write_setup(run.folder, run.config, run.feed.blend)
+            # Checkpoints first: dying in between leaves rows too many, which the next resume forgets, never too few.
+            later = save.set_aside(run.folder.checkpoints, run.progress.step)
+            reached = run.folder.forget_after(run.progress.step)
+            if later:
+                run.console.say(f"set aside as superseded: {', '.join(later)}")
+        except OSError as error:
+            problem = f"cannot write to the run folder {run.folder.path}: {error.strerror or error}"
+    problem = run.group.broadcast_json(problem)
+    if problem:
+        raise RunError(problem, reach="world")
+    return reached

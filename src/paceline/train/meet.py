@@ -1,29 +1,39 @@
 """How ranks become one run: the same facts on all of them, one folder, equal replicas."""
 
+import dataclasses
+import secrets
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from paceline.base.errors import UserError
+from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.files import replace
+from paceline.base.status import note_status
+from paceline.checkpoint.save import Saver
 from paceline.config import Config, to_toml
 from paceline.data.blend import Blend
 from paceline.data.loader import FixedBatches, Loader
 from paceline.model.gpt import build
-from paceline.optim.optimizer import Optimizer
+from paceline.optim.optimizer import Optimizer, whole_costs
 from paceline.record import folder as run_folder
-from paceline.record.console import Console
+from paceline.record.console import Console, cry
 from paceline.record.folder import RunFolder
 from paceline.sync.replicas import broadcast_parameters
 from paceline.sync.strategy import make_strategy
 from paceline.train import agree, banner
 from paceline.train.feed import Feed
+from paceline.train.initial import check_tokenizer, load_initial
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
 from paceline.train.scaler import LossScaler
 from paceline.train.state import Run
 from paceline.train.step import Replica, dropout_seed
 from paceline.world.device import peak_flops
+from paceline.world.group import SideChannel
 from paceline.world.runtime import World
+from paceline.world.watchdog import Verdict, Watchdog
+
+_TOKEN = ".seen"  # written by rank 0 while ranks meet: who reads it sees the same folder
 
 
 def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
@@ -34,42 +44,68 @@ def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
     agree.require_same(world.group, agree.facts(request.config, feed.blend))
     settings = resolve(request.config, feed.blend, world)
     agree.require_same(world.group, agree.choices(settings))
-    folder = open_folder(request, world, settings.config, feed.blend)
+    if source := settings.config.train.init_from:
+        check_tokenizer(world.group, Path(source), feed.blend.tokenizer_json, feed.blend.name)
+    opened = open_folder(request, world, settings.config, feed.blend)
+    folder, seers = opened.folder, opened.seers
     console.open_log(folder.rank_log(world.rank))
+    for warning in world.warnings:
+        console.say(warning, style="yellow")
     peak = peak_flops(world.device, settings.dtype)
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     banner.start(console, world, settings, feed, peak, folder.shown)
+    if world.is_main:
+        folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
+    replica = make_replica(settings, world)
     return Run(
-        request=request,
+        request=opened.request,
         world=world,
         feed=feed,
         settings=settings,
         folder=folder,
         console=console,
-        replica=make_replica(settings, world),
+        replica=replica,
+        saver=make_saver(settings.config, world, opened),
+        watchdog=make_watchdog(settings.config, world, folder, console),
+        shapes={name: tuple(parameter.shape) for name, parameter in replica.model.named_parameters()},
+        writer=seers.index(world.rank) if world.rank in seers else None,
+        num_seers=len(seers),
         loader=Loader(feed.training, settings.plan, world.rank, settings.config.train.seed, world.device),
         validation=FixedBatches(feed.validation, settings.config.train.eval_sequences, world.device),
         world_peak=sum(peaks) if all(peaks) else None,
     )
 
 
-def open_folder(request: Request, world: World, config: Config, blend: Blend) -> RunFolder:
-    """Rank 0 makes and locks the folder; the others keep their logs in theirs, the same one or one of their host.
+class Opened(NamedTuple):
+    """The run's folder, as all ranks know it."""
 
-    Where no --out was given on a host it is rank 0's path. Collective; raises rank 0's refusal on all ranks.
+    folder: RunFolder
+    request: Request  # as rank 0 has it: whether the run goes on
+    seers: list[int]  # the ranks that see rank 0's folder: those of its host, and others where disks are shared
+    token: str  # random, of this life of the ranks
+
+
+def open_folder(request: Request, world: World, config: Config, blend: Blend) -> Opened:
+    """Returns the run's folder, opened by all ranks.
+
+    Rank 0 makes and locks it; a host that does not see it keeps the logs of its ranks in one of its own. Where no --out
+    was given on a host it is rank 0's path. Collective; raises rank 0's refusal on all ranks.
     """
     path = request.out or Path("runs") / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(path)
-    answer: dict[str, str] = {}
+    goes_on = request.resume or request.goes_on
+    answer: dict[str, Any] = {}
     if world.is_main:
         try:
-            if not request.resume:
+            if not goes_on:
                 run_folder.check_new(path)
                 folder = run_folder.create(path)
-            folder.lock()
-            if not request.resume:  # which may yet turn out to be of other data: the folder stays as it was until then
+            folder.lock(request.job)
+            if not goes_on:  # which may yet turn out to be of other data: the folder stays as it was until then
                 write_setup(folder, config, blend)
-            answer = {"path": str(path)}
+            answer = {"path": str(path), "token": secrets.token_hex(8)}
+            answer |= {"goes_on": request.goes_on, "resume_step": request.resume_step}
+            (folder.path / _TOKEN).write_text(answer["token"])
         except UserError as error:
             answer = {"error": str(error)}
         except OSError as error:
@@ -81,7 +117,13 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
             write_setup(folder, config, blend)
-    return folder
+    token = folder.path / _TOKEN
+    sees = token.exists() and token.read_text() == answer["token"]
+    seers = [rank for rank, row in enumerate(world.group.share_integers([int(sees)])) if row[0]]
+    if world.is_main:
+        token.unlink()
+    request = dataclasses.replace(request, goes_on=answer["goes_on"], resume_step=answer["resume_step"])
+    return Opened(folder, request, seers, answer["token"])
 
 
 def write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
@@ -91,21 +133,69 @@ def write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
         replace(folder.tokenizer, blend.tokenizer_json.encode())
 
 
+def make_watchdog(config: Config, world: World, folder: RunFolder, console: Console) -> Watchdog:
+    """Returns what ends this rank when it, or another, hangs; not running yet."""
+
+    def tell(verdict: Verdict) -> None:
+        speakers = [peer.rank for peer in world.peers if peer.rank not in verdict.culprits]
+        console.log(verdict.message)
+        if world.is_main:
+            folder.append_event("hang", message=verdict.message, ranks=list(verdict.culprits))
+        if world.rank == min(speakers, default=world.rank):
+            cry(f"error: {verdict.message}")
+        note_status(EXIT_FAILED)
+
+    return Watchdog(
+        world.peers,
+        world.rank,
+        world.store,
+        timeout_s=config.parallel.timeout_s,
+        waiting_for=lambda: world.group.waiting_for,
+        on_verdict=tell,
+        log=console.log_file,
+    )
+
+
+def make_saver(config: Config, world: World, opened: Opened) -> Saver:
+    """Returns this rank's part in saving: it writes where it sees the folder; else what it alone owns is sent to rank
+    0, through a channel of its own. Collective."""
+    blind = [rank for rank in range(world.world_size) if rank not in opened.seers]
+    owns_alone = config.parallel.strategy in ("zero", "fsdp")
+    relay = SideChannel() if blind and owns_alone else None
+    return Saver(
+        opened.folder.checkpoints,
+        config.checkpoint,
+        opened.seers.index(world.rank) if world.rank in opened.seers else None,
+        len(opened.seers),
+        token=opened.token,
+        relay=relay,
+        relayed=blind if relay else (),
+    )
+
+
 def make_replica(settings: Settings, world: World) -> Replica:
     """Returns a replica with the initial weights, equal on all ranks. Collective."""
     config = settings.config
-    model = build(config.model, config.train.seed, world.device)
+    is_sharded = config.parallel.strategy == "fsdp"
+    # What does not fit on a device is made in the host's memory, and goes from there to the device block by block.
+    model = build(config.model, config.train.seed, "cpu" if is_sharded else world.device)
     model.compute_dtype = settings.dtype
     model.checkpoint_blocks = config.train.activation_checkpoint
-    broadcast_parameters(model, world.group)
+    if not is_sharded:  # else each rank has weights that nobody else has
+        broadcast_parameters(model, world.group)
+    if config.train.init_from:
+        load_initial(model, Path(config.train.init_from), world.group, world.device)
     if config.train.compile:
         model.compile_blocks()
+    costs = whole_costs(config.optim, model.named_parameters())
+    sync = make_strategy(config.parallel, model, world.group, costs, list(model.layers))
+    optimizer = Optimizer(
+        sync.pieces(), config.optim, lr=settings.lr, weight_decay=settings.weight_decay, compute_dtype=settings.dtype
+    )
     return Replica(
         model=model,
-        sync=make_strategy(config.parallel, model, world.group),
-        optimizer=Optimizer(
-            model, config.optim, lr=settings.lr, weight_decay=settings.weight_decay, compute_dtype=settings.dtype
-        ),
+        sync=sync,
+        optimizer=optimizer,
         scaler=LossScaler.for_dtype(settings.dtype),
         dropout_seed=dropout_seed(config.train.seed),
     )

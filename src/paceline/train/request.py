@@ -15,3 +15,5 @@ class Request:
     name: str = "run"
     resume: bool = False
     resume_step: int | None = None  # None: the newest whole checkpoint
+    job: str | None = None  # noted in the run folder, so that a later life of this command knows it for its own
+    goes_on: bool = False  # known on rank 0: a later life, whose folder holds a run, or what one left at its birth

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
+import psutil
 import torch
 
 from paceline.base import units
@@ -18,7 +20,7 @@ from paceline.world.runtime import World
 # A micro-batch of about this many tokens keeps a CPU's caches and a core's matmul units busy; larger ones gain
 # nothing there. On a GPU memory decides.
 _CPU_MICRO_BATCH_TOKENS = 4096
-_GPU_MEMORY_SHARE = 0.6  # of what is free; the rest is workspace, fragmentation, and the optimizer's temporaries
+_MEMORY_SHARE = 0.6  # of what is free; the rest is workspace, fragmentation, and the optimizer's temporaries
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def resolve(config: Config, blend: Blend, world: World) -> Settings:
     dtype, why = choose_dtype(config.train.dtype, world.device)
     if config.train.dtype == "auto":
         choices.append(Choice(f"{_name(dtype)} matrix work", why, "--train.dtype"))
+    if config.parallel.strategy == "auto":
+        config = config.replace("parallel", strategy=_strategy(config, world, choices))
     batch = _global_batch(config, choices)
     tokens_per_step = batch * config.data.seq_len
     num_steps = _num_steps(config, tokens_per_step)
@@ -141,11 +145,11 @@ def _micro_batch(config: Config, batch: int, world: World, dtype: torch.dtype, c
     seq_len = config.data.seq_len
     if world.device.type == "cuda":
         free = min(row[0] for row in world.group.share([float(torch.cuda.mem_get_info(world.device)[0])]))
-        state = 16 * cost.num_parameters(config.model).total  # weight, gradient, two moments, 4 bytes each
+        state = _state_bytes(config, world.world_size)[config.parallel.strategy]
         per_sequence = seq_len * cost.activation_bytes(
             config.model, seq_len, compute_bytes=dtype.itemsize, checkpoint=config.train.activation_checkpoint
         )
-        largest, why = int((free * _GPU_MEMORY_SHARE - state) / per_sequence), f"{units.size(free)} free on the GPU"
+        largest, why = int((free * _MEMORY_SHARE - state) / per_sequence), f"{units.size(free)} free on the GPU"
     else:
         largest, why = _CPU_MICRO_BATCH_TOKENS // seq_len, f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
     share = math.ceil(batch / world.world_size)
@@ -153,6 +157,41 @@ def _micro_batch(config: Config, batch: int, world: World, dtype: torch.dtype, c
     micro = math.ceil(share / micro_steps)
     choices.append(Choice(f"micro-batches of {micro}", why, "--train.device-batch-size"))
     return micro
+
+
+def _strategy(config: Config, world: World, choices: list[Choice]) -> Literal["ddp", "zero", "fsdp"]:
+    """By memory: the simplest that fits on the rank that has the least. Collective where there is a world."""
+    needed = _state_bytes(config, world.world_size)
+    free = min(row[0] for row in world.group.share([_free_bytes(world)]))
+    fits = [name for name, num_bytes in needed.items() if num_bytes <= free * _MEMORY_SHARE]
+    room = f"{units.size(free)} free a rank"
+    chosen: Literal["ddp", "zero", "fsdp"]
+    if world.world_size == 1:
+        chosen, why = "ddp", "one rank"
+    elif config.optim.name == "muon":
+        chosen, why = "zero", "Muon's update is dealt out over the ranks"
+    elif "ddp" in fits:
+        chosen, why = "ddp", f"weights, gradients and state take {units.size(needed['ddp'])} of {room}"
+    elif "zero" in fits:
+        chosen, why = "zero", f"ddp would take {units.size(needed['ddp'])} of {room}, a share of the state fits"
+    else:
+        chosen, why = "fsdp", f"even with shared state {units.size(needed['zero'])} would not fit in {room}"
+    choices.append(Choice(f"strategy {chosen}", why, "--parallel.strategy"))
+    return chosen
+
+
+def _state_bytes(config: Config, world_size: int) -> dict[str, float]:
+    """Bytes a rank by strategy: 4 each for weight and gradient, 8 of optimizer state (Muon's matrices have 4)."""
+    total = cost.num_parameters(config.model).total
+    shared = (8 + 8 / world_size) * total
+    return {"ddp": 16 * total, "naive": 16 * total, "zero": shared, "fsdp": 16 * total / world_size}
+
+
+def _free_bytes(world: World) -> float:
+    """Memory that this rank may fill: of its GPU, or its part of the host's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(world.device)[0])
+    return psutil.virtual_memory().available / world.local_world_size
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,12 +1,13 @@
 """One optimizer step, top to bottom: tokens -> loss -> gradients -> all-reduce -> update."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.base import seeds
-from paceline.base.clock import Interval, clip_intervals, union_ms
+from paceline.base.clock import clip_intervals, union_ms
 from paceline.data.loader import Loader, MicroBatch
 from paceline.data.prefetch import Prefetcher
 from paceline.model.gpt import GPT
@@ -14,8 +15,11 @@ from paceline.optim.clip import clip_
 from paceline.optim.optimizer import Optimizer
 from paceline.sync.strategy import Strategy
 from paceline.train.scaler import LossScaler
+from paceline.train.trouble import Trouble, poison_a_gradient, whose_trouble
 from paceline.world.device import DeviceClock, Stamp
-from paceline.world.group import Group
+from paceline.world.group import Group, Traffic
+
+At = Callable[[str], str | None]  # told each phase as it begins; answers with a fault that is to be injected there
 
 
 @dataclass
@@ -27,6 +31,7 @@ class Replica:
     optimizer: Optimizer
     scaler: LossScaler
     dropout_seed: int
+    before_update: Callable[[], None] = lambda: None  # returns when weights and state may change
 
 
 @dataclass
@@ -36,15 +41,23 @@ class StepTimes:
     data_ms: float = 0.0
     forward_ms: float = 0.0
     backward_ms: float = 0.0
+    optim_ms: float = 0.0
     comm_ms: float = 0.0
     exposed_comm_ms: float = 0.0
-    optim_ms: float = 0.0
-    comm_bytes: int = 0
+    comm_bytes: float = 0.0
 
     @property
     def compute_ms(self) -> float:
-        """What the rank did before it first waited for others."""
+        """What the rank did for itself before it had to wait for others' gradients."""
         return self.data_ms + self.forward_ms + self.backward_ms
+
+    def add(self, traffic: Traffic, clock: DeviceClock) -> None:
+        """Counts what passed the group. Exposed is when this rank stood still for it: nothing hid it."""
+        under_way = [(transfer.start, transfer.end) for transfer in traffic.transfers if transfer.end is not None]
+        both = [*under_way, *traffic.waits]  # a rank may wake a moment after what it waited for has ended
+        self.comm_ms += union_ms([(clock.ms(both[0][0], start), clock.ms(both[0][0], end)) for start, end in both])
+        self.exposed_comm_ms += sum(clock.ms(start, end) for start, end in traffic.waits)
+        self.comm_bytes += sum(transfer.num_bytes for transfer in traffic.transfers)
 
 
 @dataclass
@@ -54,6 +67,7 @@ class StepResult:
     loss_sum: float  # nats over this rank's tokens, not yet summed over ranks
     grad_norm: float
     skipped: bool
+    trouble: Trouble | None = None
     times: StepTimes = field(default_factory=StepTimes)
 
 
@@ -62,6 +76,7 @@ def train_step(
     loader: Loader | Prefetcher,
     group: Group,
     clock: DeviceClock,
+    at: At,
     *,
     step: int,
     lr: float,
@@ -69,36 +84,49 @@ def train_step(
 ) -> StepResult:
     """Makes the update of `step` (from 0) on this rank; every rank of the world calls it with the same arguments.
 
-    Collective: the gradients' all-reduces. A gradient that is not finite is so on every rank after them, so all skip
-    the update together without asking.
+    Collective: the gradients' sums. A gradient that is not finite makes the same norm not finite on every rank, so all
+    skip the update together without asking.
     """
     sync, scaler = replica.sync, replica.scaler
     marks = StepMarks(clock)
     num_tokens = loader.plan.global_batch_size * loader.seq_len  # of the whole world's step, known before backward
+    at("data")
     micro_batches = loader.micro_batches(step)
+    num_passes = loader.plan.num_micro_batches(0) if sync.lockstep else len(micro_batches)
     marks.end("data")
     loss_sum = torch.zeros((), device=loader.device)
-    for i, micro_batch in enumerate(micro_batches):
-        with sync.accumulate(last=i == len(micro_batches) - 1):  # communicate on the last micro-step only
+    for i in range(num_passes):
+        micro_batch = micro_batches[i] if i < len(micro_batches) else stand_in(loader)
+        weight = float(i < len(micro_batches))  # what only keeps others company counts for nothing
+        with sync.accumulate(last=i == num_passes - 1):  # communicate on the last micro-step only
+            at("forward")
             keys = dropout_keys(replica, micro_batch)
             loss = replica.model(micro_batch.tokens, micro_batch.targets, keys, micro_batch.documents)
             marks.end("forward")
-            (loss * (scaler.scale / num_tokens)).backward()  # gradients are summed over ranks: no mean of means
+            if at("backward") == "nan":
+                poison_a_gradient(replica.model)
+            (
+                loss * (weight * scaler.scale / num_tokens)
+            ).backward()  # gradients are summed over ranks: no mean of means
             marks.end("backward")
-        loss_sum += loss.detach()
-    computed = clock.stamp()
+        loss_sum += weight * loss.detach()
+    at("reduce")
     gradients = sync.reduce()
-    marks.end("wait")
-    grad_norm = clip_(gradients, max_norm, scaler.scale)
+    grad_norm = clip_(gradients, max_norm, scaler.scale, sync.total)
     skipped = not math.isfinite(grad_norm)
+    marks.end("reduce")
+    at("update")
     if not skipped:
+        replica.before_update()
         replica.optimizer.update(lr)
+    trouble = whose_trouble(sync, group) if skipped else None
     scaler.observe(skipped)
     marks.end("optim")
+    at("publish")
     sync.publish()
-    result = StepResult(float(loss_sum), grad_norm, skipped)
+    result = StepResult(float(loss_sum), grad_norm, skipped, trouble)
     clock.finish()
-    result.times = marks.times(group, computed)
+    result.times = marks.times(group.take_traffic())
     return result
 
 
@@ -110,6 +138,12 @@ def dropout_keys(replica: Replica, micro_batch: MicroBatch) -> torch.Tensor | No
     if replica.model.config.dropout == 0.0:
         return None
     return micro_batch.positions + replica.dropout_seed
+
+
+def stand_in(loader: Loader | Prefetcher) -> MicroBatch:
+    """Returns a sequence for a pass that is made because the other ranks make one."""
+    tokens = torch.zeros(1, loader.seq_len, dtype=torch.int64, device=loader.device)
+    return MicroBatch(tokens, tokens, tokens[:, 0], tokens.int())
 
 
 def dropout_seed(seed: int) -> int:
@@ -129,31 +163,22 @@ class StepMarks:
         """Says that since the last mark this rank was in `part`."""
         self._marks.append((part, self._clock.stamp()))
 
-    def times(self, group: Group, computed: Stamp) -> StepTimes:
-        """Returns the sums by part, and of the group's transfers what lies inside this step.
-
-        Exposed is what a collective was under way after backward had ended, and no update ran: nothing hid it.
-        """
-        spent = {"data": 0.0, "forward": 0.0, "backward": 0.0, "wait": 0.0, "optim": 0.0}
-        before = self._start
-        waits: list[Interval] = []
+    def times(self, traffic: Traffic) -> StepTimes:
+        """Returns the sums by part, without what this rank waited for others in them, which counts as exposed
+        communication."""
+        spent = {"data": 0.0, "forward": 0.0, "backward": 0.0, "reduce": 0.0, "optim": 0.0}
+        waits = [(self._clock.ms(self._start, a), self._clock.ms(self._start, b)) for a, b in traffic.waits]
+        before = 0.0
         for part, stamp in self._marks:
-            spent[part] += self._clock.ms(before, stamp)
-            if part == "wait":
-                waits.append((self._clock.ms(self._start, computed), self._clock.ms(self._start, stamp)))
-            before = stamp
-        transfers = group.take_transfers()
-        intervals = [
-            (self._clock.ms(self._start, t.start), self._clock.ms(self._start, t.end))
-            for t in transfers
-            if t.end is not None
-        ]
-        return StepTimes(
+            now = self._clock.ms(self._start, stamp)
+            waited_ms = sum(end - start for start, end in clip_intervals(waits, before, now))
+            spent[part] += now - before - waited_ms
+            before = now
+        times = StepTimes(
             data_ms=spent["data"],
             forward_ms=spent["forward"],
             backward_ms=spent["backward"],
-            comm_ms=union_ms(intervals),
-            exposed_comm_ms=sum(union_ms(clip_intervals(intervals, *wait)) for wait in waits),
-            optim_ms=spent["optim"],
-            comm_bytes=sum(t.num_bytes for t in transfers),
+            optim_ms=spent["reduce"] + spent["optim"],
         )
+        times.add(traffic, self._clock)
+        return times

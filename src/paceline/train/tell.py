@@ -6,37 +6,40 @@ import time
 from typing import Any
 
 from paceline.base import units
-from paceline.base.errors import RunError
 from paceline.model import cost
 from paceline.record.console import rate
 from paceline.record.rows import EvalRow, StepRow
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.state import Run
 from paceline.train.step import StepResult
+from paceline.train.trouble import Trouble, flip_a_bit
 
 
 def exchange(run: Run, result: StepResult, started: float, stop_reason: str | None, lr: float) -> str | None:
     """The step's one small collective: loss, times and votes of all ranks. Returns why to stop, if any rank asks.
 
-    Costs 5 float64 numbers a rank. `started` is this rank's clock at the step's beginning.
+    Costs 6 float64 numbers a rank. `started` is this rank's clock at the step's beginning.
     """
+    fault = run.at("exchange")
+    if fault == "flip":
+        flip_a_bit(next(iter(run.replica.sync.weights().values())))
     own_ms = (time.perf_counter() - started) * 1e3
-    asks = float(stop_reason is not None)
-    rows = run.group.share([result.loss_sum, own_ms, result.times.compute_ms, run.stopwatch.elapsed_s, asks])
+    asks, saves = float(stop_reason is not None), float(run.saver.is_busy)
+    rows = run.group.share([result.loss_sum, own_ms, result.times.compute_ms, run.stopwatch.elapsed_s, asks, saves])
     step_ms = (time.perf_counter() - started) * 1e3
-    for transfer in run.group.take_transfers():
-        assert transfer.end is not None
-        waited_ms = run.clock.ms(transfer.start, transfer.end)
-        result.times.comm_ms += waited_ms
-        result.times.exposed_comm_ms += waited_ms
+    result.times.add(run.group.take_traffic(), run.clock)
+    run.somebody_saves = any(values[5] for values in rows)
     num_tokens = run.settings.plan.global_batch_size * run.config.data.seq_len
     progress = run.progress
+    if result.skipped and (run.before_trouble is None or not progress.skips_in_row):  # None: resumed amid trouble
+        run.before_trouble = dataclasses.replace(progress)
     progress.step += 1
+    progress.val_loss = None
     progress.tokens += num_tokens
     progress.elapsed_s = rows[0][3]
     progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
     row = step_row(run, result, rows, step_ms, num_tokens, lr)
-    _tell_step(run, row)
+    _tell_step(run, row, result.trouble)
     voters = [str(rank) for rank, values in enumerate(rows) if values[4]]
     return f"{stop_reason or 'signal'} on rank {', '.join(voters)}" if voters else None
 
@@ -66,16 +69,17 @@ def step_row(
         exposed_comm_ms=times.exposed_comm_ms,
         optim_ms=times.optim_ms,
         other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
-        comm_bytes=times.comm_bytes,
+        comm_bytes=round(times.comm_bytes),
         world_size=run.world.world_size,
         rank_step_ms=[values[1] for values in rows],
         rank_compute_ms=[values[2] for values in rows],
     )
 
 
-def _tell_step(run: Run, row: StepRow) -> None:
-    if row.skipped:
-        run.event("skipped step", step=row.step, loss_scale=run.replica.scaler.scale)
+def _tell_step(run: Run, row: StepRow, trouble: Trouble | None) -> None:
+    if trouble:
+        run.event("skipped step", step=row.step, loss_scale=run.replica.scaler.scale, **dataclasses.asdict(trouble))
+        run.console.say(f"step {row.step} made no update: {trouble} was not finite", style="yellow")
     if row.step % run.config.log.every == 0:
         _append(run, row)
     if run.totals.has_warmed_up:
@@ -88,12 +92,6 @@ def _tell_step(run: Run, row: StepRow) -> None:
         f"step {row.step}" + (f"/{steps}" if steps is not None else ""),
         f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {units.duration(_seconds_left(run, row))}",
     )
-    if run.progress.skips_in_row >= run.config.train.max_skips:
-        raise RunError(
-            f"the gradient was not finite in {run.progress.skips_in_row} steps in a row, up to step {row.step}; no "
-            "update was made in them. Lower --optim.lr, or use --train.dtype bfloat16 or float32",
-            reach="world",
-        )
 
 
 def _seconds_left(run: Run, row: StepRow) -> float:
@@ -107,10 +105,18 @@ def evaluate_now(run: Run) -> Evaluation:
     """Returns the validation loss of this step, told and recorded. Collective."""
     started = time.perf_counter()
     found = evaluate(
-        run.replica.model, run.validation, run.feed.blend, run.group, batch=run.settings.plan.device_batch_size
+        run.replica.model,
+        run.validation,
+        run.feed.blend,
+        run.group,
+        batch=run.settings.plan.device_batch_size,
+        lockstep=run.replica.sync.lockstep,
+        at=run.at,
     )
-    run.group.take_transfers()  # they belong to no step
+    run.group.take_traffic()  # it belongs to no step
     run.evaluation = found
+    run.progress.val_loss = found.loss
+    run.progress.best_val_loss = min(found.loss, run.progress.best_val_loss or math.inf)
     row = EvalRow(
         step=run.progress.step,
         val_loss=found.loss,

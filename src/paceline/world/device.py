@@ -171,8 +171,8 @@ class DeviceClock:
         return float(start.elapsed_time(end))  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Returns when everything asked of the device so far is done."""
+        """Returns when everything asked of the current stream so far is done; collectives may still be under way."""
         if self._cuda:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         elif self.device.type == "mps":
             torch.mps.synchronize()

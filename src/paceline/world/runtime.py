@@ -4,9 +4,9 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +14,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.base.errors import RunError, UserError
+from paceline.base.parent import die_with_parent
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
-from paceline.world.env import Environment, check_interface, check_master
+from paceline.world.env import Environment, Torchrun, check_interface, check_master, check_nodes, check_size
 from paceline.world.group import DistributedGroup, Group, LocalGroup
+from paceline.world.join import Joined, Peer, alone, join_world
 
-_TEARDOWN_PATIENCE_S = 5.0
+_TEARDOWN_PATIENCE_S = 0.5  # after a peer that hangs: 1.3 s from the error to the end of the process, exit included
+_MOST_CLOCK_OFFSET_S = 5.0  # torchrun's c10d rendezvous takes a host for dead after 15 s of silence, by its own clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,10 @@ class World:
     threads: int
     threads_reason: str
     group: Group
+    peers: tuple[Peer, ...]  # the processes, by rank
+    generation: str  # random, of this life of the world; empty for one process without a launcher
+    store: Store | None  # keys that all ranks of this life see and no others; None for one process without a launcher
+    warnings: tuple[str, ...]  # what is wrong with the hosts, and does not stop a run
 
     @property
     def is_main(self) -> bool:
@@ -53,23 +61,21 @@ class World:
 def open_world(config: ParallelConfig, env: Environment) -> Iterator[World]:
     """Yields this rank's World and takes it down on every way out.
 
-    Raises UserError for what the user must change (no such interface, device, port), RunError where the ranks do not
-    find each other. On an error nothing collective happens: the peers may be gone, and this rank's exit tells them.
+    Raises UserError for what the user must change (no such interface, device, port; a world of another size than
+    expected; two processes as one rank; clocks apart), RunError where the ranks do not find each other. On an error
+    nothing collective happens: the peers may be gone, and this rank's exit tells them.
     """
+    check_size(env.world_size, config.expect_ranks)
+    check_nodes(env)
     check_interface(config.interface)
-    check_master(env)
+    check_master(env, config.interface)
     device = choose_device(config.device, env.local_rank, env.local_world_size, env.world_size)
-    backend = _choose_backend(config.backend, device) if env.is_distributed else "none"
     threads, reason = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads)
     _keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if env.is_distributed:
-        _die_with_parent()
-        _open_process_group(config, env, device, backend)
-    clean = False
-    try:
+    with _open_group(config, env, device) as (group, joined, backend):
         yield World(
             rank=env.rank,
             world_size=env.world_size,
@@ -79,11 +85,73 @@ def open_world(config: ParallelConfig, env: Environment) -> Iterator[World]:
             backend=backend,
             threads=threads,
             threads_reason=reason,
-            group=DistributedGroup(device) if env.is_distributed else LocalGroup(device),
+            group=group,
+            peers=joined.peers if joined else alone(env),
+            generation=joined.generation if joined else "",
+            store=joined.store if joined else None,
+            warnings=(*_compare_clocks(group, joined.peers), *_no_way_back(env)) if joined else (),
         )
+
+
+def clock_offsets(group: Group) -> list[float]:
+    """Returns by how many seconds each rank's wall clock is ahead of rank 0's, by rank; right to the time that a small
+    exchange takes. Collective."""
+    group.barrier()
+    ahead = [row[0] for row in group.share([time.time()])]
+    return [seconds - ahead[0] for seconds in ahead]
+
+
+def _compare_clocks(group: Group, peers: tuple[Peer, ...]) -> tuple[str, ...]:
+    """Returns a warning for each host whose clock is far from rank 0's. Raises UserError on all ranks where torchrun's
+    rendezvous compares those clocks: it would soon take living hosts for dead. Collective."""
+    offsets = clock_offsets(group)
+    trusted = any(row[0] for row in group.share_integers([int(Torchrun.of_this_process().is_dynamic)]))
+    far = {peers[rank].host: offset for rank, offset in enumerate(offsets) if abs(offset) > _MOST_CLOCK_OFFSET_S}
+    texts = tuple(
+        f"the clock of {host} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of {peers[0].host}"
+        for host, offset in far.items()
+    )
+    if texts and trusted:
+        raise UserError(
+            f"{'; '.join(texts)}. torchrun's rendezvous compares them, and takes hosts for dead that are not; set the "
+            "clocks (NTP), or use its static rendezvous (--node-rank, --master-addr)",
+            reach="world",
+        )
+    return texts
+
+
+def _no_way_back(env: Environment) -> tuple[str, ...]:
+    """Warns where a host that is lost could not come again: torch 2.13's agents tell each other where the ranks' store
+    is in the first round of their rendezvous only, and both die after 60 s when a new agent joins a later one."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not env.agent_holds_store or restarts == "0" or not Torchrun.of_this_process().is_dynamic:
+        return ()
+    return (
+        "a host that is lost and comes back could not join again: start torchrun with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts",
+    )
+
+
+@contextmanager
+def _open_group(
+    config: ParallelConfig, env: Environment, device: torch.device
+) -> Iterator[tuple[Group, Joined | None, str]]:
+    """The group of all ranks, who they are, and the backend; for one process without a launcher nothing is opened."""
+    if not env.is_distributed:
+        yield LocalGroup(device), None, "none"
+        return
+    backend = _choose_backend(config.backend, device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.environ.get("PACELINE_LAUNCHER")
+        die_with_parent(int(launcher) if launcher else None)
+    joined = join_world(env, config.interface, backend, config.timeout_s)
+    clean = False
+    try:
+        _open_process_group(config, env, device, backend, joined)
+        yield DistributedGroup(device), joined, backend
         clean = True
     finally:
-        if env.is_distributed:
+        if dist.is_initialized():
             _close_process_group(clean)
 
 
@@ -96,14 +164,16 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
     return backend
 
 
-def _open_process_group(config: ParallelConfig, env: Environment, device: torch.device, backend: str) -> None:
+def _open_process_group(
+    config: ParallelConfig, env: Environment, device: torch.device, backend: str, joined: Joined
+) -> None:
     if config.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = config.interface
         os.environ["NCCL_SOCKET_IFNAME"] = config.interface
     try:
         dist.init_process_group(
             backend,
-            init_method="env://",
+            store=PrefixStore("group", joined.store),
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=config.timeout_s),
@@ -111,8 +181,9 @@ def _open_process_group(config: ParallelConfig, env: Environment, device: torch.
         )
     except (RuntimeError, ValueError) as error:
         raise RunError(
-            f"rank {env.rank} of {env.world_size} could not join the others at {env.master_addr}:{env.master_port} "
-            f"over {config.interface or 'the default interface'}: {str(error).strip().splitlines()[0]}"
+            f"rank {env.rank} of {env.world_size} met the others at {env.master_addr}:{env.master_port}, and could not "
+            f"connect to all of them over {config.interface or 'the default interface'}: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
 
 
@@ -145,12 +216,3 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(m_mmap_threshold, 1 << 30)
         mallopt(m_trim_threshold, (1 << 31) - 1)
-
-
-def _die_with_parent() -> None:
-    """Asks Linux to kill this rank when its launcher dies: kill -9 of a launcher leaves ranks training otherwise."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.environ.get("PACELINE_LAUNCHER", str(os.getppid())) != str(os.getppid()):  # it died before we asked
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,124 @@
+"""Faults on demand: a rank that dies, hangs or computes wrongly at a chosen moment. Off unless PACELINE_FAULTS is set.
+
+    PACELINE_FAULTS="rank=1 step=7 phase=backward kind=kill"
+    PACELINE_FAULTS="seed=3 within=40 kind=kill; rank=0 step=20 phase=save.write kind=full"
+
+Faults are separated by `;`. What is not given is drawn from `seed`: the rank, the step (1 .. `within`), the phase. A
+fault strikes once, in the first life of the ranks (`attempt=0`); `attempt=2` in the third, `attempt=any` in each.
+
+kind      what happens when the rank comes to that phase of that step
+kill      SIGKILL to itself: no last words, as a power cut or the kernel's out-of-memory killer
+launcher  SIGKILL to the process that started it, and so to all its ranks
+stop      SIGSTOP to itself: alive, and answers nobody
+sleep     `seconds=3` of silence, then on as if nothing had been
+raise     an exception that nobody expects
+full      OSError "no space left on device", where a file is written
+nan       the caller puts NaN into one gradient            (phase backward)
+flip      the caller flips the lowest bit of one weight    (phase exchange)
+flip-state  the caller flips one bit of the optimizer's state, between two steps    (phase check)
+"""
+
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.base.errors import UserError, nearest
+
+VARIABLE = "PACELINE_FAULTS"
+STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "exchange")
+SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.manifest", "save.rename", "save.prune")
+PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
+KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
+_ONLY_AT = {"nan": "backward", "flip": "update", "flip-state": "check"}  # where a caller does what the answer names
+_FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds")
+
+
+@dataclass
+class Fault:
+    """One thing that is to go wrong, once."""
+
+    rank: int
+    step: int
+    phase: str
+    kind: str
+    seconds: float
+    is_over: bool = False
+
+
+class Injected(Exception):
+    """What `raise` raises."""
+
+
+_pending: list[Fault] = []
+
+
+def install(rank: int, world_size: int, attempt: int, text: str | None = None) -> list[Fault]:
+    """Makes this process, as this rank, strike as PACELINE_FAULTS says (or `text`); returns what is to strike it.
+
+    Raises UserError for what it does not understand.
+    """
+    given = os.environ.get(VARIABLE, "") if text is None else text
+    found = [_read(part, world_size, attempt) for part in given.split(";") if part.strip()]
+    _pending[:] = [fault for fault in found if fault is not None and fault.rank == rank]
+    return list(_pending)
+
+
+def strike(phase: str, step: int) -> str | None:
+    """Called where this rank comes to a phase of a step (of which 1 is the first). Returns the kind of a fault that
+    only the caller can do (nan, flip, flip-state); None nearly always."""
+    for fault in _pending:
+        if not fault.is_over and fault.phase == phase and fault.step == step:
+            fault.is_over = True
+            return _do(fault)
+    return None
+
+
+def _do(fault: Fault) -> str | None:
+    if fault.kind in ("kill", "stop", "launcher"):
+        number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
+        os.kill(os.getppid() if fault.kind == "launcher" else os.getpid(), number)
+    elif fault.kind == "sleep":
+        time.sleep(fault.seconds)
+    elif fault.kind == "raise":
+        raise Injected(f"an injected fault: {fault.phase} of step {fault.step}")
+    elif fault.kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    else:
+        return fault.kind
+    return None
+
+
+def _read(part: str, world_size: int, attempt: int) -> Fault | None:
+    """The fault that one part of the variable describes; None where it is for another life of the ranks."""
+    given: dict[str, str] = {}
+    for word in part.split():
+        name, _, value = word.partition("=")
+        if name not in _FIELDS or not value:
+            raise UserError(
+                f"{VARIABLE}: '{word}'{nearest(name, _FIELDS)} is none of {', '.join(_FIELDS)} with a value"
+            )
+        given[name] = value
+    draw = random.Random(given.get("seed", "0"))
+    kind = given.get("kind", "kill")
+    phase = given.get("phase") or _ONLY_AT.get(kind) or draw.choice(STEP_PHASES)
+    for name, value, known in (("phase", phase, PHASES), ("kind", kind, KINDS)):
+        if value not in known:
+            raise UserError(f"{VARIABLE}: no {name} '{value}'{nearest(value, known)}; there are {', '.join(known)}")
+    if phase != _ONLY_AT.get(kind, phase):
+        raise UserError(f"{VARIABLE}: {kind} strikes at {_ONLY_AT[kind]} only, not at {phase}; leave the phase out")
+    rank = _number(given, "rank", draw.randrange(world_size))
+    step = _number(given, "step", draw.randint(1, max(1, _number(given, "within", 1))))
+    fault = Fault(rank, step, phase, kind, float(_number(given, "seconds", 1)))
+    is_of_this_life = given.get("attempt") == "any" or _number(given, "attempt", 0) == attempt
+    return fault if is_of_this_life else None
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name)
+    if text is not None and not text.isdecimal():
+        raise UserError(f"{VARIABLE}: {name} is '{text}'; it must be a whole number")
+    return default if text is None else int(text)

@@ -1,0 +1,83 @@
+"""Who owns what: runs of elements of named tensors, dealt out over ranks. Pure arithmetic; no tensors, no torch.
+
+Read by the sharded optimizer (which rank updates what), by checkpoints (which process writes what, and where a slice of
+a tensor lies among the slices that another world wrote), and by whoever predicts memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, order=True)
+class Slice:
+    """Elements start .. stop-1 of the flattened (row-major) tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: "Slice") -> "Slice | None":
+        """Returns the elements that both have; None where there are none or the tensors are two."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Slice(self.name, start, stop) if self.name == other.name and start < stop else None
+
+
+def borders(num_elements: int, weights: Sequence[float]) -> list[int]:
+    """Returns len(weights) + 1 borders that cut num_elements in proportion to the weights, to the nearest element.
+
+    Part i is borders[i] .. borders[i+1]-1, and may be empty. All weights 0: as if all were 1.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights] if total > 0 else [1 / len(weights)] * len(weights)
+    found, reached = [0], 0.0
+    for share in shares[:-1]:
+        reached += share
+        found.append(min(num_elements, max(found[-1], round(num_elements * reached))))
+    return [*found, num_elements]
+
+
+def deal(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Returns the owner of each item: the costliest first, each to the rank that has least (Graham, 1969: the most
+    that a rank gets is at most 4/3 of the best deal's). Ties go to the lower rank, so every rank deals alike."""
+    loads = [0.0] * num_ranks
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owner = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        owners[index] = owner
+        loads[owner] += costs[index]
+    return owners
+
+
+def fill(loads: Sequence[float], amount: float) -> list[float]:
+    """Returns how much of a divisible amount each rank gets so that loads plus that are as equal as can be.
+
+    Poured like water: the lowest loads rise first.
+    """
+    order = sorted(range(len(loads)), key=lambda rank: loads[rank])
+    level, rest = loads[order[0]], amount
+    for count, rank in enumerate(order[1:], start=1):
+        step = min(rest, (loads[rank] - level) * count)
+        level, rest = level + step / count, rest - step
+    level += rest / len(loads) if rest > 0 else 0.0
+    return [max(0.0, level - load) for load in loads]
+
+
+def cut(slices: Iterable[Slice], num_parts: int) -> list[list[Slice]]:
+    """Returns the slices in num_parts lists of equally many elements, in their order; some are cut in two or more."""
+    items = list(slices)
+    edges = borders(sum(item.num_elements for item in items), [1.0] * num_parts)
+    parts: list[list[Slice]] = [[] for _ in range(num_parts)]
+    passed = 0
+    for item in items:
+        for part, (low, high) in zip(parts, pairwise(edges), strict=True):
+            start = item.start + max(0, low - passed)
+            stop = item.start + min(item.num_elements, high - passed)
+            if start < stop:
+                part.append(Slice(item.name, start, stop))
+        passed += item.num_elements
+    return parts

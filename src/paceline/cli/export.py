@@ -1,0 +1,37 @@
+"""paceline export"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from paceline.base.errors import UserError
+from paceline.cli.flags import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Write a run's newest whole checkpoint as a folder that transformers loads. Works while the run trains on."""
+
+    run: tyro.conf.Positional[str]
+    """The run folder."""
+    out: str
+    """The folder for transformers, new."""
+    step: int = -1
+    """The checkpoint of this step; -1: the newest whole one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights; float32 is what they are trained in."""
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(ExportArguments, ExportArguments(run="", out=""), arguments, "export")
+    if not parsed.run or not parsed.out:
+        raise UserError("give what to export and where to: paceline export RUN --out DIR")
+    from paceline.hub.exporting import export_run
+
+    step = parsed.step if parsed.step >= 0 else None
+    for line in export_run(Path(parsed.run), Path(parsed.out), step, parsed.dtype):
+        print(line)
+    print(f"\nTry next, in Python:\n  transformers.AutoModelForCausalLM.from_pretrained({parsed.out!r})")
+    return 0

@@ -1,0 +1,160 @@
+"""Faults on demand: what the variable says is what strikes, once, in that life; what it cannot mean is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from paceline.base import faults
+from paceline.base.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_outlives_its_test() -> object:
+    yield
+    faults.install(0, 1, 0, "")
+
+
+def test_without_the_variable_nothing_strikes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    assert faults.install(0, 2, 0) == []
+    assert all(faults.strike(phase, step) is None for phase in faults.PHASES for step in range(5))
+
+
+def test_each_rank_gets_its_own_of_several_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "rank=1 step=7 phase=backward kind=nan; rank=0 step=20 phase=save.write kind=full ;; "
+        "rank=1 step=8 kind=raise phase=data"
+    )
+    monkeypatch.setenv(faults.VARIABLE, text)
+    assert [fault.kind for fault in faults.install(0, 2, 0)] == ["full"]
+    found = faults.install(1, 2, 0)
+    assert [(fault.rank, fault.step, fault.phase, fault.kind) for fault in found] == [
+        (1, 7, "backward", "nan"),
+        (1, 8, "data", "raise"),
+    ]
+
+
+def test_a_fault_strikes_once_at_its_phase_of_its_step() -> None:
+    faults.install(0, 1, 0, "rank=0 step=2 phase=backward kind=nan")
+    calls = [(phase, step) for step in (1, 2, 2, 3) for phase in ("data", "backward", "update")]
+    struck = [call for call in calls if faults.strike(*call) == "nan"]
+    assert struck == [("backward", 2)]
+
+
+def test_the_exceptions_that_faults_raise() -> None:
+    faults.install(0, 1, 0, "rank=0 step=1 phase=forward kind=raise; rank=0 step=1 phase=save.sync kind=full")
+    with pytest.raises(faults.Injected, match="forward of step 1"):
+        faults.strike("forward", 1)
+    with pytest.raises(OSError, match="No space left") as caught:
+        faults.strike("save.sync", 1)
+    assert caught.value.errno == 28
+
+
+def test_a_sleep_goes_on_as_if_nothing_had_been() -> None:
+    faults.install(0, 1, 0, "rank=0 step=1 phase=reduce kind=sleep seconds=1")
+    before = time.monotonic()
+    assert faults.strike("reduce", 1) is None
+    assert 0.9 < time.monotonic() - before < 3
+
+
+@pytest.mark.parametrize(
+    ("attempt", "lives"), [("", [0]), ("attempt=0", [0]), ("attempt=2", [2]), ("attempt=any", [0, 1, 2])]
+)
+def test_a_fault_is_of_one_life_of_the_ranks_or_of_any(attempt: str, lives: list[int]) -> None:
+    text = f"rank=0 step=1 phase=data kind=kill {attempt}"
+    assert [life for life in range(3) if faults.install(0, 1, life, text)] == lives
+
+
+def test_what_is_not_given_is_drawn_alike_on_every_rank_and_otherwise_by_seed() -> None:
+    drawn: Counter[tuple[int, int, str]] = Counter()
+    for seed in range(60):
+        text = f"seed={seed} within=40 kind=kill"
+        on_ranks = [fault for rank in range(3) for fault in faults.install(rank, 3, 0, text)]
+        again = [fault for rank in range(3) for fault in faults.install(rank, 3, 0, text)]
+        assert on_ranks == again
+        assert len(on_ranks) == 1
+        drawn[on_ranks[0].rank, on_ranks[0].step, on_ranks[0].phase] += 1
+    assert {rank for rank, _, _ in drawn} == {0, 1, 2}
+    assert {phase for _, _, phase in drawn} == set(faults.STEP_PHASES)
+    assert all(1 <= step <= 40 for _, step, _ in drawn)
+    assert len(drawn) > 50
+
+
+def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
+    for kind, phase in (("nan", "backward"), ("flip", "update"), ("flip-state", "check")):
+        found = [faults.install(0, 1, 0, f"seed={seed} kind={kind}")[0].phase for seed in range(8)]
+        assert set(found) == {phase}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step=3 rnak=1", r"'rnak=1' \(did you mean 'rank'\?\)"),
+        ("rank", "'rank'.* is none of rank, step, phase, kind, seed, within, attempt, seconds with a value"),
+        ("rank= step=1", "'rank='"),
+        ("phase=bakward", r"no phase 'bakward' \(did you mean 'backward'\?\); there are data, forward"),
+        ("kind=explode", "no kind 'explode'.*; there are kill, launcher"),
+        ("rank=one", "rank is 'one'; it must be a whole number"),
+        ("rank=²", "rank is '²'"),
+        ("step=-1", "step is '-1'"),
+        ("within=4.5", "within is '4.5'"),
+        ("seconds=soon", "seconds is 'soon'"),
+        ("attempt=last", "attempt is 'last'"),
+        ("kind=nan phase=forward", "nan strikes at backward only, not at forward"),
+        ("rank=0 step=1 phase=data; colour=red", "'colour=red'"),
+    ],
+)
+def test_what_a_fault_cannot_mean_is_refused_on_every_rank(text: str, said: str) -> None:
+    for rank in range(2):
+        with pytest.raises(UserError, match=f"^{faults.VARIABLE}: .*{said}"):
+            faults.install(rank, 2, 0, text)
+
+
+STRIKE = """
+import os, sys, time
+from paceline.base import faults
+faults.install(0, 1, 0)
+print(os.getpid(), flush=True)
+faults.strike("data", 1)
+print("alive", flush=True)
+"""
+
+
+def struck(kind: str, code: str = STRIKE) -> subprocess.Popen[str]:
+    environment = {**os.environ, faults.VARIABLE: f"rank=0 step=1 phase=data kind={kind}"}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_kill_leaves_no_last_words() -> None:
+    process = struck("kill")
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    assert said.split() == [str(process.pid)]
+
+
+def test_stop_leaves_the_process_alive_and_silent_until_it_is_continued() -> None:
+    process = struck("stop")
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert os.WSTOPSIG(status) == signal.SIGSTOP
+        os.kill(process.pid, signal.SIGCONT)
+        said, _ = process.communicate(timeout=30)
+        assert said.split() == [str(process.pid), "alive"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_launcher_kills_the_process_that_started_this_one() -> None:
+    """Two generations: the child strikes, and it is its parent that dies."""
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {STRIKE!r}]); time.sleep(30)"
+    process = struck("launcher", parent)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    said, _ = process.communicate(timeout=30)
+    assert said.split()[1:] == ["alive"]  # the child saw its parent's end, and went on to its own

@@ -1,0 +1,213 @@
+"""A checkpoint has no ranks in it: what any number of writers cut up, any slices of it can be read."""
+
+import itertools
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from saving import ended, keep, save_by, shares
+
+from paceline.base.errors import PacelineError
+from paceline.base.ownership import Slice, cut
+from paceline.checkpoint import load, publish
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.manifest import Kind, check_cover, folder_name, read
+from paceline.checkpoint.save import Saver
+from paceline.world.group import SideChannel
+from paceline.world.runtime import World
+
+shape = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+
+
+@settings(max_examples=30)
+@given(st.lists(shape, min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
+def test_what_n_writers_wrote_m_readers_read(shapes: list[tuple[int, ...]], n: int, m: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"t{i}.weight": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+    state = {f"{name}/momentum": torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    parameters = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = save_by(n, Path(folder), 3, tensors, state, {}, CheckpointConfig())
+        assert [outcome.problem for outcome in outcomes] == [None] * n
+        path, manifest, _ = load.find(Path(folder))
+        for kind, wanted in (("weights", tensors), ("optimizer", state)):
+            for part in shares(wanted, m):
+                found = load.read_slices(path, manifest, kind, part, parameters)  # type: ignore[arg-type]
+                assert list(found) == list(part)
+                assert all(torch.equal(found[item], tensor) for item, tensor in part.items())
+        whole, _ = load.read_weights(Path(folder))
+        assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == parameters
+        assert all(torch.equal(whole[name], tensor) for name, tensor in tensors.items())
+
+
+def test_what_does_not_fit_is_refused_and_named_never_cast(tmp_path: Path) -> None:
+    save_by(2, tmp_path, 1, {"a": torch.zeros(3, 4), "b": torch.zeros(2).bfloat16()}, {}, {}, CheckpointConfig())
+    folder, manifest, _ = load.find(tmp_path)
+    shapes = {"a": (3, 4), "b": (2,)}
+    for kind, item, parameters, said in (
+        ("weights", Slice("a", 0, 12), {"a": (4, 3), "b": (2,)}, r"a is \[3, 4\] there and \[4, 3\] here"),
+        ("weights", Slice("b", 0, 2), shapes, r"b is torch.bfloat16 there and torch.float32 here"),
+        ("weights", Slice("c", 0, 2), {**shapes, "c": (2,)}, "the checkpoint has no c"),
+        ("weights", Slice("a", 0, 12), {"a": (3, 4)}, "the checkpoint has b, and the model has no such parameter"),
+        ("optimizer", Slice("a/exp_avg", 0, 2), shapes, "the checkpoint has no a/exp_avg"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load.read_slices(folder, manifest, kind, [item], parameters)  # type: ignore[arg-type]
+    read_back = load.read_slices(folder, manifest, "weights", [Slice("b", 0, 2)], shapes, torch.bfloat16)
+    assert read_back[Slice("b", 0, 2)].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([(0, 5), (6, 10)], "t: element 5 is stored nowhere"),
+        ([(0, 5), (4, 10)], "t: element 4 is stored twice"),
+        ([(0, 5), (5, 9)], "t: 9 of its 10 elements are stored"),
+        ([(0, 10), (10, 11)], "t: 11 of its 10 elements are stored"),
+        ([(0, 10), (0, 10)], "t: element 0 is stored twice"),
+        ([], "t: 0 of its 10 elements are stored"),
+    ],
+)
+def test_gaps_and_overlaps_are_named(pieces: list[tuple[int, int]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_cover("t", (2, 5), [Slice("t", start, stop) for start, stop in pieces])
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([{(0, 5): torch.float32}, {(6, 10): torch.float32}], "t: element 5 is stored nowhere"),
+        ([{(0, 6): torch.float32}, {(5, 10): torch.float32}], "t: element 5 is stored twice"),
+        ([{(0, 5): torch.float32}, {(5, 10): torch.float16}], "t is of float32 and of float16"),
+        ([{}, {}], "t: no writer has an element of it"),
+    ],
+)
+def test_parts_that_make_no_whole_make_no_checkpoint(tmp_path: Path, parts: list[Any], said: str) -> None:
+    savers = [Saver(tmp_path, CheckpointConfig(), writer, 2, token="t") for writer in (0, 1)]
+    for saver, part in zip(savers, parts, strict=True):
+        mine = {Slice("t", *edges): torch.zeros(edges[1] - edges[0], dtype=dtype) for edges, dtype in part.items()}
+        saver.begin(5, mine, {}, {"t": (10,)}, {})
+    for saver in savers:
+        saver.finish()
+    outcome = savers[0].take_outcome()
+    assert outcome is not None
+    assert outcome.problem is not None
+    assert said in outcome.problem
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- ranks ----
+
+SHAPES = {"a.weight": (7, 9), "b.weight": (130,), "c.weight": (3,)}
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {f"{name}/exp_avg": -tensor for name, tensor in tensors(step).items()}
+
+
+def matches(found: dict[Slice, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(t, whole[item.name].view(-1)[item.start : item.stop]) for item, t in found.items())
+
+
+def on_three_ranks(world: World, shared: str, full_disk: str, damaged: str) -> dict[str, Any]:
+    """Ranks 0 and 1 see the folder; rank 2 sends its part, and receives. Then all see it."""
+    relay = SideChannel()
+    savers = {folder: make_saver(world, folder, relay) for folder in (shared, full_disk)}
+    steps = (shared, 10), (shared, 20), (full_disk, 21), (shared, 30)
+    seen: dict[str, Any] = {"problems": [save(world, savers[folder], step) for folder, step in steps]}
+    for everyone_sees in (False, True):
+        hidden = world.rank == 2 and not everyone_sees
+        answer = load.agree(world.group, Path("/nonexistent" if hidden else shared), None, everyone_sees)
+        seen |= {f"{name} {everyone_sees}": value for name, value in receive(world, answer, everyone_sees).items()}
+        answer = load.agree(world.group, Path("/nonexistent" if hidden else damaged), None, everyone_sees)
+        seen[f"damaged {everyone_sees}"] = answer[1]["step"], answer[2]
+    for name, folder, wanted_step in (("step", damaged, 11), ("none", damaged, 20), ("empty", full_disk, None)):
+        try:
+            load.agree(world.group, Path(folder), wanted_step, everyone_sees=True)
+        except PacelineError as error:
+            seen[name] = type(error).__name__, str(error), error.reach
+    return seen
+
+
+def make_saver(world: World, folder: str, relay: SideChannel) -> Saver:
+    writer = world.rank if world.rank < 2 else None
+    return Saver(Path(folder), CheckpointConfig(), writer, 2, token="t", relay=relay, relayed=[2])
+
+
+def save(world: World, saver: Saver, step: int) -> str | None:
+    """Returns this rank's problem. That of step 20 is spoilt: rank 2's tensors are not what their slices
+    say."""
+    mine = shares(tensors(step), 3)[world.rank]
+    if step == 20 and world.rank == 2:
+        mine = {item: tensor[:-1] for item, tensor in mine.items()}
+    saver.begin(step, mine, shares(state(step), 3)[world.rank], SHAPES, {"progress": step})
+    outcome = ended(saver)
+    world.group.barrier()
+    return outcome.problem
+
+
+def receive(world: World, answer: load.Found, everyone_sees: bool) -> dict[str, Any]:
+    """Whether this rank got what it wanted, and what all say to what one rank cannot use."""
+    folder, manifest, problems = answer
+    seen: dict[str, Any] = {"found": (manifest["step"], problems)}
+    odd = {**SHAPES, "b.weight": (13, 10)} if world.rank == 1 else SHAPES
+    kinds: tuple[tuple[Kind, dict[str, torch.Tensor]], ...] = ("weights", tensors(30)), ("optimizer", state(30))
+    for kind, whole in kinds:
+        wanted = [Slice(name, 0, tensor.numel()) for name, tensor in whole.items()]
+        if kind == "optimizer":
+            wanted = cut(wanted, 3)[2 - world.rank]
+        found = load.receive(world.group, folder, manifest, kind, wanted, SHAPES, everyone_sees)
+        seen[kind] = list(found) == wanted and matches(found, whole)
+    try:
+        load.receive(world.group, folder, manifest, "weights", [Slice("b.weight", 0, 3)], odd, everyone_sees)
+    except ValueError as error:
+        seen["refused"] = str(error)
+    return seen
+
+
+def test_ranks_save_and_load_together_also_where_one_does_not_see_the_folder(tmp_path: Path) -> None:
+    shared, full_disk, damaged = (tmp_path / name for name in ("shared", "full", "damaged"))
+    full_disk.mkdir()
+    aside = publish.aside(full_disk, 21, "t-1")
+    (aside / "weights-00002-of-00003.safetensors").mkdir(parents=True)  # where rank 2's part is to be
+    keep(damaged, 10)
+    (keep(damaged, 20) / "optimizer-00000-of-00001.safetensors").unlink()
+    ranks = run_ranks(on_three_ranks, 3, str(shared), str(full_disk), str(damaged))
+    first, spoilt, in_the_way, last = ranks[0]["problems"]
+    assert (first, last) == (None, None)
+    assert spoilt.startswith("rank 2: ")
+    assert "elements" in spoilt
+    assert "weights-00002-of-00003.safetensors: File exists" in in_the_way
+    assert [rank["problems"][0::3] for rank in ranks] == [[None, None]] * 3
+    assert sorted(os.listdir(shared)) == ["latest", "step-00000010", "step-00000030"]
+    assert os.listdir(full_disk) == []
+    names = [
+        f"{kind}-0000{i}-of-00003.safetensors" for kind, i in itertools.product(("optimizer", "weights"), range(3))
+    ]
+    manifest = read(shared / folder_name(30))
+    assert list(manifest["files"]) == names
+    for rank in ranks:
+        for sees in (False, True):
+            assert rank[f"weights {sees}"]
+            assert rank[f"optimizer {sees}"]
+            assert rank[f"found {sees}"] == (30, [])
+            assert rank[f"refused {sees}"] == "b.weight is [130] there and [13, 10] here"
+            step, problems = rank[f"damaged {sees}"]
+            assert (step, problems) == (10, ["step-00000020: no optimizer-00000-of-00001.safetensors"])
+        assert rank["step"][0] == "UserError"
+        assert "no checkpoint of step 11" in rank["step"][1]
+        assert rank["none"][0] == "RunError"
+        assert "step-00000020" in rank["none"][1]
+        assert rank["empty"][0] == "NothingSaved"
+        assert {rank[name][2] for name in ("step", "none", "empty")} == {"world"}

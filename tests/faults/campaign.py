@@ -1,0 +1,197 @@
+"""Runs that are hit at random, each held against the run that nobody disturbed.
+
+    python tests/faults/campaign.py --runs 100 --seed 1
+
+A run is hit once or twice: SIGKILL of one rank at a random (rank, step, phase), steps' phases and a save's; SIGKILL of
+the launcher there; SIGKILL of one rank or of everything at a random moment, from outside. It must end: by itself
+(--max-restarts) or by `paceline resume`. Then its weights and its optimizer's state must have the digests of the
+undisturbed run, its metrics each step once and bit for bit, and no restart may have repeated more than a save interval
+and the few steps behind which the last save was still being written.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from program import TINY, Program, losses, rows, run, steps
+
+from paceline.base.faults import SAVE_PHASES, STEP_PHASES
+
+STEPS, EVERY, MOST_BEHIND = 40, 5, 4
+SETTINGS = (
+    (2, ("--parallel.strategy", "ddp")),
+    (2, ("--parallel.strategy", "zero", "--optim.name", "muon")),
+    (3, ("--parallel.strategy", "zero")),
+    (2, ("--parallel.strategy", "fsdp")),
+)
+WAYS = ("rank", "rank", "save", "launcher", "all", "outside", "twice")
+
+
+@dataclass
+class Hit:
+    """One disturbed run: how it was hit, how it ended."""
+
+    number: int
+    way: str
+    what: str
+    setting: int
+    problems: list[str] = field(default_factory=list)
+    by_itself: bool = False
+    restarts: int = 0
+    most_repeated: int = 0
+    back_s: list[float] = field(default_factory=list)  # from a rank's death, seen from outside, to the next step
+
+
+def flags(setting: int) -> tuple[str, ...]:
+    return (*TINY, "--checkpoint.every", str(EVERY), "--nproc", str(SETTINGS[setting][0]), *SETTINGS[setting][1])
+
+
+def ending(folder: Path) -> dict[str, Any]:
+    """What the run came to: its digests and its curve."""
+    end = [row for row in rows(folder / "events.jsonl") if row["event"] == "end"][-1]
+    return {"weights": end["digest"], "state": end["state_digests"], "losses": losses(folder)}
+
+
+def undisturbed(base: Path, setting: int) -> dict[str, Any]:
+    folder = base / f"straight-{setting}"
+    run("train", *flags(setting), "--out", str(folder)).require(0)
+    return ending(folder)
+
+
+def one_fault(draw: random.Random, num_ranks: int, phases: tuple[str, ...], kind: str, attempt: int = 0) -> str:
+    rank = 0 if phases is SAVE_PHASES and draw.random() < 0.5 else draw.randrange(num_ranks)
+    step = EVERY * draw.randint(1, STEPS // EVERY) if phases is SAVE_PHASES else draw.randint(1, STEPS)
+    return f"rank={rank} step={step} phase={draw.choice(phases)} kind={kind} attempt={attempt}"
+
+
+def plan(number: int, seed: int) -> tuple[Hit, dict[str, str], float]:
+    """How run `number` is hit: the hit, the environment that injects it, and when the hit from outside comes."""
+    draw = random.Random(f"{seed} {number}")
+    way, setting = draw.choice(WAYS), draw.randrange(len(SETTINGS))
+    num_ranks = SETTINGS[setting][0]
+    faults = {
+        "rank": lambda: one_fault(draw, num_ranks, STEP_PHASES, "kill"),
+        "save": lambda: one_fault(draw, num_ranks, SAVE_PHASES, "kill"),
+        "launcher": lambda: one_fault(draw, num_ranks, draw.choice((STEP_PHASES, SAVE_PHASES)), "launcher"),
+        "twice": lambda: "; ".join(
+            one_fault(draw, num_ranks, draw.choice((STEP_PHASES, SAVE_PHASES)), "kill", attempt) for attempt in (0, 1)
+        ),
+    }
+    text = faults[way]() if way in faults else ""
+    after_s = draw.uniform(0.0, 1.2)  # from the first step on
+    what = text or f"kill -9 of {'everything' if way == 'all' else 'one rank'} {after_s:.2f} s after the first step"
+    return Hit(number, way, what, setting), {"PACELINE_FAULTS": text} if text else {}, after_s
+
+
+def hit_once(base: Path, number: int, seed: int, straight: dict[str, Any]) -> Hit:
+    """Makes one disturbed run and says how it ended."""
+    hit, env, after_s = plan(number, seed)
+    folder = base / f"run-{number}"
+    with Program("train", *flags(hit.setting), "--max-restarts", "3", "--out", str(folder), env=env) as program:
+        if hit.way in ("all", "outside"):
+            program.wait_for(lambda: steps(folder))
+            time.sleep(after_s)
+            if hit.way == "all":
+                program.kill_all()
+            else:
+                kill_one(program, folder, hit, random.Random(number))
+        ended = program.wait()
+        program.wait_until_gone(10)
+    hit.by_itself = ended.status == 0
+    for _ in range(3):
+        if ended.status == 0:
+            break
+        ended = run("resume", str(folder), "--nproc", str(SETTINGS[hit.setting][0]), "--max-restarts", "3")
+    if ended.status != 0:
+        hit.problems.append(f"ended with {ended.status}: {ended.err[-300:]}")
+        return hit
+    judge(hit, folder, straight)
+    return hit
+
+
+def kill_one(program: Program, folder: Path, hit: Hit, draw: random.Random) -> None:
+    """SIGKILL of one rank from outside; notes the seconds until a step is made again."""
+    ranks = program.ranks()
+    if program.process.poll() is not None or not ranks:
+        return
+    known = len([row for row in rows(folder / "events.jsonl") if row["event"] in ("start", "resume")])
+    os.kill(draw.choice(list(ranks.values())), signal.SIGKILL)
+    began = time.monotonic()
+
+    def is_back() -> bool:
+        if program.process.poll() is not None:
+            return True
+        found = [row for row in rows(folder / "events.jsonl") if row["event"] in ("start", "resume")]
+        return len(found) > known and len(steps(folder)) > (found[-1].get("step") or 0)
+
+    program.wait_for(is_back, 60)
+    if program.process.poll() is None:
+        hit.back_s.append(time.monotonic() - began)
+
+
+def judge(hit: Hit, folder: Path, straight: dict[str, Any]) -> None:
+    found = ending(folder)
+    for name in ("weights", "state", "losses"):
+        if found[name] != straight[name]:
+            hit.problems.append(f"{name} differ from the undisturbed run's")
+    for row in rows(folder / "events.jsonl"):
+        if row["event"] in ("start", "resume") and row.get("reached"):
+            hit.restarts += 1
+            hit.most_repeated = max(hit.most_repeated, row["reached"] - (row.get("step") or 0))
+    # A save is complete some steps after the step that it is of: these tiny steps take 15 ms, writing takes 40.
+    if hit.most_repeated > EVERY + MOST_BEHIND:
+        hit.problems.append(f"{hit.most_repeated} steps were made again, a save interval is {EVERY}")
+
+
+def summary(hits: list[Hit]) -> str:
+    """What all runs came to, in a paragraph."""
+    back = [seconds for hit in hits for seconds in hit.back_s]
+    parts = [
+        f"{len(hits)} runs, {sum(bool(hit.problems) for hit in hits)} with problems",
+        f"{sum(hit.by_itself for hit in hits)} ended by themselves, the others by resume",
+        f"{sum(hit.restarts for hit in hits)} restarts",
+        f"at most {max(hit.most_repeated for hit in hits)} steps made again, in "
+        f"{sum(hit.most_repeated > EVERY for hit in hits)} runs more than the save interval of {EVERY}",
+    ]
+    if back:
+        parts.append(f"training again after {statistics.median(back):.1f} s (at most {max(back):.1f})")
+    return "; ".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, default=-1, help="the number of one run")
+    arguments = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="campaign-"))
+    straight = {}
+    hits = []
+    for number in range(arguments.runs) if arguments.only < 0 else [arguments.only]:
+        setting = plan(number, arguments.seed)[0].setting
+        if setting not in straight:
+            straight[setting] = undisturbed(base, setting)
+        try:
+            hit = hit_once(base, number, arguments.seed, straight[setting])
+        except AssertionError as error:
+            hit = plan(number, arguments.seed)[0]
+            hit.problems.append(str(error)[-900:])
+        hits.append(hit)
+        print(json.dumps(vars(hit)), flush=True)
+    print(summary(hits))
+    return int(any(hit.problems for hit in hits))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A later life knows its folder, and nobody else's: what is refused, gone on with, or over already."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.base.status import LAUNCHER, STATUS_FOLDER
+from paceline.cli.start import in_this_life
+from paceline.config import Config
+from paceline.launch.job import job_name
+from paceline.record import folder as run_folder
+from paceline.train.request import Request
+from paceline.world.env import Environment
+
+
+def life(attempt: int, run_id: str = "100") -> Environment:
+    return Environment(world_size=2, local_world_size=2, master_addr="a", master_port=1, job=run_id, attempt=attempt)
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes a run folder as a first life with run id 100 leaves it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(path: Path, *reasons: str, request: Request) -> Path:
+        first, _ = in_this_life(request, life(0))
+        assert not first.goes_on
+        folder = run_folder.create(path)
+        folder.lock(first.job)
+        folder.append_event("start")
+        for reason in reasons:
+            folder.append_event("end", reason=reason)
+        folder.close()
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("reasons", "attempt", "goes_on", "over"),
+    [
+        ((), 0, True, ""),  # crashed, and requeued
+        ((), 1, True, ""),
+        (("SIGTERM on rank 0",), 0, True, ""),  # saved, and requeued
+        (("SIGTERM on rank 0",), 1, True, "SIGTERM on rank 0"),  # torchrun takes 75 for a failure
+        ((run_folder.COMPLETE,), 0, False, ""),  # another run of the same kind
+        ((run_folder.COMPLETE,), 1, True, ""),  # a rank died on its way out
+    ],
+)
+@pytest.mark.parametrize("has_out", [True, False])
+def test_what_becomes_of_a_folder(
+    written: Callable[..., Path], reasons: tuple[str, ...], attempt: int, goes_on: bool, over: str, has_out: bool
+) -> None:
+    path = Path("runs") / "first"
+    request = Request(Config(), path if has_out else None)
+    written(path, *reasons, request=request)
+    found, why = in_this_life(request, life(attempt))
+    assert (found.goes_on, why) == (goes_on, over)
+    assert found.out == (path if has_out or goes_on else None)
+
+
+def test_another_command_or_job_is_another_run(written: Callable[..., Path]) -> None:
+    path = Path("runs") / "first"
+    request = Request(Config(), path)
+    written(path, request=request)
+    other = Request(Config().replace("optim", lr=1.0), path)
+    elsewhere = Request(Config().replace("parallel", interface="eth1"), path)
+    assert not in_this_life(other, life(1))[0].goes_on, "people use run ids again"
+    assert not in_this_life(request, life(1, "101"))[0].goes_on
+    assert in_this_life(elsewhere, life(1))[0].goes_on, "rank 0 may move to another host"
+
+
+def test_a_checkpoint_that_was_asked_for_is_asked_for_once(written: Callable[..., Path]) -> None:
+    path = Path("runs") / "first"
+    request = Request(Config(), path, resume=True, resume_step=20)
+    written(path, request=request)
+    assert in_this_life(request, life(0))[0].resume_step == 20
+    assert in_this_life(request, life(1))[0].resume_step is None
+
+
+def test_without_a_launcher_each_command_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    found, _ = in_this_life(Request(Config(), None, "name"), Environment())
+    assert found.job is None
+    assert not found.goes_on
+    assert str(found.out).startswith("runs/name-2")
+
+
+def test_the_name_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert job_name("", "train") is None
+    assert job_name("7", "train") == job_name("7", "train") != job_name("7", "other")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # a static rendezvous: the agent is the job
+    name = job_name("", "train")
+    assert name is not None
+    assert name.startswith(f"{os.uname().nodename}:{os.getppid()}:")
+    assert name == job_name("", "train")
+    monkeypatch.setenv(STATUS_FOLDER, "x")
+    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    assert job_name("uuid", "train") == "uuid" == job_name("uuid", "other")

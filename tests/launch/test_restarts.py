@@ -1,0 +1,167 @@
+"""The lives of ranks, without training: when they begin again, what they know, and what ends them for good."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from program import Program
+
+from paceline.launch.restarts import Failure, Records, delay_s
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+
+
+@contextmanager
+def launched(run: Path, *lives: list[str], **options: Any) -> Iterator[Program]:
+    """A launcher whose ranks do as `lives` says, without torch."""
+    run.mkdir(exist_ok=True)
+    plan = {"num_ranks": len(lives[0]), "lives": lives, **options}
+    with Program("launch", str(run), json.dumps(plan), command=(sys.executable, str(STAND_IN))) as program:
+        yield program
+
+
+def note(run: Path, life: int, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / f"life-{life}-rank-{rank}.json").read_text())
+    return found
+
+
+def wait_for_life(program: Program, run: Path, life: int, num_ranks: int) -> None:
+    program.wait_for(lambda: all((run / f"life-{life}-rank-{rank}.json").exists() for rank in range(num_ranks)), 20)
+
+
+def listening(program: Program) -> set[tuple[str, int]]:
+    """Addresses on which any process of the command listens."""
+    found = set()
+    for pid in program.pids():
+        found |= {tuple(c.laddr) for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_killed_rank_is_named_and_all_begin_again_as_the_same_job_on_loopback_alone(tmp_path: Path) -> None:
+    port = free_port()
+    lives = (["6 stop", "kill", "parent"], ["8 fail", "done", "done"], ["9 wait", "wait", "wait"])
+    with launched(tmp_path, *lives, max_restarts=3, port=port) as program:
+        wait_for_life(program, tmp_path, 2, 3)
+        assert listening(program) == {("127.0.0.1", port)}, "one port for all lives, and no other"
+        assert len(program.pids()) == 4, "nothing is left of the lives before, nor of what their ranks started"
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait(15).require(75)
+        program.wait_until_gone(2)
+    said = ended.err.splitlines()
+    assert said[0].startswith("rank 1 was killed by SIGKILL (")
+    assert said[0].endswith("after step 6; restart 1 of 3")
+    assert said[1] == "rank 0 failed, after step 8; restart 2 of 3"
+    assert said[2] == "2 restarts; 8 steps were made twice", "3 and 5: the stand-in goes on from step 3"
+    assert len(said) == 3
+    notes = [note(tmp_path, life, rank) for life in range(3) for rank in range(3)]
+    assert [facts["PACELINE_ATTEMPT"] for facts in notes] == [*"000111222"]
+    assert len({facts["PACELINE_JOB"] for facts in notes}) == 1
+    assert {(facts["MASTER_ADDR"], facts["MASTER_PORT"]) for facts in notes} == {("127.0.0.1", str(port))}
+    assert {facts["TORCHELASTIC_USE_AGENT_STORE"] for facts in notes} == {"True"}
+    # Two seconds for those that do not end by themselves, then new interpreters.
+    assert 2 < notes[3]["time"] - notes[1]["time"] < 5
+    assert notes[6]["time"] - notes[3]["time"] < 3
+
+
+def test_what_the_user_must_change_is_not_tried_again(tmp_path: Path) -> None:
+    with launched(tmp_path, ["user", "kill"], max_restarts=3) as program:
+        ended = program.wait(15).require(2)
+    assert ended.err == ""
+    assert not (tmp_path / "life-1-rank-0.json").exists()
+
+
+def test_saved_beats_done(tmp_path: Path) -> None:
+    with launched(tmp_path, ["done", "saved", "done"], max_restarts=3) as program:
+        assert program.wait(15).require(75).err == ""
+
+
+def test_three_failures_at_one_step_end_it_with_all_of_them_told(tmp_path: Path) -> None:
+    with launched(tmp_path, ["7 kill"], max_restarts=10) as program:
+        ended = program.wait(20).require(1)
+    assert "restart 1 of 10\n" in ended.err
+    assert "restart 2 of 10 in 1 s\n" in ended.err
+    assert "failed three times in a row at the same step" in ended.err
+    assert [line.split(": ")[0].strip() for line in ended.err.splitlines()[-3:]] == [f"attempt {k}" for k in range(3)]
+    assert "paceline resume" not in ended.err, "nothing was saved"
+
+
+def test_restarts_are_counted(tmp_path: Path) -> None:
+    with launched(tmp_path, ["5 kill"], ["6 fail"], ["7 kill"], max_restarts=1) as program:
+        ended = program.wait(15).require(1)
+    assert "the run failed after 1 restarts" in ended.err
+    assert not (tmp_path / "life-2-rank-0.json").exists()
+
+
+@pytest.mark.parametrize(("sent", "heard"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")])
+def test_a_signal_reaches_each_rank_once_as_one_it_knows(tmp_path: Path, sent: str, heard: str) -> None:
+    with launched(tmp_path, ["wait", "wait"], max_restarts=3) as program:
+        wait_for_life(program, tmp_path, 0, 2)
+        os.kill(program.pid, signal.Signals[sent])
+        ended = program.wait(10).require(75)
+        program.wait_until_gone(2)
+    assert ended.out.splitlines() == [f"heard {heard}"] * 2
+    assert ended.err == ""
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    with launched(tmp_path, ["deaf", "deaf"], max_restarts=3) as program:
+        wait_for_life(program, tmp_path, 0, 2)
+        os.kill(program.pid, signal.SIGINT)
+        time.sleep(0.2)
+        assert program.process.poll() is None
+        os.kill(program.pid, signal.SIGINT)
+        program.wait(2).require(130)
+        program.wait_until_gone(1)
+
+
+def test_a_signal_between_two_lives_of_a_saved_run_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    with launched(tmp_path, ["4 kill"], ["4 kill"], ["9 wait"], max_restarts=5) as program:
+        program.wait_for(lambda: "restart 2 of 5 in 1 s" in program._said(), 15)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait(3).require(75)
+        program.wait_until_gone(1)
+    assert "stopped by SIGTERM before training began" in ended.err
+    assert not (tmp_path / "life-2-rank-0.json").exists()
+
+
+def test_waits_grow_while_nothing_is_gained() -> None:
+    def delays(*reached: int, most: int = 100) -> list[float | None]:
+        failures = [Failure("rank 0 failed", step) for step in reached]
+        return [delay_s(failures[: n + 1], 10, most) for n in range(len(failures))]
+
+    assert delays(20, 30, 40) == [0, 0, 0]
+    assert delays(20, 15, 18, 16, 17) == [0, 1, 2, 4, 8]
+    assert delays(20, 15, 18, 21, 15) == [0, 1, 2, 0, 1]
+    assert delays(*[20, 15] * 5)[-1] == 60
+    assert delays(20, 20, 20) == [0, 1, None]
+    assert delays(10, 10, 10) == [0, 1, None], "no step at all"
+    assert delays(20, 30, 40, most=2) == [0, 0, None]
+    assert delays(20, most=0) == [None]
+
+
+def test_progress_is_read_from_records_that_a_crash_cut_short(tmp_path: Path) -> None:
+    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
+    records = Records(tmp_path)
+    assert (records.last_step(), records.began_at(), records.has_checkpoint()) == (0, None, False)
+    metrics.write_text("".join(json.dumps({"step": k, "more": "x" * 9000}) + "\n" for k in range(1, 90)) + '{"step": 9')
+    events.write_text('{"event": "start"}\n{"event": "chec')
+    assert (records.last_step(), records.began_at(), records.began_at()) == (89, 0, None)
+    events.write_text('{"event": "start"}\n{"event": "resume", "step": 80}\n{"event": "end", "step": 89}\n')
+    assert records.began_at() == 80
+    assert Records(tmp_path).began_at() is None, "what was before is no attempt of this launcher"

@@ -1,0 +1,411 @@
+"""The watchdog among real ranks that wait for each other in Gloo: who is to blame, and when all are gone.
+
+Ranks are forked from a process that has torch imported: 10 ms each instead of two seconds. They spend their time
+waiting, so the worlds that are to end by their timeout all stand still at the same time.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from paceline.base.errors import PacelineError, RunError
+from paceline.world import join
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+from paceline.world.join import Peer
+from paceline.world.runtime import World, open_world
+from paceline.world.watchdog import Verdict, Watchdog
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["paceline.world.runtime", "paceline.world.watchdog"])
+TIMEOUT_S = 2.0
+LATEST_S = 2.0  # from the timeout to the end of all ranks: the promise
+PATIENCE_S = 60.0  # the group's own timeout, which never comes first here
+PEER_LOST, OTHER_ERROR = 3, 4  # exit statuses
+
+
+@dataclass
+class Rank:
+    """What a task is given."""
+
+    world: World
+    watchdog: Watchdog
+    leave: Callable[[str, str], None]
+
+    def reduce(self, step: int) -> None:
+        self.watchdog.enter("reduce", step)
+        self.world.group.all_reduce(torch.ones(1))
+
+
+Task = Callable[[Rank], None]
+
+
+def be_a_rank(folder: Path, env: Environment, task: Task) -> None:
+    """Does a task under a watchdog; what is said, by whom ever, is left as files."""
+
+    def leave(name: str, text: str) -> None:
+        aside = folder / f".{name}-{env.rank}"
+        aside.write_text(text)
+        aside.rename(folder / f"{name}-{env.rank}")
+
+    def on_verdict(verdict: Verdict) -> None:
+        leave("verdict", json.dumps([verdict.message, verdict.culprits]))
+
+    config = ParallelConfig(device="cpu", threads=1, interface="lo", timeout_s=PATIENCE_S)
+    with open_world(config, env) as world, (folder / f"stacks-{env.rank}").open("w") as log:
+        watchdog = Watchdog(
+            world.peers,
+            world.rank,
+            world.store,
+            timeout_s=TIMEOUT_S,
+            waiting_for=lambda: world.group.waiting_for,
+            on_verdict=on_verdict,
+            log=log,
+        )
+        try:
+            with watchdog:
+                task(Rank(world, watchdog, leave))
+        except PacelineError as error:
+            os._exit(PEER_LOST if error.is_consequence else OTHER_ERROR)
+    os._exit(0)
+
+
+class Ranks:
+    """The ranks of a world, all at the same task. `port` is that of their store; None: one that is held here, as
+    torchrun's agent does."""
+
+    def __init__(self, folder: Path, num_ranks: int, task: Task, port: int | None = None):
+        self.folder = folder
+        folder.mkdir()
+        if port is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        env = Environment(
+            rank=0,
+            local_rank=0,
+            world_size=num_ranks,
+            local_world_size=num_ranks,
+            master_addr="127.0.0.1" if num_ranks > 1 else "",
+            master_port=port,
+            agent_holds_store=True,
+        )
+        self.processes = [
+            FORKS.Process(target=be_a_rank, args=(folder, replace(env, rank=rank, local_rank=rank), task), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        self.pids = [process.pid for process in self.processes]
+
+    def wait_for(self, name: str) -> None:
+        """Returns when every rank has left something of that name."""
+        deadline = time.monotonic() + 20
+        while any(not (self.folder / f"{name}-{rank}").exists() for rank in range(len(self.processes))):
+            assert time.monotonic() < deadline, self.statuses()
+            time.sleep(0.005)
+
+    def said(self, name: str, rank: int) -> str:
+        return (self.folder / f"{name}-{rank}").read_text()
+
+    def verdict(self, rank: int) -> tuple[str, list[int]]:
+        message, culprits = json.loads(self.said("verdict", rank))
+        return message, culprits
+
+    def statuses(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
+
+    def end(self, deadline: float) -> float:
+        """Waits until all are gone; past the deadline (monotonic), kills and fails. Returns when the last one went."""
+        while None in self.statuses() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        now, statuses = time.monotonic(), self.statuses()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        assert None not in statuses, f"still there: {statuses}"
+        return now
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks() -> Iterator[None]:
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()
+
+
+# ---- worlds that stand still ----
+
+
+def compute(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def rank_1_computes(rank: Rank) -> None:
+    rank.reduce(1)
+    rank.watchdog.enter("backward", 2)
+    rank.leave("here", "")
+    while rank.world.rank == 1:
+        rank.watchdog.enter("backward", 2)
+        compute(0.01)
+    rank.reduce(2)
+
+
+def rank_2_sleeps_in_its_data(rank: Rank) -> None:
+    rank.reduce(1)
+    rank.watchdog.enter("data", 2)
+    rank.leave("here", "")
+    if rank.world.rank == 2:
+        compute(60)
+    rank.reduce(2)
+
+
+def rank_2_evaluates_and_the_others_check(rank: Rank) -> None:
+    rank.watchdog.enter("evaluate" if rank.world.rank == 2 else "check", 2)
+    rank.leave("here", "")
+    if rank.world.rank == 2:
+        rank.world.group.broadcast(torch.ones(1), source=0)
+    else:
+        rank.world.group.broadcast(torch.ones(1), source=2)
+
+
+def sleep_alone(rank: Rank) -> None:
+    rank.watchdog.enter("data", 7)
+    rank.leave("here", "")
+    compute(60)
+
+
+def hold_a_store(port: "multiprocessing.SimpleQueue[int]") -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.put(store.port)
+    time.sleep(60)
+
+
+STANDING: dict[str, tuple[Task, int]] = {
+    "stopped": (rank_1_computes, 3),
+    "asleep": (rank_2_sleeps_in_its_data, 3),
+    "elsewhere": (rank_2_evaluates_and_the_others_check, 3),
+    "storeless": (rank_2_sleeps_in_its_data, 3),
+    "alone": (sleep_alone, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
+    """A world for each way to stand still, all gone in time."""
+    folder = tmp_path_factory.mktemp("standing")
+    port = FORKS.SimpleQueue()
+    holder = FORKS.Process(target=hold_a_store, args=(port,), daemon=True)
+    holder.start()
+    frail = port.get()
+    worlds, deadlines = {}, {}
+    for name, (task, num_ranks) in STANDING.items():
+        worlds[name] = Ranks(folder / name, num_ranks, task, frail if name == "storeless" else None)
+        worlds[name].wait_for("here")
+        if name in ("stopped", "storeless"):
+            time.sleep(0.3)  # for a last word
+            os.kill(worlds[name].pids[1] if name == "stopped" else holder.pid, signal.SIGSTOP)
+        deadlines[name] = time.monotonic() + TIMEOUT_S + LATEST_S
+    for name, deadline in deadlines.items():
+        worlds[name].end(deadline)
+    holder.kill()
+    holder.join()
+    return worlds
+
+
+def test_a_stopped_rank_is_named_and_killed(standing: dict[str, Ranks]) -> None:
+    ranks = standing["stopped"]
+    assert ranks.statuses() == [1, -signal.SIGKILL, 1]
+    message, culprits = ranks.verdict(0)
+    assert ranks.verdict(2) == (message, culprits)
+    assert culprits == [1]
+    assert re.match(rf"rank 1 \(.*, pid {ranks.pids[1]}\) is stopped by a signal, and has not answered for", message)
+    assert re.search(r"for at least [12] s; last heard of in backward of step 2\n", message)
+    assert re.search(r"\n    tests/world/test_watchdog\.py:\d+ compute\n", message)
+    assert re.search(r"\nnoticed by rank [02] \(.*\), in reduce of step 2, waiting in an all-reduce$", message)
+
+
+def test_a_rank_that_sleeps_in_its_data_is_named_and_all_write_their_stacks(standing: dict[str, Ranks]) -> None:
+    ranks = standing["asleep"]
+    assert ranks.statuses() == [1, 1, 1]
+    message, culprits = ranks.verdict(0)
+    assert [ranks.verdict(rank) for rank in (1, 2)] == [(message, culprits)] * 2
+    assert culprits == [2]
+    assert re.match(rf"rank 2 \(.*, pid {ranks.pids[2]}\) has made no progress for [12] s", message)
+    assert re.search(r"s; it is in data of step 2\n    tests/world/test_watchdog.py:\d+ compute\n", message)
+    assert re.search(r'test_watchdog.py", line \d+ in compute\n', ranks.said("stacks", 2))
+    assert "in all_reduce\n" in ranks.said("stacks", 0)
+
+
+def test_a_rank_in_another_collective_is_named(standing: dict[str, Ranks]) -> None:
+    message, culprits = standing["elsewhere"].verdict(0)
+    assert culprits == [2]
+    assert re.match(r"rank 2 \(.*\) is in evaluate of step 2, waiting in a broadcast, and most ranks in check", message)
+
+
+def test_a_store_that_does_not_answer_is_named(standing: dict[str, Ranks]) -> None:
+    """By each rank alone: there is nothing over which they could agree. Who is not the first may lose that one."""
+    ranks = standing["storeless"]
+    assert {1} <= set(ranks.statuses()) <= {1, PEER_LOST}
+    for rank, status in enumerate(ranks.statuses()):
+        if status == 1:
+            message, culprits = ranks.verdict(rank)
+            assert re.match(r"the store at 127\.0\.0\.1:\d+ does not answer", message)
+            assert culprits == []
+
+
+def test_a_world_of_one_stands_still_as_well(standing: dict[str, Ranks]) -> None:
+    ranks = standing["alone"]
+    assert ranks.statuses() == [1]
+    message, culprits = ranks.verdict(0)
+    assert culprits == [0]
+    assert re.match(r"rank 0 \(.*\) has made no progress for 2 s; it is in data of step 7\n.* compute\n", message)
+
+
+# ---- worlds that come on ----
+
+
+def rank_1_is_slow(rank: Rank) -> None:
+    rank.leave("here", "")
+    for _ in range(35 if rank.world.rank == 1 else 0):
+        rank.watchdog.enter("backward", 1)
+        time.sleep(0.1)
+    rank.reduce(1)
+
+
+def rank_1_takes_a_second(rank: Rank) -> None:
+    rank.watchdog.enter("backward", 1)
+    rank.leave("here", "")
+    if rank.world.rank == 1:
+        time.sleep(1)
+    rank.reduce(1)
+
+
+def test_who_is_slow_or_sleeps_for_a_while_is_left_alone(tmp_path: Path) -> None:
+    """The slow rank makes the other wait for longer than the timeout. The stopped one is away for three quarters of it.
+    The world that sleeps, as on a laptop that is closed, does so for longer than the timeout, and its ranks are not
+    awake again at the same moment."""
+    slow = Ranks(tmp_path / "slow", 2, rank_1_is_slow)
+    stopped = Ranks(tmp_path / "stopped", 2, rank_1_takes_a_second)
+    sleeping = Ranks(tmp_path / "sleeping", 2, rank_1_is_slow)
+    for ranks in (stopped, sleeping):
+        ranks.wait_for("here")
+    for pid in (*sleeping.pids, stopped.pids[1]):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)
+    time.sleep(0.75 * TIMEOUT_S)
+    os.kill(stopped.pids[1], signal.SIGCONT)
+    time.sleep(0.5 * TIMEOUT_S)
+    for pid in sleeping.pids:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    for ranks in (slow, stopped, sleeping):
+        ranks.end(time.monotonic() + 20)
+        assert ranks.statuses() == [0, 0]
+
+
+# ---- a collective that has failed ----
+
+
+def explain(rank: Rank) -> None:
+    """Reduces until that fails, then asks who is missing."""
+    rank.watchdog.enter("backward", 3)
+    if rank.world.rank == 1:
+        compute(0.3)
+        rank.leave("here", "")
+        compute(0.2)
+        raise RunError("its disk is full")
+    rank.leave("here", "")
+    try:
+        rank.reduce(3)
+    except PacelineError:
+        began = time.monotonic()
+        rank.leave("explained", rank.watchdog.explain() or "")
+        rank.leave("took_s", str(time.monotonic() - began))
+        raise
+
+
+def explain_from_afar(rank: Rank) -> None:
+    """As if each rank had a host of its own, which the kernel knows nothing of."""
+    for peer in rank.world.peers:
+        object.__setattr__(peer, "boot_id", str(peer.rank))
+    explain(rank)
+
+
+@pytest.mark.parametrize(
+    ("task", "signals", "says", "most_s"),
+    [
+        (explain, [signal.SIGKILL], r"rank 1 \(.*\) is gone; last heard of in backward of step 3\n.* compute\n", 0.15),
+        (
+            explain_from_afar,
+            [signal.SIGKILL],
+            r"rank 1 \(.*\) has not answered for at least 0 s; last heard of in",
+            0.6,
+        ),
+        (explain_from_afar, [], r"rank 1 \(.*\) ended with an error in backward of step 3: its disk is full\n", 0.15),
+    ],
+    ids=["dead here", "dead elsewhere", "ended with an error"],
+)
+def test_who_is_missing_is_named(tmp_path: Path, task: Task, signals: list[int], says: str, most_s: float) -> None:
+    """Only he: who leaves because of him is not missing."""
+    ranks = Ranks(tmp_path / "lost", 3, task)
+    ranks.wait_for("here")
+    for number in signals:
+        os.kill(ranks.pids[1], number)
+    ranks.end(time.monotonic() + 20)
+    assert ranks.statuses() == [PEER_LOST, -signal.SIGKILL if signals else OTHER_ERROR, PEER_LOST]
+    for rank in (0, 2):
+        assert re.match(says, ranks.said("explained", rank)), ranks.said("explained", rank)
+        assert not re.search(rf"^rank {2 - rank} ", ranks.said("explained", rank), re.MULTILINE)
+        assert float(ranks.said("took_s", rank)) < most_s + 0.2  # machines are shared
+
+
+# ---- who is killed ----
+
+
+def obey(port: int, peers: list[Peer]) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    with Watchdog(peers, 0, store, timeout_s=2, waiting_for=lambda: None, on_verdict=lambda _: time.sleep(60)):
+        time.sleep(60)
+
+
+def test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang() -> None:
+    """A verdict names four: this process, a rank that is stopped, a number that another process has got, and a number
+    on another host. Two processes that are none of the ranks live on."""
+    me = join.alone(Environment())[0]
+    processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
+    ranks = [
+        replace(me, rank=i + 1, pid=process.pid, born_ticks=join._born_ticks(process.pid))
+        for i, process in enumerate(processes)
+    ]
+    ranks[1] = replace(ranks[1], born_ticks=ranks[1].born_ticks - 1)
+    ranks[2] = replace(ranks[2], boot_id="another")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watching = FORKS.Process(target=obey, args=(store.port, [me, *ranks]), daemon=True)
+    watching.start()
+    store.wait(["beat/0"])
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    store.set("verdict", json.dumps({"message": "enough", "culprits": [0, 1, 2, 3]}))
+    watching.join(5)
+    try:
+        assert watching.exitcode == 1
+        assert processes[0].wait(1) == -signal.SIGKILL
+        assert [process.poll() for process in processes[1:]] == [None, None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
