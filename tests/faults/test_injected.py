@@ -282,7 +282,7 @@ def test_a_save_that_is_slower_than_it_is_asked_for_holds_up_nothing(made: Made)
     assert [row["step"] for row in found] == list(range(1, 2 * STEPS + 1))
     assert max(row["step_ms"] for row in found) < 1500
     postponed = [event["step"] for event in made.events("slow-disk", "checkpoint postponed")]
-    assert postponed[:3] == [2, 3, 4]
+    assert postponed == [2], "said once, until it is made"
     assert [event["step"] for event in made.events("slow-disk", "checkpoint")][-1] == 2 * STEPS
     evaluated = [row["step"] for row in rows(made.base / "slow-disk/metrics.jsonl") if "val_loss" in row]
     assert evaluated == list(range(1, 2 * STEPS + 1))

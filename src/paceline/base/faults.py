@@ -33,7 +33,7 @@ STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "ex
 SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.manifest", "save.rename", "save.prune")
 PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
 KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
-_ONLY_AT = {"nan": "backward", "flip": "update", "flip-state": "check"}  # where a caller does what the answer names
+_ONLY_AT = {"nan": "backward", "flip": "exchange", "flip-state": "check"}  # where a caller does what the answer names
 _FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds")
 
 
