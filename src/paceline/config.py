@@ -111,6 +111,11 @@ class Config:
                 "parallel.strategy fsdp cuts every matrix, and optim.name muon updates whole ones; "
                 "use --parallel.strategy zero, or --optim.name adamw"
             )
+        if self.checkpoint.keep_best and self.train.eval_every < 0:
+            raise UserError(
+                "checkpoint.keep-best keeps the checkpoint with the lowest validation loss, and train.eval-every "
+                f"{self.train.eval_every} never evaluates; give --train.eval-every a number of steps"
+            )
         if 0 < self.model.n_positions < self.data.seq_len:
             raise UserError(
                 f"data.seq-len is {self.data.seq_len}, longer than the model's positions "

@@ -94,10 +94,9 @@ def plan(number: int, seed: int) -> tuple[Hit, dict[str, str], float]:
     return Hit(number, way, what, setting), {"PACELINE_FAULTS": text} if text else {}, after_s
 
 
-def hit_once(base: Path, number: int, seed: int, straight: dict[str, Any]) -> Hit:
-    """Makes one disturbed run and says how it ended."""
-    hit, env, after_s = plan(number, seed)
-    folder = base / f"run-{number}"
+def make(hit: Hit, env: dict[str, str], after_s: float, base: Path, straight: dict[str, Any]) -> Hit:
+    """Makes one disturbed run, as `plan` says, and notes how it ended."""
+    folder = base / f"run-{hit.number}"
     with Program("train", *flags(hit.setting), "--max-restarts", "3", "--out", str(folder), env=env) as program:
         if hit.way in ("all", "outside"):
             program.wait_for(lambda: steps(folder))
@@ -105,7 +104,7 @@ def hit_once(base: Path, number: int, seed: int, straight: dict[str, Any]) -> Hi
             if hit.way == "all":
                 program.kill_all()
             else:
-                kill_one(program, folder, hit, random.Random(number))
+                kill_one(program, folder, hit, random.Random(hit.number))
         ended = program.wait()
         program.wait_until_gone(10)
     hit.by_itself = ended.status == 0
@@ -183,7 +182,7 @@ def main() -> int:
         if setting not in straight:
             straight[setting] = undisturbed(base, setting)
         try:
-            hit = hit_once(base, number, arguments.seed, straight[setting])
+            hit = make(*plan(number, arguments.seed), base, straight[setting])
         except AssertionError as error:
             hit = plan(number, arguments.seed)[0]
             hit.problems.append(str(error)[-900:])

@@ -43,6 +43,8 @@ CURVE_TOLERANCE = 1e-5
 WAITS = "rank=0 step=4 phase=data kind=sleep seconds=1"
 STRATEGIES = ("ddp", "zero", "fsdp")
 
+pytestmark = pytest.mark.long  # the runs that most of these look at take 20 s to make
+
 
 def tiny(**changes: Any) -> Config:
     """The preset `tiny` for eight steps, saved every two and compared after each; changes: `section__field=value`."""
@@ -199,6 +201,8 @@ def test_nan_in_one_ranks_gradient_is_an_update_of_nobody_and_named(made: Made, 
     assert (event["step"], event["parameter"]) == (3, FIRST)
     assert event["ranks"] == (None if strategy == "fsdp" else [1])  # inside torch they are summed before we see them
     assert [row["step"] for row in steps(made.base / name) if row["skipped"]] == [3]
+    log = (made.base / name / "ranks/rank-00000.log").read_text()
+    assert re.search(rf"gradients +{strategy}, summed over ranks", log), "the strategy is in force, and said"
 
 
 def test_too_many_in_a_row_end_the_run_with_the_state_before_them(made: Made) -> None:
@@ -250,7 +254,6 @@ def test_a_flipped_bit_is_repaired_where_most_agree(made: Made) -> None:
     assert not made.events("repair-of-2", "repaired")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])
 def test_a_flipped_bit_of_the_state_is_found_before_the_next_update(tmp_path: Path, strategy: str) -> None:
     """Between steps 4 and 5, on rank 1; where it is shared out nobody else has this part of it."""

@@ -23,7 +23,7 @@ from paceline.world.env import Environment
 STRATEGIES = ("ddp", "zero", "fsdp")
 WORLDS = (1, 2, 3, 4)
 SAVED_AT, STEPS = 6, 12
-TOLERANCE = 1e-4  # the issue's; seen are 1e-6, of sums in another order
+TOLERANCE = 1e-4  # seen are 1e-6, of sums in another order
 
 
 Place = tuple[str, int]  # the strategy and the number of ranks with which a part of a run is trained

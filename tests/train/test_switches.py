@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,33 @@ def test_checkpoints_come_when_asked_and_the_newest_stay(tmp_path: Path) -> None
     assert names == ["latest", *saved[-3:]]
     assert saved[0] == "step-00000001"
     assert saved[-1] == "step-00000006"
+
+
+def test_multiples_and_the_best_are_kept_besides(tmp_path: Path) -> None:
+    """At this rate the validation loss only grows after the first step: the best is not among the newest."""
+    kept = {"checkpoint__keep_every": 4, "checkpoint__keep_best": True, "train__eval_every": 1, "train__steps": 10}
+    config = tiny(checkpoint__every=1, optim__lr=0.3, optim__warmup_steps=3, optim__min_lr_frac=1.0, **kept)
+    rows_of(tmp_path / "run", config)
+    every = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    saved = [event["step"] for event in events_of(tmp_path / "run") if event["event"] == "checkpoint"]
+    best = min((row["val_loss"], row["step"]) for row in every if "val_loss" in row and row["step"] in saved)[1]
+    assert best not in saved[-2:]
+    named = (tmp_path / "run/checkpoints/best").read_text().strip()
+    names = {path.name for path in (tmp_path / "run/checkpoints").glob("step-*")}
+    wanted = {*saved[-2:], *(step for step in saved if step % 4 == 0), best}
+    assert named == f"step-{best:08d}"
+    assert names == {f"step-{step:08d}" for step in wanted}
+
+
+def test_a_run_stops_after_the_seconds_that_were_asked_for(plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    config = tiny(train__steps=100_000, train__stop_after=0.5)
+    began = time.monotonic()
+    rows = rows_of(tmp_path / "run", config, status=75)
+    assert time.monotonic() - began < 10
+    assert 0 < len(rows) < 100_000
+    end = events_of(tmp_path / "run")[-1]
+    assert (end["event"], end["reason"]) == ("end", "train.stop-after on rank 0")
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == f"step-{len(rows):08d}"
 
 
 def test_resuming_from_a_named_step_sets_the_later_ones_aside(tmp_path: Path) -> None:

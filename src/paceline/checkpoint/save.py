@@ -305,9 +305,10 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
     """
     later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
     for name in reversed(later):  # a crash in between leaves a course without its end, never with a gap
-        target = checkpoints / f"superseded-{name}"
-        if target.exists():
-            shutil.rmtree(target)
+        target, number = checkpoints / f"superseded-{name}", 1
+        while target.exists():  # of an earlier course that was set aside at this step, too
+            number += 1
+            target = checkpoints / f"superseded-{name}-{number}"
         os.rename(checkpoints / name, target)
     if later:
         publish.point(checkpoints, "latest", mf.folder_name(step))

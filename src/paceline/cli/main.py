@@ -4,6 +4,7 @@ import importlib
 import keyword
 import os
 import sys
+import traceback
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, UserError, nearest
 from paceline.base.status import has_launcher, note_status
@@ -40,13 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_DONE
     except PacelineError as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
-            raise
+            traceback.print_exc()  # besides: the exit status and what the launcher is told stay as they are
         if error.is_consequence and has_launcher():  # which knows who died, and says it
             return note_status(error.exit_status, consequence=str(error))
         return _leave(_message(error), error.exit_status)
     except Exception as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
-            raise
+            traceback.print_exc()  # besides: the exit status and what the launcher is told stay as they are
         hint = "the rank's log has the traceback, PACELINE_DEBUG=1 shows it here"
         return _leave(f"{_rank_prefix()}error: {type(error).__name__}: {error} ({hint})", EXIT_FAILED)
 

@@ -19,7 +19,7 @@ class TrainArguments:
     """Train a model. Precedence: defaults, --preset, --config, flags."""
 
     preset: str = ""
-    """A configuration that comes with paceline: PRESETS."""
+    """A configuration that comes with paceline, see above."""
     config: str = ""
     """A TOML file of [section] field = value."""
     init_from: str = ""

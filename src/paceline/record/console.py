@@ -1,5 +1,6 @@
 """What people see: one rank speaks. A live line on a terminal, plain lines elsewhere; every rank keeps a log."""
 
+import contextlib
 import os
 import sys
 import time
@@ -73,14 +74,23 @@ class Console:
         a model wrote, are no markup."""
         shown = Text(text, style) if isinstance(text, str) else text
         if self.rank == 0:
-            (self._progress.console if self._progress else self._terminal).print(shown)
+            self._show(shown)
         if self._log is not None:
-            rich.console.Console(file=self._log, width=_PLAIN_WIDTH, highlight=False).print(shown)
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                rich.console.Console(file=self._log, width=_PLAIN_WIDTH, highlight=False).print(shown)
 
     def log(self, text: str) -> None:
         """Keeps a line in this rank's log only."""
         if self._log is not None:
-            self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            with contextlib.suppress(OSError):
+                self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+    def _show(self, what: Text | rich.table.Table, soft_wrap: bool = False) -> None:
+        """Prints on the terminal, or in the file that takes its place; where that fails, from then on nowhere."""
+        try:
+            (self._progress.console if self._progress else self._terminal).print(what, soft_wrap=soft_wrap)
+        except OSError:
+            self._terminal.on_broken_pipe()
 
     @contextmanager
     def progress(self, total: float | None, *, transient: bool = False) -> Iterator[None]:
@@ -119,7 +129,7 @@ class Console:
         if self.rank == 0 and now >= self._next_line_s:
             # The first lines at once, then rarer: a log of a week stays readable.
             self._next_line_s = now + min(60.0, max(2.0, (now - self._started_s) / 10))
-            self._terminal.print(Text(line), soft_wrap=True)
+            self._show(Text(line), soft_wrap=True)
         self.log(line)
 
     @contextmanager
@@ -132,8 +142,9 @@ class Console:
 
     def close(self) -> None:
         """Flushes; the log stays the place where stdout and stderr of the other ranks go."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
 
 
 class Reading:

@@ -108,14 +108,22 @@ class RunFolder:
         if not self.metrics.exists():
             return 0
         kept, reached = [], 0
-        with self.metrics.open() as lines:
+        with self.metrics.open(errors="replace") as lines:
             for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # what a power cut may leave is no row
                     reached = int(json.loads(line)["step"])
                     if reached <= step:
                         kept.append(line.rstrip("\n") + "\n")
         replace(self.metrics, "".join(kept).encode())
         return reached
+
+    def has_saved(self) -> bool:
+        """Returns whether the records tell of a checkpoint, or something else stands where they were."""
+        if self.checkpoints.is_symlink() or (self.checkpoints.exists() and not self.checkpoints.is_dir()):
+            return True
+        with contextlib.suppress(OSError), self.events.open(errors="replace") as lines:
+            return any('"event": "checkpoint",' in line for line in lines)
+        return False
 
     def close(self) -> None:
         """Closes the files, with a last attempt at rows that wait, and lets go of the lock."""
@@ -265,8 +273,8 @@ def create(path: Path) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not any(path.iterdir()):
             path.chmod(0o700)
-        (path / "ranks").mkdir(exist_ok=True)
-        (path / "checkpoints").mkdir(exist_ok=True)
+        (path / "ranks").mkdir(exist_ok=True, mode=0o700)
+        (path / "checkpoints").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise UserError(f"cannot make the run folder {path}: {error.strerror}") from None
     return RunFolder(path)

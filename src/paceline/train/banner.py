@@ -101,7 +101,7 @@ def where_time_went(console: Console, totals: Totals, world: World) -> None:
         line += f", MFU {100 * totals.mean('mfu'):.1f}%"
     if world.world_size > 1:
         comm_ms = totals.mean("comm_ms")
-        hidden_ms = comm_ms - totals.mean("exposed_comm_ms")
+        hidden_ms = max(0.0, comm_ms - totals.mean("exposed_comm_ms"))
         line += (
             f"; all-reduce: {units.size(totals.mean('comm_bytes'))} of gradients a step, {comm_ms:.1f} ms under way, "
             f"{hidden_ms:.1f} ms of it behind backward"

@@ -119,6 +119,7 @@ def restore_run(run: Run) -> bool:
             run.group, run.folder.checkpoints, run.request.resume_step, everyone_sees=everyone_sees
         )
     except load.NothingSaved:
+        _require_never_saved(run)
         return False
     for problem in problems:
         run.console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
@@ -156,6 +157,17 @@ def restore_run(run: Run) -> bool:
         "as before\n"
     )
     return True
+
+
+def _require_never_saved(run: Run) -> None:
+    """Raises RunError on all ranks where the run had checkpoints, and they are gone: beginning again would be silent
+    loss. Collective."""
+    if run.group.broadcast_json(run.world.is_main and run.folder.has_saved()):
+        raise RunError(
+            f"checkpoints of this run have been saved, and {run.folder.checkpoints} has none: is its disk mounted? "
+            "Nothing was changed",
+            reach="world",
+        )
 
 
 def _forget_the_rest(run: Run) -> int:

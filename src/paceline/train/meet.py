@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.files import replace
 from paceline.base.status import note_status
+from paceline.checkpoint.manifest import list_steps
 from paceline.checkpoint.save import Saver
 from paceline.config import Config, to_toml
 from paceline.data.blend import Blend
@@ -44,7 +45,8 @@ def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
     agree.require_same(world.group, agree.facts(request.config, feed.blend))
     settings = resolve(request.config, feed.blend, world)
     agree.require_same(world.group, agree.choices(settings))
-    if source := settings.config.train.init_from:
+    source = settings.config.train.init_from
+    if source and not request.resume:  # whose own checkpoints have the weights
         check_tokenizer(world.group, Path(source), feed.blend.tokenizer_json, feed.blend.name)
     opened = open_folder(request, world, settings.config, feed.blend)
     folder, seers = opened.folder, opened.seers
@@ -56,7 +58,7 @@ def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
     banner.start(console, world, settings, feed, peak, folder.shown)
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
-    replica = make_replica(settings, world)
+    replica = make_replica(settings, world, from_weights=opened.begins)
     return Run(
         request=opened.request,
         world=world,
@@ -83,6 +85,7 @@ class Opened(NamedTuple):
     request: Request  # as rank 0 has it: whether the run goes on
     seers: list[int]  # the ranks that see rank 0's folder: those of its host, and others where disks are shared
     token: str  # random, of this life of the ranks
+    begins: bool  # nothing was saved yet
 
 
 def open_folder(request: Request, world: World, config: Config, blend: Blend) -> Opened:
@@ -105,6 +108,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
                 write_setup(folder, config, blend)
             answer = {"path": str(path), "token": secrets.token_hex(8)}
             answer |= {"goes_on": request.goes_on, "resume_step": request.resume_step}
+            answer["begins"] = not list_steps(folder.checkpoints)
             (folder.path / _TOKEN).write_text(answer["token"])
         except UserError as error:
             answer = {"error": str(error)}
@@ -123,7 +127,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     if world.is_main:
         token.unlink()
     request = dataclasses.replace(request, goes_on=answer["goes_on"], resume_step=answer["resume_step"])
-    return Opened(folder, request, seers, answer["token"])
+    return Opened(folder, request, seers, answer["token"], answer["begins"])
 
 
 def write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
@@ -173,8 +177,11 @@ def make_saver(config: Config, world: World, opened: Opened) -> Saver:
     )
 
 
-def make_replica(settings: Settings, world: World) -> Replica:
-    """Returns a replica with the initial weights, equal on all ranks. Collective."""
+def make_replica(settings: Settings, world: World, from_weights: bool = True) -> Replica:
+    """Returns a replica with the initial weights, equal on all ranks. Collective.
+
+    Those of train.init-from are read where `from_weights`; else a checkpoint of this run takes their place.
+    """
     config = settings.config
     is_sharded = config.parallel.strategy == "fsdp"
     # What does not fit on a device is made in the host's memory, and goes from there to the device block by block.
@@ -183,7 +190,7 @@ def make_replica(settings: Settings, world: World) -> Replica:
     model.checkpoint_blocks = config.train.activation_checkpoint
     if not is_sharded:  # else each rank has weights that nobody else has
         broadcast_parameters(model, world.group)
-    if config.train.init_from:
+    if config.train.init_from and from_weights:
         load_initial(model, Path(config.train.init_from), world.group, world.device)
     if config.train.compile:
         model.compile_blocks()
