@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -14,6 +15,11 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch's compiler leave
 import hypothesis
 import psutil
 import pytest
+
+# A suite started by nohup, or by a shell in the background, ignores these and would hand that on to what it starts.
+for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, _name), _handler)
 
 hypothesis.settings.register_profile("shared", deadline=None)  # machines are shared: a slow example is no failure
 hypothesis.settings.load_profile("shared")
