@@ -64,6 +64,8 @@ class TrainConfig:
     """Stop after this step as if signalled: saved, exit status 75; 0: run to the horizon."""
     stop_after: float = 0.0
     """Stop so many seconds after the start as if signalled, before a queue's time limit does; 0: never."""
+    profile: int = 0
+    """Trace this step with torch's profiler, on every rank, to RUN/profile/, for ui.perfetto.dev; 0: none."""
     max_skips: int = 20
     """Steps in a row whose gradient is not finite before the run fails."""
 
@@ -81,6 +83,8 @@ class TrainConfig:
                 f"the horizon of training is given by {given}; give exactly one of "
                 "--train.steps, --train.tokens, --train.tokens-per-param, --train.time-budget"
             )
+        if self.steps and self.profile > self.steps:
+            raise UserError(f"train.profile is {self.profile}, after the last step {self.steps}; name an earlier one")
         if self.global_batch_size and self.global_batch_tokens:
             raise UserError("train.global-batch-size and train.global-batch-tokens are both given; give one")
         if self.global_batch_size and self.device_batch_size > self.global_batch_size:

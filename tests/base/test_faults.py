@@ -95,7 +95,7 @@ def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
     ("text", "said"),
     [
         ("step=3 rnak=1", r"'rnak=1' \(did you mean 'rank'\?\)"),
-        ("rank", "'rank'.* is none of rank, step, phase, kind, seed, within, attempt, seconds with a value"),
+        ("rank", "'rank'.* is none of rank, step, phase, kind, seed, within, attempt, seconds, times with a value"),
         ("rank= step=1", "'rank='"),
         ("phase=bakward", r"no phase 'bakward' \(did you mean 'backward'\?\); there are data, forward"),
         ("kind=explode", "no kind 'explode'.*; there are kill, launcher"),
@@ -104,6 +104,9 @@ def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
         ("step=-1", "step is '-1'"),
         ("within=4.5", "within is '4.5'"),
         ("seconds=soon", "seconds is 'soon'"),
+        ("seconds=-1", "seconds is '-1'; it must be a number, 0 or more"),
+        ("step=0", "step is 0; the first one is 1"),
+        ("rank=2", "rank is 2, in a world of 2; the last one is 1"),
         ("attempt=last", "attempt is 'last'"),
         ("kind=nan phase=forward", "nan strikes at backward only, not at forward"),
         ("rank=0 step=1 phase=data; colour=red", "'colour=red'"),

@@ -4,13 +4,14 @@
     PACELINE_FAULTS="seed=3 within=40 kind=kill; rank=0 step=20 phase=save.write kind=full"
 
 Faults are separated by `;`. What is not given is drawn from `seed`: the rank, the step (1 .. `within`), the phase. A
-fault strikes once, in the first life of the ranks (`attempt=0`); `attempt=2` in the third, `attempt=any` in each.
+fault strikes once (`times=50`: once in each of 50 steps in a row), in the first life of the ranks (`attempt=0`);
+`attempt=2` in the third, `attempt=any` in each.
 
 kind      what happens when the rank comes to that phase of that step
 kill      SIGKILL to itself: no last words, as a power cut or the kernel's out-of-memory killer
 launcher  SIGKILL to the process that started it, and so to all its ranks
 stop      SIGSTOP to itself: alive, and answers nobody
-sleep     `seconds=3` of silence, then on as if nothing had been
+sleep     `seconds=0.3` of silence, then on as if nothing had been; several `times` it makes a slow rank
 raise     an exception that nobody expects
 full      OSError "no space left on device", where a file is written
 nan       the caller puts NaN into one gradient            (phase backward)
@@ -18,7 +19,9 @@ flip      the caller flips the lowest bit of one weight    (phase exchange)
 flip-state  the caller flips one bit of the optimizer's state, between two steps    (phase check)
 """
 
+import contextlib
 import errno
+import math
 import os
 import random
 import signal
@@ -34,19 +37,20 @@ SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.mani
 PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
 KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
 _ONLY_AT = {"nan": "backward", "flip": "exchange", "flip-state": "check"}  # where a caller does what the answer names
-_FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds")
+_FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds", "times")
 
 
 @dataclass
 class Fault:
-    """One thing that is to go wrong, once."""
+    """One thing that is to go wrong."""
 
     rank: int
     step: int
     phase: str
     kind: str
     seconds: float
-    is_over: bool = False
+    times: int = 1
+    last_struck: int = 0  # the step
 
 
 class Injected(Exception):
@@ -71,8 +75,9 @@ def strike(phase: str, step: int) -> str | None:
     """Called where this rank comes to a phase of a step (of which 1 is the first). Returns the kind of a fault that
     only the caller can do (nan, flip, flip-state); None nearly always."""
     for fault in _pending:
-        if not fault.is_over and fault.phase == phase and fault.step == step:
-            fault.is_over = True
+        is_due = fault.step <= step < fault.step + fault.times and step > fault.last_struck
+        if is_due and fault.phase == phase:
+            fault.last_struck = step
             return _do(fault)
     return None
 
@@ -112,9 +117,20 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
         raise UserError(f"{VARIABLE}: {kind} strikes at {_ONLY_AT[kind]} only, not at {phase}; leave the phase out")
     rank = _number(given, "rank", draw.randrange(world_size))
     step = _number(given, "step", draw.randint(1, max(1, _number(given, "within", 1))))
-    fault = Fault(rank, step, phase, kind, float(_number(given, "seconds", 1)))
+    if step < 1:
+        raise UserError(f"{VARIABLE}: step is {step}; the first one is 1")
+    if rank >= world_size:
+        raise UserError(f"{VARIABLE}: rank is {rank}, in a world of {world_size}; the last one is {world_size - 1}")
+    fault = Fault(rank, step, phase, kind, _seconds(given.get("seconds", "1")), _number(given, "times", 1))
     is_of_this_life = given.get("attempt") == "any" or _number(given, "attempt", 0) == attempt
     return fault if is_of_this_life else None
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(text)) and seconds >= 0:
+            return seconds
+    raise UserError(f"{VARIABLE}: seconds is '{text}'; it must be a number, 0 or more")
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:

@@ -26,8 +26,28 @@ class StepRow:
     other_ms: float
     comm_bytes: int  # sent by this rank
     world_size: int
-    rank_step_ms: list[float]  # each rank's own time until it came to the step's last exchange
-    rank_compute_ms: list[float]
+    # By rank. data, forward, backward, exposed_comm, optim and what is left of step_ms (other) are where its step went.
+    rank_step_ms: list[float]  # its own time until it came to the step's last exchange
+    rank_compute_ms: list[float]  # data, forward and backward
+    rank_data_ms: list[float]
+    rank_forward_ms: list[float]
+    rank_backward_ms: list[float]
+    rank_exposed_comm_ms: list[float]  # the wait in that exchange is in it
+    rank_optim_ms: list[float]
+
+    def parts(self) -> dict[str, list[float]]:
+        """Returns where the step went, by part and rank, in milliseconds; a rank's parts add up to its step."""
+        parts = {
+            "data": self.rank_data_ms,
+            "forward": self.rank_forward_ms,
+            "backward": self.rank_backward_ms,
+            "exposed communication": self.rank_exposed_comm_ms,
+            "optimizer": self.rank_optim_ms,
+        }
+        # A rank that began the step before rank 0 did was in it for longer.
+        whole = [max(self.step_ms, own_ms) for own_ms in self.rank_step_ms]
+        spent = [sum(values) for values in zip(*parts.values(), strict=True)]
+        return parts | {"other": [step_ms - known for step_ms, known in zip(whole, spent, strict=True)]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What a run says about itself: at the start everything that is in force, at the end what came out."""
 
+import statistics
 from collections import defaultdict
 
 from paceline.base import units
@@ -9,8 +10,11 @@ from paceline.record.console import Console, facts, table
 from paceline.record.rows import StepRow
 from paceline.train.feed import Feed
 from paceline.train.resolve import Settings
+from paceline.train.stragglers import Stragglers
 from paceline.world.device import Peak
 from paceline.world.runtime import World
+
+_MOST_COLUMNS = 4  # ranks that are shown one by one: a line of 80 characters holds them
 
 
 def start(console: Console, world: World, settings: Settings, feed: Feed, peak: Peak, folder: str) -> None:
@@ -60,6 +64,7 @@ class Totals:
         self.num_steps = 0
         self.num_tokens = 0
         self._sums: dict[str, float] = defaultdict(float)
+        self._parts: dict[str, list[float]] = {}
 
     def add(self, row: StepRow) -> None:
         """Counts a step in."""
@@ -67,7 +72,14 @@ class Totals:
         for name, value in vars(row).items():
             if isinstance(value, int | float):
                 self._sums[name] += value
+        for part, by_rank in row.parts().items():
+            so_far = self._parts.get(part, [0.0] * len(by_rank))
+            self._parts[part] = [before + ms for before, ms in zip(so_far, by_rank, strict=True)]
         self.num_tokens += round(row.tokens_per_s * row.step_ms / 1e3)
+
+    def mean_parts(self) -> dict[str, list[float]]:
+        """Returns where a step went, by part and rank, in milliseconds, mean over the steps."""
+        return {part: [ms / max(1, self.num_steps) for ms in by_rank] for part, by_rank in self._parts.items()}
 
     def sum(self, name: str) -> float:
         """Returns the sum of a numeric field of StepRow over the steps."""
@@ -82,20 +94,9 @@ def where_time_went(console: Console, totals: Totals, world: World) -> None:
     """Says the table of one step's parts, averaged over the steps after the first."""
     if not totals.num_steps:
         return
-    step_ms = totals.mean("step_ms")
-    parts = {
-        "data": "data_ms",
-        "forward": "forward_ms",
-        "backward": "backward_ms",
-        "exposed communication": "exposed_comm_ms",
-        "optimizer": "optim_ms",
-        "other": "other_ms",
-        "step": "step_ms",
-    }
-    rows = [
-        [part, f"{totals.mean(name):.1f}", f"{100 * totals.mean(name) / step_ms:.1f}"] for part, name in parts.items()
-    ]
-    console.say(table("Where a step's time went (rank 0, mean)", ["part", "ms", "%"], rows))
+    step_ms, parts = totals.mean("step_ms"), totals.mean_parts()
+    columns, rows = _by_rank(parts, step_ms)
+    console.say(table("Where a step's time went, ms", columns, rows))
     line = f"{units.count(round(totals.num_tokens / totals.sum('step_ms') * 1e3))} tokens/s"
     if totals.sum("mfu"):
         line += f", MFU {100 * totals.mean('mfu'):.1f}%"
@@ -107,6 +108,36 @@ def where_time_went(console: Console, totals: Totals, world: World) -> None:
             f"{hidden_ms:.1f} ms of it behind backward"
         )
     console.say(line + "\n")
+
+
+def _by_rank(parts: dict[str, list[float]], step_ms: float) -> tuple[list[str], list[list[str]]]:
+    """A column for each of a few ranks, and how much of the step the mean rank spent on it; of many ranks the least,
+    the median and the most."""
+    num_ranks = len(parts["data"])
+    if num_ranks <= _MOST_COLUMNS:
+        names, shown = [f"rank {rank}" for rank in range(num_ranks)], parts
+    else:
+        names = ["least", "median", "most"]
+        shown = {part: [min(by), statistics.median(by), max(by)] for part, by in parts.items()}
+    rows = [
+        [part, *(f"{ms:.1f}" for ms in shown[part]), f"{100 * statistics.fmean(by_rank) / step_ms:.1f}"]
+        for part, by_rank in parts.items()
+    ]
+    whole = [f"{step_ms:.1f}"] * len(names)
+    return ["part", *names, "% of step"], [*rows, ["step", *whole, "100.0"]]
+
+
+def who_was_slow(console: Console, stragglers: Stragglers, totals: Totals, hosts: list[str]) -> None:
+    """Says which ranks others waited for, in what, and what it cost; nothing where none was found slow."""
+    for rank, num_steps, phase, cost_s in stragglers.summary():
+        console.say(
+            f"rank {rank} ({hosts[rank]}) was slow in {num_steps} of {stragglers.num_steps} steps, most of it in "
+            f"{phase}: {cost_s:.1f} s more than the median rank",
+            style="yellow",
+        )
+    if stragglers.cost_ms:
+        share = stragglers.cost_ms / totals.sum("step_ms")
+        console.say(f"waiting for slow ranks: {stragglers.cost_ms / 1e3:.1f} s, {share:.0%} of the time in steps\n")
 
 
 def _tokens_per_step(settings: Settings) -> int:

@@ -150,7 +150,8 @@ def restore_run(run: Run) -> bool:
     run.replica.scaler.num_finite = manifest["scaler"]["num_finite"]
     reached = _forget_the_rest(run)
     before, now = manifest["world_size"], run.world.world_size
-    run.event("resume", step=run.progress.step, reached=reached, from_world_size=before, world_size=now)
+    hosts = run.hosts()
+    run.event("resume", step=run.progress.step, reached=reached, from_world_size=before, world_size=now, hosts=hosts)
     run.console.say(
         f"resumed at step {run.progress.step} ({units.count(run.progress.tokens)} tokens seen); saved by "
         f"{before} rank{'s'[: before != 1]}, now {now}; {run.settings.plan.global_batch_size} sequences a step "

@@ -31,6 +31,7 @@ from paceline.train.feed import open_feed
 from paceline.train.guard import StopRequest, tighten_timeouts
 from paceline.train.keep import restore_run, save_if_due, save_now, tell_outcome
 from paceline.train.meet import meet
+from paceline.train.profile import profiled
 from paceline.train.request import Request
 from paceline.train.state import Run
 from paceline.train.step import train_step
@@ -96,7 +97,8 @@ def begin(run: Run) -> None:
     """From step 0: a new run, or one that died before it had saved anything."""
     reached = run.folder.forget_after(0) if run.world.is_main else 0
     facts = {"reached": reached} if reached else {}
-    run.event("start", world_size=run.world.world_size, version=__version__, torch=torch.__version__, **facts)
+    versions = {"version": __version__, "torch": torch.__version__}
+    run.event("start", world_size=run.world.world_size, hosts=run.hosts(), **versions, **facts)
     if run.request.resume or run.request.goes_on:
         run.console.say("nothing had been saved yet: this run begins again at step 0\n", style="yellow")
 
@@ -113,16 +115,17 @@ def _steps(run: Run, stop: StopRequest) -> str | None:
             run.stopwatch.start()
             started = time.perf_counter()
             lr = settings.lr * lr_factor(config.optim, run.progress.step, done)
-            result = train_step(
-                run.replica,
-                loader,
-                run.group,
-                run.clock,
-                run.at,
-                step=run.progress.step,
-                lr=lr,
-                max_norm=config.optim.grad_clip,
-            )
+            with profiled(run):
+                result = train_step(
+                    run.replica,
+                    loader,
+                    run.group,
+                    run.clock,
+                    run.at,
+                    step=run.progress.step,
+                    lr=lr,
+                    max_norm=config.optim.grad_clip,
+                )
             vote = exchange(run, result, started, stop.reason, lr)
             run.stopwatch.pause()
             tighten_timeouts(run, time.perf_counter() - started)
@@ -179,8 +182,11 @@ def _finish(run: Run, stop_reason: str | None) -> int:
     weights = run.replica.sync.full_weights()
     digest = overall(weights)
     state = run.group.share_text(overall({str(item): t for item, t in run.replica.optimizer.state().items()}))
-    run.event("end", step=step, digest=digest, state_digests=state, reason=stop_reason or COMPLETE)
+    cost_s = round(run.stragglers.cost_ms / 1e3, 3)
+    reason = stop_reason or COMPLETE
+    run.event("end", step=step, digest=digest, state_digests=state, reason=reason, straggler_cost_s=cost_s)
     banner.where_time_went(console, run.totals, run.world)
+    banner.who_was_slow(console, run.stragglers, run.totals, run.hosts())
     if stop_reason:
         console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
     elif config.train.sample_tokens and run.world.is_main:

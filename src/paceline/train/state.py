@@ -15,6 +15,7 @@ from paceline.train.feed import Feed
 from paceline.train.request import Request
 from paceline.train.resolve import Settings
 from paceline.train.step import Replica
+from paceline.train.stragglers import Stragglers
 from paceline.world.device import DeviceClock
 from paceline.world.runtime import World
 from paceline.world.watchdog import Watchdog
@@ -71,6 +72,7 @@ class Run:
         self.group = self.world.group
         self.config = self.settings.config
         self.clock = DeviceClock(self.world.device)
+        self.stragglers = Stragglers(self.settings.plan)
 
     def at(self, phase: str) -> str | None:
         """Notes for the watchdog what this rank begins to do now; returns a fault that is to be injected there."""
@@ -82,6 +84,10 @@ class Run:
         """Notes on rank 0 what happened."""
         if self.world.is_main:
             self.folder.append_event(kind, **facts)
+
+    def hosts(self) -> list[str]:
+        """Returns the host names, by rank."""
+        return [peer.host for peer in self.world.peers]
 
     def share_done(self) -> float:
         """The share of the horizon that is behind, alike on all ranks: elapsed_s is rank 0's, shared each step."""

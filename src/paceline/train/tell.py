@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.base import units
 from paceline.model import cost
@@ -12,23 +12,35 @@ from paceline.record.rows import EvalRow, StepRow
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.state import Run
 from paceline.train.step import StepResult
+from paceline.train.stragglers import Over
 from paceline.train.trouble import Trouble, flip_a_bit
 
 
 def exchange(run: Run, result: StepResult, started: float, stop_reason: str | None, lr: float) -> str | None:
     """The step's one small collective: loss, times and votes of all ranks. Returns why to stop, if any rank asks.
 
-    Costs 6 float64 numbers a rank. `started` is this rank's clock at the step's beginning.
+    Costs 10 float64 numbers a rank. `started` is this rank's clock at the step's beginning.
     """
     fault = run.at("exchange")
     if fault == "flip":
         flip_a_bit(next(iter(run.replica.sync.weights().values())))
-    own_ms = (time.perf_counter() - started) * 1e3
-    asks, saves = float(stop_reason is not None), float(run.saver.is_busy)
-    rows = run.group.share([result.loss_sum, own_ms, result.times.compute_ms, run.stopwatch.elapsed_s, asks, saves])
+    times = result.times
+    mine = _Exchanged(
+        loss_sum=result.loss_sum,
+        elapsed_s=run.stopwatch.elapsed_s,
+        asks_to_stop=float(stop_reason is not None),
+        saves=float(run.saver.is_busy),
+        data_ms=times.data_ms,
+        forward_ms=times.forward_ms,
+        backward_ms=times.backward_ms,
+        exposed_comm_ms=times.exposed_comm_ms,
+        optim_ms=times.optim_ms,
+        own_ms=(time.perf_counter() - started) * 1e3,
+    )
+    rows = [_Exchanged(*values) for values in run.group.share(list(mine))]
     step_ms = (time.perf_counter() - started) * 1e3
-    result.times.add(run.group.take_traffic(), run.clock)
-    run.somebody_saves = any(values[5] for values in rows)
+    times.add(run.group.take_traffic(), run.clock)
+    run.somebody_saves = any(theirs.saves for theirs in rows)
     num_tokens = run.settings.plan.global_batch_size * run.config.data.seq_len
     progress = run.progress
     if result.skipped and (run.before_trouble is None or not progress.skips_in_row):  # None: resumed amid trouble
@@ -36,24 +48,39 @@ def exchange(run: Run, result: StepResult, started: float, stop_reason: str | No
     progress.step += 1
     progress.val_loss = None
     progress.tokens += num_tokens
-    progress.elapsed_s = rows[0][3]
+    progress.elapsed_s = rows[0].elapsed_s
     progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
     row = step_row(run, result, rows, step_ms, num_tokens, lr)
     _tell_step(run, row, result.trouble)
-    voters = [str(rank) for rank, values in enumerate(rows) if values[4]]
+    voters = [str(rank) for rank, theirs in enumerate(rows) if theirs.asks_to_stop]
     return f"{stop_reason or 'signal'} on rank {', '.join(voters)}" if voters else None
 
 
+class _Exchanged(NamedTuple):
+    """What a rank tells the others of its step."""
+
+    loss_sum: float
+    elapsed_s: float  # of training
+    asks_to_stop: float
+    saves: float
+    data_ms: float
+    forward_ms: float
+    backward_ms: float
+    exposed_comm_ms: float  # until this exchange
+    optim_ms: float
+    own_ms: float  # from the step's beginning to this exchange
+
+
 def step_row(
-    run: Run, result: StepResult, rows: list[list[float]], step_ms: float, num_tokens: int, lr: float
+    run: Run, result: StepResult, rows: list[_Exchanged], step_ms: float, num_tokens: int, lr: float
 ) -> StepRow:
-    """Returns the row of the step that ended just now. rows: by rank, what `exchange` shared."""
+    """Returns the row of the step that ended just now. rows: by rank."""
     times = result.times
     tokens_per_s = num_tokens / step_ms * 1e3
     flops_per_s = tokens_per_s * cost.flops_per_token(run.config.model, run.config.data.seq_len)
     return StepRow(
         step=run.progress.step,
-        loss=math.fsum(values[0] for values in rows) / num_tokens,
+        loss=math.fsum(theirs.loss_sum for theirs in rows) / num_tokens,
         lr=lr,
         grad_norm=result.grad_norm,
         skipped=result.skipped,
@@ -71,8 +98,13 @@ def step_row(
         other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
         comm_bytes=round(times.comm_bytes),
         world_size=run.world.world_size,
-        rank_step_ms=[values[1] for values in rows],
-        rank_compute_ms=[values[2] for values in rows],
+        rank_step_ms=[theirs.own_ms for theirs in rows],
+        rank_compute_ms=[theirs.data_ms + theirs.forward_ms + theirs.backward_ms for theirs in rows],
+        rank_data_ms=[theirs.data_ms for theirs in rows],
+        rank_forward_ms=[theirs.forward_ms for theirs in rows],
+        rank_backward_ms=[theirs.backward_ms for theirs in rows],
+        rank_exposed_comm_ms=[theirs.exposed_comm_ms + max(0.0, step_ms - theirs.own_ms) for theirs in rows],
+        rank_optim_ms=[theirs.optim_ms for theirs in rows],
     )
 
 
@@ -82,8 +114,9 @@ def _tell_step(run: Run, row: StepRow, trouble: Trouble | None) -> None:
         run.console.say(f"step {row.step} made no update: {trouble} was not finite", style="yellow")
     if row.step % run.config.log.every == 0:
         _append(run, row)
-    if run.totals.has_warmed_up:
+    if run.totals.has_warmed_up and row.step != run.config.train.profile:
         run.totals.add(row)
+        _watch_ranks(run, row)
     run.totals.has_warmed_up = True
     steps = run.settings.num_steps
     validation = f"  val {run.evaluation.loss:.3f}" if run.evaluation else ""
@@ -92,6 +125,23 @@ def _tell_step(run: Run, row: StepRow, trouble: Trouble | None) -> None:
         f"step {row.step}" + (f"/{steps}" if steps is not None else ""),
         f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {units.duration(_seconds_left(run, row))}",
     )
+
+
+def _watch_ranks(run: Run, row: StepRow) -> None:
+    """Notes who is found slow in this step, and who is not any more."""
+    for found in run.stragglers.observe(row.step, row.parts()):
+        rank, host = found.rank, run.hosts()[found.rank]
+        if isinstance(found, Over):
+            run.event("straggler over", step=row.step, rank=rank, host=host, cost_s=round(found.cost_s, 3))
+            run.console.say(f"rank {rank} ({host}) is as fast as the others again; it cost {found.cost_s:.1f} s")
+            continue
+        facts = {"phase": found.phase, "ms": round(found.ms, 2), "median_ms": round(found.median_ms, 2)}
+        run.event("straggler", step=row.step, rank=rank, host=host, since_step=found.since_step, **facts)
+        run.console.say(
+            f"rank {rank} ({host}) is slow since step {found.since_step}: {found.phase} takes it {found.ms:.1f} ms, "
+            f"the median rank {found.median_ms:.1f} ms; all wait for it",
+            style="yellow",
+        )
 
 
 def _seconds_left(run: Run, row: StepRow) -> float:
