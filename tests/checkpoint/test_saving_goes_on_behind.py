@@ -84,7 +84,7 @@ def test_a_failure_at_any_phase_is_an_outcome_and_the_next_save_works(tmp_path: 
     begin(saver, 3, torch.ones(1000))
     problem = ended(saver).problem
     assert problem is not None
-    assert ("No space left" if kind == "full" else f"{phase} of step 3") in problem
+    assert problem == "No space left on device" if kind == "full" else f"{phase} of step 3" in problem
     late = phase == "save.prune"  # then it is there
     assert load.find(tmp_path)[0].name == folder_name(3 if late else 2)
     assert not list(tmp_path.glob(".*unfinished"))
@@ -122,6 +122,17 @@ def test_a_save_that_waits_for_a_dead_writer_ends_when_it_is_abandoned(tmp_path:
     saver.abandon()
     assert "the run ended" in str(ended(saver).problem)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", folder_name(1)]
+
+
+def test_where_the_run_folder_is_gone_there_is_no_checkpoint_and_no_new_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    savers = [Saver(folder / "checkpoints", CheckpointConfig(), writer, 2, token="t") for writer in (0, 1)]
+    for saver, start in zip(savers, (0, 500), strict=True):
+        saver.begin(2, {Slice("t", start, start + 500): torch.ones(500)}, {}, SHAPES, NO_FACTS)
+    assert [ended(saver).problem for saver in savers] == [f"{folder}: the run folder is gone"] * 2
+    assert not folder.exists()
+    folder.mkdir()
+    begin(Saver(folder / "checkpoints", CheckpointConfig(), 0, 1, token="t"), 3, torch.ones(1000))
 
 
 def test_a_writer_that_shows_no_life_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,14 @@ def test_what_was_asked_is_kept_and_no_more(tmp_path: Path, config: CheckpointCo
         assert best.read_text() == "step-00000030\n"
 
 
+def test_one_that_stands_for_others_is_kept_where_one_of_those_would_be(tmp_path: Path) -> None:
+    """Those of 20, 30 and 40 were due while the disk was busy, and made later."""
+    config = CheckpointConfig(keep=2, keep_every=20)
+    for step, due in {10: [10], 33: [20, 30, 33], 36: [36], 47: [40, 47], 50: [50], 51: [51]}.items():
+        save_by(1, tmp_path, step, weights(step), {}, {"due_steps": due}, config)
+    assert list_steps(tmp_path) == [33, 47, 50, 51]
+
+
 def test_damaged_ones_do_not_push_whole_ones_out(tmp_path: Path) -> None:
     keep(tmp_path, 10, keep=2)
     (keep(tmp_path, 20, keep=2) / WEIGHTS).unlink()

@@ -94,6 +94,10 @@ def assert_one_message(ended: Ended) -> None:
         (("resume",), ("run folder",)),
         (("sample", "nowhere"), ("nowhere does not exist",)),
         ((*TRAIN, "--out", "/proc/paceline/run"), ("cannot write to /proc",)),
+        ((*TRAIN, "--out", "x" * 300), ("cannot use xxx", "File name too long")),
+        (("resume", "x" * 300), ("cannot use xxx", "File name too long")),
+        ((*TRAIN, "--data.path", "x" * 300), ("File name too long; give a shorter one",)),
+        (("import", "x" * 300, "--out", "new"), ("File name too long; give a shorter one",)),
     ],
     ids=lambda value: " ".join(value).replace("/", ":")[-60:] if isinstance(value, tuple) else None,
 )
@@ -157,9 +161,10 @@ def test_an_output_folder_on_a_read_only_mount_is_refused(place: Path, read_only
 
 
 def test_an_output_folder_that_holds_another_run_is_refused(place: Path) -> None:
-    (place / "run" / "checkpoints").mkdir(parents=True)
-    (place / "run" / "config.toml").write_text(to_toml(tiny()))
-    refused(place, *TRAIN, "--out", "run", says=("--out is run, which holds a run already", "paceline resume run"))
+    (place / "my run" / "checkpoints").mkdir(parents=True)
+    (place / "my run" / "config.toml").write_text(to_toml(tiny()))
+    says = ("--out is my run, which holds a run already", "`paceline resume 'my run'`")
+    refused(place, *TRAIN, "--out", "my run", says=says)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["nproc", "environment"])
@@ -238,6 +243,34 @@ def test_of_a_run_without_a_checkpoint_is_refused(
     place: Path, arguments: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
     refused(place, *arguments, says=says)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--step", "99"), ("has no checkpoint of step 99; it has [10, 20]",)),
+        (("--nproc", "2", "--step", "15"), ("has no checkpoint of step 15",)),
+        (("--train.steps", "19"), ("--train.steps is 19, and run goes on from step 20", "at least 20")),
+        (("--train.stop-at-step", "20"), ("--train.stop-at-step is 20", "at least 21")),
+        (("--step", "10", "--train.stop-at-step", "9"), ("run goes on from step 10", "at least 11")),
+        (("--train.profile", "3"), ("--train.profile is 3",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_a_checkpoint_has_passed_is_refused_before_anything_starts(
+    bare_run: Path, place: Path, flags: tuple[str, ...], says: tuple[str, ...]
+) -> None:
+    for step in (10, 20):
+        (bare_run / "checkpoints" / f"step-{step:08d}").mkdir()
+    refused(place, "resume", "run", *flags, says=says)
+
+
+def test_a_run_folder_that_is_not_as_it_was_made_is_refused(bare_run: Path, place: Path) -> None:
+    (bare_run / "ranks").write_text("")
+    refused(place, "resume", "run", says=("run/ranks is a file",))
+    for text, says in (("\n", "run/config.toml is empty"), ("[model]\n", "says nothing of how long the run is")):
+        (bare_run / "config.toml").write_text(text)
+        refused(place, "resume", "run", says=(says, "manifest.json has the config"))
 
 
 def test_a_folder_that_is_no_run_is_refused(place: Path) -> None:

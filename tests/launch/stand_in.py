@@ -37,7 +37,7 @@ def launch(run: Path, plan: dict[str, Any]) -> int:
 def rank(run: Path, plan: dict[str, Any]) -> int:
     number, attempt = int(os.environ["RANK"]), int(os.environ["PACELINE_ATTEMPT"])
     heard: list[int] = []
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
         signal.signal(name, lambda got, _: heard.append(got))
     lives = plan["lives"]
     words = lives[min(attempt, len(lives) - 1)][number].split()

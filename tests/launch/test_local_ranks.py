@@ -1,9 +1,15 @@
 """The law of `--nproc`: one command, one voice, and its ranks live and die together."""
 
+import contextlib
+import fcntl
 import os
+import pty
 import shutil
 import signal
+import subprocess
 import sys
+import termios
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +98,38 @@ def test_training_outlives_its_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_terminal_that_closes_stops_the_run_with_its_state_saved(tmp_path: Path, nproc: int) -> None:
+    """A window that is shut, an ssh that is cut: SIGHUP, and nothing can be written on the terminal any more."""
+    folder = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", *ENDLESS, "--nproc", str(nproc), "--out", str(folder)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    try:
+        while len(steps(folder)) < 3:
+            assert process.poll() is None
+            with contextlib.suppress(BlockingIOError):  # a terminal that nobody reads would hold the run up
+                os.read(ours, 1 << 16)
+            time.sleep(0.02)
+        os.close(ours)
+        assert process.wait(30) == 75
+    finally:
+        process.kill()
+        process.wait()
+    end = rows(folder / "events.jsonl")[-1]
+    assert (end["event"], end["reason"].split()[0]) == ("end", "SIGHUP")
+    assert (folder / f"checkpoints/step-{end['step']:08d}/manifest.json").exists()
+
+
+@pytest.mark.long
 def test_kill_9_of_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
     found = disturbed(tmp_path / "run", 2, lambda program: os.kill(program.pid, signal.SIGKILL))
     assert found.ended.status == -signal.SIGKILL
@@ -109,17 +147,26 @@ def test_a_signal_to_one_rank_stops_all_together(tmp_path: Path) -> None:
     assert (found.folder / f"checkpoints/step-{last_step:08d}/manifest.json").exists()
 
 
-@pytest.mark.long
-def test_a_signal_before_training_leaves_nothing(tmp_path: Path) -> None:
-    """Asked to stop while ranks are still starting, the command says so; there is nothing yet to save."""
+@pytest.mark.parametrize(
+    ("number", "status", "says"),
+    [
+        (signal.SIGTERM, 1, "error: stopped by SIGTERM before training began"),
+        (signal.SIGINT, 130, "interrupted"),
+    ],
+    ids=["sigterm", "ctrl-c"],
+)
+def test_a_signal_before_training_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, status: int, says: str
+) -> None:
+    """Asked to stop while ranks are still starting, the command says so, once; there is nothing yet to save."""
     folder = tmp_path / "run"
     with Program("train", *ENDLESS, "--nproc", "2", "--out", str(folder)) as program:
         program.wait_for(lambda: len(program.ranks()) == 2)
-        os.kill(program.pid, signal.SIGTERM)
-        ended = program.wait(15)
+        os.kill(program.pid, number)
+        ended = program.wait(15).require(status)
         program.wait_until_gone(5)
-    assert ended.status == 1
-    assert "Traceback" not in ended.out + ended.err
+    assert ended.err.strip() == says
+    assert ended.out == ""
     assert not folder.exists()
 
 

@@ -107,7 +107,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     assert not (tmp_path / "life-2-rank-0.json").exists()
 
 
-@pytest.mark.parametrize(("sent", "heard"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")])
+@pytest.mark.parametrize(("sent", "heard"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGHUP"), ("SIGQUIT", "SIGTERM")])
 def test_a_signal_reaches_each_rank_once_as_one_it_knows(tmp_path: Path, sent: str, heard: str) -> None:
     with launched(tmp_path, ["wait", "wait"], max_restarts=3) as program:
         wait_for_life(program, tmp_path, 0, 2)

@@ -50,6 +50,19 @@ def test_configs_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_data_that_differs_is_refused(tmp_path: Path) -> None:
+    """The same names and lengths, one letter of one file another: only what is in it can tell."""
+    for name, letter in (("one", "a"), ("two", "b")):
+        (tmp_path / name / "text").mkdir(parents=True)
+        for number in range(8):
+            (tmp_path / name / "text" / f"{number}.txt").write_text(f"{number}: {letter} as in an alphabet. " * 400)
+    flags = [("--data.path", str(tmp_path / name / "text")) for name in ("one", "two")]
+    said = one_message(by_hand(tmp_path / "run", flags, [{}, {}]))
+    assert re.search(r'data: "text [0-9a-f]{16}" on rank 0; "text [0-9a-f]{16}" on rank 1', said), said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
 def test_versions_that_differ_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(Path(paceline.__file__).parent, other / "paceline", ignore=shutil.ignore_patterns("__pycache__"))

@@ -117,7 +117,8 @@ def test_two_hosts_give_the_curve_of_one_process(runs, two_hosts, tmp_path: Path
     gradients_bytes = sum(row["comm_bytes"] for row in steps(written[0]))
     for host, earlier in zip(two_hosts, before, strict=True):
         assert host.received_bytes() - earlier > 0.9 * gradients_bytes
-    assert [row["event"] for row in rows(written[0] / "events.jsonl")] == ["start", "checkpoint", "end"]
+    events = [row["event"] for row in rows(written[0] / "events.jsonl") if "straggler" not in row["event"]]
+    assert events == ["start", "checkpoint", "end"]
     stopped = written[0].with_name("stopped")
     shutil.copytree(written[0], stopped)
     run("resume", str(stopped), "--train.steps", "41", "--parallel.interface=").require(

@@ -155,6 +155,23 @@ def test_rows_wait_for_a_full_disk_and_none_is_lost_or_torn(tmp_path: Path) -> N
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_records_that_were_removed_are_begun_anew_and_without_a_folder_their_rows_wait(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = create(tmp_path / "run")
+    folder.on_trouble = said.append
+    folder.append_metrics({"step": 1})
+    folder.metrics.unlink()
+    folder.append_metrics({"step": 2})
+    assert rows(folder.metrics) == [{"step": 2}]
+    folder.path.rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved")
+    folder.append_metrics({"step": 3})
+    assert "metrics.jsonl cannot be written (No such file or directory); training goes on, its rows wait" in said[0]
+    folder.path.mkdir()
+    folder.close()
+    assert rows(folder.metrics) == [{"step": 3}]
+
+
 # ---- whose it is ----
 
 
@@ -264,15 +281,19 @@ def test_a_new_run_folder_is_its_users_alone(tmp_path: Path) -> None:
     try:
         folder = create(tmp_path / "deep" / "run")
         folder.append_event("start")
+        folder.append_metrics({"step": 1})
+        folder.forget_after(1)
+        folder.write_setup("[train]\n", "{}")
         folder.lock("job")
         folder.close()
         modes = {name: stat.S_IMODE(create(tmp_path / name).path.stat().st_mode) for name in ("empty", "shared")}
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(folder.events.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir() if path.is_file()} == {0o600}
     assert modes == {"empty": 0o700, "shared": 0o755}, "what people keep there stays as they want it"
-    assert tree(folder.path) == ["checkpoints", "events.jsonl", "job", "lock", "lock.holder", "ranks"]
+    records = ["config.toml", "events.jsonl", "job", "lock", "lock.holder", "metrics.jsonl", "tokenizer.json"]
+    assert tree(folder.path) == sorted([*records, "checkpoints", "ranks"])
     assert folder.rank_log(3).name == "rank-00003.log"
 
 

@@ -14,16 +14,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and returns when it is on the disk."""
-    path.write_bytes(data)
-    sync(path)
+def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Writes a file and returns when it is on the disk. A new one gets this mode, less what the umask takes."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Writes a whole file aside and renames it in: a crash leaves either the old file or the new one."""
+def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Writes a whole file aside, with this mode less what the umask takes, and renames it in: a crash leaves either the
+    old file or the new one."""
     aside = path.with_name(f".{path.name}.new")
-    write_synced(aside, data)
+    aside.unlink(missing_ok=True)  # what a crash left has a mode of its own
+    write_synced(aside, data, mode)
     os.replace(aside, path)
 
 

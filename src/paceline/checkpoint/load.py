@@ -18,6 +18,7 @@ from paceline.checkpoint import manifest as mf
 from paceline.checkpoint import shards
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.shards import Piece
+from paceline.checkpoint.steps import require_step
 from paceline.world.group import DistributedGroup, Group
 
 Found = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what was wrong with newer ones
@@ -188,9 +189,7 @@ def _read_whole(folder: Path, manifest: Mapping[str, Any]) -> dict[str, torch.Te
 
 def _candidates(checkpoints: Path, step: int | None) -> list[Path]:
     """The folders to try, the newest first. Raises where there is none."""
-    steps = mf.list_steps(checkpoints)
-    if step is not None and step not in steps:
-        raise UserError(f"{checkpoints} has no checkpoint of step {step}; it has {steps or 'none'}")
+    steps = require_step(checkpoints, step)
     if not steps and (checkpoints / "latest").exists():
         raise RunError(f"checkpoints have been in {checkpoints}, and none is there now; nothing was changed")
     if not steps:
@@ -198,7 +197,7 @@ def _candidates(checkpoints: Path, step: int | None) -> list[Path]:
             f"{checkpoints} holds no checkpoint yet, so there is nothing to go on from; "
             "start again with `paceline train` and another --out, or wait for the first save"
         )
-    return [checkpoints / mf.folder_name(number) for number in ([step] if step is not None else reversed(steps))]
+    return [checkpoints / mf.folder_name(number) for number in reversed(steps)]
 
 
 def _none_whole(checkpoints: Path, problems: Sequence[str]) -> RunError:

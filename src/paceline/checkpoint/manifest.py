@@ -24,13 +24,14 @@ import torch
 from paceline.base.ownership import Slice
 from paceline.checkpoint import shards
 from paceline.checkpoint.shards import Piece
+from paceline.checkpoint.steps import folder_name as folder_name
+from paceline.checkpoint.steps import list_steps as list_steps
 
 Kind = Literal["weights", "optimizer"]
 
 FORMAT = 2
 KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"(weights|optimizer)-\d{5}-of-\d{5}\.safetensors")
 _MOST_BYTES = 256 << 20  # a hundred bytes a piece: a thousand tensors cut by two thousand writers
 
@@ -39,22 +40,9 @@ class Damaged(Exception):
     """A checkpoint that must not be used; the message says which file and why."""
 
 
-def folder_name(step: int) -> str:
-    """Returns the name of a checkpoint's folder; zero-padded, so that names sort as steps do."""
-    return f"step-{step:08d}"
-
-
 def file_name(kind: Kind, writer: int, num_writers: int) -> str:
     """Returns the name of the file of one writer."""
     return f"{kind}-{writer:05d}-of-{num_writers:05d}.safetensors"
-
-
-def list_steps(checkpoints: Path) -> list[int]:
-    """Returns the steps that have a folder of exactly our form, oldest first, whole or not."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match and folder_name(int(match[1])) == match[0])
 
 
 def tensor_shape(kind: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

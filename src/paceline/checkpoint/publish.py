@@ -129,17 +129,24 @@ def point_to_best(checkpoints: Path) -> int | None:
 
 
 def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
-    """Removes the whole checkpoints that the config does not keep. Damaged ones are let be, and push none out."""
+    """Removes the whole checkpoints that the config does not keep. Damaged ones are let be, and push none out.
+
+    One that stands for others, which were due while the disk was busy, is kept where one of those would have been.
+    """
     best = point_to_best(checkpoints) if config.keep_best else None
     doomed = [
         number
-        for number in list(_whole(checkpoints))[: -config.keep]
-        if number != best and not (config.keep_every and number % config.keep_every == 0)
+        for number, manifest in list(_whole(checkpoints).items())[: -config.keep]
+        if number != best and not _is_milestone([number, *manifest.get("due_steps", [])], config.keep_every)
     ]
     hidden = [_hide(checkpoints / mf.folder_name(number)) for number in doomed]
     faults.strike("save.prune", step)
     for folder in hidden:
         shutil.rmtree(folder)
+
+
+def _is_milestone(steps: Sequence[int], keep_every: int) -> bool:
+    return keep_every > 0 and any(step % keep_every == 0 for step in steps)
 
 
 def _whole(checkpoints: Path) -> dict[int, Record]:

@@ -12,6 +12,7 @@ and makes one checkpoint of all parts, or none (`publish.py`).
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -73,16 +74,19 @@ class Saver:
         token: str,
         relay: Relay | None = None,
         relayed: Sequence[int] = (),
+        before_publishing: Callable[[], object] = lambda: None,
     ):
         """`writer`: this rank's number among the `num_writers` that see the folder; None: it does not write.
 
         `token` is random, common to all ranks, of this life of theirs: files of an earlier one are never taken for
         this one's. `relayed`, alike on all ranks, are those that own something and send it to rank 0, which is writer
-        0, by `relay`.
+        0, by `relay`. `before_publishing` is called in the first writer's thread when all parts are there, before the
+        checkpoint is; where it raises there will be none.
         """
         self._checkpoints, self._config = checkpoints, config
         self._writer, self._num_writers, self._relayed = writer, num_writers, list(relayed)
-        self._relay, self._token = relay, token
+        self._relay, self._token, self._before_publishing = relay, token, before_publishing
+        self.begun_at: int | None = None  # the step of the last save that was begun
         self._num_begun = 0
         self._images = _Images()
         self._thread: threading.Thread | None = None
@@ -113,6 +117,7 @@ class Saver:
         if self.is_busy:
             raise RuntimeError(f"the save of step {step} began while another was under way")
         self._num_begun += 1
+        self.begun_at = step
         self._outcome = None
         if self._writer is None and self._relay is None:
             return
@@ -139,10 +144,10 @@ class Saver:
         outcome, self._outcome = self._outcome, None
         return outcome
 
-    def finish(self) -> None:
-        """Returns when no save is under way."""
+    def finish(self, within_s: float | None = None) -> None:
+        """Returns when no save is under way, or after so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(within_s)
 
     def abandon(self) -> None:
         """Ends the waiting for other writers, on the way out: what is not complete now stays absent."""
@@ -185,6 +190,7 @@ class Saver:
             relayed = self._receive(job, folder)
             others = publish.gather(folder, range(1, self._num_writers), self._abandoned.wait)
             records = [record, *others, *relayed]
+            self._before_publishing()
             return publish.publish(self._checkpoints, folder, job.step, records, job.shapes, job.facts, self._config)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
@@ -203,7 +209,7 @@ class Saver:
             with contextlib.suppress(OSError):
                 (folder / mf.file_name(kind, self._writer, self._num_files)).unlink()
         with contextlib.suppress(OSError):  # then the first writer learns of it from the silence
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make(folder)
             publish.put_record(folder, self._writer, {"problem": _told(error)})
 
     @property
@@ -229,10 +235,9 @@ class Saver:
     def _write(self, job: _Job, folder: Path, parts: Mapping[Kind, tuple[Layout, torch.Tensor]]) -> Record:
         """This rank's files, on the disk and compared."""
         assert self._writer is not None
-        self._checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make(folder)
         if self._writer == 0:
             publish.sweep(self._checkpoints, but=folder)
-        folder.mkdir(exist_ok=True, mode=0o700)
         record: Record = {"files": {}, "dtypes": {}}
         at_half = _AtHalf(sum(len(image) for _, image in parts.values()), lambda: faults.strike("save.write", job.step))
         for kind, (layout, image) in parts.items():
@@ -245,6 +250,14 @@ class Saver:
             record["files"][path.name] = shards.file_facts(written, layout)
             record["dtypes"][kind] = shards.dtype_names(layout)
         return record
+
+    def _make(self, folder: Path) -> None:
+        """Makes the folder of this attempt. Raises OSError where the run's is gone: what is saved there would be found
+        by nobody who resumes it."""
+        if not self._checkpoints.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self._checkpoints.parent))
+        self._checkpoints.mkdir(exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
 
     def _receive(self, job: _Job, folder: Path | None) -> list[Record]:
         """The records of the ranks that send their part, which is thrown away where there is no folder."""
@@ -413,6 +426,6 @@ def _lower_priority() -> None:
 
 
 def _told(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return str(error) or type(error).__name__

@@ -1,5 +1,6 @@
 """`paceline VERB`: finds the verb, runs it, and turns every error into one message and an exit status."""
 
+import errno
 import importlib
 import keyword
 import os
@@ -16,7 +17,10 @@ _VERBS = {
     "data": "documents to token shards (data prepare), what a data set holds (data info)",
     "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
     "export": "write a run's model as a folder that transformers loads",
-    "bench": "measure the data path (bench loader)",
+    "lab": "several hosts on this machine, with their own links and processors, to try all of this",
+    "bench": "measure the network (bench link), scaling (bench scaling), the data path (bench loader)",
+    "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
+    "report": "one self-contained HTML page with plots of one or several runs",
 }
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 
@@ -35,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
-        return _leave("interrupted", 130)
+        return _leave("" if has_launcher() else "interrupted", 130)  # the launcher says it for all its ranks
     except BrokenPipeError:  # `paceline ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_DONE
@@ -48,8 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
             traceback.print_exc()  # besides: the exit status and what the launcher is told stay as they are
-        hint = "the rank's log has the traceback, PACELINE_DEBUG=1 shows it here"
-        return _leave(f"{_rank_prefix()}error: {type(error).__name__}: {error} ({hint})", EXIT_FAILED)
+        return _leave(*_unforeseen(error))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -68,6 +71,14 @@ def _dispatch(arguments: list[str]) -> int:
     module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
     status: int = module.main(rest)
     return _leave("", status)
+
+
+def _unforeseen(error: Exception) -> tuple[str, int]:
+    """What to say of an error that nobody foresaw, and the exit status."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whichever path it is, somebody gave it
+        return f"{_rank_prefix()}error: {error.filename}: {error.strerror}; give a shorter one", EXIT_USER
+    hint = "the rank's log has the traceback, PACELINE_DEBUG=1 shows it here"
+    return f"{_rank_prefix()}error: {type(error).__name__}: {error} ({hint})", EXIT_FAILED
 
 
 def _message(error: PacelineError) -> str:

@@ -1,5 +1,7 @@
 """paceline resume"""
 
+import dataclasses
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -9,32 +11,12 @@ import tyro
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse
 from paceline.cli.start import start, without
-from paceline.config import Config, flatten, from_toml, supersede
+from paceline.config import Config, from_toml, supersede
 from paceline.record import folder as run_folder
+from paceline.train.changes import changes, makes_another_run
 from paceline.train.request import Request
 
-# What may change between the parts of a run: how it is computed and how long, not what is computed.
-_CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.")
-_CHANGEABLE = (
-    "data.path",
-    "data.mix",
-    *(
-        f"train.{name}"
-        for name in (
-            *("steps", "tokens", "tokens-per-param", "time-budget", "device-batch-size", "dtype", "compile"),
-            *(
-                "activation-checkpoint",
-                "eval-every",
-                "eval-sequences",
-                "sample-tokens",
-                "sample-prompt",
-                "stop-at-step",
-                "stop-after",
-                "max-skips",
-            ),
-        )
-    ),
-)
+_CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was made with, under "config"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +47,42 @@ def main(arguments: list[str]) -> int:
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:
-    """The run folder, which is the first argument, and its config; a stop that was asked for then is over."""
+    """The run folder, which is the first argument, and its config; a stop or a trace that was asked for then is over.
+
+    Raises UserError where there is nothing that could go on.
+    """
     if any(argument in ("-h", "--help") for argument in arguments):
         return "RUN", Config()
     if not arguments or arguments[0].startswith("-"):
         raise UserError("the run folder comes first: paceline resume RUN [options]")
     found = run_folder.find(Path(arguments[0]))
-    stored = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())
+    stored = _read_config(found)
     if not any((stored.train.steps, stored.train.tokens, stored.train.tokens_per_param, stored.train.time_budget)):
+        if run_folder.was_imported(found.path):
+            raise UserError(
+                f"{found.path} was imported, not trained, so there is nothing to resume; "
+                f"fine-tune it: paceline train --init-from {shlex.quote(arguments[0])}"
+            )
         raise UserError(
-            f"{found.path} was imported, not trained, so there is nothing to resume; "
-            f"fine-tune it: paceline train --init-from {arguments[0]}"
+            f"{found.config} says nothing of how long the run is, so it is not as it was written; {_CONFIG_IS_KEPT}"
         )
-    return arguments[0], stored.replace("train", stop_at_step=0, stop_after=0.0)
+    return arguments[0], stored.replace("train", stop_at_step=0, stop_after=0.0, profile=0)
+
+
+def _read_config(found: run_folder.RunFolder) -> Config:
+    try:
+        text = found.config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {found.config}: {error}; {_CONFIG_IS_KEPT}") from None
+    if not text.strip():
+        raise UserError(f"{found.config} is empty; {_CONFIG_IS_KEPT}")
+    return from_toml(text, str(found.config), Config())
 
 
 def _refuse_other_run(stored: Config, config: Config) -> None:
-    before = flatten(stored)
-    for name, value in flatten(config).items():
-        if value != before[name] and not name.startswith(_CHANGEABLE_SECTIONS) and name not in _CHANGEABLE:
+    for name, (before, value) in changes(dataclasses.asdict(stored), config).items():
+        if makes_another_run(name):
             raise UserError(
-                f"--{name} {value} would make it another run: it was started with {before[name]!r}; "
+                f"--{name} {value} would make it another run: it was started with {before!r}; "
                 "leave it out, or start a new run with `paceline train`"
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.parent import die_with_parent
 from paceline.base.status import LAUNCHER
+from paceline.checkpoint.steps import require_step
 from paceline.config import Config, flatten
 from paceline.launch.job import job_name
 from paceline.record import folder as run_folder
@@ -121,11 +122,26 @@ def _in_common(config: Config) -> str:
 
 
 def _check_folder(request: Request) -> None:
-    """Raises UserError where rank 0 could not write the run."""
+    """Raises UserError where rank 0 could not write the run, or would find nothing left to do in it."""
     if request.out is None or request.resume or request.goes_on:
         run_folder.check_writable(request.out or _RUNS)
     else:
         run_folder.check_new(request.out)
+    if request.out is not None and request.resume and not request.goes_on:
+        _check_reached(request.out, request)
+
+
+def _check_reached(folder: Path, request: Request) -> None:
+    """Raises UserError where the checkpoint that was asked for is not there, or a step is named that it has passed."""
+    reached = max(require_step(run_folder.RunFolder(folder).checkpoints, request.resume_step), default=0)
+    train = request.config.train
+    firsts = {"steps": reached, "stop-at-step": reached + 1, "profile": reached + 1}
+    for name, value in (("steps", train.steps), ("stop-at-step", train.stop_at_step), ("profile", train.profile)):
+        if 0 < value < firsts[name]:
+            raise UserError(
+                f"--train.{name} is {value}, and {folder} goes on from step {reached}: nothing would come of it. Give "
+                f"at least {firsts[name]}, or an earlier checkpoint by --step"
+            )
 
 
 def without(arguments: list[str], *names: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from paceline import __version__
 from paceline.base import units
 from paceline.base.errors import UserError
-from paceline.base.files import replace, sync
+from paceline.base.files import sync
 from paceline.checkpoint import save
 from paceline.config import Config, to_toml
 from paceline.hub.source import Source, read_source
@@ -58,9 +58,7 @@ def _write(source: Source, spec: str, folder: Path) -> None:
     config = Config(model=source.model)
     config = config.replace("data", seq_len=min(config.data.seq_len, source.model.n_positions))
     run = run_folder.create(folder)
-    replace(run.config, to_toml(config).encode())
-    if source.tokenizer is not None:
-        replace(run.tokenizer, source.tokenizer.json.encode())
+    run.write_setup(to_toml(config), source.tokenizer.json if source.tokenizer is not None else None)
     run.append_event("import", source=spec)
     run.close()
     facts = {

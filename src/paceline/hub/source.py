@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,8 @@ def read_source(spec: str) -> Source:
 def _read_folder(folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
         if (folder / "config.toml").is_file():
-            raise UserError(f"{folder} is a run folder already: `paceline train --init-from {folder}` fine-tunes it")
+            quoted = shlex.quote(str(folder))
+            raise UserError(f"{folder} is a run folder already: `paceline train --init-from {quoted}` fine-tunes it")
         raise UserError(f"{folder} has no {CONFIG}, so it is not a folder that transformers saved")
     model = read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
     theirs = _read_weights(folder)

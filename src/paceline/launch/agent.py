@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.base.net import listen
 from paceline.base.status import read_statuses
-from paceline.launch.signals import Asked
+from paceline.launch.signals import Asked, has_handler
 
 _HOST = "127.0.0.1"
 _LOOK_EVERY_S = 0.05
@@ -130,7 +130,10 @@ class _Agent(LocalElasticAgent):
         if self._asked.first is not None and not self._was_passed_on:
             self._was_passed_on = True
             for rank in self._alive():
-                self._processes()[rank].send_signal(self._asked.passed_on)
+                process = self._processes()[rank]
+                # Before it trains a rank has nothing to save, and Python would answer Ctrl-C with a traceback.
+                is_ready = has_handler(process.pid, signal.SIGTERM)
+                process.send_signal(self._asked.passed_on if is_ready else signal.SIGTERM)
 
     def _has_failure(self) -> bool:
         statuses = read_statuses(self._statuses).values()

@@ -9,8 +9,8 @@ import contextlib
 import gc
 import logging
 import os
+import shlex
 import signal
-import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunErro
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
 from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
+from paceline.launch.scratch import scratch
 from paceline.launch.signals import Asked
 
 _INTERRUPTED = 130  # exit status of a rank that Ctrl-C ended
@@ -43,7 +44,7 @@ def start_ranks(
     there, too.
 
     Raises RunError naming the rank that died without a word of its own, or telling of all attempts; KeyboardInterrupt
-    after a second Ctrl-C.
+    after a Ctrl-C before there was anything to save, or a second one.
     """
     if not interface and (loopback := _loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -51,8 +52,8 @@ def start_ranks(
     os.environ[JOB] = uuid.uuid4().hex
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its tracebacks bury the message of the rank concerned
-    with Asked() as asked, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
-        return _Attempts(num_ranks, command, run, max_restarts, port, asked, Path(scratch)).run()
+    with Asked() as asked, scratch() as folder:
+        return _Attempts(num_ranks, command, run, max_restarts, port, asked, folder).run()
 
 
 @dataclass
@@ -137,13 +138,15 @@ class _Attempts:
         raise RunError(f"the run failed {why}; {logs}{saved}\n  " + "\n  ".join(lines))
 
     def _resume_hint(self) -> str:
-        return f"`paceline resume {self._run}` goes on where it was last saved"
+        return f"`paceline resume {shlex.quote(str(self._run))}` goes on where it was last saved"
 
     def _stopped_before_training(self) -> int:
         """The exit status where the end was asked for while no rank could agree to it."""
         assert self._asked.first is not None
         message = f"stopped by {self._asked.first.name} before training began"
         if not self._records.has_checkpoint():
+            if self._asked.first == signal.SIGINT:
+                raise KeyboardInterrupt
             raise RunError(message)
         _say(f"{message}; {self._resume_hint()}")
         return EXIT_RESUMABLE

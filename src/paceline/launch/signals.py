@@ -1,14 +1,26 @@
 """What the launcher is asked by signals: noted at once, acted on by whoever looks. So none comes at a bad moment."""
 
 import contextlib
+import re
 import signal
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 
 _NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 _ASKS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 _LOOK_EVERY_S = 0.05
 _PATIENT = (signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT))
+_KNOWN_TO_RANKS = (*_PATIENT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+
+
+def has_handler(pid: int, number: signal.Signals) -> bool:
+    """Whether a process handles this signal itself; where the system does not tell (only Linux does), it is assumed."""
+    try:
+        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 class Asked:
@@ -41,9 +53,9 @@ class Asked:
 
     @property
     def passed_on(self) -> signal.Signals:
-        """What the ranks get: they know SIGTERM, SIGINT and SIGUSR1, and others would kill them."""
+        """What the ranks get: what was asked for, where it would not kill them."""
         assert self.first is not None
-        return self.first if self.first in _PATIENT else signal.SIGTERM
+        return self.first if self.first in _KNOWN_TO_RANKS else signal.SIGTERM
 
     def wait(self, seconds: float) -> bool:
         """Returns whether the end was asked for, within these seconds."""

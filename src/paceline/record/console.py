@@ -4,8 +4,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +17,7 @@ import rich.table
 from rich.text import Text
 
 from paceline.base import units
+from paceline.base.errors import UserError
 
 _PLAIN_WIDTH = 120  # where no terminal says how wide it is: files, pipes, logs
 _terminal_fd = 2  # where stderr went before a rank's log took it over
@@ -53,9 +55,17 @@ class Console:
         return self._terminal.is_terminal
 
     def open_log(self, path: Path) -> None:
-        """From here on everything also goes to this file; on ranks other than 0, only there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = path.open("a", buffering=1)
+        """From here on everything also goes to this file, its user's alone; on ranks other than 0, only there.
+
+        Raises UserError where it cannot be written.
+        """
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log = open(path, "a", buffering=1, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+        except OSError as error:
+            raise UserError(
+                f"cannot write the log of this rank, {path}: {error.strerror}; make room for it", reach="rank"
+            ) from None
         if self.rank != 0:
             global _terminal_fd
             sys.stdout.flush()
@@ -86,9 +96,14 @@ class Console:
                 self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def _show(self, what: Text | rich.table.Table, soft_wrap: bool = False) -> None:
-        """Prints on the terminal, or in the file that takes its place; where that fails, from then on nowhere."""
+        """Prints on the terminal, or in the file that takes its place."""
+        console = self._progress.console if self._progress else self._terminal
+        self._try(partial(console.print, what, soft_wrap=soft_wrap))
+
+    def _try(self, show: Callable[[], None]) -> None:
+        """Shows something; where that fails (a terminal that was closed, a full disk), from then on nothing."""
         try:
-            (self._progress.console if self._progress else self._terminal).print(what, soft_wrap=soft_wrap)
+            show()
         except OSError:
             self._terminal.on_broken_pipe()
 
@@ -111,11 +126,12 @@ class Console:
             transient=transient,
         )
         self._task = self._progress.add_task("", total=total, facts="")
+        self._try(self._progress.start)
         try:
-            with self._progress:
-                yield
+            yield
         finally:
-            self._progress = None
+            progress, self._progress = self._progress, None
+            self._try(progress.stop)
 
     def advance(self, completed: float, description: str, facts: str, total: float | None = None) -> None:
         """Shows where the work is: `completed` in the units of the total, and the facts beside the bar."""

@@ -14,21 +14,23 @@ RUN/
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
 
 from paceline.base.errors import UserError
-from paceline.base.files import replace
+from paceline.base.files import replace, sync
 
 COMPLETE = "horizon reached"  # the reason of an `end` that nobody asked for
 _TAIL_BYTES = 1 << 16  # holds the last event also where a rank's stack is in it
+_OWN = 0o600  # the mode of a run's files: they are its user's alone
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
 
 
@@ -82,11 +84,17 @@ class RunFolder:
         except (OSError, NotImplementedError) as error:
             raise UserError(f"{self.path} cannot be locked ({error}); choose a folder on another disk") from None
         self._lock = lock
-        (self.path / "lock.holder").write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+        replace(self.path / "lock.holder", f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), _OWN)
         if job is None:
             _job_file(self.path).unlink(missing_ok=True)
         else:
-            replace(_job_file(self.path), f"{job}\n".encode())
+            replace(_job_file(self.path), f"{job}\n".encode(), _OWN)
+
+    def write_setup(self, config_toml: str, tokenizer_json: str | None) -> None:
+        """Writes what the run is made with: its config and, where the data has one, its tokenizer. Raises OSError."""
+        replace(self.config, config_toml.encode(), _OWN)
+        if tokenizer_json is not None:
+            replace(self.tokenizer, tokenizer_json.encode(), _OWN)
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl, at once. Raises nothing when the disk fails: it is written later."""
@@ -95,6 +103,15 @@ class RunFolder:
     def append_event(self, kind: str, **facts: Any) -> None:
         """Appends what happened, with the time, to events.jsonl, as append_metrics does."""
         self._append(self.events, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
+
+    def sync(self) -> None:
+        """Returns when the rows and events so far are on the disk, or wait for a disk that takes none. From any thread.
+
+        For whoever makes a checkpoint: after a power cut, which takes what was not synced, no row that led to it lacks.
+        """
+        for path in (self.metrics, self.events):
+            with contextlib.suppress(OSError):
+                sync(path)
 
     def forget_after(self, step: int) -> int:
         """Drops the metrics of steps after this one: a resumed run writes them again, so each stands there once.
@@ -114,7 +131,7 @@ class RunFolder:
                     reached = int(json.loads(line)["step"])
                     if reached <= step:
                         kept.append(line.rstrip("\n") + "\n")
-        replace(self.metrics, "".join(kept).encode())
+        replace(self.metrics, "".join(kept).encode(), _OWN)
         return reached
 
     def has_saved(self) -> bool:
@@ -173,6 +190,9 @@ class _Appender:
             self._descriptor = None
 
     def _write(self) -> None:
+        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:  # the file was removed
+            os.close(self._descriptor)
+            self._descriptor = None
         if self._descriptor is None:
             self._descriptor = _open_at_line_end(self._path)
         while self._unwritten:
@@ -235,21 +255,26 @@ def check_new(path: Path) -> None:
 
     Leaves nothing behind, not the folder either.
     """
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--out is {path}, which is a file; name a folder that does not exist yet")
-    if (path / "config.toml").exists() or any(path.glob("checkpoints/*")):  # without either it died at its birth
-        raise UserError(
-            f"--out is {path}, which holds a run already; go on with it by `paceline resume {path}`, "
-            "or choose another folder"
-        )
+    with _as_user_error(path):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--out is {path}, which is a file; name a folder that does not exist yet")
+        if (path / "config.toml").exists() or any(path.glob("checkpoints/*")):  # without either it died at its birth
+            raise UserError(
+                f"--out is {path}, which holds a run already; go on with it by "
+                f"`paceline resume {shlex.quote(str(path))}`, or choose another folder"
+            )
     check_writable(path)
 
 
 def check_writable(path: Path) -> None:
-    """Raises UserError where no file can be written in this folder or, while it is not there, beside it."""
+    """Raises UserError where no file can be written in this folder or, while it is not there, beside it; and where
+    something else is in the place of its folder for the logs of ranks."""
     existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    with _as_user_error(path):
+        while not existing.exists():
+            existing = existing.parent
+        if (path / "ranks").exists() and not (path / "ranks").is_dir():
+            raise UserError(f"{path / 'ranks'} is a file, and the logs of ranks go into a folder there; move it away")
     try:
         # A real write: access() says yes to root and to read-only mounts.
         with tempfile.TemporaryFile(dir=existing) as probe:
@@ -282,7 +307,22 @@ def create(path: Path) -> RunFolder:
 
 def find(path: Path) -> RunFolder:
     """Returns an existing run's folder; raises UserError where there is none."""
-    if not (path / "config.toml").exists():
-        what = "does not exist" if not path.exists() else "holds no config.toml, so it is not a run folder"
-        raise UserError(f"{path} {what}; name the folder that `paceline train` printed")
+    with _as_user_error(path):
+        if not (path / "config.toml").exists():
+            what = "does not exist" if not path.exists() else "holds no config.toml, so it is not a run folder"
+            raise UserError(f"{path} {what}; name the folder that `paceline train` printed")
     return RunFolder(path)
+
+
+def was_imported(path: Path) -> bool:
+    """Whether the run in this folder was made by `paceline import`, and never trained."""
+    return last_event(path).get("event") == "import"
+
+
+@contextlib.contextmanager
+def _as_user_error(path: Path) -> Iterator[None]:
+    """A path that the system will not even look at (a name of 300 characters) is the user's to change."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot use {path} as a run folder: {error.strerror or error}; choose another") from None

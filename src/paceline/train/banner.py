@@ -1,5 +1,6 @@
 """What a run says about itself: at the start everything that is in force, at the end what came out."""
 
+import shlex
 import statistics
 from collections import defaultdict
 
@@ -160,6 +161,7 @@ def _plural(count: int, noun: str) -> str:
 
 def next_commands(console: Console, config: Config, folder: str, finished: bool) -> None:
     """Says what to try now."""
+    folder = shlex.quote(folder)
     console.say("\nTry next:")
     if not finished:
         console.say(f"  paceline resume {folder}")

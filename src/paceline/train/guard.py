@@ -9,15 +9,16 @@ from paceline.train.state import Run
 
 SPEAKS_FIRST_S = 5.0  # the watchdog knows who is missing; a collective that gives up before it knows nothing
 
-_GRACEFUL = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ())
+_NAMES = ("SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM")  # the last one set says to the launcher that all are
+_GRACEFUL = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class StopRequest:
-    """While it is open, SIGINT, SIGTERM and SIGUSR1 ask for a stop after the current step instead of ending at once,
-    and so do `after_s` seconds since the process began to train (0: never).
+    """While it is open, SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask for a stop after the current step instead of ending at
+    once, and so do `after_s` seconds since the process began to train (0: never).
 
-    A second SIGINT ends at once. Python runs the handler when the main thread is back from a collective; a peer that
-    died ends the collective, one that hangs lets it run into its timeout.
+    A SIGHUP that is ignored (nohup) stays so. A second SIGINT ends at once. Python runs the handler when the main
+    thread is back from a collective; a peer that died ends the collective, one that hangs lets it run into its timeout.
     """
 
     def __init__(self, after_s: float = 0.0) -> None:
@@ -34,7 +35,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         for number in _GRACEFUL:
-            self._previous[number] = signal.signal(number, self._on_signal)
+            if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

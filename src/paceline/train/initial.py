@@ -4,6 +4,7 @@ Three things are taken from that run: the model's shape, the weights, and the to
 """
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -171,11 +172,9 @@ def _require_same(source: Path, tokenizer_json: str | None, name: str) -> None:
 
 
 def _advice(source: Path, name: str) -> str:
-    text = name if name and not is_dataset(name) else "TEXT"
-    return (
-        f"prepare it first: paceline data prepare {text} --out DIR --tokenizer {source / 'tokenizer.json'}, "
-        "then --data.path DIR"
-    )
+    text = shlex.quote(name) if name and not is_dataset(name) else "TEXT"
+    tokenizer = shlex.quote(str(source / "tokenizer.json"))
+    return f"prepare it first: paceline data prepare {text} --out DIR --tokenizer {tokenizer}, then --data.path DIR"
 
 
 def _essence(tokenizer_json: str) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 A save costs a step what it takes to begin it: the tensors are copied behind the next forward and backward, which change
 none of them, and written behind the steps after. Never two at once: one that comes due meanwhile is made when all ranks
-know, from a step's exchange, that none is under way.
+know, from a step's exchange, that none is under way. Waited for is the disk where a later step will not do: for the
+best weights so far, and at the end.
 """
 
 import contextlib
 import dataclasses
+import shlex
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,13 +21,24 @@ from paceline.base.errors import RunError, UserError
 from paceline.base.ownership import Slice
 from paceline.checkpoint import load, save
 from paceline.checkpoint.save import Outcome
+from paceline.config import to_toml
+from paceline.train import changes
+from paceline.train.changes import Changes
 from paceline.train.check import check_replicas
-from paceline.train.meet import write_setup
+from paceline.train.guard import SPEAKS_FIRST_S
 from paceline.train.state import Progress, Run
+
+_DISK_PATIENCE_S = 600.0  # as long as writers wait for each other: 10 GB at 17 MB/s
 
 
 def save_if_due(run: Run, is_due: bool) -> None:
     """Begins a save of this step if one is due, or was while another was under way. All ranks come to the same."""
+    if run.config.checkpoint.keep_best and run.progress.is_best and run.somebody_saves:
+        with _patience_with_the_disk(run):
+            _finish_save(run)
+            run.group.barrier()
+        run.group.take_traffic()
+        run.somebody_saves = False
     tell_outcome(run)
     if is_due and run.somebody_saves and not run.owes_a_save:  # said once, until it is made
         run.console.say(
@@ -41,6 +57,7 @@ def begin_save(run: Run, progress: Progress) -> None:
 
     Replicas that differ stop the run before anything is saved.
     """
+    due_steps = _due_steps(run, progress)
     run.owes_a_save = False
     if run.config.parallel.check_every:
         check_replicas(run, before_save=True)
@@ -56,6 +73,7 @@ def begin_save(run: Run, progress: Progress) -> None:
     facts = {
         "progress": dataclasses.asdict(progress),
         "val_loss": progress.val_loss,
+        "due_steps": due_steps,
         "num_updates": optimizer.num_updates,
         "data": run.feed.blend.fingerprint,
         "scaler": {"scale": scaler.scale, "num_finite": scaler.num_finite},
@@ -67,20 +85,47 @@ def begin_save(run: Run, progress: Progress) -> None:
     run.saver.begin(progress.step, weights, state, run.shapes, facts)
 
 
+def _due_steps(run: Run, progress: Progress) -> list[int]:
+    """The steps whose checkpoint this one is: its own, and those that came due while the last was being written."""
+    every, begun_at = run.config.checkpoint.every, run.saver.begun_at
+    if not run.owes_a_save or not every or begun_at is None:
+        return [progress.step]
+    return [*range((begun_at // every + 1) * every, progress.step, every), progress.step]
+
+
+@contextlib.contextmanager
+def _patience_with_the_disk(run: Run) -> Iterator[None]:
+    """Inside, ranks wait longer for each other than a step may take: a disk that is slow is no rank that hangs."""
+    usual_s = run.config.parallel.timeout_s if run.timeout_s is None else run.timeout_s + SPEAKS_FIRST_S
+    run.group.set_timeout(max(usual_s, _DISK_PATIENCE_S + SPEAKS_FIRST_S))
+    yield
+    run.group.set_timeout(usual_s)
+
+
+def _finish_save(run: Run) -> None:
+    """Returns when no save is under way on this rank. For so long the watchdog is told that all is well."""
+    until = time.monotonic() + _DISK_PATIENCE_S
+    while run.saver.is_busy and time.monotonic() < until:
+        run.watchdog.enter("save", run.progress.step)
+        run.saver.finish(within_s=0.2)
+    run.saver.finish()
+
+
 def save_now(run: Run, progress: Progress) -> str | None:
     """Saves and waits until it is on the disk, or is not: returns what went wrong then. Collective.
 
     Checkpoints of later steps than that of `progress` are set aside: beside them it would not be the newest, nor kept.
     """
-    run.saver.finish()
-    tell_outcome(run)
-    if run.world.is_main and progress.step < run.progress.step:
-        with contextlib.suppress(OSError):  # a disk that fails here fails the save, which says so
-            save.set_aside(run.folder.checkpoints, progress.step)
-    begin_save(run, progress)
-    run.saver.finish()
-    outcome = tell_outcome(run)
-    problem: str | None = run.group.broadcast_json(outcome.problem if outcome else "its writer did not finish")
+    with _patience_with_the_disk(run):
+        _finish_save(run)
+        tell_outcome(run)
+        if run.world.is_main and progress.step < run.progress.step:
+            with contextlib.suppress(OSError):  # a disk that fails here fails the save, which says so
+                save.set_aside(run.folder.checkpoints, progress.step)
+        begin_save(run, progress)
+        _finish_save(run)
+        outcome = tell_outcome(run)
+        problem: str | None = run.group.broadcast_json(outcome.problem if outcome else "its writer did not finish")
     run.group.take_traffic()
     return problem
 
@@ -126,8 +171,10 @@ def restore_run(run: Run) -> bool:
         run.event("damaged checkpoint", problem=problem)
     if not manifest["data"]:
         raise UserError(
-            f"{path} was imported; fine-tune it: paceline train --init-from {run.folder.shown}", reach="world"
+            f"{path} was imported; fine-tune it: paceline train --init-from {shlex.quote(run.folder.shown)}",
+            reach="world",
         )
+    changed = _require_same_run(run, manifest)
     if manifest["data"] != run.feed.blend.fingerprint:
         raise UserError(
             f"{path} was trained on other data than {run.feed.blend.name}: the order of its sequences would not go on. "
@@ -150,14 +197,51 @@ def restore_run(run: Run) -> bool:
     run.replica.scaler.num_finite = manifest["scaler"]["num_finite"]
     reached = _forget_the_rest(run)
     before, now = manifest["world_size"], run.world.world_size
-    hosts = run.hosts()
-    run.event("resume", step=run.progress.step, reached=reached, from_world_size=before, world_size=now, hosts=hosts)
+    worlds = {"from_world_size": before, "world_size": now, "hosts": run.hosts()}
+    run.event("resume", step=run.progress.step, reached=reached, **worlds, **({"changed": changed} if changed else {}))
     run.console.say(
         f"resumed at step {run.progress.step} ({units.count(run.progress.tokens)} tokens seen); saved by "
         f"{before} rank{'s'[: before != 1]}, now {now}; {run.settings.plan.global_batch_size} sequences a step "
         "as before\n"
     )
     return True
+
+
+def _require_same_run(run: Run, manifest: dict[str, Any]) -> Changes:
+    """Returns what the config says otherwise than when this checkpoint was made; says what no flag can have changed.
+
+    Raises UserError on all ranks, which have the same config, where steps would be of other sequences or of another
+    model, or the end is behind already.
+    """
+    found, where = changes.changes(manifest["config"], run.config), f"the checkpoint of step {manifest['step']}"
+    by_hand = {name: values for name, values in found.items() if changes.makes_another_run(name)}
+    if broken := {name: values for name, values in by_hand.items() if changes.breaks_the_law(name)}:
+        raise UserError(
+            f"{run.folder.config} is not that of {where}: {changes.shown(broken)}; the steps to come would belong to "
+            "another run. Put back what was there, or start a new run with `paceline train`",
+            reach="world",
+        )
+    horizon = [f"{name} {now}" for name, (_, now) in found.items() if changes.is_horizon(name) and now]
+    if horizon and _is_over(run, Progress(**manifest["progress"])):
+        raise UserError(
+            f"the end of the run ({', '.join(horizon)}) is behind {where}: nothing would be trained. Give a later one, "
+            "or an earlier checkpoint by --step",
+            reach="world",
+        )
+    if by_hand:
+        run.console.say(
+            f"{run.folder.config} was changed since {where}: {changes.shown(by_hand)}. The run goes on with what it "
+            "says now",
+            style="yellow",
+        )
+    return found
+
+
+def _is_over(run: Run, progress: Progress) -> bool:
+    """Whether the run came further than it now is to go."""
+    if run.settings.num_steps is not None:
+        return progress.step > run.settings.num_steps
+    return progress.elapsed_s > run.config.train.time_budget
 
 
 def _require_never_saved(run: Run) -> None:
@@ -179,7 +263,7 @@ def _forget_the_rest(run: Run) -> int:
     reached = 0
     if run.world.is_main:
         try:
-            write_setup(run.folder, run.config, run.feed.blend)
+            run.folder.write_setup(to_toml(run.config), run.feed.blend.tokenizer_json)
             # Checkpoints first: dying in between leaves rows too many, which the next resume forgets, never too few.
             later = save.set_aside(run.folder.checkpoints, run.progress.step)
             reached = run.folder.forget_after(run.progress.step)

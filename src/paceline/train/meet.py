@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.base.errors import EXIT_FAILED, UserError
-from paceline.base.files import replace
+from paceline.base.files import write_synced
 from paceline.base.status import note_status
 from paceline.checkpoint.manifest import list_steps
 from paceline.checkpoint.save import Saver
@@ -105,11 +105,11 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
                 folder = run_folder.create(path)
             folder.lock(request.job)
             if not goes_on:  # which may yet turn out to be of other data: the folder stays as it was until then
-                write_setup(folder, config, blend)
+                folder.write_setup(to_toml(config), blend.tokenizer_json)
             answer = {"path": str(path), "token": secrets.token_hex(8)}
             answer |= {"goes_on": request.goes_on, "resume_step": request.resume_step}
             answer["begins"] = not list_steps(folder.checkpoints)
-            (folder.path / _TOKEN).write_text(answer["token"])
+            write_synced(folder.path / _TOKEN, answer["token"].encode(), 0o600)
         except UserError as error:
             answer = {"error": str(error)}
         except OSError as error:
@@ -120,7 +120,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            write_setup(folder, config, blend)
+            folder.write_setup(to_toml(config), blend.tokenizer_json)
     token = folder.path / _TOKEN
     sees = token.exists() and token.read_text() == answer["token"]
     seers = [rank for rank, row in enumerate(world.group.share_integers([int(sees)])) if row[0]]
@@ -128,13 +128,6 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
         token.unlink()
     request = dataclasses.replace(request, goes_on=answer["goes_on"], resume_step=answer["resume_step"])
     return Opened(folder, request, seers, answer["token"], answer["begins"])
-
-
-def write_setup(folder: RunFolder, config: Config, blend: Blend) -> None:
-    """Writes what the run is made with: its config and its tokenizer."""
-    replace(folder.config, to_toml(config).encode())
-    if blend.tokenizer_json is not None:
-        replace(folder.tokenizer, blend.tokenizer_json.encode())
 
 
 def make_watchdog(config: Config, world: World, folder: RunFolder, console: Console) -> Watchdog:
@@ -174,6 +167,7 @@ def make_saver(config: Config, world: World, opened: Opened) -> Saver:
         token=opened.token,
         relay=relay,
         relayed=blind if relay else (),
+        before_publishing=opened.folder.sync,
     )
 
 

@@ -1,0 +1,34 @@
+"""Which checkpoints there are, by the names of their folders alone. No torch here: the command line asks first."""
+
+import re
+from pathlib import Path
+
+from paceline.base.errors import UserError
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def folder_name(step: int) -> str:
+    """Returns the name of a checkpoint's folder; zero-padded, so that names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def list_steps(checkpoints: Path) -> list[int]:
+    """Returns the steps that have a folder of exactly our form, oldest first, whole or not."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match and folder_name(int(match[1])) == match[0])
+
+
+def require_step(checkpoints: Path, step: int | None) -> list[int]:
+    """Returns the steps that have a folder, oldest first; where `step` is one of them, that alone.
+
+    Raises UserError where `step` is not.
+    """
+    steps = list_steps(checkpoints)
+    if step is None:
+        return steps
+    if step not in steps:
+        raise UserError(f"{checkpoints} has no checkpoint of step {step}; it has {steps or 'none'}")
+    return [step]

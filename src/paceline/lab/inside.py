@@ -1,0 +1,214 @@
+"""The first process of a host: makes it a host, starts its ranks, tells the lab how they end.
+
+Run by running.py as `python -m paceline.lab.inside FD` in new namespaces; FD is a socket to the lab, which sends and
+gets one JSON object a line: orders, "ready", "start", then signals to pass on and the ends of ranks. When the lab is
+gone, the socket's end tells it, and the kernel ends all processes of a host with the first one.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.base.errors import PacelineError
+from paceline.lab.processors import enter
+from paceline.lab.system import call
+
+_MOST_READS = 16  # of 64 KiB at a time: a rank that never stops talking keeps nobody from ending it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a host is told."""
+
+    name: str
+    names: str  # the file to see as /etc/hosts
+    scratch: str  # an empty folder
+    group: str  # its cgroup's folder; empty: none
+    group_mount: str  # where cgroups are mounted that limit CPU time
+    cores: list[int]
+    command: list[str]  # what its ranks run
+    environments: list[dict[str, str]]  # of its ranks, beyond that of this process
+
+
+class Line:
+    """One end of the socket between the lab and a host: JSON objects, a line each."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.unread: list[dict[str, Any]] = []  # what has come beyond what `next` returned
+        self._received = b""
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Sends one object; to a peer that is gone, nothing."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Waits for at least one object and returns those that have come; None: the peer is gone."""
+        while not self.unread:
+            try:
+                more = self.connection.recv(1 << 16)
+            except ConnectionError:
+                return None
+            if not more:
+                return None
+            *lines, self._received = (self._received + more).split(b"\n")
+            self.unread = [json.loads(line) for line in lines]
+        messages, self.unread = self.unread, []
+        return messages
+
+    def next(self) -> dict[str, Any] | None:
+        """Waits for one object and returns it; None: the peer is gone."""
+        messages = self.receive()
+        if messages is None:
+            return None
+        self.unread = messages[1:]
+        return messages[0]
+
+
+def main() -> None:
+    """The life of a host."""
+    lab = Line(socket.socket(fileno=int(sys.argv[1])))
+    orders = Orders(**_next(lab))
+    try:
+        _make_host(orders)
+        lab.send(ready=True)
+        _next(lab)
+        _Ranks(orders, lab).run()
+    except (PacelineError, OSError) as error:
+        lab.send(error=f"host {orders.name}: {error}")
+        _next(lab)
+
+
+def _next(lab: Line) -> dict[str, Any]:
+    message = lab.next()
+    if message is None:
+        _power_off()
+    return message
+
+
+def _power_off() -> NoReturn:
+    os._exit(1)
+
+
+def _make_host(orders: Orders) -> None:
+    """Name, processors, and the files in which a host sees itself: its names, its interfaces, its share."""
+    socket.sethostname(orders.name)
+    os.sched_setaffinity(0, orders.cores)
+    if orders.group:
+        enter(Path(orders.group))
+    purpose = f"host {orders.name}'s own view of the system"
+    call(("mount", "--bind", orders.names, "/etc/hosts"), purpose)
+    # A new /sys shows this host's interfaces, and hides the cgroups, which come back as they were.
+    call(("mount", "--rbind", "/sys/fs/cgroup", orders.scratch), purpose)
+    call(("mount", "-t", "sysfs", "sysfs", "/sys"), purpose)
+    call(("mount", "--rbind", orders.scratch, "/sys/fs/cgroup"), purpose)
+    if orders.group:  # as in a container: its own group is the whole, so that programs see how much they may use
+        call(("mount", "--bind", orders.group, orders.group_mount), purpose)
+
+
+class _Ranks:
+    """The ranks of this host, from their start until the lab ends."""
+
+    def __init__(self, orders: Orders, lab: Line):
+        self._orders, self._lab = orders, lab
+        self._selector = selectors.DefaultSelector()
+        self._living: dict[int, tuple[int, _Voice | None]] = {}  # pid -> rank, and where it speaks
+
+    def run(self) -> NoReturn:
+        children, wakeup = socket.socketpair()
+        children.setblocking(False)
+        wakeup.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        self._selector.register(children, selectors.EVENT_READ)
+        self._selector.register(self._lab, selectors.EVENT_READ)
+        for environment in self._orders.environments:
+            self._start(environment)
+        if self._lab.unread:
+            self._obey()
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._lab:
+                    self._obey()
+                elif key.fileobj is children:
+                    children.recv(1 << 10)
+                    self._bury()
+                elif not key.data.speak():
+                    self._selector.unregister(key.fileobj)
+
+    def _start(self, environment: dict[str, str]) -> None:
+        """Rank 0 has the terminal; what others say is passed on with their name before each line."""
+        rank = int(environment["RANK"])
+        output = None if rank == 0 else subprocess.PIPE
+        process = subprocess.Popen(
+            self._orders.command,
+            env={**os.environ, **environment},
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if rank == 0 else subprocess.STDOUT,
+        )
+        voice = None
+        if process.stdout is not None:
+            voice = _Voice(os.dup(process.stdout.fileno()), f"[{self._orders.name}{rank}] ")
+            process.stdout.close()
+            self._selector.register(voice.descriptor, selectors.EVENT_READ, voice)
+        self._living[process.pid] = rank, voice
+        process.returncode = 0  # waited for in _bury, with whatever else this first process inherits
+
+    def _obey(self) -> None:
+        messages = self._lab.receive()
+        if messages is None:
+            _power_off()
+        for message in messages:
+            for pid in self._living:
+                os.kill(pid, message["signal"])
+
+    def _bury(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                rank, voice = self._living.pop(ended[0], (None, None))
+                if voice is not None:
+                    voice.speak()  # its last words, before its end is told
+                if rank is not None:
+                    self._lab.send(rank=rank, status=os.waitstatus_to_exitcode(ended[1]))
+
+
+class _Voice:
+    """Passes on what a rank says, line by line, each in one write so that those of ranks do not mix."""
+
+    def __init__(self, descriptor: int, prefix: str):
+        os.set_blocking(descriptor, False)
+        self.descriptor, self._prefix = descriptor, prefix.encode()
+        self._rest = b""
+
+    def speak(self) -> bool:
+        """Passes on what has come; False: nothing will come any more."""
+        is_open = True
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MOST_READS):
+                more = os.read(self.descriptor, 1 << 16)
+                self._rest += more or (b"\n" if self._rest else b"")
+                if not more:
+                    is_open = False
+                    break
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(OSError):  # a terminal that has gone away ends no rank
+                os.write(2, self._prefix + line + b"\n")
+        return is_open
+
+
+if __name__ == "__main__":
+    main()
