@@ -166,6 +166,7 @@ def next_commands(console: Console, config: Config, folder: str, finished: bool)
     if not finished:
         console.say(f"  paceline resume {folder}")
     console.say(f'  paceline sample {folder} --prompt "def main("')
+    console.say(f"  paceline report {folder}   # one page of plots")
     if finished and config.train.time_budget:
         console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # go on")
     elif finished and config.train.steps:

@@ -1,0 +1,66 @@
+"""paceline report"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from paceline.base.errors import UserError
+from paceline.cli.flags import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """Write one HTML page with plots of one or several runs, also of runs that still train. It needs no network."""
+
+    runs: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
+    """The run folders; the curves of several are drawn into one plot."""
+    out: str = ""
+    """The file to write; empty: report.html in the (first) run folder."""
+    open: bool = False
+    """Show it in a browser."""
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(ReportArguments, ReportArguments(runs=()), arguments, "report")
+    if not parsed.runs:
+        raise UserError("name the run folders to report on: paceline report RUN...")
+    paths = list(dict.fromkeys(Path(run).absolute() for run in parsed.runs))
+    out = Path(parsed.out).absolute() if parsed.out else paths[0] / "report.html"
+    if out.is_dir() or (not out.parent.is_dir() and out.parent not in paths):
+        what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
+        raise UserError(f"--out is {out}, which {what}; name a file to write")
+    from paceline.base import units
+    from paceline.base.files import replace
+    from paceline.report.page import make_page
+
+    page = make_page(paths, {path: count for path in paths if (count := _num_parameters(path))})
+    try:
+        replace(out, page)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; choose another file by --out") from None
+    print(f"{out}   {units.size(len(page))}, all in one file: open it in any browser")
+    if parsed.open:
+        _show(out)
+    return 0
+
+
+def _num_parameters(run: Path) -> int:
+    """Of the run's model; 0 where its config does not tell, such as one of a later paceline."""
+    from paceline.config import Config, from_toml
+    from paceline.model.cost import num_parameters
+
+    try:
+        text = (run / "config.toml").read_text(encoding="utf-8")
+        return num_parameters(from_toml(text, str(run), Config()).model).total
+    except (UserError, OSError, ValueError, ArithmeticError):
+        return 0
+
+
+def _show(page: Path) -> None:
+    import webbrowser
+
+    if not webbrowser.open(page.as_uri()):
+        print("there is no browser here that could be started; open the file yourself", file=sys.stderr)
