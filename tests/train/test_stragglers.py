@@ -38,11 +38,11 @@ def test_noise_and_uneven_shares_name_nobody(world_size: int) -> None:
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("phase", [*PER_SEQUENCE, "optimizer"])
 def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase: str) -> None:
-    plan, draw = BatchPlan(10, 2, world_size), random.Random(world_size)
+    plan, draw = BatchPlan(4 * world_size, 2, world_size), random.Random(world_size)
     stragglers = Stragglers(plan)
     count = sum(len(positions) for positions in plan.micro_batches(rank))
     usual_ms = USUAL[phase] * (count if phase in PER_SEQUENCE else 1)
-    factor = 1 + 20 * count / usual_ms  # two thirds of a step more
+    factor = 1 + 40 * count / usual_ms  # somewhat more than twice as slow
     expected_ms, found, named_at = 0.0, [], 0
     for step in range(1, 101):
         slower = {(rank, phase): factor} if 30 < step <= 70 else {}
@@ -55,13 +55,45 @@ def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase
     assert isinstance(slow, Slow)
     assert (slow.rank, slow.phase) == (rank, phase)
     assert named_at <= 40
-    assert 31 <= slow.since_step <= 35
+    assert 31 <= slow.since_step <= 33
     assert slow.ms == pytest.approx(usual_ms * factor, rel=0.15)
     assert slow.median_ms == pytest.approx(usual_ms, rel=0.15)
     assert isinstance(over, Over)
     assert over.rank == rank
     assert over.cost_s == pytest.approx(expected_ms / 1e3, rel=0.2)
     assert stragglers.cost_ms == pytest.approx(over.cost_s * 1e3, rel=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_a_little_slower_all_the_time_is_named_later(rank: int) -> None:
+    plan, draw = BatchPlan(12, 2, 3), random.Random(rank)
+    stragglers, found = Stragglers(plan), []
+    slower = {(rank, phase): 1.4 for phase in ("forward", "backward")}
+    for _ in range(200):
+        found += [(stragglers.num_steps, item) for item in stragglers.observe(0, times(plan, draw, slower))]
+    ((named_at, item),) = found
+    assert isinstance(item, Slow)
+    assert (item.rank, item.phase) == (rank, "backward")
+    assert 26 < named_at < 80
+
+
+def test_who_is_ready_with_the_others_is_not_slow_however_few_its_sequences() -> None:
+    stragglers = Stragglers(BatchPlan(3, 1, 2))  # 2 sequences and 1
+    alike = {phase: [5.0, 5.0] for phase in (*PER_SEQUENCE, *PER_STEP)}
+    assert all(stragglers.observe(step, alike) == [] for step in range(1, 61))
+
+
+def test_two_stretches_of_slowness_cost_what_each_took() -> None:
+    stragglers, found = Stragglers(BatchPlan(6, 2, 3)), []
+    for step in range(1, 101):
+        is_slow = 10 < step <= 30 or 60 < step <= 80
+        fast = step > 90  # and later faster than the others, which earns nothing back
+        backward = [20.0, 20.0, 50.0 if is_slow else 10.0 if fast else 20.0]
+        others = {phase: [1.0, 1.0, 1.0] for phase in (*PER_SEQUENCE, *PER_STEP) if phase != "backward"}
+        found += stragglers.observe(step, others | {"backward": backward})
+    costs = [item.cost_s for item in found if isinstance(item, Over)]
+    assert costs == pytest.approx([0.39, 0.39])  # named after 7 of 20 steps, 30 ms in each of the other 13
+    assert stragglers.cost_ms == pytest.approx(780)
 
 
 def test_a_slow_rank_of_a_real_run_is_told_and_recorded(tmp_path: Path) -> None:
@@ -72,9 +104,9 @@ def test_a_slow_rank_of_a_real_run_is_told_and_recorded(tmp_path: Path) -> None:
     ended.require(0)
     (found,) = [row for row in rows(out / "events.jsonl") if row["event"] == "straggler"]
     assert (found["rank"], found["phase"]) == (1, "data")
-    assert found["since_step"] >= 8
+    assert found["since_step"] >= 4  # 8, or a step before it on a machine with other work
     assert found["step"] <= 18
-    assert found["ms"] >= 60
+    assert found["ms"] >= 45  # 60 and more, but for a noisy step in the window
     assert "rank 1" in ended.out
     assert "is slow since step" in ended.out
     end = rows(out / "events.jsonl")[-1]

@@ -60,6 +60,7 @@ def exercise(group: Group) -> dict[str, Any]:
     saw["several"] = [float(tensor[0]) for tensor in several]
     saw["parts"] = [(dtype, *parted(group, n, dtype)) for dtype in ("float32", "int64") for n in NUM_PARTED]
     saw["parts under way"] = under_way(group)
+    saw["messages"] = messages(group)
     group.barrier()
     return saw
 
@@ -95,6 +96,34 @@ def under_way(group: Group) -> list[list[float]]:
     return [(flat if i % 3 else flat[mine]).unique().tolist() for i, flat in enumerate(flats)]
 
 
+def messages(group: Group) -> dict[str, Any]:
+    """What came to this rank: from one rank to another, between two both ways at once, between all at once, several
+    under way; and what a message to itself is answered with."""
+    saw: dict[str, Any] = {}
+    for first, second in itertools.permutations(range(group.size), 2):
+        there, both = torch.full((5,), -1.0), torch.full((300_000,), -1.0)
+        mine = torch.from_numpy(contribution(group.rank, (300_000,), "float32"))
+        if group.rank == first:
+            group.start_messages({second: mine[:5]}, {}).wait()
+            group.start_messages({second: mine}, {second: both}).wait()
+        if group.rank == second:
+            group.start_messages({}, {first: there}).wait()
+            group.start_messages({first: mine}, {first: both}).wait()
+        saw["one", first, second], saw["both", first, second] = there.numpy(), both.numpy()
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    rounds = [{rank: torch.full((7,), -1.0) for rank in others} for _ in range(3)]
+    sent = [{rank: torch.full((7,), group.rank + 10.0 * i) for rank in others} for i in range(3)]
+    transfers = [group.start_messages(out, received) for out, received in zip(sent, rounds, strict=True)]
+    for transfer in transfers:
+        transfer.wait()
+        transfer.wait()  # a second time is nothing
+    saw["all"] = [{rank: tensor.unique().tolist() for rank, tensor in received.items()} for received in rounds]
+    for sends, receives in (({group.rank: torch.ones(1)}, {}), ({}, {group.rank: torch.ones(1)})):
+        with pytest.raises(ValueError, match=f"rank {group.rank}"):
+            group.start_messages(sends, receives)
+    return saw
+
+
 def timing(group: Group) -> dict[str, Any]:
     """What the group counted of collectives of known size."""
     group.take_traffic()
@@ -105,6 +134,10 @@ def timing(group: Group) -> dict[str, Any]:
     group.start_all_gather(torch.ones(1200), edges).wait()
     group.broadcast(torch.ones(10, dtype=torch.float64))
     group.share([1.0, 2.0])
+    ring = [(group.rank + step) % group.size for step in (1, -1)] if group.size > 1 else []
+    group.start_messages(
+        {to: torch.ones(25) for to in ring[:1]}, {source: torch.ones(25) for source in ring[1:]}
+    ).wait()
     after = time.perf_counter()
     group.barrier()
     traffic = group.take_traffic()
@@ -231,6 +264,19 @@ def test_collectives_of_all_kinds_may_be_under_way_at_once(answers: list[Any]) -
             assert found == (brought if i % 3 == 1 else [sum(brought)])
 
 
+def test_messages_reach_the_rank_they_are_for_and_no_other(answers: list[Any]) -> None:
+    for rank, (saw, _, _) in enumerate(answers):
+        for first, second in itertools.permutations(range(len(answers)), 2):
+            nothing = np.full(5, -1.0)
+            sent = contribution(first, (300_000,), "float32")[:5]
+            np.testing.assert_array_equal(saw["messages"]["one", first, second], sent if rank == second else nothing)
+            other = {first: second, second: first}.get(rank)
+            both = np.full(300_000, -1.0) if other is None else contribution(other, (300_000,), "float32")
+            np.testing.assert_array_equal(saw["messages"]["both", first, second], both)
+        others = [other for other in range(len(answers)) if other != rank]
+        assert saw["messages"]["all"] == [{other: [other + 10.0 * i] for other in others} for i in range(3)]
+
+
 def test_every_transfer_is_counted_once_with_the_bytes_this_rank_sends_and_its_times(
     answers: list[Any], request: Any
 ) -> None:
@@ -239,9 +285,9 @@ def test_every_transfer_is_counted_once_with_the_bytes_this_rank_sends_and_its_t
     edges = borders(1200, range(1, n + 1))
     for rank, (_, counted, _) in enumerate(answers):
         own = 4 * (edges[rank + 1] - edges[rank])
-        sent = [2 * 4800 * (n - 1) / n, 4800 - own, own * (n - 1), 80 * (n - 1), 16 * (n - 1)]
+        sent = [2 * 4800 * (n - 1) / n, 4800 - own, own * (n - 1), 80 * (n - 1), 16 * (n - 1), 100 * (n > 1)]
         assert counted["bytes"] == ([] if is_local else pytest.approx(sent))
-        assert counted["waits"] == (0 if is_local else 6)  # these and the barrier
+        assert counted["waits"] == (0 if is_local else 7)  # these and the barrier
         assert counted["ordered"]
         assert counted["forgotten"]
     if not is_local:  # all ranks together: a reduce-scatter and an all-gather move what an all-reduce does
@@ -277,19 +323,22 @@ def lonely(world: World, verb: str) -> None:
     try:
         if verb == "all-reduce":
             world.group.start_all_reduce(flat).wait()
+        elif verb == "messages":
+            world.group.start_messages({}, {1: flat}).wait()
         else:
             world.group.start_all_gather(flat, [0, 5, 10]).wait()
     except PeerLost as error:
         raise PeerLost(f"gave up after {time.monotonic() - started:.2f} s: {error}") from None
 
 
-@pytest.mark.parametrize("verb", ["all-reduce", "all-gather"])
+@pytest.mark.parametrize("verb", ["all-reduce", "all-gather", "messages"])
 def test_a_timeout_set_later_is_the_one_in_force(verb: str) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(lonely, 2, verb)
     said = caught.value.outcomes[0].said
     assert "PeerLost: gave up after 1." in said, said
-    assert f"rank 0 lost the other ranks during an {verb}" in said
+    what = "messages between ranks" if verb == "messages" else f"an {verb}"
+    assert f"rank 0 lost the other ranks during {what}" in said
 
 
 def test_a_local_transfer_can_be_waited_for_and_moves_nothing() -> None:

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def _text_sources(path: str) -> Sources:
         if file.format != "text" or file.compression:
             raise UserError(
                 f"data.path {path} holds {file.name}, which is not plain text; make token shards of it first: "
-                f"paceline data prepare {path} --out DIR, then --data.path DIR"
+                f"paceline data prepare {shlex.quote(path)} --out DIR, then --data.path DIR"
             )
     return replace(sources, files=split_text(sources.files))
 

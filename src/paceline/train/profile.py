@@ -29,9 +29,9 @@ def profiled(run: Run) -> Iterator[None]:
     try:
         path.parent.mkdir(exist_ok=True, mode=0o700)
         profiler.export_chrome_trace(str(path))
+        path.chmod(0o600)
     except (OSError, RuntimeError) as error:
         run.console.say(f"the trace of step {step} could not be written to {path}: {error}", style="yellow")
         return
-    path.chmod(0o600)
     run.event("profile", step=step, path=f"profile/{path.name}")
     run.console.say(f"traced step {step}: open {path.parent} in https://ui.perfetto.dev (a file a rank)")

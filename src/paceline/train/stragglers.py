@@ -13,11 +13,12 @@ from paceline.data.plan import BatchPlan
 
 PER_SEQUENCE = ("data", "forward", "backward")  # what grows with the sequences a rank computes
 PER_STEP = ("optimizer", "other")
-_MARGIN_FRAC = 0.25  # of what the median rank does: slower by so much is slow
-_MARGIN_MS = 2.0  # below it a step's noise is as long as the step
-_WINDOW = 8  # steps that are looked at together,
-_NAMED_AT = 6  # so many of them slow: named,
-_OVER_AT = 1  # so few: as fast as the others again
+# Named is who exceeds the median rank by this share of what that does, in so many of the last so many steps. Much
+# slower shows at once; a little slower, a hot or an older GPU, takes longer to tell from the noise of a shared machine.
+_NAMED_AT = ((0.5, 7, 8), (0.15, 27, 30))
+_OVER_AT = (0.15, 1, 8)  # as fast as the others again: in at most so many of the last so many steps
+_LEAST_MS = 2.0  # below it a step's noise is as long as the step
+_WINDOW = max(window for _, _, window in _NAMED_AT)
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class _Excess:
     def total_ms(self) -> float:
         return sum(self.ms.values())
 
-    @property
-    def is_slow(self) -> bool:
-        return self.total_ms > max(_MARGIN_FRAC * sum(self.median_ms.values()), _MARGIN_MS)
+    def is_above(self, share: float) -> bool:
+        """Whether it is more than this share of the median rank's time."""
+        return self.total_ms > max(share * sum(self.median_ms.values()), _LEAST_MS)
 
 
 @dataclass
@@ -61,8 +62,22 @@ class _Watched:
     window: deque[_Excess] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     is_named: bool = False
     num_slow_steps: int = 0
-    cost_ms: float = 0.0
+    cost_ms: float = 0.0  # in all stretches in which it was named
+    stretch_ms: float = 0.0  # in this one
     by_phase: dict[str, float] = field(default_factory=dict)
+
+    def slow_steps(self) -> list[_Excess]:
+        """The steps for which the rank is to be named; none where it is not slow."""
+        for share, least, window in _NAMED_AT:
+            above = [excess for excess in list(self.window)[-window:] if excess.is_above(share)]
+            if len(above) >= least:
+                return above
+        return []
+
+    def is_over(self) -> bool:
+        """Whether a rank that was named is as fast as the others again."""
+        share, most, window = _OVER_AT
+        return sum(excess.is_above(share) for excess in list(self.window)[-window:]) <= most
 
 
 class Stragglers:
@@ -83,18 +98,18 @@ class Stragglers:
             watched.window.append(excess)
             if watched.is_named and excess.total_ms > 0:
                 watched.cost_ms += excess.total_ms
-                watched.num_slow_steps += excess.is_slow
+                watched.stretch_ms += excess.total_ms
+                watched.num_slow_steps += excess.is_above(_OVER_AT[0])
                 for phase, ms in excess.ms.items():
                     watched.by_phase[phase] = watched.by_phase.get(phase, 0.0) + ms
-        self.cost_ms += max((w.window[-1].total_ms for w in self._watched if w.is_named), default=0.0)
+        self.cost_ms += max([0.0, *(watched.window[-1].total_ms for watched in self._watched if watched.is_named)])
         for rank, watched in enumerate(self._watched):
-            slow = [excess for excess in watched.window if excess.is_slow]
-            if not watched.is_named and len(slow) >= _NAMED_AT:
-                watched.is_named = True
-                found.append(_slow(rank, slow, parts))
-            elif watched.is_named and len(watched.window) == _WINDOW and len(slow) <= _OVER_AT:
+            if watched.is_named and watched.is_over():
                 watched.is_named = False
-                found.append(Over(rank, watched.cost_ms / 1e3))
+                found.append(Over(rank, watched.stretch_ms / 1e3))
+            elif not watched.is_named and (slow := watched.slow_steps()):
+                watched.is_named, watched.stretch_ms = True, 0.0
+                found.append(_slow(rank, slow, parts))
         return found
 
     def summary(self) -> list[tuple[int, int, str, float]]:
@@ -117,9 +132,16 @@ class Stragglers:
             medians[phase] = _lower_median(
                 [ms / count for ms, count in zip(parts[phase], self._num_sequences, strict=True) if count]
             )
+        # Who is ready with the median rank keeps nobody waiting, however few its sequences: a pass costs something by
+        # itself, and a rank may make one for company alone.
+        ready = {
+            phase: _lower_median([ms for ms, count in zip(parts[phase], self._num_sequences, strict=True) if count])
+            for phase in PER_SEQUENCE
+        }
         found = []
         for rank, count in enumerate(self._num_sequences):
-            usual = {phase: median * (count if phase in PER_SEQUENCE else 1) for phase, median in medians.items()}
+            usual = {phase: max(median * count, ready[phase]) for phase, median in medians.items() if phase in ready}
+            usual |= {phase: medians[phase] for phase in PER_STEP}
             own = {phase: parts[phase][rank] - ms for phase, ms in usual.items() if count or phase in PER_STEP}
             found.append(_Excess(step, own, usual))
         return found
