@@ -13,9 +13,10 @@ from paceline.data.plan import BatchPlan
 
 PER_SEQUENCE = ("data", "forward", "backward")  # what grows with the sequences a rank computes
 PER_STEP = ("optimizer", "other")
-# Named is who exceeds the median rank by this share of what that does, in so many of the last so many steps. Much
-# slower shows at once; a little slower, a hot or an older GPU, takes longer to tell from the noise of a shared machine.
-_NAMED_AT = ((0.5, 7, 8), (0.15, 27, 30))
+# Named is who exceeds the median rank by this share of what that does, in so many of the last so many steps. Twice as
+# slow shows at once. A little slower, a hot or an older GPU, takes longer to tell from the noise of a shared machine:
+# another program that wants the same core for half a second makes a rank up to twice as slow for a dozen short steps.
+_NAMED_AT = ((1.0, 7, 8), (0.15, 27, 30))
 _OVER_AT = (0.15, 1, 8)  # as fast as the others again: in at most so many of the last so many steps
 _LEAST_MS = 2.0  # below it a step's noise is as long as the step
 _WINDOW = max(window for _, _, window in _NAMED_AT)
