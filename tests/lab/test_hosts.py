@@ -45,6 +45,8 @@ def test_hosts_are_laid_out_one_after_the_other() -> None:
     assert "".join(host.name for host in lay_out(26, 1, "", "").hosts) == string.ascii_lowercase
     with pytest.raises(UserError, match="2 values for 3 hosts"):
         lay_out(3, 1, "1gbit,100mbit", "")
+    with pytest.raises(UserError, match="--rate 1gbit, has no value for host b"):
+        lay_out(2, 1, "1gbit,", "")
 
 
 @given(

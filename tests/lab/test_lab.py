@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,10 @@ from program import TINY, Ended, Program, losses, rows, run
 
 from paceline.base.errors import UserError
 from paceline.cli.main import main
+from paceline.lab import network
+from paceline.lab.hosts import own_cores
+from paceline.lab.processors import Controller
+from paceline.lab.state import Living, State, only_lab
 from paceline.lab.system import check_machine
 
 GUEST = (sys.executable, str(Path(__file__).with_name("guest.py")))
@@ -353,8 +358,81 @@ def test_ctrl_c_reaches_every_rank_once_and_the_run_is_saved(tmp_path: Path) -> 
     seen[0].require_nothing()
 
 
-@pytest.mark.parametrize("next_one", [lambda: lab("--", "exec", "true").require(0), lambda: main(["lab", "clean"])])
-def test_a_killed_lab_dies_whole_and_the_next_one_cleans_up(next_one: Callable[[], object]) -> None:
+def test_ctrl_c_while_the_hosts_are_made_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal sends it to the tools that make them, too, if they are in its foreground: here to a slow one."""
+    tool = tmp_path / "tc"
+    tool.write_text(f'#!/bin/sh\ntouch {tmp_path}/begun\nsleep 0.3\nexec {shutil.which("tc")} "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    command = [sys.executable, "-m", "paceline", "lab", "--hosts", "1", "--rate", "1gbit", "--", "exec", "sleep", "60"]
+    until = time.monotonic() + 200
+    while BUSY in (outcome := in_terminal(command, tmp_path, (tmp_path / "begun").exists))[1]:
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    assert outcome[0] == 130, outcome[1]
+    assert "error" not in outcome[1]
+
+
+@contextlib.contextmanager
+def being_made() -> Iterator[State]:
+    """As long as it is open this process has the one lab, with no host in it yet."""
+    until = time.monotonic() + 200
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                found = stack.enter_context(only_lab())
+                break
+            except UserError as error:
+                if BUSY not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
+        yield found
+
+
+def test_what_cannot_be_set_is_refused_and_a_note_nobody_can_read_is_no_obstacle(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with subprocess.Popen(["sleep", "20"]) as process, being_made() as made:
+        assert main(["lab", "set", "--host", "b", "--kill"]) == 2
+        assert f"the lab (pid {os.getpid()}) is still being made" in capfd.readouterr().err
+        controller = Controller.find()
+        controller.open()
+        group = controller.make("b", 0.5)
+        (group / "cgroup.procs").write_text(str(process.pid))
+        core = own_cores()[0]
+        os.sched_setaffinity(process.pid, [core])
+        made.hosts["b"] = Living(pid=process.pid, group=str(group))
+        made.write()
+        if len(own_cores()) > 1:
+            assert main(["lab", "set", "--host", "b", "--cpu", "2"]) == 2
+            said = capfd.readouterr().err
+            assert f"host b cannot have 2 of the processors: it was made with 1 (core {core})" in said
+        STATE.write_text('{"pid": 1, "hosts": {}, "groups": "", "of_another_version": 3}')
+        (STATE.parent / "scratch").mkdir()
+        (STATE.parent / "scratch" / "file").touch()
+    assert process.returncode == -signal.SIGKILL
+    assert not group.parent.exists()
+    assert not STATE.parent.exists()
+
+
+def test_a_terminal_that_cannot_be_written_ends_no_lab() -> None:
+    command = ("sh", "-c", 'exec "$0" -m paceline "$@" 2> /dev/full', sys.executable)
+    until = time.monotonic() + 200
+    status = 2
+    while status == 2 and time.monotonic() < until:  # 2: another lab runs
+        with Program("lab", "--hosts", "1", "--", "exec", "echo", "made", command=command) as program:
+            ended = program.wait(20)
+        status = ended.status
+    assert ended.require(0).out == "made\n"
+
+
+def test_a_machine_whose_tcp_cannot_be_chosen_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_TCP", tmp_path)
+    network._control_congestion(os.getpid())  # which has this machine's own network: a change of it would be refused
+
+
+@pytest.mark.parametrize("next_one", [("--", "exec", "true"), ("clean",)])
+def test_a_killed_lab_dies_whole_and_the_next_one_cleans_up(next_one: tuple[str, ...]) -> None:
     with running("--hosts", "2", "--cpu", "0.5", "--", "exec", "sh", "-c", "sleep 600 & sleep 600") as program:
         remains = Remains()
         program.wait_for(lambda: len(remains.processes()) >= 11, 10)  # sleeps, shells, first ones, unshare, the switch
@@ -363,7 +441,10 @@ def test_a_killed_lab_dies_whole_and_the_next_one_cleans_up(next_one: Callable[[
     if state().get("pid") == remains.lab:  # else another lab has cleaned up already
         assert remains.groups.exists()
         assert "no lab runs" in run("lab", "set", "--host", "b", "--kill").require(2).err
-        next_one()
+        ended = lab(*next_one).require(0)
+        if next_one == ("clean",):
+            assert ended.out.startswith(f"removed {remains.groups}, {STATE.parent}/")
+            assert lab("clean").require(0).out == "nothing was left of a lab\n"
     remains.require_nothing()
 
 
@@ -394,6 +475,8 @@ def test_the_exit_status_is_that_of_the_ranks(script: str, status: int, says: st
     [
         (["--hosts", "2"], "nothing to run on the hosts"),
         (["--hosts", "2", "train"], "comes after `--`: paceline lab ... -- train"),
+        (["--hosts", "2", "train", "--preset", "tiny"], "comes after `--`: paceline lab ... -- train"),
+        (["exec", "--", "true"], "comes after `--`: paceline lab ... -- exec"),
         (["--hosts", "27", "--", "exec", "true"], "--hosts is 27"),
         (["--hots", "2", "--", "exec", "true"], "did you mean '--hosts'"),
         (["--rate", "fast", "--", "exec", "true"], "the rate 'fast' is none"),
@@ -409,6 +492,13 @@ def test_the_exit_status_is_that_of_the_ranks(script: str, status: int, says: st
 def test_what_cannot_be_is_refused(capfd: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     assert main(["lab", *arguments]) == 2
     assert says in capfd.readouterr().err
+
+
+def test_the_help_of_a_verb_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["lab", "--hosts", "2", "--", "report", "--help"])
+    assert left.value.code == 0
+    assert capfd.readouterr().out.count("usage: paceline report") == 1
 
 
 def test_another_user_than_root_is_told_so() -> None:

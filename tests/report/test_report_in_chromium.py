@@ -89,6 +89,9 @@ def test_what_is_chosen_is_drawn(browser: Browser, runs: Path, tmp_path: Path) -
     chosen("view-loss", "all", f"{loss}._fullLayout.yaxis.range[1] > {long_run.SPIKE}")
     shown.evaluate("document.querySelector('.legend button').click()")  # training's
     shown.wait_for(f"{loss}.data.filter(t => t.visible === 'legendonly').length === 3")  # with both edges of its band
+    shown.call("Emulation.setDeviceMetricsOverride", width=390, height=850, deviceScaleFactor=1, mobile=False)
+    assert shown.evaluate("document.documentElement.scrollWidth") == 390  # while the plots still are as wide as before
+    shown.wait_for(f"{PLOTS}.every(p => p.clientWidth === p._fullLayout.width)")
     assert shown.complaints() == []
 
 

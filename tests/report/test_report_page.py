@@ -187,7 +187,7 @@ def test_several_runs_are_overlaid_and_told_apart(run: Path, tmp_path: Path) -> 
 
 
 def test_runs_with_little_in_them_have_a_page_all_the_same(tmp_path: Path) -> None:
-    """Without a step; of older rows; with no finite value; one row that is being written."""
+    """Without a step; of older rows; too long to add up; with no finite value; one row that is being written."""
     bare = {"step": 1, "loss": 2.0, "tokens": 10, "step_ms": 5.0}
     older = bare | {"tokens_per_s": 9.0, "world_size": 2, "rank_step_ms": [5, 5], "rank_compute_ms": [1, 4]}
     older |= {"data_ms": 1, "forward_ms": 1, "backward_ms": 1, "exposed_comm_ms": 1, "optim_ms": 1}
@@ -196,6 +196,7 @@ def test_runs_with_little_in_them_have_a_page_all_the_same(tmp_path: Path) -> No
         "none": ([], "no step is recorded yet"),
         "bare": ([bare], "Loss went from 2.00 to 2.00"),
         "older": ([older, older | {"step": 2}], "Rank 1 was the slowest in 100% of the steps"),
+        "endless": ([older | {"step": step, "step_ms": 1.7e308} for step in (1, 2, 3)], "Loss went from 2.00 to 2.00"),
         "unknown": ([dict.fromkeys(older, None) | {"step": 1}], "No step has a finite loss"),
     }
     for name, (rows, told) in kinds.items():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from paceline.base.errors import UserError
+from paceline.data.plan import BatchPlan
 from paceline.report.curves import buckets, in_buckets, lower_median, slowness
 from paceline.report.facts import Summary
 from paceline.report.read import Records, read_run
@@ -70,11 +71,22 @@ def test_columns_that_come_and_go_are_missing_where_they_are_not(tmp_path: Path)
 def test_rows_every_few_steps_stand_for_those_between(tmp_path: Path) -> None:
     records = read(tmp_path, [row(10), row(20), row(25)])
     assert records.training_s().tolist() == pytest.approx([0.1, 0.2, 0.25])
+    work = [row(step, rank_compute_ms=[100.0, 200.0], world_size=2) for step in (10, 20, 25)]
+    assert Summary(read(tmp_path, work)).ranks_text().endswith("training would take 2.5s less.")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_records_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> None:
+    path = folder(tmp_path / "run", [row(1)])
+    (path / name).unlink()
+    (path / name).mkdir()
+    with pytest.raises(UserError, match=rf"cannot read .*run/{name}: Is a directory"):
+        read_run(path)
 
 
 @given(
@@ -136,3 +148,18 @@ def test_the_slowest_rank_is_named_with_its_share(tmp_path: Path) -> None:
     said = Summary(read(tmp_path, rows, events)).ranks_text()  # the first step warms up
     assert said.startswith("Rank 1 (host b) was the slowest in 84% of the steps, and then takes 100% longer")
     assert said.endswith("training would take 5.0s less.")  # 99 steps of 50 ms
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world", "is_uneven"),
+    [(12, 2, 3, False), (12, 2, 4, True), (12, 5, 1, False), (12, 5, 2, True), (12, 6, 2, False), (2, 4, 2, True)],
+)
+def test_a_batch_that_does_not_divide_over_the_ranks_is_told_of(
+    tmp_path: Path, batch: int, micro: int, world: int, is_uneven: bool
+) -> None:
+    """Against the plan that deals it out."""
+    plan = BatchPlan(batch, micro, world)
+    counts = {sum(map(len, plan.micro_batches(rank))) for rank in range(world)}
+    path = folder(tmp_path / "run", [row(1, world_size=world)])
+    (path / "config.toml").write_text(f"[train]\nglobal_batch_size = {batch}\ndevice_batch_size = {micro}\n")
+    assert Summary(read_run(path)).is_uneven == is_uneven == (len(counts) > 1)

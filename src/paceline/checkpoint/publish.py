@@ -57,7 +57,8 @@ def put_record(folder: Path, writer: int, record: Record) -> None:
 def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) -> list[Record]:
     """Returns the records of these writers when all are there. `wait(seconds)` says whether the run has ended.
 
-    Raises RuntimeError naming the first writer that failed, or shows no sign of life; Abandoned where the run ends.
+    Raises RuntimeError naming the first writer that failed, or shows no sign of life; Abandoned where the run ends. All
+    are waited for also where one failed: one that still writes would leave its part in a folder that is removed.
     """
     records: dict[int, Record] = {}
     seen, since = -1, time.monotonic()
@@ -65,14 +66,15 @@ def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) 
         for writer in missing:
             with contextlib.suppress(FileNotFoundError):
                 records[writer] = json.loads(_record_path(folder, writer).read_bytes())
-                if "problem" in records[writer]:
-                    raise RuntimeError(f"writer {writer}: {records[writer]['problem']}")
         if (size := _size(folder)) != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > _PATIENCE_S:
             raise RuntimeError(f"nothing more has come from writer {missing[0]} for {_PATIENCE_S:.0f} s")
         if len(records) < len(writers) and wait(_POLL_S):
             raise Abandoned("the run ended before all of it was written")
+    for writer, record in sorted(records.items()):
+        if "problem" in record:
+            raise RuntimeError(f"writer {writer}: {record['problem']}")
     return [records[writer] for writer in writers]
 
 

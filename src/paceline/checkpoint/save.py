@@ -187,8 +187,10 @@ class Saver:
 
     def _publish(self, job: _Job, folder: Path, record: Record) -> int:
         try:
-            relayed = self._receive(job, folder)
-            others = publish.gather(folder, range(1, self._num_writers), self._abandoned.wait)
+            try:
+                relayed = self._receive(job, folder)
+            finally:  # the others still write into a folder that is removed where this failed
+                others = publish.gather(folder, range(1, self._num_writers), self._abandoned.wait)
             records = [record, *others, *relayed]
             self._before_publishing()
             return publish.publish(self._checkpoints, folder, job.step, records, job.shapes, job.facts, self._config)

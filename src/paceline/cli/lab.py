@@ -1,5 +1,7 @@
 """paceline lab"""
 
+import contextlib
+import io
 import os
 import shutil
 import sys
@@ -73,13 +75,17 @@ def main(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, command = arguments[:place], arguments[place + 1 :]
-    words = [word for word in own if not word.startswith("-")]
-    if place == len(arguments) and words and words[-1] in (*_verbs(), "exec"):
-        raise UserError(f"what the hosts are to run comes after `--`: paceline lab ... -- {words[-1]} ...")
+    verb = next((word for word in own if word in (*_verbs(), "exec")), "")  # no option of a lab has such a value
+    if verb:
+        raise UserError(f"what the hosts are to run comes after `--`: paceline lab ... -- {verb} ...")
     parsed = parse(LabArguments, LabArguments(), own, "lab")
     if not command:
         raise UserError(f"nothing to run on the hosts; it comes after `--`\n\n{_USAGE}")
     line = _command(command)
+    if command[0] != "exec" and not {"-h", "--help"}.isdisjoint(command):
+        from paceline.cli.main import main as paceline
+
+        return paceline(command)  # here: every rank would say it, and it takes no lab
     if "RANK" in os.environ:
         raise UserError("a lab inside a world that a launcher made already; start it from a plain shell")
     from paceline.lab.hosts import lay_out
@@ -120,7 +126,7 @@ def _command(words: list[str]) -> list[str]:
 
 
 def _announce(layout: "Layout") -> None:
-    """Says what was made; on standard error, since standard output is rank 0's."""
+    """Says what was made; on standard error, since standard output is rank 0's. One that was closed ends no lab."""
     from rich.console import Console
 
     from paceline.lab.hosts import rate_text
@@ -136,13 +142,16 @@ def _announce(layout: "Layout") -> None:
         ]
         for host in layout.hosts
     ]
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
+    said, is_terminal = io.StringIO(), os.isatty(2)  # written by us: where its reader is gone, rich ends the process
+    console = Console(file=said, force_terminal=is_terminal, highlight=False, width=None if is_terminal else 120)
     console.print(table("The lab", ["host", "address", "rate", "processors", "ranks"], rows))
     if layout.is_crowded:
         cores = f"{layout.num_cores} core{'s' if layout.num_cores > 1 else ''}"
         console.print(
             f"{len(layout.hosts)} hosts share {cores}: none is as fast as it would be alone\n", style="yellow"
         )
+    with contextlib.suppress(OSError):
+        os.write(2, said.getvalue().encode())
 
 
 def _cores_text(cores: tuple[int, ...]) -> str:
@@ -166,10 +175,10 @@ def _set(arguments: list[str]) -> int:
 def _clean(arguments: list[str]) -> int:
     if arguments:
         raise UserError(f"paceline lab clean takes no options, and '{arguments[0]}' is one")
-    from paceline.lab.state import only_lab
+    from paceline.lab.state import clean_up
     from paceline.lab.system import check_machine
 
     check_machine()
-    with only_lab():
-        pass
+    removed = clean_up()
+    print(f"removed {', '.join(map(str, removed))}" if removed else "nothing was left of a lab")
     return 0

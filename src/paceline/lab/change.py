@@ -31,8 +31,8 @@ def change_lab(change: Change) -> None:
     rate, share = read_rate(change.rate), read_share(change.cpu, len(own_cores()))
     state = running_lab()
     living = _host(state, change.host)
-    if change.cpu and not living.group:
-        raise UserError("this lab was started on a machine without the cgroup controller `cpu`; no share can be given")
+    if change.cpu:
+        _check_share(change.host, living, share)
     if change.rate:
         set_rate(state.switch, change.host, living.pid, rate)
     if change.cpu:
@@ -44,6 +44,18 @@ def change_lab(change: Change) -> None:
         set_link(state.switch, change.host, is_up=False)
         # Its parent takes it along; the other way round, `unshare` complains about it on the terminal.
         os.kill(psutil.Process(living.pid).ppid(), signal.SIGKILL)
+
+
+def _check_share(name: str, living: Living, share: float | None) -> None:
+    if not living.group:
+        raise UserError("this lab was started on a machine without the cgroup controller `cpu`; no share can be given")
+    cores = sorted(os.sched_getaffinity(living.pid))
+    if share is not None and share > len(cores):  # the kernel would take it, and it would change nothing
+        raise UserError(
+            f"host {name} cannot have {share:g} of the processors: it was made with {len(cores)} (core"
+            f"{'s'[: len(cores) != 1]} {', '.join(map(str, cores))}); give it at most {len(cores)}, or make the lab "
+            "anew with a larger --cpu"
+        )
 
 
 def _host(state: State, name: str) -> Living:

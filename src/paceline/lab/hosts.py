@@ -87,6 +87,11 @@ def _each(flag: str, text: str, num_hosts: int) -> list[str]:
         raise UserError(
             f"{flag} {text} has {len(values)} values for {num_hosts} hosts; give one for all, or one a host"
         )
+    if "" in values:
+        raise UserError(
+            f"{flag} {text} has no value for host {string.ascii_lowercase[values.index('')]}; where there is to be no "
+            "limit write unlimited"
+        )
     return values
 
 

@@ -147,6 +147,7 @@ class _Ranks:
                     self._bury()
                 elif not key.data.speak():
                     self._selector.unregister(key.fileobj)
+                    key.data.close()
 
     def _start(self, environment: dict[str, str]) -> None:
         """Rank 0 has the terminal; what others say is passed on with their name before each line."""
@@ -192,22 +193,32 @@ class _Voice:
         os.set_blocking(descriptor, False)
         self.descriptor, self._prefix = descriptor, prefix.encode()
         self._rest = b""
+        self._is_closed = False
 
     def speak(self) -> bool:
         """Passes on what has come; False: nothing will come any more."""
+        if self._is_closed:
+            return False
         is_open = True
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_READS):
                 more = os.read(self.descriptor, 1 << 16)
-                self._rest += more or (b"\n" if self._rest else b"")
+                self._rest += more
                 if not more:
                     is_open = False
                     break
+        if not is_open and self._rest and not self._rest.endswith(b"\n"):
+            self._rest += b"\n"
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             with contextlib.suppress(OSError):  # a terminal that has gone away ends no rank
                 os.write(2, self._prefix + line + b"\n")
         return is_open
+
+    def close(self) -> None:
+        """Gives the descriptor back; what is said from then on is nothing."""
+        self._is_closed = True
+        os.close(self.descriptor)
 
 
 if __name__ == "__main__":

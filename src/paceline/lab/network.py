@@ -14,9 +14,10 @@ from pathlib import Path
 from paceline.base.errors import UserError
 from paceline.base.parent import die_with_parent
 from paceline.lab.hosts import INTERFACE, Host
-from paceline.lab.system import call, inside, refusal
+from paceline.lab.system import attempt, call, inside, refusal
 
 _BRIDGE = "switch"
+_TCP = Path("/proc/sys/net/ipv4")
 _BURST_S = 0.002  # of the rate, that may leave at once: covers the delay of a timer on a busy machine
 _LEAST_BURST = 4096  # bytes; two frames
 _QUEUE_S = 0.05  # of the rate, that may wait; what comes then is dropped, as by a switch whose buffer is full
@@ -64,11 +65,13 @@ def plug_in(switch: int, host: Host, pid: int) -> None:
 def _control_congestion(pid: int) -> None:
     """Makes the host's TCP share links as most hosts' does, whatever this machine's is: BBR, some images' default,
     drains the link for 200 ms every 10 s to measure it (PROBE_RTT), and steps of equal bytes then differ by 15%."""
-    files = "/proc/sys/net/ipv4/tcp_allowed_congestion_control", "/proc/sys/net/ipv4/tcp_congestion_control"
-    allowed = Path(files[0]).read_text().split()
+    try:
+        allowed = (_TCP / "tcp_allowed_congestion_control").read_text().split()
+    except OSError:  # a kernel, or a container, that leaves nothing to choose
+        return
     name = next((name for name in ("cubic", "reno") if name in allowed), "")
     if name:
-        call(inside(pid, "sh", "-c", f"echo {name} > {files[1]}"), f"TCP's {name}")
+        call(inside(pid, "sh", "-c", f"echo {name} > {_TCP / 'tcp_congestion_control'}"), f"TCP's {name}")
 
 
 def set_rate(switch: int, name: str, pid: int, rate: int | None) -> None:
@@ -76,8 +79,7 @@ def set_rate(switch: int, name: str, pid: int, rate: int | None) -> None:
     ends = ((switch, port_of(name)), (pid, INTERFACE))
     for (holder, device), least_queue in zip(ends, _LEAST_QUEUES, strict=True):
         if rate is None:
-            command = inside(holder, "tc", "qdisc", "del", "dev", device, "root")
-            subprocess.run(command, capture_output=True, check=False)  # fails where it had no rate
+            attempt(inside(holder, "tc", "qdisc", "del", "dev", device, "root"))  # fails where it had no rate
             continue
         burst = max(_LEAST_BURST, round(rate / 8 * _BURST_S))
         queue = max(least_queue, round(rate / 8 * _QUEUE_S)) + burst

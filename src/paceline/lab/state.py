@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace
-from paceline.lab.processors import remove_groups
+from paceline.lab.processors import Controller, remove_groups
 
 FOLDER = Path("/run/paceline-lab")
 
@@ -46,13 +46,13 @@ class State:
 
     @classmethod
     def read(cls) -> "State | None":
-        """Returns what the last lab wrote; None where nothing is left of one."""
+        """Returns what the last lab wrote; None where nothing is left of one, or nothing that can be read."""
         try:
             values = json.loads(_path("state.json").read_text())
-        except (OSError, ValueError):  # killed before it wrote anything
+            values["hosts"] = {name: Living(**living) for name, living in values["hosts"].items()}
+            return cls(**values)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # another version's has other fields
             return None
-        values["hosts"] = {name: Living(**living) for name, living in values["hosts"].items()}
-        return cls(**values)
 
 
 def write_names(addresses: dict[str, str]) -> Path:
@@ -71,13 +71,7 @@ def only_lab() -> Iterator[State]:
 
     What an earlier lab left that was killed is removed first. Raises UserError, naming the pid, where one runs.
     """
-    lock = _lock()
-    if lock is None:
-        state = State.read()
-        raise UserError(
-            f"a lab runs already (pid {state.pid if state else 'unknown'}), and there is one at a time; wait for its "
-            "end, or stop it with Ctrl-C"
-        )
+    lock = _own_lock()
     try:
         _sweep()
         state = State(pid=os.getpid())
@@ -89,17 +83,40 @@ def only_lab() -> Iterator[State]:
         os.close(lock)
 
 
+def clean_up() -> list[Path]:
+    """Removes what a killed lab left, and returns what that was. Raises UserError, naming the pid, where one runs."""
+    lock = _own_lock()
+    try:
+        return _sweep()
+    finally:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        os.close(lock)
+
+
 def running_lab() -> State:
-    """Returns the lab that runs. Raises UserError where none does."""
+    """Returns the lab that runs. Raises UserError where none does, or not all of its hosts are there yet."""
     lock = _lock()
     state = State.read()
     if lock is not None:
-        if state is None:
+        if os.listdir(FOLDER) == ["lock"]:  # which we have just made; what is more than that a later lab looks at
             shutil.rmtree(FOLDER, ignore_errors=True)
         os.close(lock)
-    if lock is not None or state is None or not state.hosts:
+    if lock is None and state is not None and not state.hosts:
+        raise UserError(f"the lab (pid {state.pid}) is still being made; say it again when it has shown its hosts")
+    if lock is not None or state is None:
         raise UserError("no lab runs; start one: paceline lab --hosts 2 -- train --preset tiny")
     return state
+
+
+def _own_lock() -> int:
+    lock = _lock()
+    if lock is None:
+        state = State.read()
+        raise UserError(
+            f"a lab runs already (pid {state.pid if state else 'unknown'}), and there is one at a time; wait for its "
+            "end, or stop it with Ctrl-C"
+        )
+    return lock
 
 
 def _lock() -> int | None:
@@ -121,16 +138,31 @@ def _lock() -> int | None:
         os.close(descriptor)  # it was removed between opening and locking: a lock that nobody else would see
 
 
-def _sweep() -> None:
-    """Removes what no kernel removes when a process ends: cgroups and files. Namespaces and links went with theirs."""
-    state = State.read()
-    if state is not None and state.groups:
-        remove_groups(Path(state.groups))
-    for path in FOLDER.iterdir():
-        if path.is_dir():
-            path.rmdir()  # where hosts mounted something, each for itself alone
-        elif path.name != "lock":
+def _sweep() -> list[Path]:
+    """Removes what no kernel removes when a process ends: cgroups and files. Namespaces and links went with theirs.
+
+    Returns what is gone by that."""
+    files = [path for path in FOLDER.iterdir() if path.name != "lock"]
+    groups = _groups() if files else None  # without a file a lab had made no group yet
+    found = [groups, *files] if groups is not None and groups.exists() else files
+    if groups is not None:
+        remove_groups(groups)
+    for path in files:
+        if path.is_dir() and not path.is_symlink():  # where hosts mounted something, each for itself alone
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
+    return [path for path in found if not path.exists()]
+
+
+def _groups() -> Path | None:
+    """The folder of the last lab's cgroups: the one it noted; where its note cannot be read, the one we would make."""
+    state = State.read()
+    if state is not None:
+        return Path(state.groups) if state.groups else None
+    with contextlib.suppress(UserError, OSError):
+        return Controller.find().top
+    return None
 
 
 def _path(name: str) -> Path:

@@ -36,9 +36,15 @@ def check_machine() -> None:
 
 def call(command: Sequence[str], purpose: str, stdin: str = "") -> None:
     """Runs a tool to its end. Raises UserError with its own words and what it was for, where it fails."""
-    ended = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    ended = attempt(command, stdin)
     if ended.returncode != 0:
         raise UserError(refusal(purpose, ended.stderr))
+
+
+def attempt(command: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a tool to its end, and returns how that was."""
+    # A terminal sends Ctrl-C to all of its foreground: a tool that it ended would look like one that failed.
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, start_new_session=True)
 
 
 def refusal(purpose: str, words: str) -> str:

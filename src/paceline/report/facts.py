@@ -126,6 +126,15 @@ class Summary:
         known = [cost for cost in costs if math.isfinite(cost)]
         return sum(known) if known else math.nan
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some rank had more sequences of a step to compute than another, by the config and the world sizes.
+
+        Micro-batches are dealt out whole, so all have as many only where those of all ranks make up the batch."""
+        batch, micro = (number(self.records.config, f"train.{name}-batch-size") for name in ("global", "device"))
+        sizes = np.unique(self.records.column("world_size"))
+        return any(batch % (micro * size) > 0 for size in sizes[sizes > 1].tolist() if micro > 0)
+
     def label(self, rank: int) -> str:
         """The rank, with its host where that is known."""
         return f"{rank} · {self.hosts[rank]}" if rank < len(self.hosts) else f"{rank}"
@@ -226,8 +235,8 @@ class Summary:
 
     def ranks_text(self) -> str:
         """Whether one rank is slow."""
-        work = self.work_ms[self.steady]
-        work = work[np.isfinite(work).any(axis=1)]
+        chosen = self.steady & np.isfinite(self.work_ms).any(axis=1)
+        work, num_steps = self.work_ms[chosen], self.records.steps_per_row()[chosen]
         if work.shape[1] < 2 or not len(work):
             return "One rank: nobody to wait for."
         slowest_ms, usual_ms = np.nanmax(work, axis=1), lower_median(work)
@@ -238,8 +247,10 @@ class Summary:
         host = f" (host {self.hosts[rank]})" if rank < len(self.hosts) else ""
         who = f"rank {rank}{host}"
         by = f"and then takes {behind:.0%} longer than the median rank" if math.isfinite(behind) else "by no measure"
-        waited_s = units.duration(float(np.nansum(slowest_ms - usual_ms)) / 1e3)
-        cost = f"Were each step's slowest rank as fast as its median one, training would take {waited_s} less."
+        waited = _duration(float(np.nansum((slowest_ms - usual_ms) * num_steps)) / 1e3) or "an unknown time"
+        cost = f"Were each step's slowest rank as fast as its median one, training would take {waited} less."
+        if self.is_uneven:
+            cost += " Some ranks compute more sequences of a step than others, which is a part of that."
         if frac >= _MOSTLY and behind >= _FELT:
             return f"{who[:1].upper()}{who[1:]} was the slowest in {frac:.0%} of the steps, {by}. {cost}"
         return f"No rank is slow throughout: {who} is the slowest most often, in {frac:.0%} of the steps, {by}. {cost}"

@@ -130,7 +130,7 @@
       const isOff = !figure.off.delete(trace.name);
       if (isOff) figure.off.add(trace.name);
       button.setAttribute("aria-pressed", String(!isOff));
-      draw(figure);
+      inTurn(() => draw(figure));
     });
     return button;
   }
@@ -144,6 +144,22 @@
     }
   }
 
+  // One drawing after the other: two at a time would leave each plot in the width of whichever came to it last.
+  let drawing = Promise.resolve();
+  function inTurn(work) {
+    const done = drawing.then(work);
+    drawing = done.catch(() => {});
+    return done;
+  }
+
+  let width = 0; // that all were drawn in
+  async function fit() {
+    for (let tries = 0; tries < 4 && root.clientWidth !== width; tries++) { // it may change while they are drawn
+      width = root.clientWidth;
+      await drawAll();
+    }
+  }
+
   function showRun(index) {
     for (const run of document.querySelectorAll("article.run")) run.hidden = run.dataset.run !== index;
   }
@@ -153,20 +169,16 @@
       const input = event.target;
       if (input.name === "x") {
         chosen.x = input.value;
-        drawAll((figure) => figure.traces.some((trace) => trace.xs));
+        inTurn(() => drawAll((figure) => figure.traces.some((trace) => trace.xs)));
       } else if (input.name === "run") {
         showRun(input.value);
-        drawAll((figure) => figure.id.startsWith(`run${input.value}-`));
+        inTurn(() => drawAll((figure) => figure.id.startsWith(`run${input.value}-`)));
       } else if (input.name?.startsWith("view-")) {
-        drawAll((figure) => input.name === `view-${figure.id}`);
+        inTurn(() => drawAll((figure) => input.name === `view-${figure.id}`));
       }
     });
-    isDark.addEventListener("change", () => drawAll());
-    let width = root.clientWidth;
-    addEventListener("resize", () => {
-      if (root.clientWidth !== width) drawAll(); // a phone's bars come and go: that changes the height alone
-      width = root.clientWidth;
-    });
+    isDark.addEventListener("change", () => inTurn(() => drawAll()));
+    addEventListener("resize", () => inTurn(fit)); // a phone's bars come and go: that changes the height alone
   }
 
   try {
@@ -178,7 +190,7 @@
     document.head.append(script);
     if (!self.Plotly) return fail("this browser did not run them");
     listen();
-    await drawAll();
+    await inTurn(fit);
     root.dataset.drawn = String(Math.round(performance.now()));
   } catch (error) {
     fail(String(error));

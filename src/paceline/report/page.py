@@ -274,12 +274,16 @@ def _loss_table(summary: Summary) -> str:
             [
                 f"{steps[index]:,.0f}",
                 units.count(tokens[index]) if math.isfinite(tokens[index]) else UNKNOWN,
-                units.duration(float(summary.training_s[index])),
+                _duration(float(summary.training_s[index])),
                 _decimal(float(loss[index])),
                 _decimal(validation),
             ]
         )
     return table(["step", "tokens", "training time", "loss", "latest validation"], rows, "")
+
+
+def _duration(seconds: float) -> str:
+    return units.duration(seconds) if math.isfinite(seconds) else UNKNOWN
 
 
 def _decimal(value: float) -> str:

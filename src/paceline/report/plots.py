@@ -237,7 +237,7 @@ def links(summary: Summary, prefix: str) -> Figure:
         ("exposed", traffic.exposed_ms, "var(--exposed)"),
         *((f"computed at {name}", 8e3 * traffic.num_bytes / rate, "var(--muted)") for name, rate in _LINKS),
     ]
-    rows = [row for row in rows if row[1] > 0]
+    rows = [row for row in rows if 0 < row[1] < math.inf]
     trace = {
         "type": "scatter",
         "mode": "markers+text",
@@ -255,7 +255,7 @@ def links(summary: Summary, prefix: str) -> Figure:
         "showlegend": False,
         "cliponaxis": False,
     }
-    low, high = math.log10(min(row[1] for row in rows)), math.log10(max(row[1] for row in rows))
+    low, high = (math.log10(end((ms for _, ms, _ in rows), default=1.0)) for end in (min, max))
     layout = {
         "xaxis": {
             "type": "log",

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.base.errors import UserError
 from paceline.record import folder
 
 Floats = NDArray[np.float64]
@@ -61,15 +62,17 @@ class Records:
         return self.evaluations.get(name, np.full(len(self.evaluations["step"]), np.nan))
 
     def training_s(self) -> Floats:
-        """Returns the seconds of training up to each row: the steps' own times, since no row has a clock in it.
+        """Returns the seconds of training up to each row, by adding up steps: only rows of evaluations have a clock
+        in them (`elapsed_s`), and those may be few."""
+        return np.asarray(np.cumsum(np.nan_to_num(self.column("step_ms")) * self.steps_per_row()) / 1e3)
 
-        With log.every above 1 a row's time stands for the steps that have none."""
-        step_ms = np.nan_to_num(self.column("step_ms"))
-        return np.asarray(np.cumsum(step_ms * np.diff(self.steps["step"], prepend=0)) / 1e3)
+    def steps_per_row(self) -> Floats:
+        """Returns (rows,): the steps that each row stands for; with log.every above 1 also those that have none."""
+        return np.diff(self.steps["step"], prepend=0)
 
 
 def read_run(path: Path) -> Records:
-    """Returns the records of the run in this folder; raises UserError where it is none."""
+    """Returns the records of the run in this folder; raises UserError where it is none, or cannot be read."""
     found = folder.find(path)
     table = _Table()
     for line in _lines(found.metrics):
@@ -174,11 +177,19 @@ def _number(value: Any) -> float:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The whole lines of a file; a last one without its end is being written, or was cut short, and is no row."""
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield line
+    """The whole lines of a file, none where there is no such file; a last one without its end is being written, or was
+    cut short, and is no row. Raises UserError where the file cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}; a report needs it as a file that you may read"
+        ) from None
 
 
 def _row(line: str) -> dict[str, Any] | None:

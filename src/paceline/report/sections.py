@@ -77,6 +77,8 @@ class RunSections:
             "A row a rank, time from left to right. Colour: its own work (data, forward, backward, optimizer) against "
             "the median rank's in the same step; of two ranks the faster one is the measure."
         )
+        if summary.is_uneven:
+            caption += " It is not divided by sequences: a rank that computes more of them shows as slower."
         views = ""
         if num_rows > 1:
             caption += f" A column is the mean, or the maximum, of up to {num_rows} recorded steps."
