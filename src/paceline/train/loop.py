@@ -126,7 +126,7 @@ def _steps(run: Run, stop: StopRequest) -> str | None:
                     lr=lr,
                     max_norm=config.optim.grad_clip,
                 )
-            vote = exchange(run, result, started, stop.reason, lr)
+            vote = exchange(run, result, started, stop, lr)
             run.stopwatch.pause()
             tighten_timeouts(run, time.perf_counter() - started)
             if run.progress.skips_in_row >= config.train.max_skips:

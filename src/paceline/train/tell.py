@@ -10,13 +10,14 @@ from paceline.model import cost
 from paceline.record.console import rate
 from paceline.record.rows import EvalRow, StepRow
 from paceline.train.evaluate import Evaluation, evaluate
+from paceline.train.guard import StopRequest
 from paceline.train.state import Run
 from paceline.train.step import StepResult
 from paceline.train.stragglers import Over
 from paceline.train.trouble import Trouble, flip_a_bit
 
 
-def exchange(run: Run, result: StepResult, started: float, stop_reason: str | None, lr: float) -> str | None:
+def exchange(run: Run, result: StepResult, started: float, stop: StopRequest, lr: float) -> str | None:
     """The step's one small collective: loss, times and votes of all ranks. Returns why to stop, if any rank asks.
 
     Costs 10 float64 numbers a rank. `started` is this rank's clock at the step's beginning.
@@ -24,7 +25,7 @@ def exchange(run: Run, result: StepResult, started: float, stop_reason: str | No
     fault = run.at("exchange")
     if fault == "flip":
         flip_a_bit(next(iter(run.replica.sync.weights().values())))
-    times = result.times
+    times, stop_reason = result.times, stop.reason
     mine = _Exchanged(
         loss_sum=result.loss_sum,
         elapsed_s=run.stopwatch.elapsed_s,
