@@ -26,13 +26,13 @@ from paceline.sync.buckets import backward_order, cut
 from paceline.sync.ddp import BucketedSync
 from paceline.train.scaler import LossScaler
 from paceline.train.step import Replica, dropout_seed, train_step
+from paceline.train.tell import Exchanged
 from paceline.world.device import DeviceClock, choose_dtype
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # train/resolve.py's choice, for a CPU
 _LEAST_RUNS = 2
 _MOST_STEPS = 40
 _LR, _MAX_NORM = 1e-6, 1.0
-_EXCHANGED = 10  # numbers that ranks tell each other at the end of a step (train/tell.py)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Rehearsal:
             result = train_step(
                 replica, loader, self._group, self._clock, _no_fault, step=number, lr=_LR, max_norm=_MAX_NORM
             )
-            self._group.share([0.0] * _EXCHANGED)
+            self._group.share([0.0] * len(Exchanged._fields))
             result.times.add(self._group.take_traffic(), self._clock)
             mine += [result.times.comm_ms / 1e3, result.times.exposed_comm_ms / 1e3, time.perf_counter() - began]
         rows = self._group.share(mine)

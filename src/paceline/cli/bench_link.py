@@ -1,8 +1,6 @@
 """paceline bench link"""
 
 import json
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +8,11 @@ from typing import Annotated
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import base_config, parse
-from paceline.cli.start import without
+from paceline.cli.flags import base_config, parse, with_preset
+from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
-from paceline.world.env import Environment, check_interface, check_master, check_nodes, check_port, check_size, detect
+from paceline.world.env import Environment
 
-_STORE_HOST = "127.0.0.1"  # where --nproc has its ranks meet
 _LEAST_BYTES, _LEAST_BUDGET_S = 4096, 5.0
 
 
@@ -43,25 +40,19 @@ class LinkArguments:
 
 
 def main(arguments: list[str]) -> int:
-    if not any(argument.split("=", 1)[0] in ("--preset", "--config") for argument in arguments):
-        arguments = ["--preset", "demo", *arguments]
+    arguments = with_preset(arguments, "demo")
     parsed = parse(LinkArguments, LinkArguments(settings=base_config(arguments)), arguments, "bench link")
     parsed.settings.check()
     _check(parsed)
-    env, parallel = detect(), parsed.settings.parallel
-    num_ranks = _num_ranks(parsed.nproc, env)
-    check_interface(parallel.interface)
-    check_size(env.world_size if env.is_distributed else num_ranks, parallel.expect_ranks)
-    check_nodes(env)
-    check_master(env, parallel.interface)
-    if env.is_distributed:
+    env, num_ranks = find_world(parsed.nproc, parsed.settings.parallel)
+    if env.is_distributed and env.world_size > 1:
         return _measure(parsed, env)
-    check_port(parallel.port, _STORE_HOST)
-    from paceline.launch.local import start_ranks
-
-    command = (sys.executable, "-m", "paceline", "bench", "link", *without(arguments, "--nproc"))
-    with tempfile.TemporaryDirectory(prefix="paceline-") as nothing:  # a launcher looks where its run has come to
-        return start_ranks(num_ranks, command, Path(nothing), port=parallel.port, interface=parallel.interface)
+    if num_ranks == 1:
+        raise UserError(
+            "bench link measures between ranks, and here is one: `paceline bench link --nproc 2` for two on this "
+            "machine, torchrun for several hosts, `paceline lab --hosts 2 --rate 1gbit -- bench link` to try it"
+        )
+    return start_without_run(num_ranks, ["bench", "link", *arguments], parsed.settings.parallel)
 
 
 def _check(parsed: LinkArguments) -> None:
@@ -77,20 +68,6 @@ def _check(parsed: LinkArguments) -> None:
         from paceline.bench.link_plot import check_plot
 
         check_plot(Path(parsed.plot))
-
-
-def _num_ranks(nproc: str, env: Environment) -> int:
-    """Ranks for this process to start. Raises UserError where there would be nobody to measure with."""
-    if env.is_distributed and nproc != "1":
-        raise UserError(f"--nproc {nproc} inside a world that a launcher made already; give the number to it alone")
-    if not nproc.isdigit() or not 1 <= int(nproc) <= 1024:
-        raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to 1024")
-    if (env.world_size if env.is_distributed else int(nproc)) == 1:
-        raise UserError(
-            "bench link measures between ranks, and here is one: `paceline bench link --nproc 2` for two on this "
-            "machine, torchrun for several hosts, `paceline lab --hosts 2 --rate 1gbit -- bench link` to try it"
-        )
-    return int(nproc)
 
 
 def _measure(parsed: LinkArguments, env: Environment) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import base_config, parse
+from paceline.cli.flags import base_config, parse, with_preset
 from paceline.config import Config
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class ScalingArguments:
 
 
 def main(arguments: list[str]) -> int:
-    if not any(argument.split("=", 1)[0] in ("--preset", "--config") for argument in arguments):
-        arguments = ["--preset", "demo", *arguments]
+    arguments = with_preset(arguments, "demo")
     parsed = parse(ScalingArguments, ScalingArguments(settings=base_config(arguments)), arguments, "bench scaling")
     _check(parsed)
     config = parsed.settings.replace("train", steps=parsed.steps, tokens=0, tokens_per_param=0.0, time_budget=0.0)

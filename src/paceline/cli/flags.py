@@ -63,6 +63,12 @@ def base_config(arguments: Sequence[str]) -> Config:
     return config
 
 
+def with_preset(arguments: Sequence[str], name: str) -> list[str]:
+    """Returns the arguments, with this preset where they name neither one nor a file."""
+    named = any(argument.split("=", 1)[0] in ("--preset", "--config") for argument in arguments)
+    return [*arguments] if named else ["--preset", name, *arguments]
+
+
 def _value_of(name: str, arguments: Sequence[str]) -> str:
     for i, argument in enumerate(arguments):
         if argument == name and i + 1 < len(arguments):

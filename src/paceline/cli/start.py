@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.config import Config, flatten
 from paceline.launch.job import job_name
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
+from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment, check_interface, check_master, check_nodes, check_port, check_size, detect
 
 _MOST_AUTOMATIC_RANKS = 4
@@ -29,16 +31,9 @@ def start(request: Request, nproc: str, max_restarts: int, arguments: list[str])
     Everything that can be refused without starting a process or reading a corpus is refused first.
     """
     config = request.config
-    env = detect()
-    num_ranks = _num_ranks(nproc, max_restarts, env)
-    check_interface(config.parallel.interface)
-    check_size(env.world_size if env.is_distributed else num_ranks, config.parallel.expect_ranks)
-    check_nodes(env)
-    check_master(env, config.parallel.interface)
+    env, num_ranks = find_world(nproc, config.parallel, max_restarts)
     if env.is_distributed:
         die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
-    else:
-        check_port(config.parallel.port, _STORE_HOST)
     from paceline.data.cache import inspect_data  # numpy and the tokenizers' libraries from here on: a quarter second
 
     inspect_data(config.data, config.model.vocab_size)
@@ -73,6 +68,29 @@ def start(request: Request, nproc: str, max_restarts: int, arguments: list[str])
         port=config.parallel.port,
         interface=config.parallel.interface,
     )
+
+
+def find_world(nproc: str, parallel: ParallelConfig, max_restarts: int = 0) -> tuple[Environment, int]:
+    """Returns what the environment says of this process, and how many ranks it is to start; 1 without restarts: it is
+    one itself. Raises UserError for a world that cannot be."""
+    env = detect()
+    num_ranks = _num_ranks(nproc, max_restarts, env)
+    check_interface(parallel.interface)
+    check_size(env.world_size if env.is_distributed else num_ranks, parallel.expect_ranks)
+    check_nodes(env)
+    check_master(env, parallel.interface)
+    if not env.is_distributed:
+        check_port(parallel.port, _STORE_HOST)
+    return env, num_ranks
+
+
+def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelConfig) -> int:
+    """Runs the command line `arguments`, which makes no run folder, as so many local ranks; returns the exit status."""
+    from paceline.launch.local import start_ranks
+
+    command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
+    with tempfile.TemporaryDirectory(prefix="paceline-") as nothing:  # a launcher looks where its run has come to
+        return start_ranks(num_ranks, command, Path(nothing), port=parallel.port, interface=parallel.interface)
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:

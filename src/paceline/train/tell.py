@@ -26,7 +26,7 @@ def exchange(run: Run, result: StepResult, started: float, stop: StopRequest, lr
     if fault == "flip":
         flip_a_bit(next(iter(run.replica.sync.weights().values())))
     times, stop_reason = result.times, stop.reason
-    mine = _Exchanged(
+    mine = Exchanged(
         loss_sum=result.loss_sum,
         elapsed_s=run.stopwatch.elapsed_s,
         asks_to_stop=float(stop_reason is not None),
@@ -38,7 +38,7 @@ def exchange(run: Run, result: StepResult, started: float, stop: StopRequest, lr
         optim_ms=times.optim_ms,
         own_ms=(time.perf_counter() - started) * 1e3,
     )
-    rows = [_Exchanged(*values) for values in run.group.share(list(mine))]
+    rows = [Exchanged(*values) for values in run.group.share(list(mine))]
     step_ms = (time.perf_counter() - started) * 1e3
     times.add(run.group.take_traffic(), run.clock)
     run.somebody_saves = any(theirs.saves for theirs in rows)
@@ -57,7 +57,7 @@ def exchange(run: Run, result: StepResult, started: float, stop: StopRequest, lr
     return f"{stop_reason or 'signal'} on rank {', '.join(voters)}" if voters else None
 
 
-class _Exchanged(NamedTuple):
+class Exchanged(NamedTuple):
     """What a rank tells the others of its step."""
 
     loss_sum: float
@@ -73,7 +73,7 @@ class _Exchanged(NamedTuple):
 
 
 def step_row(
-    run: Run, result: StepResult, rows: list[_Exchanged], step_ms: float, num_tokens: int, lr: float
+    run: Run, result: StepResult, rows: list[Exchanged], step_ms: float, num_tokens: int, lr: float
 ) -> StepRow:
     """Returns the row of the step that ended just now. rows: by rank."""
     times = result.times
