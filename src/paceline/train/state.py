@@ -67,6 +67,7 @@ class Run:
     somebody_saves: bool = False  # a save is under way on some rank, as all ranks know since the last exchange
     timeout_s: float | None = None  # of silence, from the first step on
     owes_a_save: bool = False  # one was due while another was under way
+    saved_at_s: float = 0.0  # training time when the last save was begun
 
     def __post_init__(self) -> None:
         self.group = self.world.group
