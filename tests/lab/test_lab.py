@@ -236,6 +236,20 @@ def test_a_link_keeps_its_rate_and_changes_while_it_is_used(tmp_path: Path) -> N
 
 
 @pytest.mark.long
+def test_each_of_four_hosts_has_the_link_that_was_asked_for_it(tmp_path: Path) -> None:
+    rates = {"b": 20e6, "c": 50e6, "d": 100e6}
+    asked = ("--hosts", "4", "--rate", "unlimited,20mbit,50mbit,100mbit")
+    with running(*asked, "--", "exec", *GUEST, "flow", str(tmp_path), "60") as program:
+        flow, remains = Flow(tmp_path, program), Remains()
+        program.wait_for(lambda: all(flow.rows(sender) for sender in rates), 10)
+        for sender, rate in rates.items():  # while the others send, too
+            flow.settles_at(sender, rate)
+        program.process.send_signal(signal.SIGINT)
+        program.wait(20).require(130)
+    remains.require_nothing()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("rate", ["10mbit", "1gbit"])
 def test_hosts_that_send_to_one_share_its_link(tmp_path: Path, rate: str) -> None:
     bits = {"10mbit": 10e6, "1gbit": 1e9}[rate]
