@@ -1,9 +1,9 @@
-# make setup | train | test | test-long | check        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
+# make setup | train | test | test-long | check | docs        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-long check clean
+.PHONY: setup train test test-long check docs clean
 
 setup: $(VENV)/installed
 
@@ -29,5 +29,9 @@ check: setup  ## lint, format, types, import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: setup  ## the documentation as a site, in site/; a warning, or a link to nothing, is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(VENV) build dist site *.egg-info src/*.egg-info

@@ -82,6 +82,7 @@ def assert_one_message(ended: Ended) -> None:
         ((*TRAIN, "--model.n-positions", "32"), ("data.seq-len is 64", "model.n-positions 32")),
         ((*TRAIN, "--model.dropout", "1.5"), ("model.dropout is 1.5",)),
         ((*TRAIN, "--optim.lr", "nan"), ("optim.lr is nan",)),
+        ((*TRAIN, "--optim.lr", "0.1", "--optim.weight-decay", "10"), ("0.1 times a weight decay of 10",)),
         ((*TRAIN, "--data.path", "missing"), ("data.path missing does not exist",)),
         ((*TRAIN, "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'", "it has:", "lo")),
         ((*TRAIN, "--nproc", "2", "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'",)),

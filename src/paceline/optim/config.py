@@ -62,6 +62,19 @@ class OptimConfig:
             if not (math.isfinite(value) and least <= value <= most):
                 limit = f"between {least} and {most}" if math.isfinite(most) else f"at least {least}"
                 raise UserError(f"optim.{name} is {value}; it must be {limit}")
+        if not self.scale_with_batch:
+            require_some_left(self.lr, self.weight_decay)
+
+
+def require_some_left(lr: float, weight_decay: float) -> None:
+    """Raises UserError where decay alone takes all of a weight away in a step, as in a short run that was scaled to the
+    horizon of a long one."""
+    if lr * weight_decay >= 1.0:
+        raise UserError(
+            f"a learning rate of {lr:.3g} times a weight decay of {weight_decay:.3g} is at least 1, which takes all of "
+            "a weight away in each step: lower --optim.weight-decay, or say --optim.no-scale-with-batch",
+            reach="world",
+        )
 
 
 def scaled_with_batch(config: OptimConfig, batch_tokens: int, total_tokens: float | None) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from paceline.data.blend import Blend
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
 from paceline.model.config import ModelConfig
-from paceline.optim.config import scaled_with_batch
+from paceline.optim.config import require_some_left, scaled_with_batch
 from paceline.world.device import choose_dtype
 from paceline.world.runtime import World
 
@@ -62,6 +62,8 @@ def resolve_model(config: Config, blend: Blend) -> ModelConfig:
 def resolve(config: Config, blend: Blend, world: World) -> Settings:
     """Returns the settings that all ranks come to by themselves: they depend on nothing that differs between ranks.
 
+    Raises UserError, alike on all, where weight decay would take away more than there is.
+
     (The micro-batch may depend on the memory of rank 0's device; the caller makes ranks agree on the config first.)
     """
     choices = _choices_of(world, config)
@@ -86,6 +88,7 @@ def resolve(config: Config, blend: Blend, world: World) -> Settings:
                 "--optim.no-scale-with-batch",
             )
         )
+        require_some_left(lr, decay)
     config = config.replace("train", global_batch_size=batch, global_batch_tokens=0, dtype=_name(dtype))
     return Settings(
         config=config,
