@@ -97,27 +97,31 @@ def receive(
     wanted: Iterable[Slice],
     shapes: Shapes,
     everyone_sees: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[Slice, torch.Tensor]:
-    """Returns what `read_slices` does, float32, on each rank what it wants. Collective.
+    """Returns what `read_slices` does, on each rank what it wants. Collective.
 
     Where not `everyone_sees` the folder, rank 0 reads tensor by tensor and broadcasts each: costs the kind's bytes.
     Raises the first rank's ValueError on all.
     """
     items = list(wanted)
-    misfits = group.share_text(misfit(manifest, kind, items, shapes, torch.float32) or "")
+    misfits = group.share_text(misfit(manifest, kind, items, shapes, dtype) or "")
     if problem := next(filter(None, misfits), None):
         raise ValueError(problem)
     places = mf.stored(manifest, kind)
     if everyone_sees:
-        return _read(folder, places, items, torch.float32)
+        return _read(folder, places, items, dtype)
     device = group.device if isinstance(group, DistributedGroup) else torch.device("cpu")
-    found = {item: torch.empty(item.num_elements) for item in items}
-    for name, (shape, _) in mf.tensors(manifest, kind).items():
+    found = {item: torch.empty(item.num_elements, dtype=dtype) for item in items}
+    specs = mf.tensors(manifest, kind)
+    for name, (shape, stored_dtype) in specs.items():
+        if stored_dtype != dtype:
+            continue
         whole = Slice(name, 0, math.prod(shape))
         if group.rank == 0:
-            tensor = _read(folder, places, [whole], torch.float32)[whole].to(device)
+            tensor = _read(folder, places, [whole], dtype)[whole].to(device)
         else:
-            tensor = torch.empty(whole.num_elements, device=device)
+            tensor = torch.empty(whole.num_elements, dtype=dtype, device=device)
         group.broadcast(tensor)
         for item in items:
             if item.name == name:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from paceline.base.errors import UserError
 from paceline.data.dataset import Dataset
 from paceline.data.mixture import Mixture
-from paceline.data.sequences import PackedRows, Part, Sequences, Windows, ensure_packing
+from paceline.data.sequences import PackedRows, Part, Sequences, ensure_packing
+from paceline.data.stream import Windows
 from paceline.data.tokenizer import Tokenizer
 
 

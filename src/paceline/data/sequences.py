@@ -1,8 +1,8 @@
 """What a training or validation sequence is: T+1 tokens of a data set, and which one stands at a place of the run.
 
-Two kinds. `Windows` are cut from the stream as it stands, T tokens apart: every token is seen, wherever documents begin
-and end. `PackedRows` begin with a document and are filled with the beginnings of others (see packing.py): every token
-sees its document from the start, and what did not fit is never seen.
+Two kinds. `Windows` (stream.py) are cut from the stream as it stands, T tokens apart: every token is seen, wherever
+documents begin and end. `PackedRows` begin with a document and are filled with the beginnings of others (packing.py):
+every token sees its document from the start, and what did not fit is never seen.
 """
 
 import os
@@ -35,21 +35,6 @@ class Part(Protocol):
 
     def read(self, ids: Sequence[int]) -> Tokens:
         """Returns (len(ids), T+1) tokens as stored; reads no others."""
-
-
-class Windows:
-    """Sequence i is the tokens i*T .. i*T+T of a stream."""
-
-    def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        """Raises UserError where the stream is shorter than one."""
-        self.num_sequences = stream.num_sequences(seq_len)
-        self._stream, self._seq_len = stream, seq_len
-
-    def read(self, ids: Sequence[int]) -> Tokens:
-        """Returns (len(ids), T+1) tokens as stored."""
-        length = self._seq_len + 1
-        starts = [i * self._seq_len for i in ids]
-        return self._stream.gather(starts, [length] * len(starts)).reshape(len(starts), length)
 
 
 class PackedRows:

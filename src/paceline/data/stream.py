@@ -203,6 +203,10 @@ class TokenStream:
             )
         return found
 
+    def windows(self, seq_len: int) -> "Windows":
+        """Returns the sequences of seq_len tokens, as a data set with a length and an item for each number."""
+        return Windows(self, seq_len)
+
     def read(self, start: int, count: int) -> Int64s:
         """Returns the tokens start..start+count-1, (count,) int64; see `gather`."""
         return self.gather([start], [count]).astype(np.int64)
@@ -243,6 +247,31 @@ class TokenStream:
         number = bisect_right(self._starts, position) - 1
         offset = position - self._starts[number]
         raise UserError(wrong_id(self.shards[number], offset, self.vocab_size))
+
+
+class Windows:
+    """Sequence i is the tokens i*T .. i*T+T of a stream."""
+
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        """Raises UserError where the stream is shorter than one."""
+        self.num_sequences = stream.num_sequences(seq_len)
+        self._stream, self._seq_len = stream, seq_len
+
+    def read(self, ids: Sequence[int]) -> Tokens:
+        """Returns (len(ids), T+1) tokens as stored."""
+        length = self._seq_len + 1
+        starts = [i * self._seq_len for i in ids]
+        return self._stream.gather(starts, [length] * len(starts)).reshape(len(starts), length)
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, i: int) -> tuple[Int64s, Int64s]:
+        """Returns sequence i's tokens and targets, (T,) int64 both, for whoever draws one at a time."""
+        if not 0 <= i < self.num_sequences:
+            raise IndexError(f"sequence {i} of {self.num_sequences}")
+        row = self.read([i])[0].astype(np.int64)
+        return row[:-1], row[1:]
 
 
 def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:

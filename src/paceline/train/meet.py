@@ -1,16 +1,14 @@
 """How ranks become one run: the same facts on all of them, one folder, equal replicas."""
 
 import dataclasses
-import secrets
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.base.errors import EXIT_FAILED, UserError
-from paceline.base.files import write_synced
 from paceline.base.status import note_status
 from paceline.checkpoint.manifest import list_steps
-from paceline.checkpoint.save import Saver
+from paceline.checkpoint.seers import open_saver, who_sees
 from paceline.config import Config, to_toml
 from paceline.data.blend import Blend
 from paceline.data.loader import FixedBatches, Loader
@@ -30,11 +28,8 @@ from paceline.train.scaler import LossScaler
 from paceline.train.state import Run
 from paceline.train.step import Replica, dropout_seed
 from paceline.world.device import peak_flops
-from paceline.world.group import SideChannel
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
-
-_TOKEN = ".seen"  # written by rank 0 while ranks meet: who reads it sees the same folder
 
 
 def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
@@ -67,7 +62,15 @@ def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
         folder=folder,
         console=console,
         replica=replica,
-        saver=make_saver(settings.config, world, opened),
+        saver=open_saver(
+            world.group,
+            folder.checkpoints,
+            settings.config.checkpoint,
+            seers,
+            opened.token,
+            owns_alone=settings.config.parallel.strategy in ("zero", "fsdp"),
+            before_publishing=folder.sync,
+        ),
         watchdog=make_watchdog(settings.config, world, folder, console),
         shapes={name: tuple(parameter.shape) for name, parameter in replica.model.named_parameters()},
         writer=seers.index(world.rank) if world.rank in seers else None,
@@ -106,10 +109,8 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
             folder.lock(request.job)
             if not goes_on:  # which may yet turn out to be of other data: the folder stays as it was until then
                 folder.write_setup(to_toml(config), blend.tokenizer_json)
-            answer = {"path": str(path), "token": secrets.token_hex(8)}
-            answer |= {"goes_on": request.goes_on, "resume_step": request.resume_step}
+            answer = {"path": str(path), "goes_on": request.goes_on, "resume_step": request.resume_step}
             answer["begins"] = not list_steps(folder.checkpoints)
-            write_synced(folder.path / _TOKEN, answer["token"].encode(), 0o600)
         except UserError as error:
             answer = {"error": str(error)}
         except OSError as error:
@@ -121,13 +122,9 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
             folder.write_setup(to_toml(config), blend.tokenizer_json)
-    token = folder.path / _TOKEN
-    sees = token.exists() and token.read_text() == answer["token"]
-    seers = [rank for rank, row in enumerate(world.group.share_integers([int(sees)])) if row[0]]
-    if world.is_main:
-        token.unlink()
+    seers, token = who_sees(world.group, folder.path)
     request = dataclasses.replace(request, goes_on=answer["goes_on"], resume_step=answer["resume_step"])
-    return Opened(folder, request, seers, answer["token"], answer["begins"])
+    return Opened(folder, request, seers, token, answer["begins"])
 
 
 def make_watchdog(config: Config, world: World, folder: RunFolder, console: Console) -> Watchdog:
@@ -150,24 +147,6 @@ def make_watchdog(config: Config, world: World, folder: RunFolder, console: Cons
         waiting_for=lambda: world.group.waiting_for,
         on_verdict=tell,
         log=console.log_file,
-    )
-
-
-def make_saver(config: Config, world: World, opened: Opened) -> Saver:
-    """Returns this rank's part in saving: it writes where it sees the folder; else what it alone owns is sent to rank
-    0, through a channel of its own. Collective."""
-    blind = [rank for rank in range(world.world_size) if rank not in opened.seers]
-    owns_alone = config.parallel.strategy in ("zero", "fsdp")
-    relay = SideChannel() if blind and owns_alone else None
-    return Saver(
-        opened.folder.checkpoints,
-        config.checkpoint,
-        opened.seers.index(world.rank) if world.rank in opened.seers else None,
-        len(opened.seers),
-        token=opened.token,
-        relay=relay,
-        relayed=blind if relay else (),
-        before_publishing=opened.folder.sync,
     )
 
 

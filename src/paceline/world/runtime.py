@@ -3,13 +3,14 @@
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
+from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
 from paceline.world.env import Environment, Torchrun, check_interface, check_master, check_nodes, check_size
@@ -33,18 +35,33 @@ class World:
     """Where this process computes and with whom."""
 
     rank: int
+    """This process's number, from 0."""
     world_size: int
+    """Processes in the world."""
     local_rank: int
+    """This process's number on its host."""
     local_world_size: int
+    """Processes of the world on this host."""
     device: torch.device
-    backend: str  # "gloo", "nccl", or "none" for one process without a launcher
+    """Where this rank computes."""
+    backend: str
+    """`gloo`, `nccl`, or `none` for one process without a launcher."""
     threads: int
+    """CPU threads of this rank."""
     threads_reason: str
+    """Why so many."""
     group: Group
-    peers: tuple[Peer, ...]  # the processes, by rank
-    generation: str  # random, of this life of the world; empty for one process without a launcher
-    store: Store | None  # keys that all ranks of this life see and no others; None for one process without a launcher
-    warnings: tuple[str, ...]  # what is wrong with the hosts, and does not stop a run
+    """The one door to the other ranks."""
+    peers: tuple[Peer, ...]
+    """The processes, by rank."""
+    generation: str
+    """Random, of this life of the world; empty for one process without a launcher."""
+    store: Store | None
+    """Keys that all ranks of this life see and no others; None for one process without a launcher."""
+    warnings: tuple[str, ...]
+    """What is wrong with the hosts, and does not stop a run."""
+    calls: Calls = field(default_factory=Calls)
+    """Of a script: its collective verbs, for the watchdog."""
 
     @property
     def is_main(self) -> bool:
@@ -55,6 +72,29 @@ class World:
     def backend_text(self) -> str:
         """The backend for people."""
         return "no process group" if self.backend == "none" else f"backend {self.backend}"
+
+    def say(self, *values: object) -> None:
+        """Prints on rank 0, at once; on the others nothing."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def total(self, value: float) -> float:
+        """Returns the sum of the ranks' values, the same float64 on all. Collective."""
+        self.calls.note("World.total")
+        return math.fsum(row[0] for row in self.group.share([float(value)]))
+
+    def mean(self, value: float, weight: float = 1.0) -> float:
+        """Returns the mean of the ranks' values, each counted by its weight: how many samples or tokens it is a mean
+        of itself. A rank of weight 0 takes part and counts for nothing; nan where all weigh nothing. Collective."""
+        self.calls.note("World.mean")
+        rows = self.group.share([float(value) if weight else 0.0, float(weight)])
+        total = math.fsum(row[1] for row in rows)
+        return math.fsum(row[0] * row[1] for row in rows) / total if total else math.nan
+
+    def gather(self, value: float) -> list[float]:
+        """Returns the ranks' values, by rank, on all. Collective."""
+        self.calls.note("World.gather")
+        return [row[0] for row in self.group.share([float(value)])]
 
 
 @contextmanager

@@ -18,6 +18,9 @@ store, where an answer may never come; the other, the judge, never waits for it.
     5. ranks that wait in another collective than most others   (their order is mixed up)
     6. nobody: all wait in the same one                         (the network between them)
 
+A script's ranks also tell the last verbs that they called (`calls.py`). Where one called another verb than the rest,
+nothing can come of waiting: that ends the job as soon as it is known, some beats after the first rank stands still.
+
 A rank that comes on, however slowly, is never to blame; while one does, nothing is ended here. No clocks of two hosts
 are compared: the age of a word is how long this rank, awake, has read it unchanged. What a process sleeps through,
 stopped or together with its laptop, counts for nothing.
@@ -41,6 +44,7 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.base.errors import EXIT_FAILED, PacelineError
+from paceline.world.calls import LEAVE, Calls, first_difference
 from paceline.world.join import Peer
 
 _FRAMES = 12  # of a stack: from a kernel to the training loop
@@ -65,6 +69,7 @@ class Note:
     waits_for: str | None  # the collective in which it waits
     stack: list[str]  # of its main thread, innermost first
     error: str  # with which it ended
+    calls: list[tuple[int, str, str]]  # a script's last verbs
 
     @property
     def where(self) -> str:
@@ -106,10 +111,12 @@ class Watchdog:
         waiting_for: Callable[[], str | None],
         on_verdict: Callable[[Verdict], None],
         log: IO[str] | None = None,
+        calls: Calls | None = None,
     ):
         """peers: all ranks in their order; store: the world's, None in a world of one, which can stand still as well.
         timeout_s: how long a rank may make no progress (inf: for ever); may be set at any time. waiting_for says
-        in which collective the watched thread stands, if in one.
+        in which collective the watched thread stands, if in one. calls: of a script, which may take its time: there
+        only who waits for others counts as making no progress.
 
         From then to the end of all ranks it takes two seconds at most. In every rank that lives `log` gets the stacks
         of all threads, and on_verdict, in another thread, has half a second to say and write what there is; ranks to
@@ -118,6 +125,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._me, self._peers = rank, peers
         self._waiting_for, self._on_verdict, self._log = waiting_for, on_verdict, log
+        self._calls = calls
         self._clock = _AwakeClock()
         self._place = ("start", 0)
         self._seen: tuple[object, str | None, float] = (None, None, 0.0)  # by the judge: place, wait, since when
@@ -166,7 +174,7 @@ class Watchdog:
         found: Verdict | None = None
         while found is None and time.monotonic() < deadline:
             self._obey()
-            found = self._verdict(self._gone())
+            found = self._verdict(self._gone() or self._mixed_up())
             time.sleep(self._beat_s / 20)
         if found is None:
             found = self._verdict(self._who(1.9 * self._beat_s, 0.5 * self.timeout_s))
@@ -189,11 +197,17 @@ class Watchdog:
                 self._line.keep_time(self._beat_s)
                 self._line.listens = self._state != "runs" or still_s > 3 * self._beat_s
                 self._obey()
-            if still_s > self.timeout_s and self._state == "runs":
+            if self._line is not None and self._line.listens and self._calls is not None and wait is not None:
+                self._end_if(self._mixed_up())
+            is_judged = self._state == "runs" and (self._calls is None or wait is not None)
+            if still_s > self.timeout_s and is_judged:
                 # Half of it: what others do is known some beats late, and a rank that came on since is not to blame.
-                found = self._verdict(self._who(0.5 * self.timeout_s, 0.5 * self.timeout_s))
-                if found is not None:
-                    self._end(self._line.agree(found) if self._line is not None else found)
+                self._end_if(self._who(0.5 * self.timeout_s, 0.5 * self.timeout_s))
+
+    def _end_if(self, blame: "_Blame") -> None:
+        found = self._verdict(blame)
+        if found is not None:
+            self._end(self._line.agree(found) if self._line is not None else found)
 
     def _obey(self) -> None:
         """Ends this process where a rank has put a verdict."""
@@ -222,6 +236,7 @@ class Watchdog:
         """The first of the answers that there is; ranks are silent or stand still from so many seconds on."""
         return (
             self._gone()
+            or self._mixed_up()
             or self._unanswered(silent_s)
             or self._silent(silent_s)
             or self._stuck(still_s)
@@ -247,6 +262,17 @@ class Watchdog:
             elif (note is None or note.state == "runs") and self._is_here(peer) and not peer.is_alive:
                 found.append((peer.rank, f"{peer.shown} is gone{_last_seen(note)}"))
         return found
+
+    def _mixed_up(self) -> "_Blame":
+        """Ranks of a script that called other verbs than the rest; all of them, and no one's fault, where none has a
+        majority."""
+        notes = dict(self._notes())
+        found = first_difference([notes[rank].calls if rank in notes else [] for rank in range(len(self._peers))])
+        if found is None:
+            return []
+        number, called = found
+        told: _Blame = [(None, f"{self._peers[rank].shown} {_called(*call)}") for rank, call in called.items()]
+        return [(None, f"ranks called different verbs, and would wait for each other for ever (call {number})"), *told]
 
     def _unanswered(self, silent_s: float) -> "_Blame":
         """The store, and who is stopped on this host: perhaps the rank that holds it."""
@@ -303,6 +329,9 @@ class Watchdog:
     def _note(self, number: int = 0) -> Note:
         """This rank's word, now."""
         section, step = self._place
+        calls = self._calls.last() if self._calls is not None else []
+        if calls:
+            section = " at ".join(calls[-1][1:])
         frames = list(_frames(sys._current_frames().get(self._thread)))
         # Collectives that torch begins by itself, as fully_shard does, tell nobody.
         is_in_torch = any("/torch/distributed/" in frame.f_code.co_filename for frame in frames[:3])
@@ -315,6 +344,7 @@ class Watchdog:
             waits_for=self._waiting_for() or ("a collective of torch's" if is_in_torch else None),
             stack=_shown(frames),
             error=self._error,
+            calls=calls,
         )
 
     def _notes(self) -> Iterator[tuple[int, Note]]:
@@ -446,6 +476,10 @@ class _AwakeClock:
             last, self._last = self._last, time.monotonic()
             self._awake_s += min(self._last - last, _LONGEST_GAP_S)
             return self._awake_s
+
+
+def _called(verb: str, where: str) -> str:
+    return f"came to {where}" if verb == LEAVE else f"called {verb} at {where}"
 
 
 def _how_it_ended(error: BaseException | None) -> tuple[State, str]:

@@ -1,0 +1,164 @@
+"""The examples, run as a reader runs them: each alone, and under torchrun on two and three ranks.
+
+What the guide shows of them is compared with the files, so it cannot drift: its diffs are theirs.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from program import Ended, Program
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, GUIDE = ROOT / "examples", ROOT / "docs" / "guide" / "your-model.md"
+PAIRS = ["toy", "gpt"]
+MOST_LINES = 10  # that differ between before.py and after.py
+
+
+def start(script: Path, *arguments: str, ranks: int = 0, cwd: Path, **env: str) -> Program:
+    """Starts a script; with `ranks` under torchrun."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
+    cwd.mkdir(exist_ok=True)
+    return Program(
+        str(script), *arguments, command=(sys.executable, *torchrun), cwd=cwd, env={**env, "CUDA_VISIBLE_DEVICES": ""}
+    )
+
+
+def together(folder: Path, *runs: tuple[Path, int], **env: str) -> list[Ended]:
+    """Returns how scripts ended that ran at once, each in a folder of its own."""
+    with contextlib.ExitStack() as stack:
+        programs = [
+            stack.enter_context(start(script, ranks=ranks, cwd=folder / f"{script.stem}-{ranks}", **env))
+            for script, ranks in runs
+        ]
+        return [program.wait().require() for program in programs]
+
+
+def numbers(ended: Ended, *names: str) -> list[float]:
+    """Returns the numbers that follow these words, in the order of the output."""
+    return [float(number) for number in re.findall(rf"(?:{'|'.join(names)}) ([\d.]+)", ended.out)]
+
+
+def source(name: str, which: str) -> list[str]:
+    return (EXAMPLES / name / f"{which}.py").read_text().splitlines()
+
+
+# ---- what is said of them ----
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_it_takes_is_ten_lines(name: str) -> None:
+    before, after = ([line for line in source(name, which) if line.strip()] for which in ("before", "after"))
+    changes = [
+        code for code in difflib.SequenceMatcher(a=before, b=after, autojunk=False).get_opcodes() if code[0] != "equal"
+    ]
+    num_changed = sum(max(to - begin, new_to - new_begin) for _, begin, to, new_begin, new_to in changes)
+    assert 0 < num_changed <= MOST_LINES  # a line put in another's place is one
+
+
+def shown(name: str) -> str:
+    """Returns the diff of an example as the guide shows it."""
+    lines = difflib.unified_diff(source(name, "before"), source(name, "after"), n=1, lineterm="")
+    return "\n".join(re.sub("^@@ .*", "@@", line) for line in list(lines)[2:])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_guide_shows_the_diff_of_the_files(name: str) -> None:
+    blocks = re.findall(rf"```diff title=\"examples/{name}\"\n(.*?)\n```", GUIDE.read_text(), flags=re.DOTALL)
+    assert blocks == [shown(name)], f"it is now\n{shown(name)}"
+
+
+# ---- the same curve ----
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "words", "env", "num_losses"),
+    [("toy", ["loss"], {}, 100), ("gpt", ["training", "validation"], {"STEPS": "16", "EVAL_EVERY": "4"}, 8)],
+    ids=PAIRS,
+)
+def test_the_script_of_before_and_any_number_of_ranks_give_one_curve(
+    name: str, words: list[str], env: dict[str, str], num_losses: int, tmp_path: Path
+) -> None:
+    before, after = EXAMPLES / name / "before.py", EXAMPLES / name / "after.py"
+    ended = together(tmp_path, (before, 0), (after, 0), (after, 2), (after, 3), **env)
+    alone, one, two, three = (numbers(each, *words) for each in ended)
+    assert len(alone) == num_losses
+    assert alone[-1] < 0.85 * alone[0]  # it learns
+    assert one == pytest.approx(alone, abs=1e-5)
+    assert two == pytest.approx(alone, abs=1e-4)
+    assert three == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.long
+def test_a_time_budget_ends_all_ranks_at_one_step_and_another_number_of_them_goes_on(tmp_path: Path) -> None:
+    script, text = EXAMPLES / "gpt" / "after.py", tmp_path / "text"
+    text.write_text("to be or not to be " * 500)
+    with start(script, str(text), ranks=2, cwd=tmp_path, TIME_BUDGET="1.5", EVAL_EVERY="1000") as program:
+        steps = numbers(program.wait().require(), "^step")
+    assert len(steps) == 1
+    with start(script, str(text), cwd=tmp_path, TIME_BUDGET="1.5", EVAL_EVERY="1000") as program:
+        ended = program.wait().require()
+    assert f"restored step {steps[0]:.0f} " in ended.out
+    assert not numbers(ended, "^step")  # the time was over
+
+
+@pytest.mark.long
+def test_images_are_learnt_alike_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ("--no-augment", "--images", "600", "--batch-size", "20", "--epochs", "1")
+    with contextlib.ExitStack() as stack:
+        programs = [
+            stack.enter_context(start(EXAMPLES / "images" / "train.py", *arguments, ranks=ranks, cwd=tmp_path))
+            for ranks in (0, 2)
+        ]
+        ended = [program.wait().require() for program in programs]
+    one, two = (numbers(each, "loss", "accuracy") for each in ended)
+    assert len(one) == 4  # three of loss, one of accuracy
+    assert two == pytest.approx(one, abs=1e-4)
+    assert "warning" not in (ended[0].err + ended[1].err).lower().replace("warnings.warn", "")
+
+
+# ---- killed, stopped, gone on with ----
+
+
+@pytest.mark.long
+def test_a_fine_tuning_that_is_stopped_and_killed_and_goes_on_ends_as_if_nothing_was(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import GPT2LMHeadModel
+
+    script, steps = EXAMPLES / "finetune" / "train.py", 40
+    arguments = ("--steps", str(steps), "--save-every", "4", "--out")
+
+    def is_saved(number: int) -> bool:
+        return any(int(path.name[-8:]) >= number for path in tmp_path.glob("parts/checkpoints/step-*[0-9]"))
+
+    with (
+        start(script, *arguments, "whole", cwd=tmp_path) as undisturbed,
+        start(script, *arguments, "parts", cwd=tmp_path) as stopped,
+    ):
+        stopped.wait_for(lambda: is_saved(4))
+        os.kill(stopped.pid, signal.SIGTERM)
+        assert "stopped by SIGTERM" in stopped.wait().require(75).out
+        whole = numbers(undisturbed.wait().require(), "loss")
+    assert len(whole) == steps
+    with start(script, *arguments, "parts", ranks=2, cwd=tmp_path) as killed:
+        killed.wait_for(lambda: is_saved(16))
+        killed.kill_all()
+    with start(script, *arguments, "parts", cwd=tmp_path) as program:
+        ended = program.wait().require()
+    losses = numbers(ended, "loss")
+    assert 0 < len(losses) <= steps - 16
+    assert losses == pytest.approx(whole[-len(losses) :], abs=1e-4)
+
+    weights, wanted = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("parts", "whole"))
+    assert weights.keys() == wanted.keys()
+    assert all(torch.allclose(weights[name], wanted[name], atol=1e-4) for name in wanted)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "parts" / "model")
+    assert torch.equal(model.transformer.wte.weight, weights["transformer.wte.weight"])
+    assert model.lm_head.weight is model.transformer.wte.weight

@@ -1,0 +1,71 @@
+"""Verbs are compared by their number, and lines named are the script's."""
+
+import _thread
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.base.errors import UserError
+from paceline.world.calls import Calls, caller, first_difference, place
+
+VERBS = st.sampled_from(["step", "mean", "save"])
+
+
+@given(st.lists(st.tuples(VERBS, st.integers(1, 4)), max_size=30), st.data())
+def test_ranks_that_call_alike_never_differ_however_far_apart_they_are(
+    verbs: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    """Also where their lines differ, as in two branches of an `if`."""
+    reached = data.draw(st.lists(st.integers(0, len(verbs)), min_size=2, max_size=5))
+    noted = [[(n + 1, verb, f"train.py:{line * rank}") for n, (verb, line) in enumerate(verbs)][:stop][-8:]
+             for rank, stop in enumerate(reached)]  # fmt: skip
+    assert first_difference(noted) is None
+
+
+@given(st.lists(VERBS, min_size=1, max_size=8), st.data())
+def test_the_first_difference_is_found_with_what_each_rank_called(verbs: list[str], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(verbs) - 1))
+    odd = data.draw(st.integers(0, 2))
+    lists = [list(enumerate(verbs, 1)) for _ in range(3)]
+    lists[odd] = [*lists[odd][:at], (at + 1, "leave")]
+    found = first_difference([[(n, verb, f"rank{r}.py:{n}") for n, verb in known] for r, known in enumerate(lists)])
+    assert found is not None
+    number, called = found
+    assert number == at + 1
+    assert called == {
+        rank: ("leave" if rank == odd else verbs[at], f"rank{rank}.py:{number}") for rank in range(3)
+    }  # fmt: skip
+
+
+def test_the_last_eight_are_kept_with_their_lines() -> None:
+    calls = Calls()
+    for _ in range(20):
+        calls.note("step")
+    assert [number for number, _, _ in calls.last()] == list(range(13, 21))
+    assert {(verb, where.split(":")[0]) for _, verb, where in calls.last()} == {("step", "test_calls.py")}
+
+
+def test_a_verb_while_gradients_travel_is_refused_with_its_line() -> None:
+    calls, replica = Calls(), object()
+    calls.note("Replica.step", replica)
+    calls.travelling = replica
+    with pytest.raises(UserError, match=r"test_calls.py:\d+: World.mean was called between"):
+        calls.note("World.mean")
+    calls.note("Replica.step", replica)
+    assert [verb for _, verb, _ in calls.last()] == ["Replica.step", "Replica.step"]
+
+
+def test_a_thread_without_frames_of_the_script_names_the_main_threads_line() -> None:
+    """On GPUs autograd runs hooks in threads of its own."""
+    seen: list[str] = []
+    done = threading.Lock()
+    done.acquire()
+    source = "def run():\n    seen.append(place())\n    done.release()"
+    names: dict[str, Any] = {"seen": seen, "place": place, "done": done}
+    exec(compile(source, caller.__code__.co_filename, "exec"), names)  # its frame is as if in this package
+    _thread.start_new_thread(names["run"], ())
+    done.acquire()
+    assert seen[0] != "the end of its script"
