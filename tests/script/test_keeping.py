@@ -332,6 +332,37 @@ def test_a_folder_in_use_is_refused(world: World, tmp_path: Path) -> None:
         process.kill()
 
 
+def test_what_was_restored_from_one_folder_is_saved_in_another(world: World, tmp_path: Path) -> None:
+    first = Script(world, "adamw", "ddp")
+    first.train()
+    first.replica.save(tmp_path / "pretrained", **first.state)
+    first.replica._keeper._finish()
+    del first.replica._keeper._lock
+    second = Script(world, "adamw", "ddp")
+    second.replica.restore(tmp_path / "pretrained", **second.state)
+    second.replica.save(tmp_path / "tuned")
+    third = Script(world, "adamw", "ddp")
+    assert third.replica.restore(tmp_path / "pretrained") is not None, "nobody writes there any more"
+    with pytest.raises(UserError, match=r"keeps its checkpoints in .*/tuned, not in .*/pretrained"):
+        second.replica.save(tmp_path / "pretrained")
+
+
+def test_a_model_of_double_precision_is_trained_and_kept(world: World, tmp_path: Path) -> None:
+    net = nn.Linear(3, 2).double()
+    replica = Replica(net, torch.optim.AdamW(net.parameters(), lr=0.1), world)
+    replica.backward(net(torch.ones(4, 3, dtype=torch.float64)).square().mean())
+    assert replica.step(max_norm=1.0).grad_norm > 0
+    replica.save(tmp_path)
+    replica._keeper._finish()
+    kept = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
+    del replica._keeper._lock
+    with torch.no_grad():
+        net.weight.zero_()
+    again = Replica(net, torch.optim.AdamW(net.parameters(), lr=0.1), world)
+    again.restore(tmp_path)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in again.state_dict().items())
+
+
 def test_memory_formats_and_statistics_come_back(world: World, tmp_path: Path) -> None:
     def made(seed: int) -> Replica:
         torch.manual_seed(seed)

@@ -15,7 +15,8 @@ def clip_(
     left as they are. max_norm 0 only measures. Where these gradients are a rank's share, `total` makes of its sum of
     squares that of all ranks, the same number on each. (Pascanu et al., arXiv 1211.5063, algorithm 1.)
     """
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     own = float(torch.linalg.vector_norm(torch.stack(norms)).double().square()) if norms else 0.0
     norm = math.sqrt(total(own)) / scale
     factor = 1.0 / scale

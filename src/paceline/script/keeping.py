@@ -120,10 +120,12 @@ class Keeper:
 
     def _open(self, folder: Path) -> Saver:
         """The saver into this folder, which all ranks open together the first time."""
-        if self._saver is not None:
-            if folder != self._folder:
-                raise UserError(f"{place()}: this replica keeps its checkpoints in {self._folder}, not in {folder}")
+        if self._saver is not None and folder == self._folder:
             return self._saver
+        if self._saver is not None and self._saver.begun_at is not None:
+            raise UserError(f"{place()}: this replica keeps its checkpoints in {self._folder}, not in {folder}")
+        if self._lock is not None:  # restored from another folder, as for fine-tuning, which may be used again
+            self._lock.release()
         problem: str | None = None
         if self._world.is_main:
             try:

@@ -390,8 +390,6 @@ class Replica:
     def _marks(self) -> list[int | None]:
         """What any change of a gradient from outside changes. 40 us for 150 parameters."""
         found = [parameter.grad for parameter in self._trained.values()]
-        if self._passes.launched and self.sync.shards_state and not self.sync.shards_weights:
-            return [None if gradient is None else 0 for gradient in found]  # zero's are summed in another thread
         # fsdp's are views of a part, which has the version.
         return [
             None if gradient is None else getattr(gradient, "_local_tensor", gradient)._version for gradient in found

@@ -227,7 +227,7 @@ class DistributedGroup:
 
         def add_up() -> None:
             for part in arrived:  # by distance of rank: the order never changes, so neither does a bit of the sum
-                mine.add_(part)
+                mine.data.add_(part)  # another thread's change is none of the script's: its version is left alone
 
         return self._exchange(
             "a reduce-scatter",
@@ -397,7 +397,7 @@ class DistributedGroup:
         except RuntimeError as error:  # DistBackendError and DistNetworkError derive from it
             raise PeerLost(
                 f"rank {self.rank} lost the other ranks during {what}: {_essence(error)}. "
-                "Another rank has died or hangs; its own log says more (ranks/ in the run folder)",
+                "Another rank has died or hangs; its own output or log says more",
                 reach="world",
             ) from error
 

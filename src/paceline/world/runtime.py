@@ -79,7 +79,8 @@ class World:
             print(*values, flush=True)
 
     def total(self, value: float) -> float:
-        """Returns the sum of the ranks' values, the same float64 on all. Collective."""
+        """Returns the sum of the ranks' values, the same float64 on all. Collective, as the next two: not between a
+        replica's last backward and its step, where a rank without a micro-batch would mix it with gradients."""
         self.calls.note("World.total")
         return math.fsum(row[0] for row in self.group.share([float(value)]))
 

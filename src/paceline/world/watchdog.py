@@ -486,7 +486,8 @@ def _how_it_ended(error: BaseException | None) -> tuple[State, str]:
     if error is None:
         return "done", ""
     is_consequence = isinstance(error, PacelineError) and error.is_consequence
-    return "lost" if is_consequence else "failed", str(error) or type(error).__name__
+    text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    return "lost" if is_consequence else "failed", text
 
 
 def _is_stopped(peer: Peer) -> bool:
