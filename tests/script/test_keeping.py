@@ -336,8 +336,6 @@ def test_what_was_restored_from_one_folder_is_saved_in_another(world: World, tmp
     first = Script(world, "adamw", "ddp")
     first.train()
     first.replica.save(tmp_path / "pretrained", **first.state)
-    first.replica._keeper._finish()
-    del first.replica._keeper._lock
     second = Script(world, "adamw", "ddp")
     second.replica.restore(tmp_path / "pretrained", **second.state)
     second.replica.save(tmp_path / "tuned")
@@ -355,7 +353,6 @@ def test_a_model_of_double_precision_is_trained_and_kept(world: World, tmp_path:
     replica.save(tmp_path)
     replica._keeper._finish()
     kept = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
-    del replica._keeper._lock
     with torch.no_grad():
         net.weight.zero_()
     again = Replica(net, torch.optim.AdamW(net.parameters(), lr=0.1), world)

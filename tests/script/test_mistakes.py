@@ -1,5 +1,6 @@
 """Each thing that goes wrong silently elsewhere is done here on purpose, and the message says what and where."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -253,12 +254,38 @@ def gradients(world: World, strategy: str) -> Said:
     with noted(said, "nothing"):
         model, _, replica = made(world, strategy=strategy)
         replica.step()  # <- nothing
-    if strategy != "zero":
-        with noted(said, "clipped"):
-            model, _, replica = made(world, strategy=strategy)
-            replica.backward(model(x()).mean())
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            replica.step()  # <- clipped
+    with noted(said, "clipped"):
+        model, _, replica = made(world, strategy=strategy)
+        replica.backward(model(x()).mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        replica.step()  # <- clipped
+    with noted(said, "no graph"):
+        model, _, replica = made(world, strategy=strategy)
+        with torch.no_grad():
+            loss = model(x()).mean()
+        replica.backward(loss)  # <- no graph
+    with noted(said, "added group"):
+        model, optimizer, replica = made(world, strategy=strategy)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        replica.backward(model(x()).mean())
+        replica.step()  # <- added group
+    with noted(said, "assigned"):
+        model, _, replica = made(world, strategy=strategy)
+        model.load_state_dict(net().state_dict(), assign=True)
+        replica.backward(model(x()).mean())
+        replica.step()  # <- assigned
+    with noted(said, "same rows"):
+        model, _, replica = made(world, strategy=strategy)
+        for batch in replica.micro_batches([x()]):
+            replica.backward(model(batch).mean())
+        replica.step()  # <- same rows
+    with noted(said, "copied, and made again"):
+        model, _, replica = made(world, strategy=strategy)
+        copied = copy.deepcopy(model)
+        model, _, replica = made(world, copied, strategy=strategy)
+        model, _, replica = made(world, copied, strategy=strategy)
+        replica.backward(model(x()).mean())
+        replica.step()
     with noted(said, "nothing wrong"):
         model, optimizer, replica = made(world, strategy=strategy)
         for _ in range(2):
@@ -298,14 +325,21 @@ STEP = {
     "uneven average": "micro-batches of 2 and of 3 rows would count alike",
     "nothing": "no rank had a micro-batch",
     "clipped": "gradients were changed after replica.backward",
+    "no graph": "the loss depends on no weight that is trained",
+    "added group": "an optimizer was given parameters after the replica was made",
+    "assigned": "no gradient of this step reached a parameter",
+    "same rows": "ranks 0, 1 began with the same micro-batch",
 }
 
 
 def test_mistakes_in_a_step_are_named_with_their_line(ranks: list[tuple[Said, dict[str, Said]]]) -> None:
-    for _, by_strategy in ranks:
+    for rank, (_, by_strategy) in enumerate(ranks):
         for strategy, said in by_strategy.items():
-            assert said["nothing wrong"] == ""
+            if rank:
+                assert said.pop("same rows") == "", "one rank speaks"
+            assert said["nothing wrong"] == said["copied, and made again"] == ""
             for name in STEP.keys() & said.keys():
-                assert said[name].startswith(f"error: {here(name)}: "), (strategy, name, said[name])
+                kind = "warning" if name == "same rows" else "error"
+                assert said[name].startswith(f"{kind}: {here(name)}: "), (strategy, name, said[name])
                 assert STEP[name] in said[name], (strategy, name, said[name])
-            assert STEP.keys() - said.keys() <= {"clipped"}
+            assert STEP.keys() - said.keys() <= {"same rows"}

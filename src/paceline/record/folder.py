@@ -310,7 +310,10 @@ def find(path: Path) -> RunFolder:
     with _as_user_error(path):
         if not (path / "config.toml").exists():
             what = "does not exist" if not path.exists() else "holds no config.toml, so it is not a run folder"
-            raise UserError(f"{path} {what}; name the folder that `paceline train` printed")
+            advice = "name the folder that `paceline train` printed"
+            if (path / "checkpoints").is_dir():
+                advice = "a script saved there, which reads it by replica.restore"
+            raise UserError(f"{path} {what}; {advice}")
     return RunFolder(path)
 
 

@@ -2,9 +2,11 @@
 
 import atexit
 import contextlib
+import gc
+import io
+import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -12,7 +14,8 @@ from typing import ClassVar
 
 from paceline.base.errors import EXIT_FAILED, PacelineError, UserError
 from paceline.record.console import cry
-from paceline.world.calls import LEAVE
+from paceline.train.guard import SPEAKS_FIRST_S
+from paceline.world.calls import LEAVE, place
 from paceline.world.config import ParallelConfig
 from paceline.world.env import detect
 from paceline.world.group import PeerLost
@@ -39,9 +42,15 @@ def join(config: ParallelConfig | None = None) -> World:
     config.check()
     _Membership.current = membership = _Membership()
     sys.excepthook = membership.on_exception
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports the script that began it
+        raise UserError(
+            f"{place()}: this is a worker process, which reads the script from its top: put what the script does "
+            'beneath `if __name__ == "__main__":`'
+        )
     membership.world = world = membership.open.enter_context(open_world(config, detect()))
     sys.excepthook = membership.on_exception  # init_process_group has put its own around it, which would hold back
     if world.world_size > 1:  # what is printed until the hook returns, and this one never does
+        world.group.set_timeout(config.timeout_s + SPEAKS_FIRST_S)
         membership.watchdog = membership.open.enter_context(_make_watchdog(world, config.timeout_s))
     for warning in world.warnings:
         world.say(f"warning: {warning}")
@@ -63,11 +72,15 @@ class _Membership:
     world: World | None = None
     watchdog: Watchdog | None = None
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
+    hook_before: Callable[..., object] = field(default_factory=lambda: sys.excepthook)  # the script's own, perhaps
 
     current: ClassVar["_Membership | None"] = None  # one a process
 
     def leave(self) -> None:
         """All ranks meet once more, and go. Who does not come is named."""
+        if os.getpid() != self.process:  # a child of os.fork: it inherits the handler, and is no rank
+            return
         assert self.world is not None
         try:
             for call in self.before_leaving:
@@ -80,8 +93,11 @@ class _Membership:
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """In the place of sys.excepthook."""
+        if os.getpid() != self.process:
+            self.hook_before(kind, error, trace)
+            return
         if not isinstance(error, PacelineError | KeyboardInterrupt) or os.environ.get("PACELINE_DEBUG") == "1":
-            traceback.print_exception(kind, error, trace)
+            self.hook_before(kind, error, trace)
         self.end(error)
 
     def end(self, error: BaseException) -> None:
@@ -92,12 +108,12 @@ class _Membership:
         if isinstance(error, PeerLost) and self.watchdog is not None:
             text = f"{text}. {self.watchdog.explain() or ''}".rstrip(". ")
         if text and isinstance(error, PacelineError) and self._speaks(error):
-            cry(f"rank {self.world.rank}: error: {text}" if self.world and error.reach != "world" else f"error: {text}")
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: `| head`
+                own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
+                cry(f"{own}error: {text}")
         with contextlib.suppress(BaseException):
             self.open.__exit__(type(error), error, None)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush_files()
         os._exit(status)
 
     def _speaks(self, error: PacelineError) -> bool:
@@ -110,6 +126,14 @@ class _Membership:
         host = self.world.peers[self.world.rank].host
         living = (peer.rank for peer in self.world.peers if peer.host != host or peer.is_alive)
         return self.world.rank == next(living, self.world.rank)
+
+
+def _flush_files() -> None:
+    """What the script wrote into files that it did not close: Python does so at an end of its own, and os._exit not."""
+    for found in gc.get_objects():
+        if issubclass(type(found), io.TextIOWrapper | io.BufferedWriter):
+            with contextlib.suppress(Exception):
+                found.flush()
 
 
 def _make_watchdog(world: World, timeout_s: float) -> Watchdog:

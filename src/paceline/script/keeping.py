@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.script.replica import Replica
 
 _LOCK = ".script.lock"
+_OPEN: dict[Path, "Keeper"] = {}  # by folder: a notebook's cell makes its replica again
 _PAIRS = "(key, value)"  # what a dict with keys that are no texts is kept under
 
 
@@ -47,7 +48,6 @@ class Keeper:
         self._seers: list[int] = []
         self._lock: filelock.BaseFileLock | None = None
         self._problem: str | None = None  # of the last save that ended
-        at_leaving(self._finish)
 
     # ---- during steps ----
 
@@ -111,6 +111,7 @@ class Keeper:
                 "total_before": replica.total_before,
                 "generators": self._generators(),
                 "given": given,
+                "objects": [name for name, value in state.items() if hasattr(value, "state_dict")],
             },
         }
         whole = buffers if sync.shards_weights else weights | buffers
@@ -124,8 +125,9 @@ class Keeper:
             return self._saver
         if self._saver is not None and self._saver.begun_at is not None:
             raise UserError(f"{place()}: this replica keeps its checkpoints in {self._folder}, not in {folder}")
-        if self._lock is not None:  # restored from another folder, as for fine-tuning, which may be used again
-            self._lock.release()
+        self._close()  # restored from another folder, as for fine-tuning, which others may use
+        if (earlier := _OPEN.get(folder.resolve())) is not None:  # another replica of this process, done with
+            earlier._close()
         problem: str | None = None
         if self._world.is_main:
             try:
@@ -145,7 +147,18 @@ class Keeper:
         owns_alone = self._replica.sync.shards_state
         checkpoints, config = folder / "checkpoints", CheckpointConfig()
         self._saver = open_saver(self._group, checkpoints, config, self._seers, token, owns_alone=owns_alone)
+        _OPEN[folder.resolve()] = self
+        at_leaving(self._finish)
         return self._saver
+
+    def _close(self) -> None:
+        """The folder may be another's: the last save into it is done."""
+        self._finish()
+        if self._lock is not None:
+            self._lock.release()
+        if self._folder is not None:
+            _OPEN.pop(self._folder.resolve(), None)
+        self._saver = self._lock = self._folder = None
 
     def _make_room(self, checkpoints: Path, given: Mapping[str, Any]) -> None:
         """Where this step was saved with other values, that checkpoint counts no longer: one that is there is not
@@ -244,18 +257,7 @@ class Keeper:
             return None
         for problem in problems:
             self._world.say(f"passed over a damaged checkpoint: {problem}")
-        kept = manifest.get("script")
-        if kept is None:
-            raise UserError(f"{path} was not saved by a script's replica", reach="world")
-        names = [type(optimizer).__name__ for optimizer in self._replica.optimizers]
-        if kept["optimizers"] != names:
-            raise UserError(f"{path} has the state of {kept['optimizers']}, and the script has {names}", reach="world")
-        if odd := [name for name, target in state.items() if not hasattr(target, "load_state_dict")]:
-            raise UserError(f"{place()}: {', '.join(odd)} has no load_state_dict: what was a JSON value is returned")
-        self._require_groups(kept)
-        missing = [name for name in state if name not in kept["given"]]
-        if missing:
-            raise UserError(f"{path} was saved without {', '.join(missing)}", reach="world")
+        kept = self._require_fits(path, manifest.get("script"), state)
         try:
             self._take_weights(path, manifest, everyone_sees)
             self._take_state(path, manifest, everyone_sees)
@@ -269,6 +271,26 @@ class Keeper:
             target.load_state_dict(_decoded(kept["given"][name]))
         self._world.say(f"restored step {manifest['step']} from {path}")
         return {name: _decoded(value) for name, value in kept["given"].items() if name not in state}
+
+    def _require_fits(self, path: Path, kept: dict[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a script's save noted, if it is of these optimizers and values. Nothing has been changed yet."""
+        if kept is None:
+            raise UserError(f"{path} was not saved by a script's replica", reach="world")
+        names = [type(optimizer).__name__ for optimizer in self._replica.optimizers]
+        if kept["optimizers"] != names:
+            raise UserError(f"{path} has the state of {kept['optimizers']}, and the script has {names}", reach="world")
+        if odd := [name for name, target in state.items() if not hasattr(target, "load_state_dict")]:
+            raise UserError(f"{place()}: {', '.join(odd)} has no load_state_dict: what was a JSON value is returned")
+        self._require_groups(kept)
+        if left := [name for name in kept["objects"] if name not in state]:
+            warn(
+                f"{', '.join(left)} was saved and is not restored: give it to replica.restore, too, or it begins anew",
+                self._world,
+            )
+        missing = [name for name in state if name not in kept["given"]]
+        if missing:
+            raise UserError(f"{path} was saved without {', '.join(missing)}", reach="world")
+        return kept
 
     def _take_weights(self, path: Path, manifest: dict[str, Any], everyone_sees: bool) -> None:
         sync = self._replica.sync

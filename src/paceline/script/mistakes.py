@@ -6,7 +6,8 @@ averaged wrongly and backward passes beside the replica by the step (replica.py)
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -146,6 +147,31 @@ def tell_of_batch_norm(model: nn.Module, world: World) -> list[torch.Tensor]:
             world,
         )
     return [buffer for norm in norms for buffer in norm.buffers()]
+
+
+def digest_of(batch: object) -> int:
+    """Returns a number that tells micro-batches apart, at least 1; 0 for one without a tensor."""
+    if isinstance(batch, torch.Tensor):
+        return zlib.crc32(batch.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) or 1
+    inside: Iterable[object] = ()
+    if isinstance(batch, Mapping):
+        inside = batch.values()
+    elif isinstance(batch, tuple | list):
+        inside = batch
+    found = [digest for digest in map(digest_of, inside) if digest]
+    return zlib.crc32(repr(found).encode()) or 1 if found else 0
+
+
+def tell_of_same_rows(first_digests: Sequence[int], world: World) -> None:
+    """Warns where ranks began with the same micro-batch, as a loader gives it that is not shared out. By rank; 0: not
+    known."""
+    alike = [rank for rank, digest in enumerate(first_digests) if digest and first_digests.count(digest) > 1]
+    if alike:
+        warn(
+            f"ranks {listed(alike)} began with the same micro-batch: each is to have rows of its own. Draw them by "
+            "paceline.share(loader, world), or take a rank's own rows by BatchPlan",
+            world,
+        )
 
 
 def tell_of_prefix(model: nn.Module, world: World) -> None:

@@ -13,6 +13,7 @@ costs nothing, and where they are not it is made good while gradients are clippe
 
 import math
 import signal
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from paceline.optim.optimizer import Piece
 from paceline.script import mistakes
 from paceline.script.keeping import Keeper
 from paceline.script.share import num_rows
+from paceline.sync.buckets import hooked, release
 from paceline.sync.replicas import broadcast_parameters
 from paceline.sync.strategy import make_strategy
 from paceline.train.guard import StopRequest
@@ -66,6 +68,7 @@ class _Passes:
         self.seen_rows: int | None = None  # of the model's last forward
         self.is_last = True
         self.launched = False  # the last one was made: gradients are on their way
+        self.first_digest = 0  # of this rank's first micro-batch, in the first step; 0: not known
         self.is_drawing = False  # inside the loop over `micro_batches`
         self.marks: list[int | None] | None = None  # versions of the gradients after the last backward
         self.arrived: set[torch.Tensor] = set()  # parameters whose gradient came in the last backward
@@ -113,9 +116,10 @@ class Replica:
         self._is_inside = False  # replica.backward, or the optimizers' step
         given = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        release(model.parameters())  # an earlier replica's
         for parameter in given.values():  # first: before the strategy's own, which take the gradient
             parameter.grad = None  # of a trial pass, which would stand in for those of every step
-            parameter.register_post_accumulate_grad_hook(self._require_inside)  # type: ignore[no-untyped-call]
+            hooked(parameter, self._require_inside)
         whole = {name: float(parameter.numel()) for name, parameter in given.items() if not self._is_elementwise()}
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb)
         self.sync = make_strategy(config, model, world.group, whole, blocks)
@@ -124,7 +128,8 @@ class Replica:
         self.pieces = self.sync.pieces()
         self._gradients = [piece.parameter.grad for piece in self.pieces]  # zero's: views that stay
         self._adopt({parameter: name for name, parameter in given.items()})
-        model.register_forward_pre_hook(self._see_rows, with_kwargs=True)
+        self._num_held = [len(group["params"]) for group in self._groups()]
+        model.register_forward_pre_hook(_SeeRows(self), with_kwargs=True)
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._require_own_step)
         self._keeper = Keeper(self)
@@ -148,6 +153,8 @@ class Replica:
             current, following = following, next(iterator, None)
             passes = self._passes
             passes.is_last, passes.drawn_rows, passes.is_drawing = following is None, num_rows(current), True
+            if not self.num_steps and not passes.num:
+                passes.first_digest = mistakes.digest_of(current)
             try:
                 yield current
             finally:  # also where the script leaves its loop early
@@ -174,6 +181,11 @@ class Replica:
             )
         if loss.dim():
             raise UserError(f"{place()}: the loss is of shape {list(loss.shape)}; backward needs the mean, a scalar")
+        if not loss.requires_grad:
+            raise UserError(
+                f"{place()}: the loss depends on no weight that is trained: it was computed under torch.no_grad(), "
+                "detached, or all its weights are frozen"
+            )
         if weight is None:
             weight = 1.0 if passes.drawn_rows is None else float(passes.drawn_rows)
             if passes.drawn_rows is None and passes.seen_rows is not None:
@@ -214,6 +226,7 @@ class Replica:
                 f"{place()}: replica.step() came before the last micro-batch of the step: call it after the loop over "
                 "replica.micro_batches(batch), or say last=True to the last backward"
             )
+        self._require_groups()
         used = [parameter.grad is not None for parameter in self._trained.values()]
         gradients = self.sync.reduce()
         self.world.calls.travelling = None
@@ -334,6 +347,7 @@ class Replica:
             float(signal.Signals[reason]) if reason is not None else 0.0,
             least,
             most,
+            float(self._passes.first_digest),
             *map(float, flags),
         ]
         rows = self.world.group.share(mine)
@@ -345,6 +359,7 @@ class Replica:
                 "`for x, y in replica.micro_batches(batch)`",
                 reach="world",
             )
+        mistakes.tell_of_same_rows([int(row[5]) for row in rows], self.world)
         votes = {rank: signal.Signals(int(row[2])).name for rank, row in enumerate(rows) if row[2]}
         self._stop_reason = ", ".join(f"{name} on rank {rank}" for rank, name in votes.items()) or None
         total = math.fsum(row[0] for row in rows)
@@ -352,7 +367,13 @@ class Replica:
             raise UserError(f"{place()}: no rank had a micro-batch in this step", reach="world")
         anywhere = [0] * len(flags)
         for row in rows:
-            anywhere = [known | int(flag) for known, flag in zip(anywhere, row[5:], strict=True)]
+            anywhere = [known | int(flag) for known, flag in zip(anywhere, row[6:], strict=True)]
+        if self._trained and not any(anywhere):
+            raise UserError(
+                f"{place()}: no gradient of this step reached a parameter of the model that the replica was made with: "
+                "its parameters were replaced since (assign=True, a new module), or the loss is another model's",
+                reach="world",
+            )
         names = enumerate(self._trained)
         unused = [name for index, name in names if not anywhere[index // _FLAGS] >> index % _FLAGS & 1]
         return total, math.fsum(row[1] for row in rows), unused
@@ -409,6 +430,17 @@ class Replica:
                 "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
             )
 
+    def _require_groups(self) -> None:
+        """Nobody gave an optimizer a parameter since, whose gradient would not be summed: ranks would part silently."""
+        if [len(group["params"]) for group in self._groups()] != self._num_held:
+            raise UserError(
+                f"{place()}: an optimizer was given parameters after the replica was made, so no rank's gradient of "
+                "them would reach another: make optimizer and Replica anew after the model was changed"
+            )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def _require_inside(self, parameter: torch.Tensor) -> None:
         if parameter in self._passes.arrived:
             name = next(name for name, known in self._trained.items() if known is parameter)
@@ -431,9 +463,21 @@ class Replica:
         if not self._is_inside:
             raise UserError(f"{place()}: replica.step() makes the optimizer's step, too; take optimizer.step() away")
 
-    def _see_rows(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self._passes.seen_rows = num_rows((*arguments, *named.values()))
+
+class _SeeRows:
+    """Notes how many rows the model's forward was given. A copy of the model (an average of its weights, a teacher, a
+    file) has one that does nothing: by itself it would take the replica with it, and all that the world holds."""
+
+    def __init__(self, replica: Replica | None = None):
+        self._replica = None if replica is None else weakref.ref(replica)
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        replica = self._replica() if self._replica is not None else None
+        if replica is not None and torch.is_grad_enabled():
+            replica._passes.seen_rows = num_rows((*arguments, *named.values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copy and pickle
+        return _SeeRows, ()
 
 
 class _Statistics:

@@ -12,15 +12,33 @@ order its autograd engine chose, and also a rank that had no micro-batch at all.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.world.group import Transfer
 
 Named = tuple[str, nn.Parameter]
+
+# What hangs on each parameter, to be taken off again.
+_HANDLES: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
+
+
+def hooked(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Has the hook called after each gradient of the parameter, until `release`."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    _HANDLES.setdefault(parameter, []).append(handle)
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Takes off what `hooked` has hung on them: another replica of the same model begins."""
+    for parameter in parameters:
+        for handle in _HANDLES.pop(parameter, []):
+            handle.remove()
 
 
 class Bucket:
@@ -70,9 +88,7 @@ class Buckets:
         self._num_launched = 0
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._make_hook(bucket, index)
-                )
+                hooked(parameter, self._make_hook(bucket, index))
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
