@@ -107,6 +107,7 @@ def _steps(run: Run, stop: StopRequest) -> str | None:
     """Trains until the horizon (returns None) or an agreed stop (returns its reason)."""
     config, settings = run.config, run.settings
     run.stopwatch = Stopwatch(run.progress.elapsed_s)
+    run.saved_at_s = run.progress.elapsed_s  # what was resumed from is saved
     run.group.take_traffic()  # meeting and restoring belong to no step
     run.replica.before_update = partial(_before_update, run)
     shown = run.console.progress(settings.num_steps or config.train.time_budget)

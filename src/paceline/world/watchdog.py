@@ -264,8 +264,7 @@ class Watchdog:
         return found
 
     def _mixed_up(self) -> "_Blame":
-        """Ranks of a script that called other verbs than the rest; all of them, and no one's fault, where none has a
-        majority."""
+        """Where ranks of a script called different verbs: what each called. Nobody is killed for it: all end by it."""
         notes = dict(self._notes())
         found = first_difference([notes[rank].calls if rank in notes else [] for rank in range(len(self._peers))])
         if found is None:
