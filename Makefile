@@ -17,11 +17,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: setup  ## the main job: a model on this machine's cores, in under three minutes of training
 	$(BIN)/paceline train --preset demo --nproc auto
 
-test: setup  ## all but the tests that take more than ten seconds each
-	$(BIN)/python -m pytest -m "not long"
+test: setup  ## all but the tests that take more than ten seconds each; two files at a time
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m "long and not alone" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "long and alone"
 
 check: setup  ## lint, format, types, import contract
 	$(BIN)/ruff check src tests bench examples docs

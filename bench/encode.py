@@ -18,8 +18,8 @@ import tokenizers
 from side import show
 from tokenizers import pre_tokenizers, trainers
 
-from paceline.data import corpora
 from paceline.data.encode import Encoder
+from paceline.data.sources import embedded
 from paceline.data.tokenizer import END_OF_TEXT, Tokenizer, train
 
 PIECE = 1 << 18
@@ -50,7 +50,7 @@ def compare(name: str, tokenizer: Tokenizer, pieces: list[str], rounds: int) -> 
     began = time.process_time()
     encoder = Encoder(tokenizer)
     seconds = time.process_time() - began
-    print(f"\n{name}: {tokenizer.vocab_size} tokens, {encoder.library} {encoder.reason}, found out in {seconds:.2f} s")
+    print(f"\n{name}: {tokenizer.vocab_size} tokens, {encoder.library}, found out in {seconds:.2f} s")
     slow = tokenizers.Tokenizer.from_str(tokenizer.json)
     slow.encode_special_tokens = True
     sides: dict[str, Callable[[str], Iterable[int]]] = {
@@ -85,7 +85,7 @@ def main() -> None:
     if options.text:
         text = options.text.read_text(errors="replace")
     else:
-        text = "".join(Path(file.path).read_text(errors="replace") for file in corpora.embedded().files)
+        text = "".join(Path(file.path).read_text(errors="replace") for file in embedded().files)
     pieces = [text[start : start + PIECE] for start in range(0, min(len(text), options.mb * 1_000_000), PIECE)]
     if options.tokenizer:
         compare(options.tokenizer.name, Tokenizer.load(options.tokenizer), pieces, options.rounds)

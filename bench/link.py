@@ -1,10 +1,9 @@
 """`paceline bench link` between two hosts of a lab: its bandwidth against iperf3's, its prediction against training.
 
 A GPT-2 family model of 10.9M parameters (6 layers x 384), micro-batches of 8 x 256 tokens, float32 gradients, `ddp`.
-Every round makes a lab three times at each rate: for iperf3 and the plain connection of `bench link` in turn (b sends
-to a; the medians of each), for `bench link` itself, and for training, whose `comm_ms` of rank 0 is the median over its
-steps but the first three. Takes root, iperf3, and a machine that does nothing else: at an unlimited rate two busy
-processors are the network.
+Every round makes a lab three times at each rate: for iperf3 (b sends to a; the median of its turns), for `bench link`,
+and for training, whose `comm_ms` of rank 0 is the median over its steps but the first three. Takes root, iperf3, and a
+machine that does nothing else: at an unlimited rate two busy processors are the network.
 """
 
 import argparse
@@ -16,13 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from side import median_ms
-
-from paceline.bench.link_tcp import Door, come_in, drain, let_in, open_door, pour
 
 MODEL = [
     *("--model.arch", "gpt2", "--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384"),
@@ -30,7 +26,7 @@ MODEL = [
     *("--train.device-batch-size", "8", "--parallel.strategy", "ddp", "--optim.name", "adamw", "--optim.lr", "6e-4"),
 ]
 TRAINING = ["--train.eval-every", "-1", "--train.sample-tokens", "0", "--parallel.check-every", "0"]
-TURNS, TURN_S = 5, 3.0  # of iperf3 and of a plain connection
+TURNS, TURN_S = 5, 3.0  # of iperf3
 WARM_UP_STEPS = 3
 
 
@@ -46,38 +42,25 @@ def lab(rate: str, *command: str) -> str:
     return done.stdout
 
 
-def bandwidths(rate: str, scratch: Path) -> dict[str, float]:
-    """Bytes a second from b to a, by the receiver: of iperf3, and of the plain connection of `bench link`."""
+def iperf_bytes_per_s(rate: str, scratch: Path) -> float:
+    """From b to a, by the receiver."""
     folder = scratch / "turns"
     folder.mkdir()
     lab(rate, "exec", sys.executable, str(Path(__file__).absolute()), "--as-host", str(folder))
-    iperf = [json.loads(path.read_text())["end"]["sum_received"]["bits_per_second"] / 8 for path in folder.glob("*.ip")]
-    plain = [float(path.read_text()) for path in folder.glob("*.tcp")]
-    return {"iperf": statistics.median(iperf), "plain": statistics.median(plain)}
+    ends = [json.loads(path.read_text())["end"] for path in folder.glob("*.json")]
+    return statistics.median(end["sum_received"]["bits_per_second"] / 8 for end in ends)
 
 
 def be_a_host(folder: Path) -> None:
-    """What each host of the lab does: a receives, b sends. They share the disk, and leave notes there."""
+    """What each host of the lab does: a receives, b sends."""
     is_a = socket.gethostname() == "a"
     for turn in range(TURNS):
-        with (folder / f"{turn}.ip").open("w") if is_a else open(os.devnull, "w") as out:
+        with (folder / f"{turn}.json").open("w") if is_a else open(os.devnull, "w") as out:
             ends = ["-s", "-1", "-J"] if is_a else ["-c", "a", "-O", "1", "-t", str(round(TURN_S))]
             for _ in range(20):  # until the server listens
                 if subprocess.run(["iperf3", *ends], stdout=out, stderr=out).returncode == 0:  # with -J always 0
                     break
                 time.sleep(0.2)
-        note = folder / f"{turn}.door"
-        if is_a:
-            with open_door(socket.gethostbyname("a")) as (listener, door):
-                note.with_suffix(".new").write_text(json.dumps(asdict(door)))
-                note.with_suffix(".new").rename(note)
-                with let_in(listener, door) as connection:
-                    (folder / f"{turn}.tcp").write_text(str(drain(connection)))
-        else:
-            while not note.exists():
-                time.sleep(0.05)
-            with come_in(Door(**json.loads(note.read_text())), socket.gethostbyname("b")) as connection:
-                pour(connection, TURN_S)
 
 
 def link_report(rate: str, scratch: Path, budget_s: float) -> dict[str, Any]:
@@ -112,11 +95,11 @@ def main() -> None:
             for rate, rounds in found.items():
                 scratch = Path(name) / f"{rate}-{number}"
                 scratch.mkdir()
-                rates_found = bandwidths(rate, scratch)
+                iperf = iperf_bytes_per_s(rate, scratch)
                 report = link_report(rate, scratch, options.time_budget)
                 is_slow = report["model"]["computed_s"] > 2
                 comm_ms = training_comm_ms(rate, scratch / "run", options.steps // 4 if is_slow else options.steps)
-                rounds.append(figures(rates_found, report, comm_ms))
+                rounds.append(figures(iperf, report, comm_ms))
                 print(f"round {number + 1}, {rate}: {rounds[-1]}", file=sys.stderr, flush=True)
     rates = list(found)
     print(f"{'medians of ' + str(options.rounds) + ' rounds (worst round)':<58}" + "".join(f"{r:>24}" for r in rates))
@@ -130,26 +113,20 @@ def main() -> None:
         print(f"{label:<58}" + "".join(f"{cell:>24}" for cell in cells))
 
 
-def figures(found: dict[str, float], report: dict[str, Any], comm_ms: float) -> dict[str, float]:
-    """The rows of the table, of one round."""
+def figures(iperf: float, report: dict[str, Any], comm_ms: float) -> dict[str, float]:
+    """The rows of the table, of one round; iperf in bytes a second."""
     (pair,), model = report["pairs"], report["model"]
-    iperf, plain = found["iperf"], found["plain"]
     ms = {name: model[f"{name}_s"] * 1e3 for name in ("computed", "fitted", "predicted")}
     return {
         "iperf3, MB/s of payload": iperf / 1e6,
-        "bench link's plain TCP in turn with it, MB/s": plain / 1e6,
-        "  against iperf3, %": 100 * (plain / iperf - 1),
-        "bench link, the link, MB/s": pair["link_bytes_per_s"] / 1e6,
-        "  against iperf3, % ": 100 * (pair["link_bytes_per_s"] / iperf - 1),
-        "bench link, through Gloo, MB/s": pair["back_bytes_per_s"] / 1e6,
-        "  against iperf3,  %": 100 * (pair["back_bytes_per_s"] / iperf - 1),
+        "bench link, each way while both are busy, MB/s": pair["bytes_per_s"] / 1e6,
+        "  against iperf3, %": 100 * (pair["bytes_per_s"] / iperf - 1),
         "training, comm_ms": comm_ms,
         "bench link, all-reduce computed from bytes, ms": ms["computed"],
         "  against training, %": 100 * (ms["computed"] / comm_ms - 1),
         "bench link, by the fit, ms": ms["fitted"],
         "  against training,  %": 100 * (ms["fitted"] / comm_ms - 1),
-        "bench link, measured alone, ms": 1e3 * (model["alone_s"] or float("nan")),
-        "bench link, its prediction (beside backward), ms": ms["predicted"],
+        "bench link, its prediction, ms": ms["predicted"],
         "  against training,   %": 100 * (ms["predicted"] / comm_ms - 1),
     }
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from side import show
 
-from paceline.bench.loader import measure
 from paceline.data.blend import Blend
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
+from paceline.tools.bench.loader import measure
 
 BATCH, SEQ_LEN, VOCAB = 8, 1024, 50257
 

@@ -1,12 +1,13 @@
 """What a script pays for `paceline.Replica`: its step against the same step in torch's bare DistributedDataParallel.
 
-Two ranks of one thread; a GPT of 12 million parameters, T=256, micro-batches of 4, float32, AdamW, clipping at 1. Both
-sides live in the same two processes, on the same process group, and take turns of a few steps each, in the order A B B
-A, so that what else the machine does meets both. Every step is timed on rank 0; a turn's first one warms caches and is
-left out. A round's ratio is that of the medians of its steps. The replica's step has in it what bare DDP does not do:
-the loss and the weight of the whole batch, whether a gradient was finite, who wants to stop.
+Two ranks of one thread; a GPT of 12 million parameters, T=256, micro-batches of 4, float32, AdamW, clipping at 1. All
+sides live in the same two processes, on the same process group, and take turns of a few steps each, in the order A B C
+C B A, so that what else the machine does meets all. Every step is timed on rank 0; a turn's first one warms caches and
+is left out. A round's ratio is that of the medians of its steps. The replica's step has in it what bare DDP does not
+do: the loss and the weight of the whole batch, whether a gradient was finite, who wants to stop. The third side is DDP
+with the loss averaged over ranks and read, as a script does that prints it.
 
-Both sides make the same updates from the same weights: how far these are apart at the end is printed, too.
+All sides make the same updates from the same weights: how far these are apart at the end is printed, too.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +35,11 @@ from paceline.world.config import ParallelConfig
 MICRO_BATCH, SEQ_LEN, WORLD_SIZE = 4, 256, 2
 SHAPE = ModelConfig(arch="gpt2", n_layer=6, n_head=6, n_embd=384, n_positions=SEQ_LEN, vocab_size=4096)
 MAX_NORM = 1.0
-SIDES = {"replica": "paceline.Replica", "ddp": "torch DistributedDataParallel"}
+SIDES = {
+    "replica": "paceline.Replica",
+    "ddp": "torch DistributedDataParallel",
+    "ddp-loss": "torch DDP, loss of all ranks",
+}
 
 Step = Callable[[], object]
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -55,22 +61,29 @@ def replica_side(world: paceline.World, num_micro_steps: int) -> tuple[GPT, Step
     replica = paceline.Replica(model, optimizer, world)
 
     def step() -> None:
-        for ids, targets in replica.micro_batches(batch):
-            replica.backward(model(ids, targets) / targets.numel())
-        replica.step(max_norm=MAX_NORM)
+        update = replica.step(paceline.Batch(batch))
+        for ids, targets in update:
+            update.backward(model(ids, targets) / targets.numel())
+        update.finish(max_norm=MAX_NORM)
 
     return model, step
 
 
-def ddp_side(world: paceline.World, num_micro_steps: int) -> tuple[GPT, Step]:
+def ddp_side(world: paceline.World, num_micro_steps: int, reads_loss: bool = False) -> tuple[GPT, Step]:
     """As torch's tutorials have it, with the option that saves a copy of the gradients."""
     model, optimizer, batch = make(world, num_micro_steps)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def step() -> None:
+        losses = torch.zeros(())
         for number, (ids, targets) in enumerate(batch, start=1):
             ddp.require_backward_grad_sync = number == num_micro_steps
-            (ddp(ids, targets) / targets.numel() / num_micro_steps).backward()
+            loss = ddp(ids, targets) / targets.numel() / num_micro_steps
+            loss.backward()
+            losses += loss.detach()
+        if reads_loss:
+            dist.all_reduce(losses, dist.ReduceOp.AVG)
+            losses.item()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -90,21 +103,29 @@ def turn(world: paceline.World, step: Step, num_steps: int) -> list[float]:
 
 def measure(world: paceline.World, num_micro_steps: int, rounds: int, num_steps: int) -> dict[str, list[list[float]]]:
     """Returns, by side, the step times of each round; says how far the weights are apart afterwards."""
-    sides = {"replica": replica_side(world, num_micro_steps), "ddp": ddp_side(world, num_micro_steps)}
+    sides = {
+        "replica": replica_side(world, num_micro_steps),
+        "ddp": ddp_side(world, num_micro_steps),
+        "ddp-loss": ddp_side(world, num_micro_steps, reads_loss=True),
+    }
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         times: dict[str, list[float]] = {name: [] for name in sides}
-        for name in ("replica", "ddp", "ddp", "replica"):
+        for name in (*sides, *reversed(sides)):
             times[name] += turn(world, sides[name][1], num_steps)
         for name in sides if number else ():  # the first round warms up
             found[name].append(times[name])
-    ours, theirs = (sides[name][0].parameters() for name in ("replica", "ddp"))
-    apart = max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
+    models = [model for model, _ in sides.values()]
+    apart = max(
+        float((a - b).detach().abs().max())
+        for other in models[1:]
+        for a, b in zip(models[0].parameters(), other.parameters(), strict=True)
+    )
     num_made = 2 * (rounds + 1) * (num_steps + 1)
     world.say(
         f"accumulation {num_micro_steps}: after {num_made} steps of each the weights are {apart:.1e} apart at most"
     )
-    del sides
+    del sides, models
     gc.collect()  # a live DDP object and destroy_process_group() abort half of all exits
     return found
 
@@ -115,17 +136,16 @@ def show(times: dict[str, list[list[float]]]) -> None:
     for name, label in SIDES.items():
         lower, middle, upper = statistics.quantiles([ms for row in times[name] for ms in row], n=4)
         print(f"  {label:<32} {lower:14.2f} {middle:9.2f} {upper:14.2f}")
-    pairs = zip(times["replica"], times["ddp"], strict=True)
-    ratios = [100 * (statistics.median(ours) / statistics.median(theirs) - 1) for ours, theirs in pairs]
-    lower, middle, upper = statistics.quantiles(ratios, n=4)
-    print(
-        f"  {'replica over DDP, per cent':<32} {lower:+14.2f} {middle:+9.2f} {upper:+14.2f}   of {len(ratios)} rounds"
-    )
+    for name, label in [("ddp", "replica over DDP, per cent"), ("ddp-loss", "replica over DDP with its loss")]:
+        pairs = zip(times["replica"], times[name], strict=True)
+        ratios = [100 * (statistics.median(ours) / statistics.median(theirs) - 1) for ours, theirs in pairs]
+        lower, middle, upper = statistics.quantiles(ratios, n=4)
+        print(f"  {label:<32} {lower:+14.2f} {middle:+9.2f} {upper:+14.2f}   of {len(ratios)} rounds")
     sys.stdout.flush()
 
 
 def be_a_rank(options: argparse.Namespace) -> None:
-    """Both sides on this rank; rank 0 prints."""
+    """All sides on this rank; rank 0 prints."""
     world = paceline.join(ParallelConfig(device="cpu", threads=1, interface="lo"))
     found = {}
     for num_micro_steps in options.accumulation:

@@ -17,7 +17,7 @@ from paceline.data.plan import BatchPlan
 from paceline.data.prepare import Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
-from paceline.train.feed import open_feed
+from paceline.train.data import open_data
 from paceline.world.device import choose_dtype
 
 
@@ -26,12 +26,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    feed = open_feed(Config(data=DataConfig(seq_len=256)), Quiet())
-    shape = ModelConfig(arch="gpt2", n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=feed.blend.vocab_size)
+    data = open_data(Config(data=DataConfig(seq_len=256)), Quiet())
+    shape = ModelConfig(arch="gpt2", n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=data.blend.vocab_size)
     model = build(shape, 1337, "cpu")
     model.compute_dtype = choose_dtype("auto", torch.device("cpu"))[0]
     batch = micro_batch * micro_steps * world_size
-    loader = Loader(feed.training, BatchPlan(batch, micro_batch, world_size), rank, 1337)
+    loader = Loader(data.training, BatchPlan(batch, micro_batch, world_size), rank, 1337)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(steps):

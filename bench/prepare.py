@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from side import show
 
-from paceline.data import corpora
+from paceline.data.sources import embedded
 
 TIKTOKEN = """
 import sys, time, tiktoken
@@ -60,7 +60,7 @@ def write_text(folder: Path, num_bytes: int, longest: int = 0) -> int:
 
 
 def _sources() -> list[tuple[str, Path]]:
-    return [(file.name, Path(file.path)) for file in corpora.embedded().files]
+    return [(file.name, Path(file.path)) for file in embedded().files]
 
 
 def _varied(text: str, number: int) -> str:
@@ -70,7 +70,8 @@ def _varied(text: str, number: int) -> str:
 PREPARE = """
 import sys, time
 from pathlib import Path
-from paceline.data.prepare import Quiet, gather, prepare
+from paceline.data.prepare import Quiet, prepare
+from paceline.data.split import gather
 from paceline.data.recipe import Recipe
 
 class Watch(Quiet):

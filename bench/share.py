@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 
-from paceline.script.share import share
+from paceline.replica.share import share
 from paceline.world.calls import Calls
 from paceline.world.group import Group, LocalGroup
 
@@ -98,7 +98,7 @@ def own(source: Callable[[int], Any], world_size: int) -> Batches:
         given["batch_size"] = PER_RANK * world_size
     batches = share(made, Simulated(world_size // 2, world_size), **given)
     while True:
-        yield from batches
+        yield from batches.flat()
 
 
 def drawn_loader(make: Callable[[int], DataLoader[Any]], world_size: int) -> Batches:

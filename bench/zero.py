@@ -24,12 +24,11 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import paceline
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
-from paceline.optim.clip import clip_
 from paceline.optim.config import OptimConfig
-from paceline.optim.optimizer import Optimizer, whole_costs
-from paceline.sync.strategy import make_strategy
+from paceline.optim.optimizer import make_optimizers
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_dtype
 from paceline.world.env import detect
@@ -76,25 +75,37 @@ def our_side(world: World, name: str, num_micro_steps: int, bucket_mb: float) ->
     """`ddp` or `zero`, with AdamW or Muon."""
     strategy, _, rest = name.partition("-")
     model, ids = model_and_data(world)
-    config = OptimConfig(name="muon" if rest == "muon" else "adamw")
-    parallel = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb)  # type: ignore[arg-type]
-    costs = whole_costs(config, model.named_parameters())
-    sync = make_strategy(parallel, model, world.group, costs, list(model.layers))
-    optimizer = Optimizer(sync.pieces(), config, lr=LR, weight_decay=0.1, compute_dtype=model.compute_dtype)
+    optimizers = make_optimizers(
+        OptimConfig(name="muon" if rest == "muon" else "adamw"),
+        model.named_parameters(),
+        lr=LR,
+        weight_decay=0.1,
+        compute_dtype=model.compute_dtype,
+    )
+    replica = paceline.Replica(
+        model,
+        optimizers,
+        world,
+        strategy=strategy,  # type: ignore[arg-type]
+        blocks=list(model.layers),
+        bucket_mb=bucket_mb,
+    )
+    batch = [ids] * num_micro_steps
     num_tokens = MICRO_BATCH * SEQ_LEN * num_micro_steps * world.world_size
 
     def step() -> None:
-        for i in range(num_micro_steps):
-            with sync.accumulate(last=i == num_micro_steps - 1):
-                (model(ids[:, :-1], ids[:, 1:]) / num_tokens).backward()
-        clip_(sync.reduce(), 1.0, 1.0, sync.total)
-        optimizer.update(LR)
-        sync.publish()
+        update = replica.step(paceline.Batch(batch), total=num_tokens)
+        for micro_batch in update:
+            update.backward(model(micro_batch[:, :-1], micro_batch[:, 1:]), MICRO_BATCH * SEQ_LEN, is_sum=True)
+        update.finish(max_norm=1.0)
         if rest == "waits":
-            sync.settle()
-        world.group.take_traffic()
+            replica.sync.wait_for_params()
 
-    return Side(step, sync.settle, optimizer.state_bytes)
+    def state_bytes() -> int:
+        states = [state for optimizer in replica.optimizers for state in optimizer.state.values()]
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+    return Side(step, replica.sync.wait_for_params, state_bytes)
 
 
 def torch_side(world: World, name: str, num_micro_steps: int) -> Side:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 # Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -36,6 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="paceline-test-cache-")
     os.environ["PACELINE_CACHE"] = config.stash[_CACHE]
+
+
+def pytest_sessionstart() -> None:
+    """Ranks are forked from one process, which imports torch while tests are collected (tests/ranks.py)."""
+    import ranks  # noqa: F401  what it is to import
+
+    forkserver.ensure_running()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

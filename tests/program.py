@@ -6,13 +6,16 @@
         os.kill(program.ranks()[1], signal.SIGKILL)
         ended = program.wait()
 
-Every process that descends from the command is found by a mark in its environment: ranks have sessions of their own
-and, once their launcher is dead, another parent.
+The command is forked from the server of ranks.py, which has imported torch, where that makes no difference to it; the
+ranks that it starts are begun as always. Every process that descends from it is found by its session or by a mark in
+its environment: ranks have sessions of their own and, once their launcher is dead, another parent.
 """
 
+import atexit
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,15 +24,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
 import psutil
+from ranks import FORKS
 
 _MARK = "PACELINE_TEST_MARK"
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 # The run of the laws: 40 steps of 12 sequences in micro-batches of 2, float32, replicas compared after every step.
 TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0")
+_COMMAND = (sys.executable, "-m", "paceline")
+# Beginnings of environment variables that Python or torch read once: with them the command is no fork.
+_READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "PYTHON", "TMPDIR", "TORCH")
 _GONE = (psutil.Error, ProcessLookupError, PermissionError)  # a process that ends while it is looked at
 DEADLINE_S = 120.0  # for a command that is to end; machines are shared
 
@@ -55,7 +63,7 @@ class Program:
     def __init__(
         self,
         *arguments: str,
-        command: tuple[str, ...] = (sys.executable, "-m", "paceline"),
+        command: tuple[str, ...] = _COMMAND,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
     ):
@@ -63,9 +71,14 @@ class Program:
         inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.started = time.monotonic()
+        environment = {**inherited, _MARK: self.mark, **(env or {})}
+        self.process: subprocess.Popen[bytes] | Fork
+        if command == _COMMAND and not any(name.startswith(_READ_AT_START) for name in env or {}):
+            self.process = Fork(arguments, environment, cwd, self._out.fileno(), self._err.fileno())
+            return
         self.process = subprocess.Popen(
             [*command, *arguments],
-            env={**inherited, _MARK: self.mark, **(env or {})},
+            env=environment,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._out,
@@ -143,7 +156,8 @@ class Program:
         for process in psutil.process_iter():
             with contextlib.suppress(*_GONE):
                 env = process.environ()
-                if env.get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                is_ours = env.get(_MARK) == self.mark or os.getsid(process.pid) == self.pid
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append((process, env))
         return found
 
@@ -153,6 +167,55 @@ class Program:
 
     def _said(self) -> str:
         return f"{self._read(self._out)}\n{self._read(self._err)}"
+
+
+class Fork:
+    """`paceline ARGUMENTS` in a process of its own, with what is used here of a Popen."""
+
+    def __init__(
+        self, arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str | None, out: int, err: int
+    ) -> None:
+        streams = [reduction.DupFd(file) for file in (out, err)]
+        self._process = FORKS.Process(target=_be_the_command, args=(arguments, env, str(cwd or os.getcwd()), streams))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired("paceline", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: str, streams: list[Any]) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams)]):
+        os.dup2(file, standard)
+    sys.argv = ["paceline", *arguments]
+    sys.path[0] = ""
+    try:
+        runpy.run_module("paceline", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which a forked process leaves out
 
 
 def run(

@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 2 train.py --out runs/sums
 
 Answers differ in length, so micro-batches hold unlike numbers of tokens that count, and backward is told how many.
 Strategy zero keeps each rank its share of AdamW's state. Stopped by Ctrl-C or SIGTERM it saves and leaves with exit
-status 75; killed, it has what it saved last; the same command goes on in either case, on any number of ranks. At the
+status 75; killed, it has what it saved last; the same command resumes in either case, on any number of ranks. At the
 end the model is in OUT/model, where transformers finds it.
 """
 
@@ -98,27 +98,21 @@ def main() -> None:
 
     examples = [json.loads(line) for line in options.data.open()] if options.data else sums(2000)
     encoded = [encode(example, tokenizer, model.config.max_position_embeddings) for example in examples]
-    batches = paceline.share(
-        encoded, world, batch_size=options.batch_size, micro_batch_size=options.micro_batch_size, collate_fn=collate
-    )
-    replica.restore(options.out, batches=batches, schedule=schedule)
-    while replica.num_steps < options.steps:
-        for batch in batches:
-            for micro_batch in replica.micro_batches(batch):
-                inputs = {name: tensor.to(world.device) for name, tensor in micro_batch.items()}
-                num_counted = int((micro_batch["labels"][:, 1:] != IGNORED).sum())  # the first token is never predicted
-                replica.backward(model(**inputs).loss, weight=num_counted)
-            result = replica.step(max_norm=1.0)
-            schedule.step()
-            world.say(f"step {replica.num_steps} loss {result.loss:.6f} of {result.weight:.0f} tokens")
-            why, is_done = replica.stop_requested(), replica.num_steps >= options.steps
-            if why or is_done or replica.num_steps % options.save_every == 0:
-                replica.save(options.out, batches=batches, schedule=schedule)
-            if why:
-                world.say(f"stopped by {why}; the same command goes on")
-                sys.exit(75)
-            if is_done:
-                break
+    checkpoints = paceline.Checkpoints(options.out, net=replica, schedule=schedule)
+    checkpoints.restore()
+    sizes = {"batch_size": options.batch_size, "micro_batch_size": options.micro_batch_size, "collate_fn": collate}
+    for step in replica.steps(encoded, max_steps=options.steps, stop_on_signals=True, **sizes):
+        for micro_batch in step:
+            num_counted = int((micro_batch["labels"][:, 1:] != IGNORED).sum())  # the first token is never predicted
+            step.backward(model(**micro_batch).loss, weight=num_counted)
+        result = step.finish(max_norm=1.0)
+        schedule.step()
+        world.say(f"step {step.number} loss {result.loss:.6f} of {result.weight:.0f} tokens")
+        checkpoints.save_every(options.save_every)
+    checkpoints.save()
+    if replica.stop_reason:
+        world.say(f"stopped by {replica.stop_reason}; the same command resumes")
+        sys.exit(paceline.EXIT_RESUMABLE)
 
     weights = replica.state_dict()
     if world.is_main:

@@ -3,7 +3,7 @@
 python before.py [FILE]                 torchrun --standalone --nproc-per-node 2 after.py [FILE]
 
 TIME_BUDGET seconds of training (60), or STEPS updates; every EVAL_EVERY updates (20) and at the end it prints losses
-and a sample, and saves; after.py goes on from there. Without FILE it reads a module of Python's library.
+and a sample, and saves; after.py resumes from there. Without FILE it reads a module of Python's library.
 """
 
 import argparse
@@ -99,22 +99,21 @@ torch.manual_seed(1337)
 model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
 replica = paceline.Replica(model, optimizer, world)
+checkpoints = paceline.Checkpoints("runs/gpt", net=replica, at=(at := {"progress": 0.0}))
 order = torch.Generator()
 
-step, progress = (replica.restore("runs/gpt") or {"at": (0, 0.0)})["at"]
+step, progress = checkpoints.restore() or 0, at["progress"]
 while progress < 1:
     began = time.perf_counter()
     for group in optimizer.param_groups:
         group["lr"] = lr_at(progress)
     optimizer.zero_grad()
     starts = torch.randint(len(train) - CONTEXT, (BATCH,), generator=order.manual_seed(step))
-    for rows in replica.micro_batches(starts.split(MICRO_BATCH)[world.rank :: world.world_size]):
-        loss = loss_at(train, rows)
-        replica.backward(loss)
+    batch = paceline.Batch(starts.split(MICRO_BATCH)[world.rank :: world.world_size])
+    replica.train(batch, lambda rows: loss_at(train, rows.cpu()), max_norm=MAX_NORM)
     step += 1
     progress = step / STEPS if STEPS else progress + (time.perf_counter() - began) / TIME_BUDGET
-    replica.step(max_norm=MAX_NORM)
-    progress = world.mean(progress)  # clocks differ, and all must stop at the same step
+    at["progress"] = progress = world.mean(progress)  # clocks differ, and all must stop at the same step
     if step % EVAL_EVERY == 0 or progress >= 1:
         world.say(f"step {step} training {evaluate(train):.7f} validation {evaluate(validation):.7f} {sample()!r}")
-        replica.save("runs/gpt", at=[step, progress])
+        checkpoints.save()

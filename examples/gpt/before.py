@@ -3,7 +3,7 @@
 python before.py [FILE]                 torchrun --standalone --nproc-per-node 2 after.py [FILE]
 
 TIME_BUDGET seconds of training (60), or STEPS updates; every EVAL_EVERY updates (20) and at the end it prints losses
-and a sample, and saves; after.py goes on from there. Without FILE it reads a module of Python's library.
+and a sample, and saves; after.py resumes from there. Without FILE it reads a module of Python's library.
 """
 
 import argparse

@@ -10,8 +10,6 @@ does not: the losses are the same on 1 rank and on 2.
 """
 
 import argparse
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,17 +54,9 @@ def layer(num_in: int, num_out: int, stride: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(num_in, num_out, 3, stride, padding=1), nn.GroupNorm(4, num_out), nn.ReLU())
 
 
-def evaluate(model: nn.Module, tests: Iterable[list[Any]], world: paceline.World) -> float:
-    """Returns the part of the tests that the model reads rightly; each rank reads its own."""
-    num_right = num_seen = 0
-    model.eval()
-    with torch.no_grad():
-        for batch in tests:
-            for images, digits in batch:
-                num_right += int((model(images.to(world.device)).argmax(-1).cpu() == digits).sum())
-                num_seen += len(digits)
-    model.train()
-    return world.mean(num_right / max(1, num_seen), weight=num_seen)
+def read_rightly(model: nn.Module, images: torch.Tensor, digits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns, under the name that is shown, the part of a micro-batch that the model reads rightly."""
+    return {"accuracy": (model(images).argmax(-1) == digits).float().mean()}
 
 
 def main() -> None:
@@ -87,16 +77,16 @@ def main() -> None:
 
     learnt = Digits(0, options.images, options.augment)
     loader = DataLoader(learnt, options.batch_size, shuffle=True, num_workers=options.workers)
-    batches = paceline.share(loader, world)
-    tests = paceline.share(Digits(options.images, options.images // 6), world, batch_size=100, shuffle=False)
-    for epoch in range(options.epochs):
-        for step, batch in enumerate(batches, start=1):
-            for images, digits in replica.micro_batches(batch):
-                replica.backward(F.cross_entropy(model(images.to(world.device)), digits.to(world.device)))
-            result = replica.step()
-            if step % 10 == 0:
-                world.say(f"epoch {epoch + 1} step {step}/{len(batches)} loss {result.loss:.6f}")
-        world.say(f"epoch {epoch + 1} accuracy {evaluate(model, tests, world):.4f}")
+    tests = DataLoader(Digits(options.images, options.images // 6), batch_size=100)
+    for epoch in range(1, options.epochs + 1):
+        for step in replica.steps(loader, epochs=epoch):
+            for images, digits in step:
+                step.backward(F.cross_entropy(model(images), digits))
+            result = step.finish()
+            if step.number % 10 == 0:
+                world.say(f"epoch {epoch} step {step.number} loss {result.loss:.6f}")
+        means = replica.evaluate(tests, lambda images, digits: read_rightly(model, images, digits))
+        world.say(f"epoch {epoch} accuracy {means['accuracy']:.4f}")
 
 
 if __name__ == "__main__":

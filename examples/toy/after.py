@@ -22,7 +22,5 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 replica = paceline.Replica(model, optimizer, world)
 
 for step, batch in enumerate(paceline.share(loader, world), start=1):
-    for x, y in replica.micro_batches(batch):
-        replica.backward(nn.functional.mse_loss(model(x.to(device)), y.to(device)))
-    result = replica.step()
+    result = replica.train(batch, lambda x, y: nn.functional.mse_loss(model(x), y))
     world.say(f"step {step} loss {result.loss:.7f}")

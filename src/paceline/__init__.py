@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
+    from paceline.base.errors import EXIT_RESUMABLE as EXIT_RESUMABLE
     from paceline.base.errors import RunError as RunError
     from paceline.base.errors import UserError as UserError
     from paceline.config import Config as Config
@@ -11,9 +12,15 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from paceline.data.plan import BatchPlan as BatchPlan
     from paceline.model.config import ModelConfig as ModelConfig
     from paceline.model.gpt import GPT as GPT
-    from paceline.script.joining import join as join
-    from paceline.script.replica import Replica as Replica
-    from paceline.script.share import share as share
+    from paceline.replica.batch import Batch as Batch
+    from paceline.replica.checkpoints import Checkpoints as Checkpoints
+    from paceline.replica.checkpoints import load_weights as load_weights
+    from paceline.replica.joining import join as join
+    from paceline.replica.replica import Replica as Replica
+    from paceline.replica.result import StepResult as StepResult
+    from paceline.replica.share import Share as Share
+    from paceline.replica.share import share as share
+    from paceline.replica.step import Step as Step
     from paceline.world.config import ParallelConfig as ParallelConfig
     from paceline.world.runtime import World as World
 
@@ -21,10 +28,17 @@ __version__ = "0.1.0"
 
 # Public name -> module. Resolved when first used: importing paceline imports nothing else.
 _PUBLIC = {
-    "join": "paceline.script.joining",
+    "join": "paceline.replica.joining",
     "World": "paceline.world.runtime",
-    "Replica": "paceline.script.replica",
-    "share": "paceline.script.share",
+    "Replica": "paceline.replica.replica",
+    "Step": "paceline.replica.step",
+    "StepResult": "paceline.replica.result",
+    "Checkpoints": "paceline.replica.checkpoints",
+    "load_weights": "paceline.replica.checkpoints",
+    "share": "paceline.replica.share",
+    "Share": "paceline.replica.share",
+    "Batch": "paceline.replica.batch",
+    "EXIT_RESUMABLE": "paceline.base.errors",
     "BatchPlan": "paceline.data.plan",
     "ParallelConfig": "paceline.world.config",
     "Config": "paceline.config",

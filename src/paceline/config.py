@@ -1,8 +1,5 @@
-"""The whole configuration: the stations' dataclasses composed, read from TOML, overridden by flags.
-
-Defaults, then a preset (recipes/*.toml), then a file (--config), then flags. A misspelt name, a wrong type or an
-impossible value raises UserError before any process starts.
-"""
+"""The complete configuration, one dataclass per section: defaults, then a preset (recipes/*.toml), a TOML file, flags.
+A misspelt name, a wrong type or an impossible value raises UserError before any process starts."""
 
 import dataclasses
 import json
@@ -32,9 +29,9 @@ class TrainConfig:
     tokens: int = 0
     """Horizon in tokens, rounded up to whole steps."""
     tokens_per_param: float = 0.0
-    """Horizon in tokens for each parameter outside the embeddings (20: Chinchilla, arXiv 2203.15556)."""
+    """Horizon in tokens per parameter outside the embeddings (20: Chinchilla, arXiv 2203.15556)."""
     time_budget: float = 0.0
-    """Horizon in seconds of training; the learning rate follows the clock, agreed by all ranks."""
+    """Horizon in seconds of training; the learning rate follows the time, agreed by all ranks."""
     global_batch_size: int = 0
     """Sequences in a step, over all ranks; 0: from global-batch-tokens, or chosen."""
     global_batch_tokens: int = 0
@@ -42,35 +39,35 @@ class TrainConfig:
     device_batch_size: int = 0
     """Sequences in a micro-batch of one rank; 0: chosen by memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the matrix work; weights and optimizer state stay float32."""
+    """Number format of matrix products; weights and optimizer state stay float32."""
     compile: bool = False
     """torch.compile, block by block; the first step takes a minute."""
     activation_checkpoint: bool = False
     """Recompute each block in backward: less memory, about a third more compute."""
     seed: int = 1337
-    """Of initial weights, order of data, dropout."""
+    """Seed of initial weights, order of data, dropout."""
     init_from: str = ""
-    """A run folder whose newest weights to begin with; empty: at random. `train --init-from` sets it, and takes the
-    model's shape from there, too."""
+    """Start from the newest weights of this run folder; empty: from random weights. `train --init-from` sets it, and
+    takes the model's shape from there, too."""
     eval_every: int = 0
-    """Evaluate every so many steps; 0: at the end only; -1: never."""
+    """Steps between evaluations; 0: at the end only; -1: never."""
     eval_sequences: int = 256
-    """Validation sequences of an evaluation, spread evenly over the split; always the same ones."""
+    """Sequences in an evaluation, spread evenly over the validation split; the same ones every time."""
     sample_tokens: int = 160
     """Tokens of the sample written at the end; 0: none."""
     sample_prompt: str = ""
-    """What that sample goes on from; empty: the beginning of a document. No space at its end: words begin with one."""
+    """Text that the sample continues; empty: the beginning of a document. No space at its end: words begin with one."""
     stop_at_step: int = 0
-    """Stop after this step as if signalled: saved, exit status 75; 0: run to the horizon."""
+    """Stop after this step like after a signal: saved, exit status 75; 0: run to the horizon."""
     stop_after: float = 0.0
-    """Stop so many seconds after the start as if signalled, before a queue's time limit does; 0: never."""
+    """Stop this many seconds after the start like after a signal, before a queue's time limit does; 0: never."""
     profile: int = 0
-    """Trace this step with torch's profiler, on every rank, to RUN/profile/, for ui.perfetto.dev; 0: none."""
+    """Trace this step on every rank with torch's profiler to RUN/profile/, for ui.perfetto.dev; 0: none."""
     max_skips: int = 20
-    """Steps in a row whose gradient is not finite before the run fails."""
+    """The run fails after this many consecutive steps whose gradient is not finite."""
 
     def check(self) -> None:
-        """Raises UserError for what cannot be, named as the user types it."""
+        """Raises UserError for an impossible value, named as the user types it."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             least = -1 if item.name == "eval_every" else 1 if item.name in ("eval_sequences", "max_skips") else 0
@@ -107,7 +104,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def check(self) -> None:
-        """Raises UserError for any impossible value or combination; cheap, needs no torch."""
+        """Raises UserError for any impossible value or combination. Needs no torch."""
         for section in dataclasses.fields(self):
             getattr(self, section.name).check()
         if self.parallel.strategy == "fsdp" and self.optim.name == "muon":
@@ -138,7 +135,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, base: Config) -> Config:
-    """Returns base overridden by a preset; raises UserError with the nearest name where there is none."""
+    """Returns base overridden by a preset. Raises UserError with the nearest name if there is none."""
     names = preset_names()
     if name not in names:
         raise UserError(f"no preset is named '{name}'{nearest(name, names)}; there are: {', '.join(names)}")
@@ -147,7 +144,7 @@ def load_preset(name: str, base: Config) -> Config:
 
 
 def load_file(path: Path, base: Config) -> Config:
-    """Returns base overridden by a TOML file; raises UserError naming file and field."""
+    """Returns base overridden by a TOML file. Raises UserError naming file and field."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -158,7 +155,7 @@ def load_file(path: Path, base: Config) -> Config:
 
 
 def from_toml(text: str, where: str, base: Config) -> Config:
-    """Returns base overridden by what a TOML text says: [section] field = value, underscores or hyphens."""
+    """Returns base overridden by a TOML text: [section] field = value, with underscores or hyphens."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -177,12 +174,13 @@ def from_toml(text: str, where: str, base: Config) -> Config:
             name = raw_name.replace("-", "_")
             if name not in hints:
                 raise UserError(f"{where}: {section} has no field '{raw_name}'{nearest(name, hints)}")
-            changes[name] = _checked(f"{where}: {section}.{name}", hints[name], value)
+            changes[name] = checked(f"{where}: {section}.{name}", hints[name], value)
         given = given.replace(section, **changes)
     return supersede(base, given)
 
 
-def _checked(where: str, wanted: Any, value: Any) -> Any:
+def checked(where: str, wanted: Any, value: Any) -> Any:
+    """Returns the value as the wanted type. Raises UserError, naming its place `where`, for any other type."""
     if typing.get_origin(wanted) is tuple:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise UserError(f"{where} is {value!r}; it must be a list of strings")
@@ -203,21 +201,15 @@ def _checked(where: str, wanted: Any, value: Any) -> Any:
 def to_toml(config: Config) -> str:
     """Returns the config as TOML; from_toml of it gives the same config."""
     lines: list[str] = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        values = dataclasses.asdict(getattr(config, section.name))
-        # JSON's strings, booleans and numbers are TOML's; a float keeps its point or exponent.
-        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    for section, values in dataclasses.asdict(config).items():
+        # JSON's strings, booleans, numbers and lists are valid TOML, except for one character.
+        texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+        lines += [f"[{section}]", *(f"{name} = {text}" for name, text in texts.items()), ""]
+    return "\n".join(lines).replace("\x7f", "\\u007f")
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Returns `section.field-name` -> value, as the user types the names."""
+    """Returns `section.field-name` -> value, named as the user types it."""
     return {
         f"{section}.{name}".replace("_", "-"): value
         for section, values in dataclasses.asdict(config).items()
@@ -225,19 +217,16 @@ def flatten(config: Config) -> dict[str, Any]:
     }
 
 
-# Ways to say one thing: who gives one of them means it instead of the others that a preset or file gave.
-_ALTERNATIVES = (
+# Alternative fields: a given one replaces those of a preset or file.
+ALTERNATIVES = (
     ("steps", "tokens", "tokens_per_param", "time_budget"),
     ("global_batch_size", "global_batch_tokens"),
 )
 
 
 def supersede(base: Config, changed: Config) -> Config:
-    """Returns `changed`, without what its own changes to `base` take the place of.
-
-    A preset's time budget ends where a flag gives a number of steps.
-    """
-    for names in _ALTERNATIVES:
+    """Returns `changed` without the alternatives it replaces: a number of steps replaces a preset's time budget."""
+    for names in ALTERNATIVES:
         new = [name for name in names if getattr(changed.train, name) != getattr(base.train, name)]
         if any(getattr(changed.train, name) for name in new):
             changed = changed.replace("train", **{name: 0 for name in names if name not in new})

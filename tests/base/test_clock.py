@@ -2,10 +2,11 @@
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.base.clock import Stopwatch, clip_intervals, union_ms
+from paceline.base.clock import Stopwatch, clip_intervals, union_ms, within
 
 moments = st.integers(0, 30)
 intervals = st.lists(st.tuples(moments, moments).map(lambda pair: (min(pair), max(pair))), max_size=12)
@@ -52,3 +53,11 @@ def test_a_paused_stopwatch_stands_still_and_goes_on_from_where_it_was() -> None
     watch.start()
     time.sleep(0.01)
     assert watch.elapsed_s > stopped
+
+
+def test_a_call_is_given_up_after_a_while_and_its_errors_are_raised() -> None:
+    assert within(10, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(10, lambda: 1 / 0)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, lambda: time.sleep(1))

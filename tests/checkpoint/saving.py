@@ -53,7 +53,7 @@ def save_by(
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     parts = zip(shares(weights, num_writers), shares(state, num_writers), strict=True)
     for saver, (mine, my_state) in zip(savers, parts, strict=True):
-        saver.begin(step, mine, my_state, shapes, facts)
+        saver.begin(step, {"weights": mine, "optimizer": my_state}, shapes, facts)
     return [ended(saver) for saver in savers]
 
 

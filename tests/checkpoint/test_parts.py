@@ -3,6 +3,7 @@
 import itertools
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,17 @@ from paceline.base.errors import PacelineError
 from paceline.base.ownership import Slice, cut
 from paceline.checkpoint import load, publish
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.manifest import Kind, check_cover, folder_name, read
+from paceline.checkpoint.manifest import Kind, check_cover, folder_name, read_manifest
 from paceline.checkpoint.save import Saver
-from paceline.world.group import SideChannel
+from paceline.world.group import LocalGroup, SideChannel
 from paceline.world.runtime import World
+
+
+def read(folder: Path, manifest: dict[str, Any], kind: Kind, like: Mapping[Slice, torch.Tensor]) -> Any:
+    """What one process reads."""
+    group = LocalGroup(torch.device("cpu"))
+    return load.receive(group, folder, manifest, kind, {item: t.dtype for item, t in like.items()}, everyone_sees=True)
+
 
 shape = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
@@ -38,7 +46,7 @@ def test_what_n_writers_wrote_m_readers_read(shapes: list[tuple[int, ...]], n: i
         path, manifest, _ = load.find(Path(folder))
         for kind, wanted in (("weights", tensors), ("optimizer", state)):
             for part in shares(wanted, m):
-                found = load.read_slices(path, manifest, kind, part, parameters)  # type: ignore[arg-type]
+                found = read(path, manifest, kind, part)
                 assert list(found) == list(part)
                 assert all(torch.equal(found[item], tensor) for item, tensor in part.items())
         whole, _ = load.read_weights(Path(folder))
@@ -49,18 +57,16 @@ def test_what_n_writers_wrote_m_readers_read(shapes: list[tuple[int, ...]], n: i
 def test_what_does_not_fit_is_refused_and_named_never_cast(tmp_path: Path) -> None:
     save_by(2, tmp_path, 1, {"a": torch.zeros(3, 4), "b": torch.zeros(2).bfloat16()}, {}, {}, CheckpointConfig())
     folder, manifest, _ = load.find(tmp_path)
-    shapes = {"a": (3, 4), "b": (2,)}
-    for kind, item, parameters, said in (
-        ("weights", Slice("a", 0, 12), {"a": (4, 3), "b": (2,)}, r"a is \[3, 4\] there and \[4, 3\] here"),
-        ("weights", Slice("b", 0, 2), shapes, r"b is torch.bfloat16 there and torch.float32 here"),
-        ("weights", Slice("c", 0, 2), {**shapes, "c": (2,)}, "the checkpoint has no c"),
-        ("weights", Slice("a", 0, 12), {"a": (3, 4)}, "the checkpoint has b, and the model has no such parameter"),
-        ("optimizer", Slice("a/exp_avg", 0, 2), shapes, "the checkpoint has no a/exp_avg"),
-    ):
+    wanted: tuple[tuple[Kind, Slice, str], ...] = (
+        ("weights", Slice("a", 0, 13), r"a is \[3, 4\] in the checkpoint, which has no element 12"),
+        ("weights", Slice("b", 0, 2), r"b is torch.bfloat16 in the checkpoint and torch.float32 here"),
+        ("weights", Slice("c", 0, 2), "the checkpoint has no c"),
+        ("optimizer", Slice("a/exp_avg", 0, 2), "the checkpoint has no a/exp_avg"),
+    )
+    for kind, item, said in wanted:
         with pytest.raises(ValueError, match=said):
-            load.read_slices(folder, manifest, kind, [item], parameters)  # type: ignore[arg-type]
-    read_back = load.read_slices(folder, manifest, "weights", [Slice("b", 0, 2)], shapes, torch.bfloat16)
-    assert read_back[Slice("b", 0, 2)].dtype == torch.bfloat16
+            read(folder, manifest, kind, {item: torch.zeros(0)})
+    assert read(folder, manifest, "weights", {Slice("b", 0, 2): torch.zeros(0).bfloat16()})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_parts_that_make_no_whole_make_no_checkpoint(tmp_path: Path, parts: list
     savers = [Saver(tmp_path, CheckpointConfig(), writer, 2, token="t") for writer in (0, 1)]
     for saver, part in zip(savers, parts, strict=True):
         mine = {Slice("t", *edges): torch.zeros(edges[1] - edges[0], dtype=dtype) for edges, dtype in part.items()}
-        saver.begin(5, mine, {}, {"t": (10,)}, {})
+        saver.begin(5, {"weights": mine}, {"t": (10,)}, {})
     for saver in savers:
         saver.finish()
     outcome = savers[0].take_outcome()
@@ -122,8 +128,8 @@ def matches(found: dict[Slice, torch.Tensor], whole: dict[str, torch.Tensor]) ->
 
 def on_three_ranks(world: World, shared: str, full_disk: str, damaged: str) -> dict[str, Any]:
     """Ranks 0 and 1 see the folder; rank 2 sends its part, and receives. Then all see it."""
-    relay = SideChannel()
-    savers = {folder: make_saver(world, folder, relay) for folder in (shared, full_disk)}
+    channel = SideChannel()
+    savers = {folder: make_saver(world, folder, channel) for folder in (shared, full_disk)}
     steps = (shared, 10), (shared, 20), (full_disk, 21), (shared, 30)
     seen: dict[str, Any] = {"problems": [save(world, savers[folder], step) for folder, step in steps]}
     for everyone_sees in (False, True):
@@ -140,9 +146,8 @@ def on_three_ranks(world: World, shared: str, full_disk: str, damaged: str) -> d
     return seen
 
 
-def make_saver(world: World, folder: str, relay: SideChannel) -> Saver:
-    writer = world.rank if world.rank < 2 else None
-    return Saver(Path(folder), CheckpointConfig(), writer, 2, token="t", relay=relay, relayed=[2])
+def make_saver(world: World, folder: str, channel: SideChannel) -> Saver:
+    return Saver(Path(folder), CheckpointConfig(), world.rank, 3, token="t", channel=channel, senders=[2])
 
 
 def save(world: World, saver: Saver, step: int) -> str | None:
@@ -151,7 +156,7 @@ def save(world: World, saver: Saver, step: int) -> str | None:
     mine = shares(tensors(step), 3)[world.rank]
     if step == 20 and world.rank == 2:
         mine = {item: tensor[:-1] for item, tensor in mine.items()}
-    saver.begin(step, mine, shares(state(step), 3)[world.rank], SHAPES, {"progress": step})
+    saver.begin(step, {"weights": mine, "optimizer": shares(state(step), 3)[world.rank]}, SHAPES, {"progress": step})
     outcome = ended(saver)
     world.group.barrier()
     return outcome.problem
@@ -161,16 +166,16 @@ def receive(world: World, answer: load.Found, everyone_sees: bool) -> dict[str, 
     """Whether this rank got what it wanted, and what all say to what one rank cannot use."""
     folder, manifest, problems = answer
     seen: dict[str, Any] = {"found": (manifest["step"], problems)}
-    odd = {**SHAPES, "b.weight": (13, 10)} if world.rank == 1 else SHAPES
+    dtype = torch.float16 if world.rank == 1 else torch.float32
     kinds: tuple[tuple[Kind, dict[str, torch.Tensor]], ...] = ("weights", tensors(30)), ("optimizer", state(30))
     for kind, whole in kinds:
         wanted = [Slice(name, 0, tensor.numel()) for name, tensor in whole.items()]
         if kind == "optimizer":
             wanted = cut(wanted, 3)[2 - world.rank]
-        found = load.receive(world.group, folder, manifest, kind, wanted, SHAPES, everyone_sees)
+        found = load.receive(world.group, folder, manifest, kind, dict.fromkeys(wanted, torch.float32), everyone_sees)
         seen[kind] = list(found) == wanted and matches(found, whole)
     try:
-        load.receive(world.group, folder, manifest, "weights", [Slice("b.weight", 0, 3)], odd, everyone_sees)
+        load.receive(world.group, folder, manifest, "weights", {Slice("b.weight", 0, 3): dtype}, everyone_sees)
     except ValueError as error:
         seen["refused"] = str(error)
     return seen
@@ -179,7 +184,7 @@ def receive(world: World, answer: load.Found, everyone_sees: bool) -> dict[str, 
 def test_ranks_save_and_load_together_also_where_one_does_not_see_the_folder(tmp_path: Path) -> None:
     shared, full_disk, damaged = (tmp_path / name for name in ("shared", "full", "damaged"))
     full_disk.mkdir()
-    aside = publish.aside(full_disk, 21, "t-1")
+    aside = publish.unfinished_folder(full_disk, 21, "t-1")
     (aside / "weights-00002-of-00003.safetensors").mkdir(parents=True)  # where rank 2's part is to be
     keep(damaged, 10)
     (keep(damaged, 20) / "optimizer-00000-of-00001.safetensors").unlink()
@@ -195,14 +200,14 @@ def test_ranks_save_and_load_together_also_where_one_does_not_see_the_folder(tmp
     names = [
         f"{kind}-0000{i}-of-00003.safetensors" for kind, i in itertools.product(("optimizer", "weights"), range(3))
     ]
-    manifest = read(shared / folder_name(30))
+    manifest = read_manifest(shared / folder_name(30))
     assert list(manifest["files"]) == names
     for rank in ranks:
         for sees in (False, True):
             assert rank[f"weights {sees}"]
             assert rank[f"optimizer {sees}"]
             assert rank[f"found {sees}"] == (30, [])
-            assert rank[f"refused {sees}"] == "b.weight is [130] there and [13, 10] here"
+            assert rank[f"refused {sees}"] == "b.weight is torch.float32 in the checkpoint and torch.float16 here"
             step, problems = rank[f"damaged {sees}"]
             assert (step, problems) == (10, ["step-00000020: no optimizer-00000-of-00001.safetensors"])
         assert rank["step"][0] == "UserError"

@@ -35,7 +35,7 @@ def _no_fault_stays() -> Iterator[None]:
 def begin(saver: Saver, step: int, tensor: torch.Tensor) -> float:
     """Returns the seconds that it held the caller up."""
     began = time.perf_counter()
-    saver.begin(step, {Slice("t", 0, 1000): tensor}, {}, SHAPES, NO_FACTS)
+    saver.begin(step, {"weights": {Slice("t", 0, 1000): tensor}}, SHAPES, NO_FACTS)
     return time.perf_counter() - began
 
 
@@ -84,7 +84,7 @@ def test_a_failure_at_any_phase_is_an_outcome_and_the_next_save_works(tmp_path: 
     begin(saver, 3, torch.ones(1000))
     problem = ended(saver).problem
     assert problem is not None
-    assert problem == "No space left on device" if kind == "full" else f"{phase} of step 3" in problem
+    assert ("No space left on device" if kind == "full" else f"{phase} of step 3") in problem
     late = phase == "save.prune"  # then it is there
     assert load.find(tmp_path)[0].name == folder_name(3 if late else 2)
     assert not list(tmp_path.glob(".*unfinished"))
@@ -99,7 +99,7 @@ def test_what_another_writer_could_not_do_is_said_with_its_number_and_there_is_n
     savers = [Saver(tmp_path, CheckpointConfig(), writer, 2, token="t") for writer in (0, 1)]
     for step, length in ((2, 499), (3, 500)):
         for saver, start, stop, size in ((savers[0], 0, 500, 500), (savers[1], 500, 1000, length)):
-            saver.begin(step, {Slice("t", start, stop): torch.ones(size)}, {}, SHAPES, NO_FACTS)
+            saver.begin(step, {"weights": {Slice("t", start, stop): torch.ones(size)}}, SHAPES, NO_FACTS)
         problems = [ended(saver).problem for saver in savers]
         if step == 2:
             assert problems[0] is not None
@@ -112,11 +112,11 @@ def test_what_another_writer_could_not_do_is_said_with_its_number_and_there_is_n
 
 def test_a_save_that_waits_for_a_dead_writer_ends_when_it_is_abandoned(tmp_path: Path) -> None:
     keep(tmp_path, 1)
-    earlier = publish.aside(tmp_path, 2, "earlier-1")  # of a life in which writer 1 had come further
+    earlier = publish.unfinished_folder(tmp_path, 2, "earlier-1")  # of a life in which writer 1 had come further
     earlier.mkdir()
-    publish.put_record(earlier, 1, {"files": {}, "dtypes": {}})
+    publish.put_record(earlier, 1, {"files": {}, "tensors": {}})
     saver = Saver(tmp_path, CheckpointConfig(), 0, 2, token="t")
-    saver.begin(2, {Slice("t", 0, 1000): torch.ones(1000)}, {}, SHAPES, NO_FACTS)
+    saver.begin(2, {"weights": {Slice("t", 0, 1000): torch.ones(1000)}}, SHAPES, NO_FACTS)
     time.sleep(0.3)
     assert saver.is_busy
     saver.abandon()
@@ -128,7 +128,7 @@ def test_where_the_run_folder_is_gone_there_is_no_checkpoint_and_no_new_folder(t
     folder = tmp_path / "run"
     savers = [Saver(folder / "checkpoints", CheckpointConfig(), writer, 2, token="t") for writer in (0, 1)]
     for saver, start in zip(savers, (0, 500), strict=True):
-        saver.begin(2, {Slice("t", start, start + 500): torch.ones(500)}, {}, SHAPES, NO_FACTS)
+        saver.begin(2, {"weights": {Slice("t", start, start + 500): torch.ones(500)}}, SHAPES, NO_FACTS)
     assert [ended(saver).problem for saver in savers] == [f"{folder}: the run folder is gone"] * 2
     assert not folder.exists()
     folder.mkdir()
@@ -204,7 +204,8 @@ def life(folder, writer, steps, number, fault):
         whole = tensors(step)
         state = {f"{name}/exp_avg": -tensor for name, tensor in whole.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-        saver.begin(step, shares(whole, 2)[writer], shares(state, 2)[writer], shapes, {"step_again": step})
+        mine = {"weights": shares(whole, 2)[writer], "optimizer": shares(state, 2)[writer]}
+        saver.begin(step, mine, shapes, {"step_again": step})
         saver.finish()
         if saver.take_outcome().problem:
             os._exit(1)

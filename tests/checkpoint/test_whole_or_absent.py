@@ -21,7 +21,9 @@ from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import load
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Damaged, folder_name, list_steps, read
-from paceline.checkpoint.save import save_whole, set_aside
+from paceline.checkpoint.retention import set_aside
+from paceline.checkpoint.writers import save_complete
+from paceline.world.group import LocalGroup
 
 FILES = (WEIGHTS, OPTIMIZER, MANIFEST)
 
@@ -59,14 +61,14 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path) -> None:
 def test_an_import_saves_whole_tensors_beside_what_is_there(tmp_path: Path) -> None:
     keep(tmp_path, 10)
     base = torch.arange(12.0).view(3, 4)
-    folder = save_whole(tmp_path, 0, {"t": base.t(), "part": base[1:, ::2]}, {"t/momentum": base.t()}, {"note": "x"})
+    folder = save_complete(tmp_path, 0, {"t": base.t(), "part": base[1:, ::2]}, {"t/momentum": base.t()}, {"note": "x"})
     assert list_steps(tmp_path) == [0, 10]
     assert read(folder)["note"] == "x"
     tensors, _ = load.read_weights(tmp_path, 0)
     assert torch.equal(tensors["t"], base.t())
     assert torch.equal(tensors["part"], base[1:, ::2])
     with pytest.raises(OSError, match=r"other\.bias/momentum belongs to no parameter"):
-        save_whole(tmp_path, 1, {"t": base}, {"other.bias/momentum": base}, {})
+        save_complete(tmp_path, 1, {"t": base}, {"other.bias/momentum": base}, {})
     assert list_steps(tmp_path) == [0, 10]
 
 
@@ -84,11 +86,10 @@ def test_every_flipped_byte_of_the_tensors_is_found(tmp_path: Path, name: str) -
 def test_every_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
     folder = keep(tmp_path, 7, scale=1e-05)
     for position in range((folder / MANIFEST).stat().st_size):
-        for bit in (0, 3, 5, 7):
-            flip(folder / MANIFEST, position, bit)
-            with pytest.raises(Damaged):
-                read(folder)
-            flip(folder / MANIFEST, position, bit)
+        flip(folder / MANIFEST, position, position % 8)
+        with pytest.raises(Damaged):
+            read(folder)
+        flip(folder / MANIFEST, position, position % 8)
     read(folder)
 
 
@@ -182,9 +183,9 @@ def test_a_manifest_that_was_made_up_is_damage_not_a_traceback(tmp_path: Path, f
 
 def test_another_format_is_said(tmp_path: Path) -> None:
     folder = keep(tmp_path, 7)
-    for number in (1, 3):
+    for number in (1, 4):
         reseal(folder, format=number)
-        with pytest.raises(Damaged, match=f"format {number}, this paceline reads 2"):
+        with pytest.raises(Damaged, match=f"format {number}, this paceline reads 3"):
             read(folder)
 
 
@@ -231,8 +232,29 @@ def test_a_damaged_newest_is_passed_over_for_the_older_one_and_said(tmp_path: Pa
 def test_where_none_is_whole_the_run_stops_with_the_list(tmp_path: Path) -> None:
     for step in (10, 20):
         (keep(tmp_path, step) / WEIGHTS).unlink()
-    with pytest.raises(RunError, match=r"(?s)no checkpoint .* is whole.*step-00000020.*step-00000010"):
+    with pytest.raises(RunError, match=r"(?s)no checkpoint .* is complete.*step-00000020.*step-00000010"):
         load.find(tmp_path)
+
+
+def agree_alone(folder: Path, step: int | None) -> load.Found:
+    return load.agree(LocalGroup(torch.device("cpu")), folder, step, everyone_sees=True)
+
+
+@pytest.mark.parametrize("look", [load.find, agree_alone])
+def test_where_only_the_one_that_was_asked_for_is_damaged_the_others_are_named(tmp_path: Path, look: Any) -> None:
+    for step in (10, 20, 30):
+        keep(tmp_path, step)
+    (tmp_path / folder_name(20) / WEIGHTS).unlink()
+    with pytest.raises(RunError) as caught:
+        look(tmp_path, 20)
+    assert str(caught.value) == (
+        f"the checkpoint of step 20 in {tmp_path} is damaged, nothing was changed: step-00000020: no {WEIGHTS}; "
+        "leave --step out for the newest complete one, or give another by --step: there are 10, 30"
+    )
+    for step in (10, 30):
+        shutil.rmtree(tmp_path / folder_name(step))
+    with pytest.raises(RunError, match=f"no {WEIGHTS}; there is no other one$"):
+        look(tmp_path, 20)
 
 
 def test_where_there_is_none_the_user_is_told(tmp_path: Path) -> None:
@@ -275,6 +297,31 @@ def test_stray_folders_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step-00000050").write_text("a file")
     assert list_steps(tmp_path) == [10]
     assert load.find(tmp_path)[0] == whole
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def noted_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        calls.append(f"-> {target.name}")
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    checkpoints = tmp_path / "checkpoints"
+    keep(checkpoints, 10)
+    named = calls.index("-> step-00000010")
+    (unfinished,) = (name for name in calls if name.endswith(".unfinished"))
+    assert {*FILES, unfinished} <= set(calls[:named])
+    assert calls.index(unfinished) > max(map(calls.index, FILES)), "names are synced when all files have theirs"
+    assert "checkpoints" in calls[named:], "the new name, too"
 
 
 def test_a_name_with_more_zeros_than_ours_is_a_stray(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The law: what `data prepare` and `data info` make and say is what an independent count of the sources gives, and a
 run on it, whatever the packing, is the same run at any world size and after any stop."""
 
-import fcntl
 import json
 import os
 import pickle
@@ -10,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyte
 import pytest
 from in_process import here
@@ -146,6 +143,37 @@ def test_progress_without_a_terminal_is_plain_lines(place: Path) -> None:
     assert ended.err == ""
 
 
+def test_files_left_out_are_said_before_the_work_and_in_info(place: Path) -> None:
+    folder = place / "texts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("a line of text\n" * 100)
+        (folder / f"latin{number}.txt").write_bytes("Müller\n".encode("latin-1") * 100)
+    ended = here("data", "prepare", "texts", "--out", "x", "--tokenizer", "bytes", cwd=place).require(0)
+    said = " ".join(ended.out.split())
+    assert said.startswith("data: warning: 4 of 8 files, 2.7 KiB of 8.6 KiB, are left out (latin0.txt, latin1.txt,")
+    assert "4 files are neither text nor a known format and were left out (2.7 KiB)" in said
+    ended = run(*TRAIN, "--data.path", "texts", "--data.seq-len", "16", "--train.steps", "1", cwd=place).require(0)
+    assert "warning: 4 of 8 files, 2.7 KiB of 8.6 KiB, are left out" in " ".join(ended.out.split())
+
+
+def test_a_part_for_validation_that_decides_nothing_is_said(place: Path) -> None:
+    (place / "book.txt").write_text("a line of text\n" * 100)
+    write_records(place / "few.jsonl", texts(51))
+    bytes_ = ("--tokenizer", "bytes")
+    ended = here("data", "prepare", "book.txt", "--out", "x", *bytes_, "--validation-frac", "0.3", cwd=place).require(0)
+    assert (
+        "data: --validation-frac 0.3 has no effect here: text files are split by their names or at their" in ended.out
+    )
+    held = ("--validation", "few.jsonl", "--validation-frac", "0")
+    here("data", "prepare", "book.txt", "--out", "y", *bytes_, *held, cwd=place).require(0)
+    assert info(place / "y")["splits"]["validation"]["documents"] == 51
+    ended = here("data", "prepare", "few.jsonl", "--out", "z", *bytes_, cwd=place).require(0)
+    assert "no effect" not in ended.out
+    found = info(place / "z")["splits"]
+    assert (found["train"]["documents"], found["validation"]["documents"]) == (50, 1)
+
+
 def test_prepared_twice_changes_nothing(place: Path) -> None:
     folder = prepared(place, "data", texts())
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
@@ -153,49 +181,40 @@ def test_prepared_twice_changes_nothing(place: Path) -> None:
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
-def is_waiting(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a process has read all that was written to it, and waits for more."""
-    assert process.stdin is not None
-    (unread,) = struct.unpack("i", fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)))
-    return unread == 0 and psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
-
-
 def test_interrupted_and_killed_and_started_again(place: Path) -> None:
-    """Ctrl-C notes how far it is; kill -9 later goes back to that; the bytes are those of an undisturbed run.
-
-    Through a pipe that is kept open, so that neither comes too late."""
+    """Ctrl-C and kill -9 keep the complete shards; the bytes are those of an undisturbed run."""
     content = "".join(json.dumps({"text": f"Document {i}: " + "words, " * 500}) + "\n" for i in range(4000)).encode()
-    options = ("--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "1000000", *FRAC)
+    (place / "input").write_bytes(content)
+    options = ("--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "500000", *FRAC)
 
     @contextmanager
-    def fed(num_bytes: int, shards: int) -> Iterator["subprocess.Popen[bytes]"]:
-        """A preparation that has made so many shards of the first bytes, and waits for more."""
+    def preparing(shards: int) -> Iterator["subprocess.Popen[bytes]"]:
+        """A preparation that has made so many shards."""
         command = [sys.executable, "-m", "paceline", "data", "prepare", "-", "--out", "x", *options]
-        with subprocess.Popen(
-            command,
-            cwd=place,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # `make test &` ignores it, inherited
-        ) as process:
-            assert process.stdin is not None
-            process.stdin.write(content[:num_bytes])
-            process.stdin.flush()
-            while not is_waiting(process):  # Python looks for signals in a read that blocks, and not between reads
+        with (
+            (place / "input").open("rb") as stdin,
+            subprocess.Popen(
+                command,
+                cwd=place,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # `make test &` ignores it, inherited
+            ) as process,
+        ):
+            while len(list((place / "x").glob("train-*.bin"))) < shards:
                 assert process.poll() is None
                 time.sleep(0.005)
-            assert len(list((place / "x").glob("train-*.bin"))) >= shards
             yield process
 
-    with fed(5_000_000, shards=3) as process:
+    with preparing(shards=3) as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 75
         assert process.stdout is not None
-        assert b"the same command goes on" in process.stdout.read()
-    with fed(10_000_000, shards=6) as process:
+        assert b"the same command" in process.stdout.read()
+    with preparing(shards=6) as process:
         process.kill()
     assert not (place / "x/index.json").exists()
-    assert "going on with x" in from_stdin(place, content, "--out", "x", *options)
+    assert "resuming x" in from_stdin(place, content, "--out", "x", *options)
     from_stdin(place, content, "--out", "y", *options)
     names = {path.name for path in (place / "x").iterdir()}
     assert names == {path.name for path in (place / "y").iterdir()}

@@ -49,3 +49,7 @@ def test_sample_works_while_checkpoints_come_and_go(tmp_path: Path) -> None:
             ended = run("sample", str(folder), *SAMPLE).require(0)
             assert ended.out.startswith(PROMPT)
             assert ended.err == ""
+        for words in (("--prompt", "--x"), ("--prompt=--x",)):
+            assert run("sample", str(folder), "--tokens", "2", *words).require(0).out.startswith("--x")
+        text = run("sample", str(folder), "--tokens", "2", "--prompt", "\x1b[2Jred\x07\n\tx").require(0).out
+        assert text.startswith("\\x1b[2Jred\\x07\n\tx")

@@ -13,12 +13,13 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.data import cache as cache_module
-from paceline.data import corpora
 from paceline.data.cache import cache_dir, ensure_datasets, inspect_data
 from paceline.data.config import DataConfig
-from paceline.data.dataset import Dataset, PreparedDataset
+from paceline.data.dataset import Dataset
 from paceline.data.prepare import Quiet
-from paceline.data.sources import split_text
+from paceline.data.sources import embedded
+from paceline.data.split import split_text
+from paceline.data.text import plain_text
 
 CHILD = """
 import sys, time
@@ -55,7 +56,7 @@ def text(tmp_path: Path) -> Path:
     """About 600 kB of real text in 20 files."""
     folder = tmp_path / "text"
     folder.mkdir()
-    for file in corpora.embedded().files[10:30]:
+    for file in embedded().files[10:30]:
         (folder / file.name.replace("/", "-")).write_bytes(Path(file.path).read_bytes())
     return folder
 
@@ -87,19 +88,19 @@ def test_the_embedded_corpus_end_to_end(cache: Path) -> None:
     assert time.perf_counter() - began < 60  # 3 s on two free cores
     assert folder.parent == cache
     dataset = Dataset.open(folder)
-    assert isinstance(dataset, PreparedDataset)
+    assert dataset.index is not None
     dataset.verify()
     tokenizer, token_bytes = dataset.tokenizer(), dataset.token_bytes
     assert dataset.vocab_size == tokenizer.vocab_size == 4096
     assert token_bytes is not None
-    files = split_text(corpora.embedded().files)
+    files = split_text(embedded().files)
     for stream in (dataset.train, dataset.validation):
         record, ids = dataset.index.splits[stream.split], stream.read(0, stream.num_tokens)
         mine = [file for file in files if file.side == stream.split]
         assert int((ids == tokenizer.end_of_text).sum()) == record.documents == len(mine)
         assert int(token_bytes[ids].sum()) == record.text_bytes
         assert record.text_bytes / record.tokens > 3.4
-        expected = "".join(corpora.text_of(Path(file.path).read_bytes())[0].removeprefix("\ufeff") for file in mine)
+        expected = "".join(plain_text(Path(file.path).read_bytes())[0].removeprefix("\ufeff") for file in mine)
         assert tokenizer.decode(ids.tolist()) == expected
     said_before = len(heard.lines)
     assert ensure(DataConfig(), heard) == folder

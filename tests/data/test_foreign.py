@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.base.errors import UserError
-from paceline.data.dataset import Dataset, ForeignDataset, is_dataset
+from paceline.data.dataset import Dataset, is_dataset
 
 TEXT = "To be, or not to be: that is the question.\nÉcoute.\n"
 
@@ -111,7 +111,7 @@ def test_the_names_and_versions_in_use(tmp_path: Path, train: str, validation: s
     llm_c(tmp_path / train, [1, 2, 3], magic, version)
     llm_c(tmp_path / validation, [4, 5], magic, version)
     dataset = Dataset.open(tmp_path, 128256)
-    assert isinstance(dataset, ForeignDataset)
+    assert dataset.index is None
     assert dataset.train.read(0, 3).tolist() == [1, 2, 3]
     assert dataset.train.dtype == (np.uint16 if version == 1 else np.uint32)
 
@@ -153,10 +153,11 @@ def test_an_unfinished_preparation_of_ours_is_not_taken_for_llm_c(tmp_path: Path
 
 
 def test_verify_names_the_token_beyond_the_vocabulary(tmp_path: Path) -> None:
+    """In whatever is not looked at when a set is opened; here, as it was damaged since."""
     ids = [3] * 3_000_000  # more than one piece
+    dataset = Dataset.open(nanogpt(tmp_path, ids, [1, 2]), 50257)
     ids[2_500_000] = 50257
     nanogpt(tmp_path, ids, [1, 2])
-    dataset = Dataset.open(tmp_path, 50257)
     seen: list[int] = []
     with pytest.raises(UserError, match=r"train.bin has id 50257 at token 2500000; the vocabulary has 50257"):
         dataset.verify(seen.append)

@@ -19,9 +19,10 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.data import blocks, hub
-from paceline.data.blocks import Place, ReadOptions, read_blocks, texts
-from paceline.data.corpora import Sources
-from paceline.data.sources import find, split_text
+from paceline.data.blocks import Place, ReadOptions, read_blocks
+from paceline.data.find import find
+from paceline.data.sources import Sources
+from paceline.data.split import split_text
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -134,7 +135,8 @@ def parquet(found: list[str]) -> bytes:
 
 def documents(sources: Sources, start: Place | None = None) -> list[str]:
     options = ReadOptions()
-    return [t.text for block in read_blocks(sources, options, start or Place()) for t in texts(block, options).texts]
+    found = (blocks.documents(block, options) for block in read_blocks(sources, options, start or Place()))
+    return ["".join(document.slices) for several in found for document in several]
 
 
 def long_texts(seed: int, count: int = 500) -> list[str]:
@@ -216,7 +218,7 @@ def test_what_is_wrong_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"a\.jsonl on the hub is gated"):
         documents(sources)
     be_at(monkeypatch, "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"could not be had from the hub.*try again"):
+    with pytest.raises(UserError, match=r"could not be read from the hub.*try again"):
         find(["hub:some/text"])
 
 

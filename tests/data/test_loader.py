@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from small_data import flat, prepare_small, sequence_ids
 
 from paceline.base.errors import UserError
-from paceline.bench.loader import measure
 from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset
 from paceline.data.loader import FixedBatches, Loader, MicroBatch
@@ -24,6 +23,7 @@ from paceline.data.order import source_seed
 from paceline.data.plan import BatchPlan
 from paceline.data.sequences import PackedRows, Sequences, ensure_packing
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
+from paceline.tools.bench.loader import measure
 
 SEQ_LEN = 4
 ROW_LEN = 16
@@ -162,8 +162,8 @@ def test_a_rank_reads_its_own_sequences_and_nothing_else(
         read.append((int(shard) * 100 + (position - 1024) // 2, count // 2))
         return count
 
-    monkeypatch.setattr(os, "preadv", noting)
     sequences = Blend.open([(place / "one", 1.0)]).training(SEQ_LEN, cache=place)
+    monkeypatch.setattr(os, "preadv", noting)
     plan = BatchPlan(11, 2, world_size)
     ids = sequence_ids(7, 3 * 11, 11, sequences.parts[0].num_sequences)
     for rank in range(world_size):

@@ -24,23 +24,25 @@ import tokenizers
 import zstandard
 
 from paceline.base.errors import UserError
-from paceline.data import corpora
 from paceline.data.dataset import Dataset
-from paceline.data.prepare import Quiet, gather, prepare
+from paceline.data.prepare import Quiet, prepare
 from paceline.data.recipe import Recipe
 from paceline.data.shard import Index
+from paceline.data.sources import embedded
+from paceline.data.split import gather
 
 CHILD = """
 import json, sys
 from pathlib import Path
-from paceline.data.prepare import Quiet, gather, prepare
+from paceline.data.prepare import Quiet, prepare
+from paceline.data.split import gather
 from paceline.data.recipe import Recipe
 if __name__ == "__main__":
-    specs, out, recipe, workers, every = json.loads(sys.argv[1])
+    specs, out, recipe, workers = json.loads(sys.argv[1])
     recipe = Recipe(**recipe)
-    prepare(gather(specs, [], recipe), recipe, Path(out), Quiet(), num_workers=workers, save_every_s=every)
+    prepare(gather(specs, [], recipe), recipe, Path(out), Quiet(), num_workers=workers)
 """
-ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def make(sources: Sequence[Path | str], out: Path, *, workers: int = 1, **recipe: Any) -> Index:
@@ -72,7 +74,7 @@ def documents(folder: Path) -> dict[str, list[str]]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of every kind: real sources as text files, JSONL, gzip and Parquet, 6 MB in all."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = [Path(file.path).read_text(errors="replace") for file in corpora.embedded().files[::2]]
+    texts = [Path(file.path).read_text(errors="replace") for file in embedded().files[::2]]
     for number, text in enumerate(texts[:30]):
         (folder / f"{number:03d}.txt").write_text(text)
     (folder / "long.txt").write_text("".join(texts[:100]))
@@ -83,9 +85,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def child(sources: Path, out: Path, recipe: dict[str, Any], workers: int, every: float) -> "subprocess.Popen[bytes]":
-    arguments = json.dumps([[str(sources)], str(out), recipe, workers, every])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def child(sources: Path, out: Path, recipe: dict[str, Any], workers: int) -> "subprocess.Popen[bytes]":
+    arguments = json.dumps([[str(sources)], str(out), recipe, workers])
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     return subprocess.Popen([sys.executable, "-c", CHILD, arguments], env=environment, start_new_session=True)
 
 
@@ -93,12 +95,12 @@ def child(sources: Path, out: Path, recipe: dict[str, Any], workers: int, every:
 def test_killed_at_ten_moments_it_ends_with_the_bytes_of_an_undisturbed_run(corpus: Path, tmp_path: Path) -> None:
     recipe = {"tokenizer": "train:1000", "dedup": True, "shard_tokens": 150_000}
     began = time.monotonic()
-    assert child(corpus, tmp_path / "undisturbed", recipe, 1, 5.0).wait(120) == 0
+    assert child(corpus, tmp_path / "undisturbed", recipe, 1).wait(120) == 0
     whole_s = time.monotonic() - began
     draw = random.Random(5)
     out, kills = tmp_path / "killed", 0
     while kills < 10:
-        process = child(corpus, out, recipe, 1 + kills % 2, 0.02)
+        process = child(corpus, out, recipe, 1 + kills % 2)
         try:
             assert process.wait(draw.uniform(0.2, 0.45 * whole_s)) == 0
             break  # it was done before the moment came
@@ -107,7 +109,7 @@ def test_killed_at_ten_moments_it_ends_with_the_bytes_of_an_undisturbed_run(corp
             process.wait()
             kills += 1
     assert not (out / "index.json").exists() or kills < 10
-    assert child(corpus, out, recipe, 1, 0.02).wait(120) == 0
+    assert child(corpus, out, recipe, 1).wait(120) == 0
     assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
     assert kills >= 3
     Dataset.open(out).verify()
@@ -229,20 +231,17 @@ def test_what_was_prepared_is_kept_and_another_recipe_is_refused(corpus: Path, t
 
 def broken(folder: Path) -> Path:
     """A source whose last record can not be read, after enough good ones to have been written."""
-    lines = [json.dumps({"text": f"{i} " * 500}) for i in range(2000)]
+    lines = [json.dumps({"text": f"{i} " * 500}) for i in range(2000)]  # 5 blocks
     path = folder / "records.jsonl"
     path.write_text("\n".join([*lines, '{"text": 5}']) + "\n")
     return path
 
 
-def test_a_preparation_that_was_begun_goes_on_only_with_the_same(tmp_path: Path) -> None:
+def test_a_preparation_that_was_begun_resumes_only_with_the_same(tmp_path: Path) -> None:
     path, out = broken(tmp_path), tmp_path / "out"
     with pytest.raises(UserError, match=r"records.jsonl line 2001"):
         make([path], out)
-    assert sorted(name.name for name in out.iterdir() if name.suffix == ".bin") == [
-        "train-00000.bin",
-        "validation-00000.bin",
-    ]
+    assert {"train-00000.bin", "validation-00000.bin"} < {path.name for path in out.iterdir()}
     with pytest.raises(UserError, match=r"was begun with --tokenizer 'bytes', not 'train:300'.*--restart"):
         make([path], out, tokenizer="train:300")
     path.write_text(path.read_text().replace('{"text": 5}', '{"text": "x"}'))
@@ -253,7 +252,23 @@ def test_a_preparation_that_was_begun_goes_on_only_with_the_same(tmp_path: Path)
     assert len(documents(out)["train"]) + len(documents(out)["validation"]) == 2001
 
 
-def test_a_full_disk_keeps_what_was_done(corpus: Path, tmp_path: Path) -> None:
+def test_a_resumed_preparation_reads_only_what_is_not_in_complete_shards(corpus: Path, tmp_path: Path) -> None:
+    recipe: dict[str, Any] = {"shard_tokens": 2_500_000, "dedup": True}  # two blocks
+    for after_blocks in (1, 4):
+        out = tmp_path / f"{after_blocks}"
+        chosen = Recipe(tokenizer="bytes", **recipe)
+        sources = gather([str(corpus)], [], chosen)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(sources, chosen, out, Ends(KeyboardInterrupt, after_blocks=after_blocks), num_workers=1)
+        kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.npy") if "starts" in path.name}
+        assert bool(kept) == (after_blocks > 1)
+        make([corpus], out, **recipe)
+        assert all((out / name).stat().st_mtime_ns == at for name, at in kept.items())
+        make([corpus], tmp_path / "undisturbed", **recipe)
+        assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
+
+
+def test_a_full_disk_is_said_and_the_same_command_resumes(corpus: Path, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     out, recipe = tmp_path / "out", {"shard_tokens": 10_000_000}
     resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, limits[1]))  # a write beyond it fails as on a full disk
@@ -290,7 +305,7 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Index]:
 
     def prepare_piped(content: bytes, out: Path, report: Quiet | None = None, **options: Any) -> Index:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
-        recipe = Recipe(tokenizer="train:300", validation_frac=0.2)
+        recipe = Recipe(tokenizer="train:300", validation_frac=0.2, shard_tokens=100_000)
         return prepare(gather(["-"], [], recipe), recipe, out, report or Quiet(), num_workers=1, **options)
 
     return prepare_piped
@@ -300,13 +315,13 @@ def lines_of(texts: Sequence[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def test_standard_input_that_is_gone_on_with_is_the_same(piped: Callable[..., Index], tmp_path: Path) -> None:
-    """It was kept on the disk to train a tokenizer on; what is piped in later is held against that."""
-    texts = [f"document {i} " * 200 for i in range(600)]
+def test_standard_input_on_resume_is_the_same(piped: Callable[..., Index], tmp_path: Path) -> None:
+    """It was kept on the disk; what is piped in later is compared with that."""
+    texts = [f"document {i} " * 200 for i in range(1200)]
     content, last = lines_of(texts), lines_of([*texts[:-1], texts[-1][:-1] + "!"])
-    assert len(last) == len(content) > 1 << 20  # more than a block
+    assert len(last) == len(content) > 2 << 20  # more than a block
     with pytest.raises(KeyboardInterrupt):
-        piped(content, tmp_path / "out", Ends(KeyboardInterrupt, after_blocks=1))
+        piped(content, tmp_path / "out", Ends(KeyboardInterrupt, after_blocks=2))
     shutil.copytree(tmp_path / "out", tmp_path / "begun")
     for other in (lines_of(["x"]) + content, last, content[:-20], content + b"\n", b"{}"):
         with pytest.raises(UserError, match=r"standard input is not .* read before.*--restart"):
@@ -328,7 +343,7 @@ def test_standard_input_of_which_nothing_was_saved_may_be_another(piped: Callabl
         with pytest.raises(SystemExit):
             piped(first, out, end)
         assert (out / ".preparing/input").read_bytes() == first
-        assert (out / ".preparing/progress.json").exists() == (number == 1)
+        assert (out / ".preparing/begun.json").exists() == (number == 1)
         piped(second, out)
         assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
 
@@ -336,16 +351,52 @@ def test_standard_input_of_which_nothing_was_saved_may_be_another(piped: Callabl
 def test_too_few_documents_for_two_splits(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text('{"text": "one"}\n')
-    with pytest.raises(UserError, match=r"all 1 documents fell into the train split.*--validation SRC"):
-        make([path], tmp_path / "out")
+    for content in ('{"text": "one"}\n', '{"text": "one"}\n' * 3):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"one document, or several that begin alike.*--validation SRC"):
+            make([path], tmp_path / "out", tokenizer="train:300")
+        assert not list((tmp_path / "out").glob("[!.]*"))  # before anything was made of it
     path.write_text('{"text": ""}\n')
     with pytest.raises(UserError, match=r"there is no text in the sources \(1 documents are empty\)"):
         make([path], tmp_path / "other")
 
 
+@pytest.mark.parametrize("frac", [0.01, 0.5, 0.99])
+def test_few_documents_give_both_splits_and_the_hash_decides_where_it_gives_both(tmp_path: Path, frac: float) -> None:
+    """The rule computed here by itself: what it gave before where no split was empty, else the nearest document."""
+    rng, empty = random.Random(1), 0
+    for number, count in enumerate([2, 3, 5, 51, 60, 200]):
+        texts = [f"document {rng.random()}" + " and more" * 200 for _ in range(count)]
+        keys = {
+            text: int.from_bytes(hashlib.blake2b(text[:1024].encode(), digest_size=8).digest(), "little")
+            for text in texts
+        }
+        expected = {text for text in texts if keys[text] < frac * 2.0**64}
+        empty += not 0 < len(expected) < count
+        expected = expected or {min(texts, key=keys.__getitem__)}
+        expected = expected if len(expected) < count else expected - {max(texts, key=keys.__getitem__)}
+        path = tmp_path / f"{number}.jsonl"
+        for attempt, order in enumerate((texts, sorted(texts))):
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in order))
+            out = tmp_path / f"{number}-{attempt}"
+            make([path], out, validation_frac=frac, workers=1 + (attempt and number == 3))
+            assert set(documents(out)["validation"]) == expected
+            assert set(documents(out)["train"]) == set(texts) - expected
+    assert empty >= (0 if frac == 0.5 else 3)
+
+
+def test_documents_beside_files_that_are_split_by_name_follow_the_hash(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 100)
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n')
+    make([tmp_path], tmp_path / "out")
+    found = documents(tmp_path / "out")
+    assert found["train"][-1] == "one"
+    assert found["validation"] == ["a line\n" * 9]
+
+
 def test_shards_of_a_killed_attempt_that_saved_nothing_do_not_stay(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / ".preparing").mkdir(parents=True)
-    for name in ("train-00000.bin", "train-00007.bin", "validation-00001.starts"):
+    for name in ("train-00000.bin", "train-00007.bin", "validation-00001.starts.npy"):
         (tmp_path / "out" / name).write_bytes(b"left")
     make([corpus / "long.txt"], tmp_path / "out")
     make([corpus / "long.txt"], tmp_path / "other")
@@ -354,7 +405,7 @@ def test_shards_of_a_killed_attempt_that_saved_nothing_do_not_stay(corpus: Path,
 
 def test_two_processes_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = child(corpus, out, {"tokenizer": "train:2000"}, 1, 5.0)
+    first = child(corpus, out, {"tokenizer": "train:2000"}, 1)
     while not (out / ".preparing" / "lock").exists():
         assert first.poll() is None
         time.sleep(0.01)

@@ -67,39 +67,24 @@ def test_round_trip_at_any_shard_size_and_any_read(
     assert found.tolist() == expected[start : start + count]
 
 
-documents_of_any_size = st.lists(st.lists(st.integers(1, 299), max_size=25), min_size=1, max_size=12)
-
-
-@given(documents_of_any_size, st.integers(1, 40), st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_writer_goes_on_from_where_it_was_saved_whatever_was_written_since(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard_tokens: int, data: st.DataObject
-) -> None:
-    options = {"vocab_size": 300, "shard_tokens": shard_tokens, "tokenizer_sha256": "ab" * 32}
-    undisturbed, killed = tmp_path_factory.mktemp("undisturbed"), tmp_path_factory.mktemp("killed")
-    write(undisturbed, "train", documents, **options)
-    saved_after = data.draw(st.integers(0, len(documents)))
-    written_after = data.draw(st.integers(saved_after, len(documents)))
-    first = SplitWriter(killed, "train", **options)
-    for number, document in enumerate(documents[:written_after]):
-        if number == saved_after:
-            saved = first.save()
-        first.append(np.array([END, *document]), np.array([0]))
-    if saved_after == written_after:
-        saved = first.save()
-    elif data.draw(st.booleans()):
-        first.finish(0)  # killed after the last shard was closed, before the index
+def test_a_writer_continues_after_the_shards_that_are_done(tmp_path: Path) -> None:
+    options: Any = {"vocab_size": 300, "shard_tokens": 10}
+    first = SplitWriter(tmp_path, "train", **options)
+    first.append(np.arange(25), np.array([0]))
+    done = list(first.done)
+    assert (first.num_tokens, [record.tokens for record in done]) == (25, [10, 10])
     first.abandon()
-    second = SplitWriter(killed, "train", saved=json.loads(json.dumps(saved)), **options)
-    assert second.num_tokens == sum(len(document) + 1 for document in documents[:saved_after])
-    for document in documents[saved_after:]:
-        second.append(np.array([END, *document]), np.array([0]))
-    second.finish(0)
-    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (undisturbed, killed)]
-    assert contents[0] == contents[1]
+    assert sorted(path.name for path in tmp_path.glob("*.bin"))[-1] == "train-00002.bin"
+    second = SplitWriter(tmp_path, "train", done=done, **options)
+    assert (second.num_tokens, len([*tmp_path.iterdir()])) == (20, 4)  # what was not closed is removed
+    second.append(np.arange(20, 25), np.array([2]))
+    record = second.finish(0)
+    stream = TokenStream("train", [Shard.open(tmp_path / shard.file) for shard in record.shards], 300)
+    assert stream.read(0, 25).tolist() == list(range(25))
+    assert np.load(tmp_path / record.shards[2].starts).tolist() == [2]
 
 
-def test_what_is_saved_is_on_the_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_shard_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, sync = [], os.fsync
 
     def noting(descriptor: int) -> None:
@@ -107,26 +92,8 @@ def test_what_is_saved_is_on_the_disk_with_its_name(tmp_path: Path, monkeypatch:
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noting)
-    writer = SplitWriter(tmp_path, "train", vocab_size=100)
-    writer.append(np.arange(50), np.array([0]))
-    writer.save()
-    assert set(synced) == {str(tmp_path / "train-00000.bin"), str(tmp_path / "train-00000.starts"), str(tmp_path)}
-    assert synced[-1] == str(tmp_path)
-    writer.abandon()
-
-
-def test_a_file_that_was_cut_can_not_be_gone_on_with(tmp_path: Path) -> None:
-    writer = SplitWriter(tmp_path, "train", vocab_size=100)
-    writer.append(np.arange(50), np.array([0]))
-    saved = writer.save()
-    writer.abandon()
-    path = tmp_path / "train-00000.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"train-00000.bin was cut"):
-        SplitWriter(tmp_path, "train", vocab_size=100, saved=saved)
-    path.unlink()
-    with pytest.raises(UserError, match=r"train-00000.bin can not be gone on with"):
-        SplitWriter(tmp_path, "train", vocab_size=100, saved=saved)
+    write(tmp_path, "train", [[1, 2]])
+    assert set(synced) == {str(path) for path in tmp_path.iterdir()}
 
 
 def test_the_writer_refuses_an_id_outside_the_vocabulary(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Any documents are found, read in blocks from any place on, and become the texts that they are."""
 
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -24,10 +23,11 @@ from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
 from paceline.data import blocks as blocks_module
-from paceline.data import corpora
-from paceline.data.blocks import Block, Place, ReadOptions, read_blocks, texts
-from paceline.data.corpora import SourceFile, Sources
-from paceline.data.sources import digest, find, has_text, split_text
+from paceline.data import text as text_module
+from paceline.data.blocks import Block, Place, ReadOptions, read_blocks
+from paceline.data.find import describe_left_out, digest, find, has_text
+from paceline.data.sources import SourceFile, Sources
+from paceline.data.split import split_text
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -40,13 +40,12 @@ def documents(sources: Sources, start: Place | None = None, **options: str) -> l
 def joined(blocks: Iterator[Block] | Sequence[Block], options: ReadOptions) -> list[str]:
     found: list[list[str]] = []
     for block in blocks:
-        for text in texts(pickle.loads(pickle.dumps(block)), options).texts:  # as a worker gets it
-            assert text.text
-            assert len(text.text.encode()) <= 3 * corpora.PIECE_BYTES
-            if text.begins:
+        for document in blocks_module.documents(pickle.loads(pickle.dumps(block)), options):  # as a worker gets it
+            assert all(0 < len(part.encode()) <= 3 * text_module.SLICE_BYTES for part in document.slices)
+            if document.begins:
                 found.append([])
-            found[-1].append(text.text)
-    return ["".join(parts) for parts in found]
+            found[-1] += document.slices
+    return ["".join(parts) for parts in found if parts]
 
 
 def names(sources: Sources) -> list[str]:
@@ -73,9 +72,9 @@ def test_a_folder_gives_its_files_sorted_and_counts_what_is_none(tmp_path: Path)
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
     (tmp_path / "b" / "deep" / "x.txt").write_text("x")
-    (tmp_path / "a.md").write_text("ä" * corpora.SNIFF_BYTES)
+    (tmp_path / "a.md").write_text("ä" * text_module.SNIFF_BYTES)
     (tmp_path / "ü name with spaces.txt").write_text("odd")
-    (tmp_path / "c.txt").write_text("odd" + "ä" * corpora.SNIFF_BYTES)
+    (tmp_path / "c.txt").write_text("odd" + "ä" * text_module.SNIFF_BYTES)
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/latin\xfc.txt")).write_text("a name that is not UTF-8")
     (tmp_path / "C:\\Users\\win.txt").write_text("a name made by Windows")
     (tmp_path / ".git" / "config").write_text("hidden")
@@ -106,7 +105,12 @@ def test_a_folder_gives_its_files_sorted_and_counts_what_is_none(tmp_path: Path)
         "t.parquet": ("parquet", ""),
         "ü name with spaces.txt": ("text", ""),
     }
-    assert sources.skipped == 4
+    assert [(file.name, file.why) for file in sources.left_out] == [
+        ("archive.tar.gz", "contains NUL bytes"),
+        ("latin1.txt", "is not UTF-8 text"),
+        ("picture.png", "contains NUL bytes"),
+        ("utf16.txt", "is UTF-16"),
+    ]
     assert sources.name == tmp_path.name
     assert len(documents(sources)) == len(found)
 
@@ -121,7 +125,7 @@ def test_patterns_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     several = find(["b/c", "b", "./b/1.txt", str(tmp_path / "a.txt")])
     assert documents(several) == ["b/c/3.txt", "b/1.txt", "b/2.txt", "a.txt"]
     assert several.name == "c-and-3-more"
-    assert find(["b/*"]).skipped == several.skipped == 1
+    assert len(find(["b/*"]).left_out) == len(several.left_out) == 1
     (tmp_path / "what[1].txt").write_text("no pattern")
     assert documents(find(["what[1].txt"])) == ["no pattern"]
 
@@ -185,6 +189,31 @@ def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
             find(specs)
     with pytest.raises(UserError, match="did you mean 'jsonl'"):
         find([str(tmp_path)], format="json")
+
+
+def test_files_left_out_are_named_with_how_much_they_are(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("x" * 10_000)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0" * 1000)
+    for number in range(5):
+        (tmp_path / f"latin{number}.txt").write_bytes("Müller".encode("latin-1") * 100)
+    (tmp_path / "small.txt").write_text("a", encoding="utf-16")
+    latin, picture, small = describe_left_out(find([str(tmp_path)]))
+    assert latin.startswith(
+        "warning: 5 of 8 files, 2.9 KiB of 17.6 KiB, are left out (latin0.txt, latin1.txt, latin2.txt"
+    )
+    assert "and 2 more): each is not UTF-8 text; " in latin
+    assert picture.startswith("1 of 8 files, 4.9 KiB of 17.6 KiB, are left out (picture.png): each contains NUL bytes")
+    assert small.startswith("1 of 8 files, 4 B of 17.6 KiB, are left out (small.txt): each is UTF-16")
+    assert describe_left_out(find([str(tmp_path / "good.txt")])) == []
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_records_of_another_encoding_are_refused_before_they_are_read(tmp_path: Path, is_named: bool) -> None:
+    """As PowerShell's `>` writes them."""
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}\n', encoding="utf-16")
+    with pytest.raises(UserError, match=r"r.jsonl is UTF-16; make it UTF-8: iconv -f UTF-16 -t UTF-8 IN > OUT"):
+        find([str(tmp_path / "r.jsonl" if is_named else tmp_path)])
 
 
 # Splitting and hashing
@@ -264,12 +293,12 @@ def write_parquet(path: Path, found: list[str | None], row_group_size: int, dtyp
 DOCUMENTS = st.lists(
     st.text(alphabet="ab \n\r\té€😀\u2028", max_size=30) | st.text(alphabet="a ", max_size=300), max_size=12
 )
-SMALL = {"PIECE_BYTES": 16, "BLOCK_BYTES": 60, "LINE_BYTES": 100, "_READ_BYTES": 13, "_CHUNK_COST_BYTES": 3}
+SMALL = {"SLICE_BYTES": 16, "BLOCK_BYTES": 60, "_READ_BYTES": 13, "_CHUNK_COST_BYTES": 3}
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
-        patch.setattr(corpora if name == "PIECE_BYTES" else blocks_module, name, value)
+        patch.setattr(text_module if name == "SLICE_BYTES" else blocks_module, name, value)
 
 
 @given(DOCUMENTS, st.sampled_from([*WRITERS]), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
@@ -300,15 +329,13 @@ def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
         assert documents(apart) == [text for text in plain if text] + 2 * with_text
         separated = Sources("x", tuple(file for file in sources.files if file.name.startswith("b")))
         between = [text.replace("\r\n", "\n").replace("\r", "\n") for text in "<|end|>".join(found).split("<|end|>")]
-        # Longer than a block it comes in pieces, and nobody looks whether it is all white space.
+        # Only ASCII white space makes a document empty.
         kept = [t for t in between if t.strip()]
         assert [t for t in documents(separated, separator="<|end|>") if t.strip()] == kept
         for some, options in ((apart, ReadOptions()), (separated, ReadOptions(separator="<|end|>"))):
             all_blocks = list(read_blocks(some, options))
-            assert all(sum(len(c.content) for c in b.chunks) <= 3 * SMALL["LINE_BYTES"] for b in all_blocks)
             for i, block in enumerate(all_blocks):
-                if block.resumable:
-                    assert list(read_blocks(some, options, block.next)) == all_blocks[i + 1 :]
+                assert list(read_blocks(some, options, block.next)) == all_blocks[i + 1 :]
 
 
 def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:
@@ -317,12 +344,12 @@ def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:
     write_parquet(tmp_path / "c.parquet", ["", None, "y"], 2, pa.string())
     write_gzip(tmp_path / "d.txt.gz", b"z")
     (block,) = read_blocks(find([str(tmp_path)]), ReadOptions())
-    found = texts(block, ReadOptions())
-    assert ([text.text for text in found.texts], found.num_empty) == (["x", "y", "z"], 5)
+    found = [document.slices for document in blocks_module.documents(block, ReadOptions())]
+    assert found == [(), (), (), ("x",), (), (), ("y",), ("z",)]
     (tmp_path / "e.txt").write_text("one|  \n|two||three|\n")
     (block,) = read_blocks(find([str(tmp_path / "e.txt")]), ReadOptions(separator="|"))
-    found = texts(block, ReadOptions(separator="|"))
-    assert ([text.text for text in found.texts], found.num_empty) == (["one", "two", "three"], 2)
+    found = [document.slices for document in blocks_module.documents(block, ReadOptions(separator="|"))]
+    assert found == [("one",), (), ("two",), (), ("three",)]
 
 
 def test_a_byte_order_mark_is_one_at_the_beginning_only(tmp_path: Path) -> None:
@@ -335,31 +362,62 @@ def test_a_byte_order_mark_is_one_at_the_beginning_only(tmp_path: Path) -> None:
 
 
 def test_what_is_replaced_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * corpora.SNIFF_BYTES + b"M\xfcller")
+    (tmp_path / "a.txt").write_bytes(b"x" * text_module.SNIFF_BYTES + b"M\xfcller")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "M\xfcller \\ud800 \\ud83d\\ude00 \xef\xbf\xbd"}\n')
     binary = pa.table({"text": pa.array([b"M\xfcller \xe2\x82"], pa.binary())})
     pq.write_table(binary, tmp_path / "c.parquet")
     (block,) = read_blocks(find([str(tmp_path)]), ReadOptions())
-    found = texts(block, ReadOptions()).texts
-    assert [text.num_replaced for text in found] == [1, 2, 2]
-    assert found[1].text == "M\ufffdller \ufffd 😀 \ufffd"
+    found = list(blocks_module.documents(block, ReadOptions()))
+    assert [document.num_replaced for document in found] == [1, 2, 2]
+    assert found[1].slices == ("M\ufffdller \ufffd 😀 \ufffd",)
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_one_long_line_is_read_as_it_comes(tmp_path: Path, suffix: str) -> None:
-    text = "".join(path.read_text() for path in sorted(STDLIB.glob("[a-s]*.py"))) * 2 + "é\ud800😀"
-    assert len(text) > blocks_module.LINE_BYTES
+def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(path.read_text() for path in sorted(STDLIB.glob("[a-s]*.py"))) + "é\ud800😀"
+    assert len(text) > 2 * blocks_module.BLOCK_BYTES
     lines = [{"text": "first"}, {"meta": {"a": [1, "}{"]}, "text": text, "n": None}, {"text": None}, {"text": "last"}]
     path = tmp_path / f"x.jsonl{suffix}"
     WRITERS[suffix](path, "\n".join(map(json.dumps, lines)).encode())
     sources = find([str(path)])
-    found = list(read_blocks(sources, ReadOptions()))
-    assert joined(found, ReadOptions()) == ["first", text.replace("\ud800", "\ufffd"), "last"]
-    assert max(sum(len(chunk.content) for chunk in block.chunks) for block in found) < 2 * blocks_module.BLOCK_BYTES
-    assert [block.resumable for block in found] == [False] * (len(found) - 1) + [True]
-    cells = tmp_path / "x.parquet"
-    write_parquet(cells, ["first", text.replace("\ud800", "\ufffd"), "last"], 10, pa.string())
-    assert documents(find([str(cells)])) == joined(found, ReadOptions())
+    expected = ["first", text.replace("\ud800", "\ufffd"), "last"]
+    assert documents(sources) == expected
+    write_parquet(tmp_path / "x.parquet", expected, 10, pa.string())
+    assert documents(find([str(tmp_path / "x.parquet")])) == expected
+    WRITERS[suffix](tmp_path / f"x.txt{suffix}", "|".join(expected).encode())
+    separated = find([str(tmp_path / f"x.txt{suffix}")])
+    assert documents(separated, separator="<|none|>") == ["|".join(expected)]
+    monkeypatch.setattr(blocks_module, "MAX_RECORD_BYTES", 1 << 20)
+    for some, options in ((sources, ReadOptions()), (separated, ReadOptions(separator="<|none|>"))):
+        with pytest.raises(UserError, match=r"has a record of more than .* at byte \d+; cut it"):
+            list(read_blocks(some, options))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{'text': 1}", ["is not JSON", "at character 2"]),
+        ('{"text": "a}', ["is not JSON"]),
+        ('{"text": "a"} {', ["is not JSON", "at character 15"]),
+        ('["text"]', ["not an object"]),
+        ('{"texts": "a", "id": 1}', ["no key 'text'", "did you mean 'texts'", "it has texts, id", "--text-key"]),
+        ('{"id": 1}', ["no key 'text'; it has id"]),
+        ("{}", ["no key 'text'; it has none"]),
+        ('{"text": ["a"]}', ["has a list under 'text'"]),
+        ('{"text": {"a": 1}}', ["has an object under 'text'"]),
+        ('{"text": 1.5}', ["has a number under 'text'"]),
+        ('{"text": true}', ["has true or false under 'text'"]),
+        ('{"text": "a", "n": ' + "[" * 100_000, ["JSON", "recursion"]),
+        ('{"n": ' + "1" * 6000 + ', "text": "a"}', ["JSON", "digits"]),
+        ('{"text": "\\q"}', ["JSON", "escape"]),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(tmp_path: Path, line: str, says: list[str]) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n' + line + "\n")
+    with pytest.raises(UserError) as error:
+        documents(find([str(tmp_path / "x.jsonl")]))
+    assert f"{tmp_path}/x.jsonl line 3 " in str(error.value)
+    assert all(each in str(error.value) for each in says)
 
 
 KINDS = {
@@ -381,6 +439,7 @@ def test_any_parquet_with_a_text_column(tmp_path: Path, kind: str) -> None:
     assert documents(find([str(tmp_path)]), Place(0, 3), text_key="body") == found[3:]
 
 
+@pytest.mark.long
 def test_ten_thousand_tiny_files(tmp_path: Path) -> None:
     for i in range(10_000):
         (tmp_path / f"{i:05d}.txt").write_bytes(b"%d" % i)
@@ -459,16 +518,6 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(read_blocks(sources, ReadOptions()))
     assert len(found) > 3
     assert len(joined(found, ReadOptions())) == 9000
-    for block in found:
-        before = (b"\n " + lines)[: block.next.offset]
-        assert block.next.digest == hashlib.sha256(before).hexdigest()
-        stdin(monkeypatch, b"\n " + lines)
-        following = list(read_blocks(find(["-"]), ReadOptions(), block.next))
-        assert following == found[found.index(block) + 1 :]
-    for other in (lines, lines[:100]):
-        stdin(monkeypatch, other)
-        with pytest.raises(UserError, match=r"standard input does not begin with the .* bytes"):
-            list(read_blocks(find(["-"]), ReadOptions(), found[0].next))
     stdin(monkeypatch, b"plain\r\ntext")
     assert documents(find(["-"])) == ["plain\ntext"]
     stdin(monkeypatch, gzip.compress(b"text"))
@@ -488,24 +537,20 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
         if kind == "parquet":
             pq.write_table(pa.table({"text": [text[: 9000 + i % 7] for i in range(9000)]}), file, use_dictionary=False)
         elif kind in ("txt", "separator"):
-            file.writelines(text.encode() for _ in range(200))
+            file.writelines(text.encode() + b"@@@" for _ in range(200))
         else:
-            line = io.BytesIO() if kind == "gz" else file
-            line.write(b'{"text": "')
-            line.writelines(json.dumps(text)[1:-1].encode() for _ in range(200))
-            line.write(b'"}')
-            if isinstance(line, io.BytesIO) and kind == "gz":
-                file.write(gzip.compress(line.getvalue(), 1))
+            lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for _ in range(200))
+            file.write(gzip.compress(lines, 1) if kind == "gz" else lines)
     separator = "@@@" if kind == "separator" else ""
     script = f"""
 import resource, pyarrow.parquet
 from paceline.data.blocks import ReadOptions, read_blocks
-from paceline.data.sources import find
+from paceline.data.find import find
 sources = find([{str(path)!r}])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total = 0
 for block in read_blocks(sources, ReadOptions(separator={separator!r})):
-    total += sum(len(chunk.content) for chunk in block.chunks)
+    total += sum(len(document) for chunk in block.chunks for document in chunk.documents)
 print(total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)

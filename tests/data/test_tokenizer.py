@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from paceline.base.errors import UserError
+from paceline.data.foreign import read_meta
 from paceline.data.tokenizer import (
     END_OF_TEXT,
     NAMES,
@@ -26,7 +27,6 @@ from paceline.data.tokenizer import (
     byte_characters,
     bytes_tokenizer,
     character_tokenizer,
-    read_meta,
     resolve,
     train,
 )
@@ -304,9 +304,9 @@ def test_names_come_from_the_hub_and_then_from_its_cache(hub: str, tmp_path: Pat
     assert resolve_by(NOBODY, tmp_path, NAMES["gpt2"]) == tokenizer.sha256
     instead = "give --tokenizer the path of a tokenizer.json instead"
     for spec, offline, told in (
-        ("some/thing", "0", "some/thing could not be had from the hub (RepositoryNotFoundError"),
+        ("some/thing", "0", "some/thing could not be read from the hub (RepositoryNotFoundError"),
         ("some/gated", "0", "is gated: accept its terms there and log in"),
-        ("some/thing", "1", "could not be had from the hub"),
+        ("some/thing", "1", "could not be read from the hub"),
     ):
         said = resolve_by(hub, tmp_path, spec, HF_HUB_OFFLINE=offline)
         assert said.startswith("refused: ")

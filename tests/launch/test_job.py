@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.base.status import LAUNCHER, STATUS_FOLDER
-from paceline.cli.start import in_this_life
+from paceline.cli.start import for_this_attempt
 from paceline.config import Config
 from paceline.launch.job import job_name
 from paceline.record import folder as run_folder
@@ -25,7 +25,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     monkeypatch.chdir(tmp_path)
 
     def write(path: Path, *reasons: str, request: Request) -> Path:
-        first, _ = in_this_life(request, life(0))
+        first, _ = for_this_attempt(request, life(0))
         assert not first.goes_on
         folder = run_folder.create(path)
         folder.lock(first.job)
@@ -56,7 +56,7 @@ def test_what_becomes_of_a_folder(
     path = Path("runs") / "first"
     request = Request(Config(), path if has_out else None)
     written(path, *reasons, request=request)
-    found, why = in_this_life(request, life(attempt))
+    found, why = for_this_attempt(request, life(attempt))
     assert (found.goes_on, why) == (goes_on, over)
     assert found.out == (path if has_out or goes_on else None)
 
@@ -67,23 +67,23 @@ def test_another_command_or_job_is_another_run(written: Callable[..., Path]) -> 
     written(path, request=request)
     other = Request(Config().replace("optim", lr=1.0), path)
     elsewhere = Request(Config().replace("parallel", interface="eth1"), path)
-    assert not in_this_life(other, life(1))[0].goes_on, "people use run ids again"
-    assert not in_this_life(request, life(1, "101"))[0].goes_on
-    assert in_this_life(elsewhere, life(1))[0].goes_on, "rank 0 may move to another host"
+    assert not for_this_attempt(other, life(1))[0].goes_on, "people use run ids again"
+    assert not for_this_attempt(request, life(1, "101"))[0].goes_on
+    assert for_this_attempt(elsewhere, life(1))[0].goes_on, "rank 0 may move to another host"
 
 
 def test_a_checkpoint_that_was_asked_for_is_asked_for_once(written: Callable[..., Path]) -> None:
     path = Path("runs") / "first"
     request = Request(Config(), path, resume=True, resume_step=20)
     written(path, request=request)
-    assert in_this_life(request, life(0))[0].resume_step == 20
-    assert in_this_life(request, life(1))[0].resume_step is None
+    assert for_this_attempt(request, life(0))[0].resume_step == 20
+    assert for_this_attempt(request, life(1))[0].resume_step is None
 
 
 def test_without_a_launcher_each_command_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    found, _ = in_this_life(Request(Config(), None, "name"), Environment())
+    found, _ = for_this_attempt(Request(Config(), None, "name"), Environment())
     assert found.job is None
     assert not found.goes_on
     assert str(found.out).startswith("runs/name-2")

@@ -6,6 +6,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import Ended, Program, rows, steps
+from program import Ended, Program, rows, run, steps
 
 from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
@@ -150,7 +151,11 @@ def test_a_signal_to_one_rank_stops_all_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "status", "says"),
     [
-        (signal.SIGTERM, 1, "error: stopped by SIGTERM before training began"),
+        (
+            signal.SIGTERM,
+            75,
+            "stopped by SIGTERM before training began. Nothing was saved: start the same command again",
+        ),
         (signal.SIGINT, 130, "interrupted"),
     ],
     ids=["sigterm", "ctrl-c"],
@@ -170,19 +175,46 @@ def test_a_signal_before_training_leaves_nothing(
     assert not folder.exists()
 
 
+@pytest.mark.long
+def test_what_was_stopped_before_its_first_step_is_begun_by_the_same_command(tmp_path: Path) -> None:
+    """As a queue does. The folder has been made by then; a run that has made a step is another matter."""
+    folder = tmp_path / "run"
+    command = ("train", "--preset", "tiny", "--train.steps", "2", "--train.sample-tokens", "0", "--out", str(folder))
+    with Program(*command) as program:
+        program.wait_for(lambda: (folder / "config.toml").exists())
+        program.kill_all([program.pid])
+    assert not (folder / "metrics.jsonl").exists()
+    run(*command).require(0)
+    assert len(steps(folder)) == 2
+    assert "holds a run already" in run(*command).require(2).err
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a network of its own needs root")
+def test_without_a_loopback_interface_it_is_refused_at_once(tmp_path: Path) -> None:
+    command = ("unshare", "--net", sys.executable, "-m", "paceline")
+    with Program("train", *ENDLESS, "--nproc", "2", "--out", str(tmp_path / "run"), command=command) as program:
+        ended = program.wait(20).require(2)
+    assert ended.err.startswith(f"error: the loopback interface of {socket.gethostname()}, over which the ranks")
+    assert ended.err.endswith("(Network is unreachable); switch it on: ip link set lo up\n")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture(scope="module")
 def with_a_bad_token(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
-    """A run of 2 ranks whose rank 1 meets a token outside the vocabulary in step 6; rank 0 never reads it."""
+    """A run of 2 ranks whose rank 1 meets a token outside the vocabulary from step 41 on; rank 0 never reads one.
+
+    They are written once the run is under way: what is there when data is opened is refused before a step."""
     place = tmp_path_factory.mktemp("bad-token")
     prepared = Path(shutil.copytree(ensure_datasets(DataConfig(tokenizer_vocab=512), Quiet(), 1)[0], place / "data"))
     stream = Dataset.open(prepared).train
-    sequence = int(ids_at(1337, np.array([5 * 12 + 11]), stream.num_sequences(64))[0])
+    sequences = ids_at(1337, np.arange(40, 400) * 12 + 11, stream.num_sequences(64))  # the last of each step
     path = prepared / stream.shards[0].path.name
     tokens = np.memmap(path, dtype=np.uint16, mode="r+", offset=HEADER_BYTES)
-    tokens[sequence * 64 + 30] = 600
-    tokens.flush()
     flags = ("--nproc", "2", "--data.path", str(prepared), "--out", str(place / "run"))
     with Program("train", *ENDLESS, *flags) as program:
+        program.wait_for(lambda: (place / "run/metrics.jsonl").exists() and steps(place / "run"))
+        tokens[sequences * 64 + 30] = 600
+        tokens.flush()
         return Disturbed(place / "run", program.wait(60), program.wait_until_gone())
 
 
@@ -193,7 +225,7 @@ def test_a_rank_that_fails_names_itself_and_ends_the_others(with_a_bad_token: Di
     assert "has id 600 at token" in first
     assert "Traceback" not in with_a_bad_token.ended.out + with_a_bad_token.ended.err
     assert "Traceback" in (with_a_bad_token.folder / "ranks/rank-00001.log").read_text()
-    assert len(steps(with_a_bad_token.folder)) == 5
+    assert len(steps(with_a_bad_token.folder)) >= 40
     assert rows(with_a_bad_token.folder / "events.jsonl")[-1]["event"] == "failed"
 
 

@@ -97,7 +97,57 @@ def test_three_failures_at_one_step_end_it_with_all_of_them_told(tmp_path: Path)
     assert "restart 2 of 10 in 1 s\n" in ended.err
     assert "failed three times in a row at the same step" in ended.err
     assert [line.split(": ")[0].strip() for line in ended.err.splitlines()[-3:]] == [f"attempt {k}" for k in range(3)]
-    assert "paceline resume" not in ended.err, "nothing was saved"
+    assert f"Nothing had been saved: `paceline resume {tmp_path}` begins again at step 0" in ended.err
+
+
+def test_a_rank_that_dies_is_told_with_host_and_step_and_log_and_the_way_out(tmp_path: Path) -> None:
+    """Rank 0, which writes the events, is dead, and its last line cut short: the launcher closes them."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000004\n")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-00000.log").touch()
+    with launched(tmp_path, ["6 kill", "wait"]) as program:
+        wait_for_life(program, tmp_path, 0, 1)
+        ended = program.wait(15).require(1)
+    assert ended.err == (
+        f"rank 0 was killed by SIGKILL (the kernel does that when memory runs out), on {socket.gethostname()}, after "
+        f"step 6; the other ranks were stopped. The log of rank 0 is {tmp_path}/ranks/rank-00000.log. "
+        f"The newest checkpoint is of step 4: `paceline resume {tmp_path}` resumes from there\n"
+    )
+    first, last = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert first["event"] == "resume"
+    del last["time"]
+    said = "rank 0 was killed by SIGKILL (the kernel does that when memory runs out)"
+    assert last == {"event": "failed", "step": 6, "error": said, "by": "launcher"}
+
+
+@pytest.mark.parametrize(
+    ("last", "was_said", "is_closed"),
+    [
+        ({"event": "checkpoint"}, True, True),
+        ({"event": "failed", "error": "Connection reset by peer"}, False, True),
+        ({"event": "failed", "error": "its disk is full"}, True, False),
+        ({"event": "hang"}, False, False),
+        ({"event": "end"}, False, False),
+        (None, False, False),
+    ],
+)
+def test_events_end_with_how_the_run_ended(tmp_path: Path, last: Any, was_said: bool, is_closed: bool) -> None:
+    events = tmp_path / "events.jsonl"
+    if last is not None:
+        events.write_text(json.dumps(last) + '\n{"event": "check')
+    Records(tmp_path).close("rank 0 was killed", was_said)
+    found = [json.loads(line) for line in events.read_text().splitlines() if line.endswith("}")] if last else []
+    assert [row.get("error") for row in found if row.get("by") == "launcher"] == ["rank 0 was killed"] * is_closed
+    assert found[:1] == ([last] if last else [])
+
+
+def test_a_failure_that_a_rank_has_told_is_followed_by_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000004\n")
+    with launched(tmp_path, ["6 fail", "done"]) as program:
+        ended = program.wait(15).require(1)
+    assert ended.err == f"The newest checkpoint is of step 4: `paceline resume {tmp_path}` resumes from there\n"
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
@@ -158,7 +208,7 @@ def test_waits_grow_while_nothing_is_gained() -> None:
 def test_progress_is_read_from_records_that_a_crash_cut_short(tmp_path: Path) -> None:
     metrics, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
     records = Records(tmp_path)
-    assert (records.last_step(), records.began_at(), records.has_checkpoint()) == (0, None, False)
+    assert (records.last_step(), records.began_at(), records.newest_checkpoint()) == (0, None, None)
     metrics.write_text("".join(json.dumps({"step": k, "more": "x" * 9000}) + "\n" for k in range(1, 90)) + '{"step": 9')
     events.write_text('{"event": "start"}\n{"event": "chec')
     assert (records.last_step(), records.began_at(), records.began_at()) == (89, 0, None)

@@ -50,6 +50,40 @@ def test_configs_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_each_host_says_why_its_ranks_end(tmp_path: Path) -> None:
+    """Two hosts of one rank each, as their environments have it: who sits at the second sees it there, too."""
+    flags = [("--train.seed", "1"), ("--train.seed", "2")]
+    first, second = by_hand(tmp_path / "run", flags, [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"}])
+    text = (
+        "error: ranks differ, and would train different models: train.seed: 1 on rank 0; 2 on rank 1. Make them equal"
+    )
+    assert first.require(2).err == f"{text}\n"
+    assert second.require(2).err == f"rank 1: {text}\n"
+
+
+def test_a_local_rank_that_alone_sees_an_error_says_it(tmp_path: Path) -> None:
+    """Under torchrun, which ends the others then; where local rank 0 has the same error, that one says it."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from paceline.__main__ import main\n"
+        "if os.environ['RANK'] in sys.argv[1]:\n"
+        "    time.sleep(int(os.environ['RANK']))\n"
+        "    sys.argv[1:] = ['train', '--preset', 'tiny', '--data.path', 'no/such/folder', '--out', sys.argv[2]]\n"
+        "    sys.exit(main())\n"
+        "time.sleep(60)\n"
+    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    with Program("1", str(tmp_path / "run"), command=torchrun) as alone:
+        said = alone.wait(60).err
+    assert re.search(r"^rank 1: error: .*no/such/folder", said, re.MULTILINE), said
+    with Program("01", str(tmp_path / "run"), command=torchrun) as both:
+        said = both.wait(60).err
+    assert re.search(r"^error: .*no/such/folder", said, re.MULTILINE), said
+    assert "rank 1: error" not in said
+
+
+@pytest.mark.long
 def test_data_that_differs_is_refused(tmp_path: Path) -> None:
     """The same names and lengths, one letter of one file another: only what is in it can tell."""
     for name, letter in (("one", "a"), ("two", "b")):

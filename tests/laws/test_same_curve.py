@@ -14,7 +14,9 @@ from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
 from paceline.data.prepare import Quiet
 from paceline.model.gpt import build
-from paceline.train.feed import open_feed
+from paceline.train.data import open_data
+
+pytestmark = pytest.mark.alone
 
 LOSS_TOLERANCE = 1e-5  # the issue allows 1e-4; seen are 9e-7
 VAL_TOLERANCE = 1e-5
@@ -62,7 +64,7 @@ def test_the_curve_is_that_of_a_plain_loop(runs) -> None:
     torch's cross-entropy of all logits, and the schedule as its documentation says it."""
     folder = runs.get(1)
     config = from_toml((folder / "config.toml").read_text(), "config.toml", Config())
-    loader = Loader(open_feed(config, Quiet()).training, BatchPlan(12, 12, 1), 0, config.train.seed)
+    loader = Loader(open_data(config, Quiet()).training, BatchPlan(12, 12, 1), 0, config.train.seed)
     model = build(config.model, config.train.seed, "cpu").train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -85,7 +87,7 @@ def test_the_curve_is_that_of_a_plain_loop(runs) -> None:
     assert curve[-1] < curve[0] - 0.5, "it learns"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(5, marks=pytest.mark.long)])
 def test_rows_say_what_is_promised(runs, world_size: int) -> None:
     folder = runs.get(world_size)
     for index, row in enumerate(steps(folder)):

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from program import TINY, Ended, Program, losses, rows, run, steps
 
+pytestmark = pytest.mark.alone
+
 TOLERANCE = 1e-4
 PORT = 29400  # in namespaces of our own every port is free
 TIMEOUT_S = 5.0

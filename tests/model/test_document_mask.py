@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paceline.model import layers
+from paceline.model import cpu, layers
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
 
@@ -111,9 +111,9 @@ def test_no_token_moves_another_document(model: GPT, tokens_BT: torch.Tensor, ta
 
 @pytest.mark.parametrize("num_kv", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attend_in_several_pieces_is_the_definition(num_kv: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries in pieces of 5 of 17, and a softmax over the allowed keys written out here in float64."""
-    monkeypatch.setattr(layers, "_QUERIES_AT_ONCE", 5)
+def test_attend_in_several_chunks_is_the_definition(num_kv: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries in chunks of 5 of 17, and a softmax over the allowed keys written out here in float64."""
+    monkeypatch.setattr(cpu, "_QUERIES_AT_ONCE", 5)
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(2, heads, 17, 8, generator=generator) for heads in (4, num_kv, num_kv))
     documents = torch.randint(0, 3, (2, 17), generator=generator)

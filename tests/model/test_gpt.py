@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.base.errors import UserError
-from paceline.model import layers
+from paceline.model import cpu, layers
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
 
@@ -238,7 +238,7 @@ def test_attention_by_products_is_sdpa(num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, num_tokens, 8, generator=generator, dtype=torch.float64).requires_grad_()
     k, v = (torch.randn(2, 2, num_tokens, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in "kv")
-    ours = layers._attend_by_products(q, k, v)
+    ours = cpu.attend(q, k, v)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(ours, expected)
     weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)

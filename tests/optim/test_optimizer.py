@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
+from paceline.optim.adamw import AdamW
 from paceline.optim.config import OptimConfig
 from paceline.optim.muon import Muon, orthogonalise, update_cost
-from paceline.optim.optimizer import Optimizer, Piece, is_updated_whole, num_state_elements, role, whole_costs
-from paceline.sync.whole import whole_pieces
+from paceline.optim.optimizer import is_updated_whole, make_optimizers, num_state_elements, role
 
 CONFIG = ModelConfig(arch="gpt2", bias=True, n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=20)
 FLOAT32 = torch.float32
@@ -29,19 +29,32 @@ def gradients_for(model: nn.Module, step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def make(model: nn.Module, name: str = "adamw", **fields: float) -> Optimizer:
-    return make_of(whole_pieces(model), name, **fields)
+Optimizers = list[AdamW | Muon]
 
 
-def make_of(pieces: list[Piece], name: str, **fields: float) -> Optimizer:
+def make(model: nn.Module, name: str = "adamw", **fields: float) -> Optimizers:
     config = OptimConfig(name=name, **fields)  # type: ignore[arg-type]
-    return Optimizer(pieces, config, lr=config.lr, weight_decay=config.weight_decay, compute_dtype=FLOAT32)
+    settings = {"lr": config.lr, "weight_decay": config.weight_decay, "compute_dtype": FLOAT32}
+    return make_optimizers(config, model.named_parameters(), **settings)  # type: ignore[arg-type]
 
 
-def run(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+def update(optimizers: Optimizers, lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+
+
+def run(model: nn.Module, optimizers: Optimizers, steps: range) -> None:
     for step in steps:
         gradients_for(model, step)
-        optimizer.update(1e-2 / (step + 1))
+        update(optimizers, 1e-2 / (step + 1))
+
+
+def state(model: nn.Module, optimizers: Optimizers) -> dict[str, dict[str, torch.Tensor]]:
+    """By parameter name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: moments for optimizer in optimizers for p, moments in optimizer.state.items()}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,7 +86,7 @@ def test_adamw_is_the_papers_with_decay_of_matrices_and_embeddings_only() -> Non
             by_hand[name] -= (
                 lr * (first / (1 - 0.9 ** (step + 1))) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
             )
-        optimizer.update(lr)
+        update(optimizer, lr)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), by_hand[name], rtol=1e-5, atol=1e-6)
 
@@ -89,7 +102,7 @@ def test_adamw_is_bit_for_bit_torchs_fused_one() -> None:
     for step in range(3):
         gradients_for(model, step)
         gradients_for(theirs, step)
-        optimizer.update(1e-2)
+        update(optimizer, 1e-2)
         adamw.step()
     for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
@@ -102,7 +115,7 @@ def test_muon_takes_the_layers_matrices_and_leaves_the_rest_to_adamw() -> None:
     run(plain, adamw, range(2))
     for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other) == (role(name, mine.shape) != "matrix"), name
-    of_muon = {item.name.rpartition("/")[0] for item in muon.state() if "momentum" in item.name}
+    of_muon = {name for name, moments in state(model, muon).items() if "momentum" in moments}
     assert of_muon == {name for name, p in model.named_parameters() if role(name, p.shape) == "matrix"}
 
 
@@ -154,13 +167,13 @@ def matrices(seed: int) -> list[nn.Parameter]:
 
 def test_muons_batched_update_is_that_of_a_loop_over_matrices() -> None:
     params, lr, decay, momentum = matrices(0), 0.02, 0.1, 0.95
-    muon = Muon(params, decay=decay, momentum=momentum, compute_dtype=FLOAT32)
+    muon = Muon(params, lr=lr, decay=decay, momentum=momentum, compute_dtype=FLOAT32)
     by_hand = [p.detach().clone() for p in params]
     buffers = [torch.zeros_like(p) for p in by_hand]
     for step in range(3):
         for parameter, gradient in zip(params, matrices(step + 1), strict=True):
             parameter.grad = gradient.detach()
-        muon.step(lr)
+        muon.step()
         for i, gradient in enumerate(g.detach() for g in matrices(step + 1)):
             buffers[i] = momentum * buffers[i] + (1 - momentum) * gradient
             x = (1 - momentum) * gradient + momentum * buffers[i]
@@ -175,12 +188,12 @@ def test_muons_batched_update_is_that_of_a_loop_over_matrices() -> None:
 def test_muon_is_torchs_muon_within_its_bfloat16_rounding() -> None:
     """torch's computes in bfloat16 always; so does ours here, batched. One unit of lr * 0.2 * sqrt(16) * 2^-8."""
     mine, theirs = matrices(0), matrices(0)
-    ours = Muon(mine, decay=0.1, momentum=0.95, compute_dtype=torch.bfloat16)
+    ours = Muon(mine, lr=0.02, decay=0.1, momentum=0.95, compute_dtype=torch.bfloat16)
     torchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
         for a, b, gradient in zip(mine, theirs, matrices(step + 1), strict=True):
             a.grad, b.grad = gradient.detach().clone(), gradient.detach().clone()
-        ours.step(0.02)
+        ours.step()
         torchs.step()
     for a, b in zip(mine, theirs, strict=True):
         assert float((a - b).detach().abs().max()) < 4 * 0.02 * 0.2 * 4 * 2**-6
@@ -190,136 +203,75 @@ def test_muon_is_torchs_muon_within_its_bfloat16_rounding() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_training_goes_on_bit_for_bit_from_the_saved_state(name: str) -> None:
+def test_training_goes_on_bit_for_bit_from_a_copied_state(name: str) -> None:
+    """As a checkpoint holds it: moments by parameter, the number of updates by group."""
     straight = build(CONFIG, 0, "cpu")
     run(straight, make(straight, name), range(6))
-
-    first = build(CONFIG, 0, "cpu")
-    before = make(first, name)
+    first, second = build(CONFIG, 0, "cpu"), build(CONFIG, 99, "cpu")
+    before, after = make(first, name), make(second, name)
     run(first, before, range(3))
-    second = build(CONFIG, 99, "cpu")
     second.load_state_dict(first.state_dict())
-    after = make(second, name)
-    after.load_state(before.state(), before.num_updates)
-    run(first, before, range(90, 93))  # what is loaded is a copy: the donor may go on
+    targets = dict(second.named_parameters())
+    for old, new in zip(before, after, strict=True):
+        for group, mine in zip(old.param_groups, new.param_groups, strict=True):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+        names = {parameter: name for name, parameter in first.named_parameters()}
+        for parameter, moments in old.state.items():
+            new.state[targets[names[parameter]]] = {key: tensor.clone() for key, tensor in moments.items()}
     run(second, after, range(3, 6))
     wanted = weights(straight)
     assert all(torch.equal(weight, wanted[n]) for n, weight in weights(second).items())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_state_is_that_of_every_parameter_flat_and_as_large_as_announced(name: str) -> None:
+def test_the_state_is_that_of_every_parameter_and_as_large_as_announced(name: str) -> None:
     model = build(CONFIG, 0, "cpu")
-    optimizer = make(model, name)
-    assert optimizer.state() == {}
-    announced = optimizer.state_slices()
-    run(model, optimizer, range(1))
-    state = optimizer.state()
-    assert list(state) == announced
-    assert {item.name.rpartition("/")[0] for item in state} == {n for n, _ in model.named_parameters()}
-    assert all(tensor.shape == (item.num_elements,) for item, tensor in state.items())
-    num_elements = sum(item.num_elements for item in announced)
-    assert optimizer.state_bytes() == 4 * num_elements
+    optimizers = make(model, name)
+    assert not state(model, optimizers)
+    run(model, optimizers, range(1))
+    found = state(model, optimizers)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    assert all(tensor.shape == shapes[n] for n, moments in found.items() for tensor in moments.values())
+    num_elements = sum(tensor.numel() for moments in found.values() for tensor in moments.values())
     assert num_state_elements(OptimConfig(name=name), model.named_parameters()) == num_elements  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_state_that_misses_something_or_has_another_size_or_format_is_refused_by_name(name: str) -> None:
-    model = build(CONFIG, 0, "cpu")
-    optimizer = make(model, name)
-    run(model, optimizer, range(1))
-    state = optimizer.state()
-    for key in list(state)[::3]:
-        with pytest.raises(ValueError, match=f"{key.name} of elements 0 to {key.stop} is missing"):
-            make(model, name).load_state({k: v for k, v in state.items() if k != key}, 1)
-        with pytest.raises(ValueError, match=key.name):
-            make(model, name).load_state({**state, key: state[key][:-1]}, 1)
-        with pytest.raises(ValueError, match=f"{key.name}.*float64"):
-            make(model, name).load_state({**state, key: state[key].double()}, 1)
-
-
-def test_one_optimizers_state_is_refused_by_the_other() -> None:
-    model = build(CONFIG, 0, "cpu")
-    some, others = make(model, "adamw"), make(model, "muon")
-    run(model, some, range(1))
-    run(model, others, range(1))
-    with pytest.raises(ValueError, match=r"/momentum .* is missing"):
-        make(model, "muon").load_state(some.state(), 1)
-    with pytest.raises(ValueError, match=r"/exp_avg .* is missing"):
-        make(model, "adamw").load_state(others.state(), 1)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_state_before_the_first_update_can_be_loaded(name: str) -> None:
-    """A run whose first steps were all skipped (float16's scale finding its place) saves this and must go on."""
-    models = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
-    straight, loaded = (make(model, name) for model in models)
-    run(models[1], loaded, range(1))
-    models[1].load_state_dict(models[0].state_dict())
-    loaded.load_state(straight.state(), 0)  # forgets the update that was
-    for model, optimizer in zip(models, (straight, loaded), strict=True):
-        run(model, optimizer, range(3, 5))
-    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
-
-
-# ---- pieces ----
-
-
-def pieces_of(model: nn.Module, ranges: dict[str, list[int]]) -> list[Piece]:
-    """Runs of elements as views of the model's parameters; those without ranges whole."""
-    pieces = []
-    for name, parameter in model.named_parameters():
-        edges = ranges.get(name, [0, parameter.numel()])
-        for start, stop in itertools.pairwise(edges):
-            view = nn.Parameter(parameter.detach().view(-1)[start:stop])
-            if len(edges) == 2:
-                view = parameter
-            pieces.append(Piece(name, parameter.shape, start, stop, view))
-    return pieces
+# ---- runs of elements ----
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_adamw_by_any_runs_of_elements_is_adamw_of_the_whole(seed: int) -> None:
     """Within rounding, not to the bit: what is left over behind the vectors of a run is rounded otherwise."""
-    whole, parted = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
     draw = random.Random(seed)
-    ranges = {
-        name: sorted({0, p.numel(), *(draw.randint(1, p.numel() - 1) for _ in range(3))})
-        for name, p in parted.named_parameters()
-        if draw.random() < 0.7
-    }
-    pieces = pieces_of(parted, ranges)
-    one, other = make(whole), make_of(pieces, "adamw")
+    whole = torch.randn(301, generator=torch.Generator().manual_seed(seed))
+    parted = whole.clone()
+    edges = sorted({0, 301, *(draw.randint(1, 300) for _ in range(3))})
+    runs = [parted[a:b] for a, b in itertools.pairwise(edges)]
+    settings = {"lr": 1e-2, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    one, other = AdamW([whole], [], **settings), AdamW(runs, [], **settings)  # type: ignore[arg-type]
     for step in range(3):
-        gradients_for(whole, step)
-        gradients_for(parted, step)
-        gradients = {name: p.grad.view(-1) for name, p in parted.named_parameters()}
-        for piece in pieces:
-            piece.parameter.grad = gradients[piece.name][piece.start : piece.stop].view_as(piece.parameter)
-        one.update(1e-2)
-        other.update(1e-2)
-    for mine, wanted in zip(parted.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
-    joined = {item.name: torch.full((item.num_elements,), math.nan) for item in one.state()}
-    for item, tensor in other.state().items():
-        joined[item.name][item.start : item.stop] = tensor
-    for item, tensor in one.state().items():
-        torch.testing.assert_close(joined[item.name], tensor, rtol=1e-6, atol=1e-9)
+        whole.grad = torch.randn(301, generator=torch.Generator().manual_seed(100 + step))
+        for part, (a, b) in zip(runs, itertools.pairwise(edges), strict=True):
+            part.grad = whole.grad[a:b]
+        one.step()
+        other.step()
+    torch.testing.assert_close(parted, whole, rtol=1e-6, atol=1e-7)
+    for key, tensor in one.state[whole].items():
+        joined = torch.cat([other.state[part][key] for part in runs])
+        torch.testing.assert_close(joined, tensor, rtol=1e-6, atol=1e-9)
 
 
 def test_an_optimizer_of_nothing_updates_nothing() -> None:
-    optimizer = make_of([], "muon")
-    optimizer.update(1e-2)
-    assert optimizer.state() == {}
-    assert optimizer.state_bytes() == 0
+    for optimizer in make_optimizers(OptimConfig(name="muon"), [], lr=1.0, weight_decay=0.1, compute_dtype=FLOAT32):
+        optimizer.step()
+        assert optimizer.state == {}
 
 
-def test_muon_needs_the_layers_matrices_whole_at_a_cost_that_counts_its_products() -> None:
-    model = build(CONFIG, 0, "cpu")
-    costs = whole_costs(OptimConfig(name="muon"), model.named_parameters())
-    assert set(costs) == {name for name, p in model.named_parameters() if role(name, p.shape) == "matrix"}
-    assert whole_costs(OptimConfig(), model.named_parameters()) == {}
+def test_muon_takes_matrices_whole_at_a_cost_that_counts_its_products() -> None:
+    assert is_updated_whole(OptimConfig(name="muon"), "layers.0.mlp.up_proj.weight", (64, 16))
     assert not is_updated_whole(OptimConfig(), "layers.0.mlp.up_proj.weight", (64, 16))
     with FlopCounterMode(display=False) as counter:
         orthogonalise(torch.ones(1, 64, 16), FLOAT32)
     assert update_cost(64, 16) == update_cost(16, 64) == counter.get_total_flops()
+    assert Muon.update_cost(torch.ones(64, 16)) == update_cost(64, 16)

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import run_blocks, runnable_blocks
 
 from paceline.cli.main import _VERBS
+
+pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -38,7 +41,8 @@ def commands(document: Path, title: str = "") -> list[str]:
 
 def runnable(document: Path) -> list[str]:
     """Returns those that one machine can run, one after another: not the two hosts' (tests/laws), not make's (CI), not
-    those for a second terminal (tests/lab), those for a lab only where there can be one, and the README's only once."""
+    those for a second terminal (tests/tools/lab), those for a lab only where there can be one, and the README's only
+    once."""
     others = ["10.0.0.1", "lab set"]
     if not can_have_a_lab():
         made = [re.search(r"--out (\S+)", c) for c in commands(document) if "lab --hosts" in c]
@@ -86,6 +90,28 @@ def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: 
         assert done.returncode == wanted, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+PREAMBLES = Path(__file__).parent / "preambles"  # what a reader has who comes to a document's python blocks
+WITH_PYTHON = [document for document in DOCUMENTS if runnable_blocks(document) and document.parent.name != "learn"]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: document.stem)
+def test_the_python_blocks_of_a_document_run_as_they_stand(document: Path, tmp_path: Path) -> None:
+    run_blocks(document, tmp_path, PREAMBLES / f"{document.stem}.py")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: document.stem)
+def test_and_on_two_ranks_they_say_the_same(document: Path, tmp_path: Path) -> None:
+    said = []
+    for name, ranks in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        said.append(run_blocks(document, tmp_path / name, PREAMBLES / f"{document.stem}.py", launcher))
+    one, two = ([float(found) for found in re.findall(r"loss ([\d.]+)", out)] for out in said)
+    assert one
+    assert two == pytest.approx(one, abs=2e-4)
+
+
 def test_the_home_page_has_no_commands_but_the_readmes() -> None:
     assert len(commands(ROOT / "docs" / "index.md")) == 2
     assert set(commands(ROOT / "docs" / "index.md")) <= set(commands(README))
@@ -104,6 +130,6 @@ def test_files_and_verbs_that_the_documents_name_exist() -> None:
 
 def test_the_architecture_names_files_that_exist_in_the_package() -> None:
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    rooms = "data|model|sync|optim|train|world|checkpoint|record|cli|launch|base"
+    rooms = "data|model|sync|optim|replica|train|world|checkpoint|record|cli|launch|base"
     for name in re.findall(rf"`((?:{rooms})/[\w./]*)`", text):
         assert (ROOT / "src" / "paceline" / name).exists(), name

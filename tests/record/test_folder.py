@@ -225,8 +225,13 @@ def test_checking_a_new_folder_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_folder_whose_run_died_at_its_birth_is_new(tmp_path: Path) -> None:
     folder = create(tmp_path / "run")
     folder.lock("job")
-    folder.close()
     check_new(folder.path)
+    folder.close()
+    assert tree(folder.path) == ["checkpoints", "job", "lock", "ranks"], "its holder is named only while it holds it"
+    check_new(folder.path)
+    (folder.path / "notes.txt").touch()
+    with pytest.raises(UserError, match=r"something else \(notes.txt\)"):
+        check_new(folder.path)
 
 
 @pytest.mark.parametrize("content", ["config.toml", "checkpoints/step-00000001"])
@@ -266,7 +271,7 @@ def test_a_disk_with_no_room_for_a_checkpoint_is_refused(tmp_path: Path) -> None
         pytest.skip("needs root to mount a small disk")
     try:
         assert shutil.disk_usage(disk).free < 3 << 20
-        with pytest.raises(UserError, match="MiB are free"):
+        with pytest.raises(UserError, match=r"MiB are free in .* at least 50 MiB.* 12 bytes a parameter"):
             check_new(disk / "run")
         assert tree(disk) == []
     finally:
@@ -292,7 +297,7 @@ def test_a_new_run_folder_is_its_users_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir() if path.is_file()} == {0o600}
     assert modes == {"empty": 0o700, "shared": 0o755}, "what people keep there stays as they want it"
-    records = ["config.toml", "events.jsonl", "job", "lock", "lock.holder", "metrics.jsonl", "tokenizer.json"]
+    records = ["config.toml", "events.jsonl", "job", "lock", "metrics.jsonl", "tokenizer.json"]
     assert tree(folder.path) == sorted([*records, "checkpoints", "ranks"])
     assert folder.rank_log(3).name == "rank-00003.log"
 

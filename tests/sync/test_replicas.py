@@ -57,6 +57,7 @@ def on_ranks(world: World) -> dict[str, Any]:
             found["repaired", name] = differences(tensors, world.group)
         elif world.rank == rank % world.world_size:
             flip(tensors[name], 5, 2)
+    is_mended = all(torch.equal(tensors[name], state[name]) for name in GUILTY)
     for name, rank in GUILTY.items():  # all three at once
         if world.rank == rank % world.world_size:
             flip(tensors[name], 5, 2)
@@ -64,7 +65,7 @@ def on_ranks(world: World) -> dict[str, Any]:
     flip(tensors["0.bias"], world.rank, 7)  # another bit on each rank: nobody has a majority
     found["none alike"] = differences({"0.bias": tensors["0.bias"]}, world.group)
     after = overall({name: tensor for name, tensor in state.items() if name in tensors})
-    return {"before": before, "after": after, "state": state, "found": found}
+    return {"before": before, "after": after, "state": state, "found": found, "is mended": is_mended}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"world-{size}")
@@ -89,14 +90,14 @@ def test_one_flipped_bit_on_one_rank_is_found_by_every_rank_and_named_by_majorit
             assert row["found"][name, "quick"] == [difference]
             odd = rank % len(rows)
             if len(rows) == 3:
-                assert (difference.odd, difference.model_rank) == ((odd,), min({0, 1, 2} - {odd}))
+                assert (difference.minority, difference.model_rank) == ((odd,), min({0, 1, 2} - {odd}))
                 assert str(difference) == f"{name} has 2 different values (rank {odd} differs)"
             else:
-                assert (difference.odd, difference.model_rank) == ((), None)
+                assert (difference.minority, difference.model_rank) == ((), None)
                 assert str(difference) == f"{name} has 2 different values (no value has a majority)"
         assert [difference.name for difference in row["found"]["all"]] == [n for n in ORDER if n in GUILTY]
         (none_alike,) = row["found"]["none alike"]
-        assert (none_alike.num_values, none_alike.odd, none_alike.model_rank) == (len(rows), (), None)
+        assert (none_alike.num_values, none_alike.minority, none_alike.model_rank) == (len(rows), (), None)
     assert all(row["found"] == rows[0]["found"] for row in rows)
 
 
@@ -104,6 +105,7 @@ def test_repair_gives_every_rank_the_majoritys_value(rows: list[dict[str, Any]])
     repaired = {key: found for row in rows for key, found in row["found"].items() if key[0] == "repaired"}
     assert len(repaired) == (len(GUILTY) if len(rows) == 3 else 0)
     assert all(found == [] for found in repaired.values())
+    assert all(row["is mended"] for row in rows), "the value is the majority's, not that of the rank that differed"
 
 
 @settings(max_examples=50)

@@ -15,9 +15,10 @@ from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.sync.buckets import Bucket, backward_order, cut
 from paceline.sync.ddp import BucketedSync
+from paceline.sync.make import make_strategy
 from paceline.sync.naive import NaiveSync
 from paceline.sync.replicas import overall
-from paceline.sync.strategy import Strategy, make_strategy
+from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
 from paceline.world.config import ParallelConfig
 from paceline.world.group import Group, LocalGroup
@@ -91,21 +92,21 @@ def on_ranks(world: World) -> dict[str, Any]:
     gradients: dict[Any, dict[Slice, torch.Tensor]] = {}
     counts = (1, world.world_size, world.world_size + 1, 3 * world.world_size)
     for name, (net, sync) in strategies(world.group).items():
-        pieces = sync.pieces()
+        slices = sync.slices()
         for count, attempt in itertools.product(counts, (1, 2)):
             run_micro_batches(net, list(range(world.rank, count, world.world_size)), sync)
             flat = sync.reduce()
             gradients[name, count, attempt] = {
-                Slice(piece.name, piece.start, piece.stop): gradient_of(piece.parameter).reshape(-1).clone()
-                for piece in pieces
+                Slice(mine.name, mine.start, mine.stop): gradient_of(mine.parameter).reshape(-1).clone()
+                for mine in slices
             }
             by_storage = {f.untyped_storage().data_ptr() for f in flat}
-            inside = all(gradient_of(p.parameter).untyped_storage().data_ptr() in by_storage for p in pieces)
+            inside = all(gradient_of(p.parameter).untyped_storage().data_ptr() in by_storage for p in slices)
             assert inside, "a gradient is no view into what reduce returned"
-            assert sum(f.numel() for f in flat) == sum(piece.stop - piece.start for piece in pieces)
+            assert sum(f.numel() for f in flat) == sum(mine.stop - mine.start for mine in slices)
             sync.publish()
             assert all(p.grad is None for p in net.parameters())
-        sync.settle()
+        sync.wait_for_params()
     group = world.group
     found = {name: communication(name, group) for name in ("ddp", "zero")}
     return {"gradients": gradients, "counts": counts, "communication": found, "digests": replicas(world)}
@@ -143,13 +144,13 @@ def replicas(world: World) -> dict[str, str]:
     """Digests after five plain gradient steps, by strategy; 4 micro-batches a step."""
     found = {}
     for name, (net, sync) in strategies(world.group).items():
-        pieces = sync.pieces()
+        slices = sync.slices()
         for _ in range(5):
             run_micro_batches(net, list(range(world.rank, 4, world.world_size)), sync)
             sync.reduce()
             with torch.no_grad():
-                for piece in pieces:
-                    piece.parameter.sub_(gradient_of(piece.parameter), alpha=0.1)
+                for mine in slices:
+                    mine.parameter.sub_(gradient_of(mine.parameter), alpha=0.1)
             sync.publish()
         found[name] = overall(sync.full_weights())
     return found

@@ -1,6 +1,11 @@
 """Threads, number format and device: who decides, and what is said about it."""
 
+import json
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +14,12 @@ from paceline.base.errors import UserError
 from paceline.world.cores import usable_cores
 from paceline.world.device import (
     DeviceClock,
+    Peak,
     choose_device,
     choose_dtype,
     choose_threads,
     cpu_bfloat16_unit,
+    gpu_peak,
     peak_flops,
 )
 
@@ -88,6 +95,114 @@ def test_a_peak_measured_on_a_cpu_says_so_and_is_plausible() -> None:
     assert "measured" in peak.source
     assert peak.flops_per_s is not None
     assert 1e8 < peak.flops_per_s < 1e15
+
+
+GPUS = (
+    ("NVIDIA B200", 2250, 75),
+    ("NVIDIA GB200", 2500, 80),
+    ("NVIDIA GH200 480GB", 989, 67),
+    ("NVIDIA H200", 989, 67),
+    ("NVIDIA H200 NVL", 835, 60),
+    ("NVIDIA H100 80GB HBM3", 989, 67),
+    ("NVIDIA H100 PCIe", 756, 51),
+    ("NVIDIA H100 NVL", 835, 60),
+    ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+    ("NVIDIA A100 80GB PCIe", 312, 19.5),
+    ("A100-PCIE-40GB", 312, 19.5),
+    ("NVIDIA A40", 149.7, 37.4),
+    ("NVIDIA A10", 125, 31.2),
+    ("NVIDIA A10G", 70, 35),
+    ("NVIDIA RTX A6000", 154.8, 38.7),
+    ("NVIDIA RTX A4000", 76.7, 19.2),
+    ("NVIDIA RTX 6000 Ada Generation", 364.2, 91.1),
+    ("NVIDIA L40S", 362, 91.6),
+    ("NVIDIA L40", 181, 90.5),
+    ("NVIDIA L4", 121, 30.3),
+    ("Tesla V100-SXM2-16GB", 125, 15.7),
+    ("Tesla V100-PCIE-32GB", 112, 14),
+    ("Tesla T4", 65, 8.1),
+    ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+)
+UNKNOWN_GPUS = (
+    *("NVIDIA RTX A1000 Laptop GPU", "NVIDIA RTX A1000", "NVIDIA RTX A2000 12GB", "NVIDIA A16", "NVIDIA T400 4GB"),
+    *("NVIDIA GeForce RTX 3080 Ti", "NVIDIA GeForce RTX 4070 Ti SUPER", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+    *("NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Quadro RTX 6000", "AMD Instinct MI300X"),
+)
+
+
+@pytest.mark.parametrize(("name", "half", "single"), GPUS, ids=lambda value: str(value))
+def test_a_gpus_peak_is_that_of_its_data_sheet(name: str, half: float, single: float) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert gpu_peak(name, dtype).flops_per_s == pytest.approx(half * 1e12)
+    peak = gpu_peak(name, torch.float32)
+    assert peak.flops_per_s == pytest.approx(single * 1e12)
+    assert name in peak.source
+    assert "without TF32" in peak.source
+    assert not torch.backends.cuda.matmul.allow_tf32, "else the peak would be another"
+
+
+@pytest.mark.parametrize("name", UNKNOWN_GPUS)
+def test_a_part_of_a_name_is_no_peak(name: str) -> None:
+    peak = gpu_peak(name, torch.bfloat16)
+    assert peak == Peak(None, f"{name} is not in the table of peaks")
+
+
+REPORT_PEAK = """
+import sys, torch
+from pathlib import Path
+from paceline.world.device import peak_flops
+torch.set_num_threads(1)
+print(peak_flops(torch.device("cpu"), torch.float32, Path(sys.argv[1])).flops_per_s)
+"""
+BURN = "print(flush=True)\nwhile True: pass"
+
+
+def reported(folder: Path) -> float:
+    """The peak that a process of its own reports."""
+    command = [sys.executable, "-c", REPORT_PEAK, str(folder)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.long
+def test_a_slow_start_after_a_fast_one_reports_the_fast_ones_peak(tmp_path: Path) -> None:
+    fast = reported(tmp_path)
+    (file,) = (tmp_path / "peaks").iterdir()
+    with ExitStack() as stack:
+        for _ in range(usable_cores()):
+            burning = stack.enter_context(subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE))
+            stack.callback(burning.kill)
+            assert burning.stdout is not None
+            burning.stdout.readline()
+        under_load = reported(tmp_path)
+    assert under_load >= fast
+    kept = json.loads(file.read_text())
+    assert kept["flops_per_s"] == under_load
+    assert (kept["threads"], kept["dtype"], kept["torch"]) == (1, "float32", torch.__version__)
+    assert list((tmp_path / "peaks").iterdir()) == [file], "nothing else is left there"
+
+
+def test_a_kept_peak_is_of_this_dtype_and_these_threads(tmp_path: Path) -> None:
+    assert torch.get_num_threads() == 1, "the tests' own setting"
+    peak_flops(CPU, torch.float32, tmp_path)
+    peak_flops(CPU, torch.bfloat16, tmp_path)
+    assert len(list((tmp_path / "peaks").iterdir())) == 2
+    for file in (tmp_path / "peaks").iterdir():
+        file.write_text(json.dumps({**json.loads(file.read_text()), "flops_per_s": 1e15}))
+    assert peak_flops(CPU, torch.float32, tmp_path) == Peak(1e15, "the best matmul seen on this machine, float32")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"flops_per_s": "x"}', b'{"flops_per_s": NaN}', b"\xff"])
+def test_an_unreadable_peak_is_measured_anew(tmp_path: Path, content: bytes) -> None:
+    peak_flops(CPU, torch.float32, tmp_path)
+    (file,) = (tmp_path / "peaks").iterdir()
+    file.write_bytes(content)
+    again = peak_flops(CPU, torch.float32, tmp_path).flops_per_s
+    assert json.loads(file.read_text())["flops_per_s"] == again
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "peaks").write_text("a file")
+    assert peak_flops(CPU, torch.float32, tmp_path).flops_per_s
 
 
 def test_the_clock_of_a_cpu_counts_milliseconds() -> None:

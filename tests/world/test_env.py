@@ -17,10 +17,8 @@ from paceline.base.errors import UserError
 from paceline.world import env as world_env
 from paceline.world.env import (
     Environment,
-    Torchrun,
     check_interface,
     check_master,
-    check_nodes,
     check_port,
     check_size,
     detect,
@@ -29,6 +27,7 @@ from paceline.world.env import (
     store_addresses,
     transfer_address,
 )
+from paceline.world.torchrun import Torchrun, check_nodes
 
 TORCHRUN = {
     "RANK": "3",
@@ -134,14 +133,19 @@ def test_a_world_of_another_size_than_expected_is_refused() -> None:
         ("--nproc-per-node 2", "7", "static"),  # by PET_NNODES
     ],
 )
-def test_torchruns_command_line_is_read(options: str, nodes: str, rendezvous: str) -> None:
-    assert Torchrun.read(options.split(), {"PET_NNODES": "7"}) == Torchrun(nodes, rendezvous)
+def test_torchruns_command_line_is_read(
+    monkeypatch: pytest.MonkeyPatch, options: str, nodes: str, rendezvous: str
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "7")
+    script = ["-m", "paceline", "train", "--nnodes", "9"]
+    assert Torchrun.read([*options.split(), *script]) == Torchrun(nodes, rendezvous)
     assert Torchrun(nodes, rendezvous).is_dynamic == (nodes != "1" and rendezvous != "static")
 
 
 NODES_SCRIPT = """
 from paceline.base.errors import UserError
-from paceline.world.env import check_nodes, detect
+from paceline.world.env import detect
+from paceline.world.torchrun import check_nodes
 try:
     check_nodes(detect())
 except UserError as error:

@@ -1,16 +1,23 @@
 """The one door to the other ranks: every verb against numpy, at several worlds, and alike for a world of one."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import RanksFailed, run_ranks
+from torch.distributed import TCPStore
 
+from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
-from paceline.world.group import Group, LocalGroup, PeerLost, Traffic
+from paceline.world.group import Group, LocalGroup, PeerLost, Traffic, from_rank_0
 from paceline.world.runtime import World
 
 OPS = {"sum": np.sum, "min": np.min, "max": np.max}
@@ -164,13 +171,13 @@ def slow_peer(group: Group) -> dict[str, Any]:
         if group.rank == 1:
             time.sleep(0.2)
         transfer = begin()
-        under_way = group.take_traffic().transfers == []
+        over = group.take_traffic().transfers  # on the last rank that comes it may be over at once
         if group.rank == 0:
             time.sleep(0.1)  # computes on: half of the 200 ms is hidden
         transfer.wait()
         traffic = group.take_traffic()
-        took = [(t.end - t.start) * 1e3 for t in traffic.transfers]  # type: ignore[operator]
-        found[name] = (under_way, took, sum(end - start for start, end in traffic.waits) * 1e3)  # type: ignore[operator]
+        took = [(t.end - t.start) * 1e3 for t in over + traffic.transfers]  # type: ignore[operator]
+        found[name] = (not over, took, sum(end - start for start, end in traffic.waits) * 1e3)  # type: ignore[operator]
     return found
 
 
@@ -349,3 +356,109 @@ def test_a_local_transfer_can_be_waited_for_and_moves_nothing() -> None:
     group.start_all_gather(tensor, [0, 5]).wait()
     group.set_timeout(1)
     assert torch.equal(tensor, torch.arange(5.0))
+
+
+# ---- what goes wrong ----
+
+FAILS = """
+import sys, time
+import torch
+from paceline.world.config import ParallelConfig
+from paceline.world.env import detect
+from paceline.world.runtime import open_world
+
+with open_world(ParallelConfig(device="cpu", threads=1, timeout_s=20.0), detect()) as world:
+    world.group.barrier()
+    if world.rank == 1:
+        time.sleep(15)
+    world.group.start_reduce_scatter(torch.ones(1 << 16), [0, 1 << 15, 1 << 16])
+    time.sleep(0.2)  # the thread that ends transfers stands in its wait by now
+    print(time.monotonic(), flush=True)
+    sys.exit(3)
+"""
+
+
+def test_a_rank_that_fails_with_a_reduce_scatter_under_way_ends_at_once() -> None:
+    """By Python's own exit, which joins threads that are not daemons."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", FAILS], env={**os.environ, **world, "RANK": str(rank)}, stdout=-1)
+        for rank in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=60)
+        took_s = time.monotonic() - float(said)
+        assert ranks[0].returncode == 3
+        assert took_s < 5, "0.7 s are the interpreter's"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def runs_out_of_memory(world: World) -> None:
+    if world.rank == 1:
+        time.sleep(1)  # and is told by rank 0's end
+        world.group.barrier()
+    # Gloo needs no memory for an all-reduce in place; an all-gather of texts makes room for what comes.
+    with world.group._waiting("an all-gather"):  # type: ignore[attr-defined]
+        torch.empty(1 << 60)
+
+
+def test_an_error_of_this_rank_s_own_is_not_told_as_another_s() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(runs_out_of_memory, 2)
+    own, other = (outcome.said for outcome in caught.value.outcomes)
+    assert "DefaultCPUAllocator: can't allocate memory" in own
+    assert "PeerLost" not in own
+    assert "PeerLost: rank 1 lost the other ranks during a barrier: Connection closed by peer" in other
+
+
+class Refused(UserError):
+    """A class of its own, which all ranks know."""
+
+
+def ask_rank_0(group: Group) -> list[Any]:
+    """What each rank gets of rank 0's answers, and of its errors."""
+
+    def refuse(kind: type[PacelineError]) -> None:
+        raise kind(f"said on rank {group.rank}")
+
+    found: list[Any] = [from_rank_0(group, lambda: {"rank": group.rank, "of": [1, 2.5, None]})]
+    for kind in (UserError, RunError, Refused):
+        try:
+            from_rank_0(group, partial(refuse, kind))
+        except PacelineError as error:
+            found.append((type(error).__name__, str(error), error.reach, error.exit_status))
+    found.append(from_rank_0(group, lambda: "and on"))
+    return found
+
+
+def ask_rank_0_among_ranks(world: World) -> list[Any]:
+    return ask_rank_0(world.group)
+
+
+def test_what_rank_0_finds_or_refuses_all_ranks_learn() -> None:
+    said = "said on rank 0"
+    expected = [
+        {"rank": 0, "of": [1, 2.5, None]},
+        ("UserError", said, "world", 2),
+        ("RunError", said, "world", 1),
+        ("Refused", said, "world", 2),
+        "and on",
+    ]
+    assert [*run_ranks(ask_rank_0_among_ranks, 2), ask_rank_0(LocalGroup(torch.device("cpu")))] == [expected] * 3
+
+
+def rank_0_fails_to_ask(world: World) -> None:
+    from_rank_0(world.group, lambda: Path("/nowhere/at/all").read_text())
+
+
+def test_what_nobody_foresaw_on_rank_0_ends_it_there() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(rank_0_fails_to_ask, 2)
+    own, other = (outcome.said for outcome in caught.value.outcomes)
+    assert "FileNotFoundError" in own
+    assert "PeerLost: rank 1 lost the other ranks during a broadcast" in other

@@ -3,31 +3,29 @@
 Ranks are processes without a model, forked from one that has torch imported: 10 ms each instead of two seconds.
 """
 
-import multiprocessing
 import os
 import pickle
 import random
 import re
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import forkserver
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from ranks import FORKS
 from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError
-from paceline.world import join
+from paceline.world import handshake, join, runtime
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["paceline.world.runtime"])
+pytestmark = pytest.mark.alone
+
 NUM_RESTARTS = 20
 
 
@@ -35,10 +33,12 @@ def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str,
     """Joins, reduces once, tells what it saw; or the error that it ended with."""
     time.sleep(after_s)
     began = time.monotonic()
-    join._SETTLED_S = options.get("settled_s", join._SETTLED_S)
+    handshake._SETTLED_S = options.get("settled_s", handshake._SETTLED_S)
     if ahead_s := options.get("clock_of", {}).get(env.rank):
         real = time.time
         time.time = lambda: real() + ahead_s
+    if backend := options.get("backend_of", {}).get(env.rank):
+        runtime._choose_backend = lambda *_: backend
     try:
         config = ParallelConfig(device="cpu", threads=1, interface="lo", timeout_s=options.get("timeout_s", 20.0))
         with open_world(config, env) as world:
@@ -84,11 +84,9 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def agents_store() -> Iterator[TCPStore]:
+def agents_store() -> TCPStore:
     """A store that outlives the ranks, as an agent's does."""
-    forkserver.ensure_running()
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    forkserver._forkserver._stop()
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def place(rank: int, world_size: int, port: int, **changes: Any) -> Environment:
@@ -201,6 +199,14 @@ def test_ranks_that_were_told_different_things_are_refused(
     rows = Ranks(place(0, 2, agents_store.port, job="a"), replace(place(1, 2, agents_store.port), **others)).ended()
     assert [row[1] for row in rows] == ["UserError"] * 2
     assert all(re.search(says, row[2]) for row in rows), rows
+
+
+def test_ranks_of_different_backends_are_refused_before_a_process_group_starts(agents_store: TCPStore) -> None:
+    """C4: a host whose GPU is not visible took Gloo, the others NCCL, and after 300 s they "could not connect"."""
+    rows = Ranks(*(place(rank, 2, agents_store.port) for rank in range(2)), backend_of={0: "nccl"}).ended()
+    assert [row[1] for row in rows] == ["UserError"] * 2
+    says = r"rank 1 \(.*\) would communicate by gloo, and rank 0 \(.*\) by nccl: .*--parallel.backend gloo"
+    assert all(re.search(says, row[2]) and row[3] < 10 for row in rows), rows
 
 
 def test_what_another_program_left_in_the_store_is_refused(agents_store: TCPStore) -> None:

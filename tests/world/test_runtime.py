@@ -47,6 +47,21 @@ def succeeds(config: ParallelConfig, env: Environment) -> tuple[Any, bool]:
     return place, dist.is_initialized()
 
 
+def opens_by_a_wrong_variable(config: ParallelConfig, env: Environment) -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0,eth7"
+    try:
+        with open_world(config, env):
+            return "opened"
+    except UserError as error:
+        return str(error)
+
+
+def test_an_interface_in_gloos_own_variable_is_checked_as_ours_is() -> None:
+    (said,) = run_ranks(opens_by_a_wrong_variable, 1, opened=False)
+    assert said.startswith("GLOO_SOCKET_IFNAME is 'lo0', and this machine (")
+    assert "has no such interface (did you mean 'lo'?); it has: " in said
+
+
 def test_a_process_group_is_gone_after_success() -> None:
     assert run_ranks(succeeds, 2, opened=False) == [((rank, 2, "gloo", 1, True), False) for rank in range(2)]
 

@@ -12,25 +12,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import FORKS
 from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError
-from paceline.world import join
+from paceline.base.parent import start_ticks
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
-from paceline.world.join import Peer
+from paceline.world.peer import Peer, this_process
 from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["paceline.world.runtime", "paceline.world.watchdog"])
 TIMEOUT_S = 2.0
 LATEST_S = 2.0  # from the timeout to the end of all ranks: the promise
 PATIENCE_S = 60.0  # the group's own timeout, which never comes first here
@@ -139,13 +137,6 @@ class Ranks:
         return now
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forks() -> Iterator[None]:
-    forkserver.ensure_running()
-    yield
-    forkserver._forkserver._stop()
-
-
 # ---- worlds that stand still ----
 
 
@@ -232,7 +223,7 @@ def test_a_stopped_rank_is_named_and_killed(standing: dict[str, Ranks]) -> None:
     assert ranks.verdict(2) == (message, culprits)
     assert culprits == [1]
     assert re.match(rf"rank 1 \(.*, pid {ranks.pids[1]}\) is stopped by a signal, and has not answered for", message)
-    assert re.search(r"for at least [12] s; last heard of in backward of step 2\n", message)
+    assert re.search(r"for at least [12] s; last heard of up to 0\.2 s before that, in backward of step 2\n", message)
     assert re.search(r"\n    tests/world/test_watchdog\.py:\d+ compute\n", message)
     assert re.search(r"\nnoticed by rank [02] \(.*\), in reduce of step 2, waiting in an all-reduce$", message)
 
@@ -272,6 +263,11 @@ def test_a_world_of_one_stands_still_as_well(standing: dict[str, Ranks]) -> None
     message, culprits = ranks.verdict(0)
     assert culprits == [0]
     assert re.match(r"rank 0 \(.*\) has made no progress for 2 s; it is in data of step 7\n.* compute\n", message)
+
+
+def test_the_first_rank_that_is_not_to_blame_speaks_for_all() -> None:
+    spoken = [Verdict(message="", culprits=culprits).speaker(3) for culprits in [(), (0,), (0, 1), (1,), (0, 1, 2)]]
+    assert spoken == [0, 1, 2, 0, 0]
 
 
 # ---- worlds that come on ----
@@ -332,7 +328,7 @@ def explain(rank: Rank) -> None:
         rank.reduce(3)
     except PacelineError:
         began = time.monotonic()
-        rank.leave("explained", rank.watchdog.explain() or "")
+        rank.leave("explained", found.message if (found := rank.watchdog.find_missing()) else "")
         rank.leave("took_s", str(time.monotonic() - began))
         raise
 
@@ -347,11 +343,16 @@ def explain_from_afar(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("task", "signals", "says", "most_s"),
     [
-        (explain, [signal.SIGKILL], r"rank 1 \(.*\) is gone; last heard of in backward of step 3\n.* compute\n", 0.15),
+        (
+            explain,
+            [signal.SIGKILL],
+            r"rank 1 \(.*\) is gone; last heard of up to 0\.2 s before that, in backward of step 3\n.* compute\n",
+            0.15,
+        ),
         (
             explain_from_afar,
             [signal.SIGKILL],
-            r"rank 1 \(.*\) has not answered for at least 0 s; last heard of in",
+            r"rank 1 \(.*\) has not answered for at least 0 s; last heard of up to 0\.2 s before that, in",
             0.6,
         ),
         (explain_from_afar, [], r"rank 1 \(.*\) ended with an error in backward of step 3: its disk is full\n", 0.15),
@@ -384,10 +385,10 @@ def obey(port: int, peers: list[Peer]) -> None:
 def test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang() -> None:
     """A verdict names four: this process, a rank that is stopped, a number that another process has got, and a number
     on another host. Two processes that are none of the ranks live on."""
-    me = join.alone(Environment())[0]
+    me = this_process(Environment())
     processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
     ranks = [
-        replace(me, rank=i + 1, pid=process.pid, born_ticks=join._born_ticks(process.pid))
+        replace(me, rank=i + 1, pid=process.pid, born_ticks=start_ticks(process.pid))
         for i, process in enumerate(processes)
     ]
     ranks[1] = replace(ranks[1], born_ticks=ranks[1].born_ticks - 1)

@@ -1,1 +1,1 @@
-"""Leaves that everyone may import: errors, units, clocks, seeds. Standard library only: `--help` needs no torch."""
+"""What every module may import: errors, units, clocks, seeds. Standard library only: `--help` needs no torch."""

@@ -1,16 +1,17 @@
-"""Time, told apart: what a step spent where, and how much of a run was training.
+"""Intervals of a step in milliseconds, training time, and calls with a timeout. Durations use the monotonic clock."""
 
-Intervals are pairs of milliseconds on one clock. Wall-clock time is never used to decide anything: it jumps.
-"""
-
+import queue
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+T = TypeVar("T")
 Interval = tuple[float, float]
 
 
 def union_ms(intervals: Iterable[Interval]) -> float:
-    """Returns the total length covered by the intervals; overlaps count once. Concurrent all-reduces are one wait."""
+    """Returns the total length that the intervals cover. Overlaps count once: concurrent all-reduces are one wait."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -24,7 +25,7 @@ def clip_intervals(intervals: Iterable[Interval], start_ms: float, end_ms: float
 
 
 class Stopwatch:
-    """Seconds that ran while it was not paused. Training time: evaluation, saving and sampling pause it."""
+    """Seconds of training time. Evaluation, saving and sampling pause it."""
 
     def __init__(self, elapsed_s: float = 0.0):
         self._before = elapsed_s
@@ -39,3 +40,24 @@ class Stopwatch:
 
     def pause(self) -> None:
         self._before, self._since = self.elapsed_s, None
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns what `call` returns, or raises what it raises; TimeoutError if it takes longer. The call runs in a daemon
+    thread, which a timeout leaves behind: torch's store and resolvers may block for ever, and would block Ctrl-C."""
+    outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="within", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""How paceline says no: what was wrong, the value seen, what to do. The exit status is part of the message."""
+"""Errors that are one message: what is wrong, the value seen, what to do. Each class has an exit status."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,8 +9,10 @@ EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL in sysexits.h: stopped early, state saved, start me again
 
+# In the message of a rank that noticed the end of another. Programs that read the output look for other messages first.
+LOST_PEERS = "lost the other ranks"
 
-# Who sees an error decides who says it: the rank concerned, one rank of its host, or rank 0 for the whole world.
+# Who sees an error, and so who prints it: this rank, all ranks of its host, or all ranks of the world.
 Reach = Literal["rank", "host", "world"]
 
 
@@ -18,7 +20,7 @@ class PacelineError(Exception):
     """An error that is one clear message, shown without a traceback."""
 
     exit_status = EXIT_FAILED
-    is_consequence = False  # of another rank's end, whose cause is what people need to hear
+    is_consequence = False  # the error follows from another rank's end, which is the cause to report
 
     def __init__(self, message: str, reach: Reach = "rank"):
         super().__init__(message)
@@ -26,7 +28,7 @@ class PacelineError(Exception):
 
 
 class UserError(PacelineError):
-    """Something the user must change; exit status 2. Before ranks have met, all ranks of a host see the same."""
+    """The user must change something; exit status 2. Before ranks have joined, all ranks of a host see the same."""
 
     exit_status = EXIT_USER
 
@@ -35,10 +37,16 @@ class UserError(PacelineError):
 
 
 class RunError(PacelineError):
-    """A run that failed through no wrong input: a lost rank, a full disk; exit status 1."""
+    """The run failed though the input was right, as by a lost rank or a full disk; exit status 1."""
+
+
+class Stopped(PacelineError):
+    """Stopped before there was anything to save; exit status 75. The same command starts the run again."""
+
+    exit_status = EXIT_RESUMABLE
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns ` (did you mean 'x'?)` for the closest known word, or an empty string where nothing is close."""
+    """Returns ` (did you mean 'x'?)` for the closest known word, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{matches[0]}'?)" if matches else ""

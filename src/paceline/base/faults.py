@@ -1,22 +1,22 @@
-"""Faults on demand: a rank that dies, hangs or computes wrongly at a chosen moment. Off unless PACELINE_FAULTS is set.
+"""Injected faults: a rank dies, hangs or computes wrongly at a chosen moment. Off unless PACELINE_FAULTS is set.
 
     PACELINE_FAULTS="rank=1 step=7 phase=backward kind=kill"
     PACELINE_FAULTS="seed=3 within=40 kind=kill; rank=0 step=20 phase=save.write kind=full"
 
-Faults are separated by `;`. What is not given is drawn from `seed`: the rank, the step (1 .. `within`), the phase. A
-fault strikes once (`times=50`: once in each of 50 steps in a row), in the first life of the ranks (`attempt=0`);
-`attempt=2` in the third, `attempt=any` in each.
+`;` separates faults. Rank, step (1 .. `within`) and phase are drawn from `seed` if they are not given. A fault occurs
+once (`times=50`: once in each of 50 consecutive steps), in the first attempt (`attempt=0`), in the third (`attempt=2`)
+or in each (`attempt=any`).
 
-kind      what happens when the rank comes to that phase of that step
-kill      SIGKILL to itself: no last words, as a power cut or the kernel's out-of-memory killer
-launcher  SIGKILL to the process that started it, and so to all its ranks
-stop      SIGSTOP to itself: alive, and answers nobody
-sleep     `seconds=0.3` of silence, then on as if nothing had been; several `times` it makes a slow rank
-raise     an exception that nobody expects
+kind      what happens when the rank reaches that phase of that step
+kill      SIGKILL to itself, as by a power cut or the kernel's out-of-memory killer
+launcher  SIGKILL to its parent process, and so to all its ranks
+stop      SIGSTOP to itself: the process lives and does not answer
+sleep     a pause of `seconds=0.3`; with `times` it makes a slow rank
+raise     an unexpected exception
 full      OSError "no space left on device", where a file is written
 nan       the caller puts NaN into one gradient            (phase backward)
 flip      the caller flips the lowest bit of one weight    (phase exchange)
-flip-state  the caller flips one bit of the optimizer's state, between two steps    (phase check)
+flip-state  the caller flips one bit of the optimizer state, between two steps    (phase check)
 """
 
 import contextlib
@@ -36,13 +36,13 @@ STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "ex
 SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.manifest", "save.rename", "save.prune")
 PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
 KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
-_ONLY_AT = {"nan": "backward", "flip": "exchange", "flip-state": "check"}  # where a caller does what the answer names
+_ONLY_AT = {"nan": "backward", "flip": "exchange", "flip-state": "check"}  # kinds that the caller causes
 _FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds", "times")
 
 
 @dataclass
 class Fault:
-    """One thing that is to go wrong."""
+    """One injected fault."""
 
     rank: int
     step: int
@@ -54,17 +54,14 @@ class Fault:
 
 
 class Injected(Exception):
-    """What `raise` raises."""
+    """The exception of the kind `raise`."""
 
 
 _pending: list[Fault] = []
 
 
 def install(rank: int, world_size: int, attempt: int, text: str | None = None) -> list[Fault]:
-    """Makes this process, as this rank, strike as PACELINE_FAULTS says (or `text`); returns what is to strike it.
-
-    Raises UserError for what it does not understand.
-    """
+    """Sets this rank's faults from PACELINE_FAULTS (or `text`) and returns them. Raises UserError for invalid text."""
     given = os.environ.get(VARIABLE, "") if text is None else text
     found = [_read(part, world_size, attempt) for part in given.split(";") if part.strip()]
     _pending[:] = [fault for fault in found if fault is not None and fault.rank == rank]
@@ -72,8 +69,7 @@ def install(rank: int, world_size: int, attempt: int, text: str | None = None) -
 
 
 def strike(phase: str, step: int) -> str | None:
-    """Called where this rank comes to a phase of a step (of which 1 is the first). Returns the kind of a fault that
-    only the caller can do (nan, flip, flip-state); None nearly always."""
+    """Causes the fault due at a phase of a step (from 1). Returns its kind if the caller must cause it, else None."""
     for fault in _pending:
         is_due = fault.step <= step < fault.step + fault.times and step > fault.last_struck
         if is_due and fault.phase == phase:
@@ -98,7 +94,7 @@ def _do(fault: Fault) -> str | None:
 
 
 def _read(part: str, world_size: int, attempt: int) -> Fault | None:
-    """The fault that one part of the variable describes; None where it is for another life of the ranks."""
+    """Returns the fault that one part of the variable describes; None if it is for another attempt."""
     given: dict[str, str] = {}
     for word in part.split():
         name, _, value = word.partition("=")
@@ -122,8 +118,8 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
     if rank >= world_size:
         raise UserError(f"{VARIABLE}: rank is {rank}, in a world of {world_size}; the last one is {world_size - 1}")
     fault = Fault(rank, step, phase, kind, _seconds(given.get("seconds", "1")), _number(given, "times", 1))
-    is_of_this_life = given.get("attempt") == "any" or _number(given, "attempt", 0) == attempt
-    return fault if is_of_this_life else None
+    is_of_this_attempt = given.get("attempt") == "any" or _number(given, "attempt", 0) == attempt
+    return fault if is_of_this_attempt else None
 
 
 def _seconds(text: str) -> float:

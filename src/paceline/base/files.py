@@ -1,12 +1,15 @@
-"""Files that survive: on the disk and not only in memory, whole or not at all."""
+"""Files that survive a crash: complete on the disk, or absent."""
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+_CHUNK_BYTES = 8 << 20
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or a folder's list of names, is on the disk: without the second a rename can be lost."""
+    """Returns when a file is on the disk; for a folder, its list of names: without it a crash can undo a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -15,7 +18,7 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Writes a file and returns when it is on the disk. A new one gets this mode, less what the umask takes."""
+    """Writes a file and returns when it is on the disk. A new file gets `mode` less the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
@@ -24,15 +27,18 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Writes a whole file aside, with this mode less what the umask takes, and renames it in: a crash leaves either the
-    old file or the new one."""
+    """Replaces a file by writing a second one and renaming it: a crash leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)  # what a crash left has a mode of its own
+    aside.unlink(missing_ok=True)  # a file that a crash left keeps its mode
     write_synced(aside, data, mode)
     os.replace(aside, path)
 
 
-def sha256_of(path: Path) -> str:
-    """Returns the hex digest of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, progress: Callable[[], object] = lambda: None) -> str:
+    """Returns the hex digest of a file's bytes. Calls `progress` after every 8 MiB."""
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(chunk):
+            digest.update(chunk[:num_bytes])
+            progress()
+    return digest.hexdigest()

@@ -1,21 +1,20 @@
-"""Listening, on one address and no other. torch's own store listens on every interface, and asks nobody who he is."""
+"""Listening on one address only. torch's own store listens on every interface, without authentication."""
 
 import socket
 
 from paceline.base.errors import UserError
 
-_BACKLOG = 1024  # ranks of one job that knock at the same moment
+_BACKLOG = 1024  # ranks of one job connect at the same moment
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_S = 2.0  # a connection to this very process takes far less
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a TCP socket that listens on this address alone; port 0: any free one, which its name then says.
-
-    Raises UserError where nothing can listen there.
-    """
+    """Returns a TCP socket that listens on this address only; port 0: any free port. Raises UserError if it cannot."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # A port in TIME_WAIT after an earlier run is free.
+        # A port in TIME_WAIT from an earlier run counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
@@ -25,3 +24,15 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
         ) from None
     return listener
+
+
+def require_loopback() -> None:
+    """Raises UserError if loopback takes no connection, as in some containers. torch would retry for minutes."""
+    try:
+        with listen(_LOOPBACK, 0) as listener:
+            socket.create_connection(listener.getsockname(), timeout=_LOOPBACK_S).close()
+    except OSError as error:
+        raise UserError(
+            f"the loopback interface of {socket.gethostname()}, over which the ranks of one host meet, takes no "
+            f"connection to {_LOOPBACK} ({error.strerror or error}); switch it on: ip link set lo up"
+        ) from None

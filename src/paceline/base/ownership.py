@@ -1,8 +1,4 @@
-"""Who owns what: runs of elements of named tensors, dealt out over ranks. Pure arithmetic; no tensors, no torch.
-
-Read by the sharded optimizer (which rank updates what), by checkpoints (which process writes what, and where a slice of
-a tensor lies among the slices that another world wrote), and by whoever predicts memory.
-"""
+"""Which rank owns which slices of named tensors: for the sharded optimizer, checkpoints and estimates. No torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,16 +18,14 @@ class Slice:
         return self.stop - self.start
 
     def overlap(self, other: "Slice") -> "Slice | None":
-        """Returns the elements that both have; None where there are none or the tensors are two."""
+        """Returns the elements in both slices; None if there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Slice(self.name, start, stop) if self.name == other.name and start < stop else None
 
 
 def borders(num_elements: int, weights: Sequence[float]) -> list[int]:
-    """Returns len(weights) + 1 borders that cut num_elements in proportion to the weights, to the nearest element.
-
-    Part i is borders[i] .. borders[i+1]-1, and may be empty. All weights 0: as if all were 1.
-    """
+    """Returns len(weights) + 1 borders that split num_elements in proportion to the weights, to the nearest element.
+    Part i is borders[i] .. borders[i+1]-1, and may be empty. If all weights are 0, parts are equal."""
     total = sum(weights)
     shares = [weight / total for weight in weights] if total > 0 else [1 / len(weights)] * len(weights)
     found, reached = [0], 0.0
@@ -42,8 +36,8 @@ def borders(num_elements: int, weights: Sequence[float]) -> list[int]:
 
 
 def deal(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Returns the owner of each item: the costliest first, each to the rank that has least (Graham, 1969: the most
-    that a rank gets is at most 4/3 of the best deal's). Ties go to the lower rank, so every rank deals alike."""
+    """Returns the owner of each item. Assigns the costliest first, each to the least loaded rank (Graham, 1969: at most
+    4/3 of the optimum). Ties go to the lower rank, so all ranks agree."""
     loads = [0.0] * num_ranks
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -54,10 +48,7 @@ def deal(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def fill(loads: Sequence[float], amount: float) -> list[float]:
-    """Returns how much of a divisible amount each rank gets so that loads plus that are as equal as can be.
-
-    Poured like water: the lowest loads rise first.
-    """
+    """Returns how much of a divisible amount each rank gets, so that loads become as equal as possible."""
     order = sorted(range(len(loads)), key=lambda rank: loads[rank])
     level, rest = loads[order[0]], amount
     for count, rank in enumerate(order[1:], start=1):
@@ -68,7 +59,7 @@ def fill(loads: Sequence[float], amount: float) -> list[float]:
 
 
 def cut(slices: Iterable[Slice], num_parts: int) -> list[list[Slice]]:
-    """Returns the slices in num_parts lists of equally many elements, in their order; some are cut in two or more."""
+    """Splits the slices, in order, into num_parts lists of equally many elements; a slice may be cut."""
     items = list(slices)
     edges = borders(sum(item.num_elements for item in items), [1.0] * num_parts)
     parts: list[list[Slice]] = [[] for _ in range(num_parts)]

@@ -1,4 +1,4 @@
-"""How a rank tells the launcher that started it how it ended: a small file, since an exit status says too little."""
+"""How a rank reports its end to the launcher: in a small file, because an exit status says too little."""
 
 import contextlib
 import json
@@ -18,16 +18,16 @@ class Status:
     """How one rank ended."""
 
     code: int  # exit status
-    consequence: str | None = None  # what it has to say, where it only suffered another rank's end
+    consequence: str | None = None  # its message, if it ended because another rank did
 
     @property
     def is_good(self) -> bool:
-        """Done, or stopped with its state saved."""
+        """True if the rank finished, or stopped with its state saved."""
         return self.code in (EXIT_DONE, EXIT_RESUMABLE)
 
     @property
     def is_failure(self) -> bool:
-        """Failed by itself, and has said why."""
+        """True if the rank itself failed, and has printed why."""
         return self.code in (EXIT_FAILED, EXIT_USER) and self.consequence is None
 
 
@@ -37,22 +37,19 @@ def has_launcher() -> bool:
 
 
 def note_status(code: int, consequence: str | None = None) -> int:
-    """Called by every process on its way out: tells the launcher, if there is one; returns what to exit with.
-
-    75 is no failure of the rank, so the agent sees success and leaves the other ranks to finish. After a failure the
-    launcher may kill this process as soon as it knows.
-    """
+    """Reports the exit status to the launcher, if there is one, and returns it. Call it before each exit. The agent
+    sees 75 as success, and lets other ranks finish; after a failure the launcher may kill this process at once."""
     if not has_launcher():
         return code
-    with contextlib.suppress(OSError, ValueError):  # a reader that went away, a stream that is closed
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
         sys.stdout.flush()
     path = Path(os.environ[STATUS_FOLDER]) / os.environ["RANK"]
-    aside = path.with_name(f".{path.name}")  # renamed in: the launcher may read while a second thread ends the rank
+    aside = path.with_name(f".{path.name}")  # renamed into place: the launcher may read meanwhile
     aside.write_text(json.dumps(asdict(Status(code, consequence))))
     os.replace(aside, path)
     return EXIT_DONE if code == EXIT_RESUMABLE else code
 
 
 def read_statuses(folder: Path) -> dict[int, Status]:
-    """Returns rank -> how it ended, for the ranks that could say."""
+    """Returns rank -> Status, for the ranks that have reported."""
     return {int(path.name): Status(**json.loads(path.read_text())) for path in folder.iterdir() if path.name.isdigit()}

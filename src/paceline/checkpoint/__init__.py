@@ -1,1 +1,1 @@
-"""Keeping: a checkpoint is complete or absent, verified before use, free of code and of ranks."""
+"""Checkpoints: complete or absent, verified before use; reading one runs no code."""

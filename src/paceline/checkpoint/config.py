@@ -1,5 +1,6 @@
-"""What the user decides about checkpoints."""
+"""Settings of checkpoints."""
 
+import math
 from dataclasses import dataclass
 
 from paceline.base.errors import UserError
@@ -10,18 +11,25 @@ class CheckpointConfig:
     """When to save and what to keep. The end of a run and an early stop always save."""
 
     every: int = 0
-    """Save every so many steps; 0: at the end only."""
+    """Save every so many steps; 0: by time, see every-s."""
+    every_s: float = 600.0
+    """Save after so many seconds of training if `every` is 0; 0: at the end only."""
     keep: int = 2
-    """Complete checkpoints to keep, the newest; at least 2, so that a damaged one leaves another."""
+    """Number of newest complete checkpoints to keep; at least 2, so that one remains if the other is damaged."""
     keep_every: int = 0
-    """Keep besides those of steps that are multiples of this; 0: none."""
+    """Also keep those of steps that are multiples of this; 0: none."""
     keep_best: bool = False
-    """Keep besides the one with the lowest validation loss; the file `best` names it."""
+    """Also keep the one with the lowest validation loss; the file `best` names it."""
+    retry_s: float = 300.0
+    """If the last checkpoint of a run cannot be saved (a full disk), try again for so many seconds."""
 
     def check(self) -> None:
-        """Raises UserError for what cannot be."""
+        """Raises UserError for an impossible value."""
         if self.every < 0:
-            raise UserError(f"checkpoint.every is {self.every}; it must be at least 0 (0: at the end only)")
+            raise UserError(f"checkpoint.every is {self.every}; it must be at least 0 (0: by the clock)")
+        for name, value in (("every-s", self.every_s), ("retry-s", self.retry_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"checkpoint.{name} is {value}; it must be at least 0")
         if self.keep < 2:
             raise UserError(f"checkpoint.keep is {self.keep}; it must be at least 2")
         if self.keep_every < 0:

@@ -1,14 +1,16 @@
-"""Reading a checkpoint: the newest whole one, verified before use, by slices, in whatever parts it was written.
+"""Reads checkpoints: finds the newest complete one, verifies it, and returns any slices, whoever wrote them.
 
-Where all ranks see the folder they share the verifying and each reads what it needs. Else only rank 0's host needs it:
-rank 0 reads and the others receive, so two machines without a shared disk resume like one.
+If all ranks see the folder, they share the verification and each reads what it needs. Otherwise rank 0 reads and
+broadcasts, so hosts without a shared disk can resume, too.
 """
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -17,76 +19,59 @@ from paceline.base.ownership import Slice, deal
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint import shards
 from paceline.checkpoint.manifest import Kind
-from paceline.checkpoint.shards import Piece
-from paceline.checkpoint.steps import require_step
-from paceline.world.group import DistributedGroup, Group
+from paceline.checkpoint.shards import Entry
+from paceline.checkpoint.steps import list_steps, require_step
+from paceline.world.group import DistributedGroup, Group, LocalGroup, from_rank_0
 
-Found = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what was wrong with newer ones
-Shapes = Mapping[str, tuple[int, ...]]
+T = TypeVar("T")
+Found = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what is wrong with newer ones
+Wanted = Mapping[Slice, torch.dtype]
+Progress = Callable[[], object]  # called after every 8 MiB that are read
 
-_MOST_TRIES = 20
+_MAX_TRIES = 20
+_ROUND_S = 0.5  # how often reading ranks tell each other whether they have finished
+
+
+def _nothing() -> None: ...
 
 
 class NothingSaved(UserError):
-    """There has never been a checkpoint here: nothing is lost, and there is nothing to go on from."""
+    """There has never been a checkpoint here: nothing is lost, and there is nothing to resume from."""
 
 
 def find(checkpoints: Path, step: int | None = None) -> Found:
-    """Returns (folder, manifest, what was wrong with newer ones) of the newest whole checkpoint, or of `step`.
+    """Returns what `agree` does, in a single process."""
+    try:
+        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, everyone_sees=True)
+    except PacelineError as error:
+        error.reach = "host" if isinstance(error, UserError) else "rank"
+        raise
 
-    Reads every byte of it. Raises UserError where the named step is not there, NothingSaved where none ever was,
-    RunError with the list where none is whole: a resume never starts over silently.
+
+def agree(
+    group: Group, checkpoints: Path, step: int | None, everyone_sees: bool, progress: Progress = _nothing
+) -> Found:
+    """Returns (folder, manifest, what is wrong with newer ones) of the newest good checkpoint, or of `step`, after
+    reading every byte of it. Equal on all ranks. Collective.
+
+    If `everyone_sees` the folder, ranks verify its files in parallel; else rank 0 does. This may take any time, but no
+    rank waits longer for another than the disk needs for a few MB. Raises on all ranks UserError if `step` is absent,
+    NothingSaved if there never was a checkpoint, RunError with the list if none is good: a resume never starts over.
     """
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
+        names = from_rank_0(group, lambda: [folder.name for folder in _candidates(checkpoints, step)])
         problems: list[str] = []
-        candidates = _candidates(checkpoints, step)
-        for folder in candidates:
-            try:
-                return folder, mf.read(folder), problems
-            except mf.Damaged as damage:
-                if folder.exists():  # else a run that goes on has just pruned it, and there is a newer one
-                    problems.append(str(damage))
-        if len(problems) == len(candidates):
-            raise _none_whole(checkpoints, problems)
+        for folder in [checkpoints / name for name in names]:
+            manifest, damage = from_rank_0(group, partial(_manifest_or_damage, folder))
+            if damage is None:
+                damage = _first_damage(group, folder, manifest, everyone_sees, progress)
+            if damage is None:
+                return folder, manifest, problems
+            if from_rank_0(group, folder.exists):  # else a running job has just pruned it, and there is a newer one
+                problems.append(damage)
+        if len(problems) == len(names):
+            from_rank_0(group, lambda: _refuse(checkpoints, step, problems))  # noqa: B023
     raise _too_fast(checkpoints)
-
-
-def agree(group: Group, checkpoints: Path, step: int | None, everyone_sees: bool) -> Found:
-    """Returns what `find` does, the same on all ranks, or raises the same on all. Collective.
-
-    Where `everyone_sees` the folder, a candidate's files are dealt out and verified in parallel; else by rank 0.
-    """
-    folders = _from_rank_0(group, lambda: [str(folder) for folder in _candidates(checkpoints, step)])
-    problems: list[str] = []
-    for folder in [checkpoints / Path(name).name for name in folders]:
-        manifest, damage = _from_rank_0(group, lambda folder=folder: _manifest_or_damage(folder))
-        if damage is None:
-            damage = _first_damage(group, folder, manifest, everyone_sees)
-        if damage is None:
-            return folder, manifest, problems
-        problems.append(damage)
-    error = _none_whole(checkpoints, problems)
-    error.reach = "world"
-    raise error
-
-
-def read_slices(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    kind: Kind,
-    wanted: Iterable[Slice],
-    shapes: Shapes,
-    dtype: torch.dtype = torch.float32,
-) -> dict[Slice, torch.Tensor]:
-    """Returns the wanted elements of a verified checkpoint, flat, on the CPU; reads no others.
-
-    `shapes` are those of all parameters, whole. Raises ValueError naming the first tensor that the checkpoint has not,
-    has in another shape or dtype, or has and the model has not; nothing is cast.
-    """
-    items = list(wanted)
-    if problem := misfit(manifest, kind, items, shapes, dtype):
-        raise ValueError(problem)
-    return _read(folder, mf.stored(manifest, kind), items, dtype)
 
 
 def receive(
@@ -94,137 +79,132 @@ def receive(
     folder: Path,
     manifest: Mapping[str, Any],
     kind: Kind,
-    wanted: Iterable[Slice],
-    shapes: Shapes,
+    wanted: Wanted,
     everyone_sees: bool,
-    dtype: torch.dtype = torch.float32,
+    progress: Progress = _nothing,
 ) -> dict[Slice, torch.Tensor]:
-    """Returns what `read_slices` does, on each rank what it wants. Collective.
+    """Returns the elements of a verified checkpoint that this rank wants, flat, on the CPU. Collective.
 
-    Where not `everyone_sees` the folder, rank 0 reads tensor by tensor and broadcasts each: costs the kind's bytes.
-    Raises the first rank's ValueError on all.
+    If `everyone_sees` the folder, each rank reads only its own. Else rank 0 reads and broadcasts tensor by tensor,
+    which sends the bytes of this kind. May take any time, as `agree`. Raises ValueError on all ranks, naming the first
+    tensor that the checkpoint lacks or has in another dtype; nothing is cast.
     """
-    items = list(wanted)
-    misfits = group.share_text(misfit(manifest, kind, items, shapes, dtype) or "")
+    misfits = group.share_text(_misfit(manifest, kind, wanted) or "")
     if problem := next(filter(None, misfits), None):
         raise ValueError(problem)
     places = mf.stored(manifest, kind)
     if everyone_sees:
-        return _read(folder, places, items, dtype)
+        return _in_rounds(group, progress, partial(_read, folder, places, wanted))
     device = group.device if isinstance(group, DistributedGroup) else torch.device("cpu")
-    found = {item: torch.empty(item.num_elements, dtype=dtype) for item in items}
-    specs = mf.tensors(manifest, kind)
-    for name, (shape, stored_dtype) in specs.items():
-        if stored_dtype != dtype:
-            continue
-        whole = Slice(name, 0, math.prod(shape))
-        if group.rank == 0:
-            tensor = _read(folder, places, [whole], dtype)[whole].to(device)
-        else:
-            tensor = torch.empty(whole.num_elements, dtype=dtype, device=device)
+    found = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
+    by_name: dict[str, list[Slice]] = {}
+    for item in wanted:
+        by_name.setdefault(item.name, []).append(item)
+    for name, (shape, dtype) in mf.tensors(manifest, kind).items():
+        full = Slice(name, 0, math.prod(shape))
+        mine = {full: dtype} if group.rank == 0 else {}
+        read = _in_rounds(group, progress, partial(_read, folder, places, mine))
+        tensor = read[full].to(device) if mine else torch.empty(full.num_elements, dtype=dtype, device=device)
         group.broadcast(tensor)
-        for item in items:
-            if item.name == name:
-                found[item].copy_(tensor[item.start : item.stop])
+        progress()
+        for item in by_name.get(name, ()):
+            found[item].copy_(tensor[item.start : item.stop])
     return found
 
 
 def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Returns the weights of the newest whole checkpoint, or of `step`, in their shapes, on the CPU, and what was wrong
-    with newer ones.
-
-    For readers beside a run that goes on: it may prune the checkpoint while it is read, and then there is a newer one.
-    Raises as `find` does.
-    """
-    for _ in range(_MOST_TRIES):
+    """Returns the complete weights of the newest good checkpoint, or of `step`, on the CPU, and what is wrong with
+    newer ones. If a running job prunes it meanwhile, reads a newer one. Raises as `find`."""
+    for _ in range(_MAX_TRIES):
         folder, manifest, problems = find(checkpoints, step)
+        specs = mf.tensors(manifest, "weights")
+        items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
         with contextlib.suppress(FileNotFoundError):
-            return _read_whole(folder, manifest), problems
+            found = _read(folder, mf.stored(manifest, "weights"), items, _nothing)
+            return {item.name: tensor.view(specs[item.name][0]) for item, tensor in found.items()}, problems
     raise _too_fast(checkpoints)
 
 
-def misfit(
-    manifest: Mapping[str, Any], kind: Kind, wanted: Iterable[Slice], shapes: Shapes, dtype: torch.dtype
-) -> str | None:
-    """Returns what of the wanted tensors, or of the checkpoint's, does not fit the other; None where all does."""
+def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str | None:
+    """Returns which wanted elements the checkpoint lacks; None if it has them all."""
     specs = mf.tensors(manifest, kind)
-    for name in specs:
-        try:
-            mf.tensor_shape(kind, name, shapes)
-        except ValueError:
-            return f"the checkpoint has {name}, and the model has no such parameter"
-    for name in dict.fromkeys(item.name for item in wanted):
-        if name not in specs:
-            return f"the checkpoint has no {name}"
-        shape, found_dtype = specs[name]
-        if shape != mf.tensor_shape(kind, name, shapes):
-            return f"{name} is {list(shape)} there and {list(mf.tensor_shape(kind, name, shapes))} here"
-        if found_dtype != dtype:
-            return f"{name} is {found_dtype} there and {dtype} here"
+    for item, dtype in wanted.items():
+        if item.name not in specs:
+            return f"the checkpoint has no {item.name}"
+        shape, stored_dtype = specs[item.name]
+        if item.stop > math.prod(shape):
+            return f"{item.name} is {list(shape)} in the checkpoint, which has no element {item.stop - 1}"
+        if stored_dtype != dtype:
+            return f"{item.name} is {stored_dtype} in the checkpoint and {dtype} here"
     return None
 
 
 def _read(
-    folder: Path, places: Mapping[str, Sequence[tuple[str, Piece]]], items: Sequence[Slice], dtype: torch.dtype
+    folder: Path, places: Mapping[str, Sequence[tuple[str, Entry]]], wanted: Wanted, progress: Progress
 ) -> dict[Slice, torch.Tensor]:
-    found = {item: torch.empty(item.num_elements, dtype=dtype) for item in items}
-    by_file: dict[str, list[tuple[Piece, Slice, Slice]]] = {}
-    for item in items:
-        for file, piece in places[item.name]:
-            if part := piece.item.overlap(item):
-                by_file.setdefault(file, []).append((piece, part, item))
+    found = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
+    by_file: dict[str, list[tuple[Entry, Slice, Slice]]] = {}
+    for item in wanted:
+        for file, entry in places[item.name]:
+            if part := entry.item.overlap(item):
+                by_file.setdefault(file, []).append((entry, part, item))
     for file, parts in by_file.items():
         with shards.open_regular(folder / file) as opened:
-            reader = shards.Reader(opened, folder / file, [piece for piece, _, _ in parts])
-            for piece, part, item in parts:
-                reader.read(piece.item, part, found[item][part.start - item.start : part.stop - item.start])
+            reader = shards.Reader(opened, folder / file, [entry for entry, _, _ in parts])
+            for entry, part, item in parts:
+                out = found[item][part.start - item.start : part.stop - item.start]
+                reader.read(entry.item, part, out, progress)
     return found
 
 
-def _read_whole(folder: Path, manifest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    specs, places = mf.tensors(manifest, "weights"), mf.stored(manifest, "weights")
-    found: dict[str, torch.Tensor] = {}
-    for dtype in {dtype for _, dtype in specs.values()}:
-        items = [Slice(name, 0, math.prod(shape)) for name, (shape, own) in specs.items() if own == dtype]
-        for item, tensor in _read(folder, places, items, dtype).items():
-            found[item.name] = tensor.view(specs[item.name][0])
-    return {name: found[name] for name in specs}
+def _in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -> T:
+    """Returns the result of `work(progress)` when all ranks have finished theirs. Collective. Ranks meet twice a second
+    meanwhile: waiting for a slow disk must not exceed the group's timeout, which is for ranks that hang."""
+    met_s = time.monotonic()
+
+    def have_all_finished(own: bool) -> bool:
+        return all(row == [1] for row in group.share_integers([int(own)]))
+
+    def on_progress() -> None:
+        nonlocal met_s
+        progress()
+        if time.monotonic() - met_s > _ROUND_S:
+            have_all_finished(False)
+            met_s = time.monotonic()
+
+    result = work(on_progress)
+    while not have_all_finished(True):
+        progress()
+    return result
 
 
 def _candidates(checkpoints: Path, step: int | None) -> list[Path]:
-    """The folders to try, the newest first. Raises where there is none."""
+    """Returns the folders to try, the newest first. Raises if there is none."""
     steps = require_step(checkpoints, step)
     if not steps and (checkpoints / "latest").exists():
         raise RunError(f"checkpoints have been in {checkpoints}, and none is there now; nothing was changed")
     if not steps:
         raise NothingSaved(
-            f"{checkpoints} holds no checkpoint yet, so there is nothing to go on from; "
+            f"{checkpoints} holds no checkpoint yet, so there is nothing to resume from; "
             "start again with `paceline train` and another --out, or wait for the first save"
         )
     return [checkpoints / mf.folder_name(number) for number in reversed(steps)]
 
 
-def _none_whole(checkpoints: Path, problems: Sequence[str]) -> RunError:
-    return RunError(f"no checkpoint in {checkpoints} is whole, nothing was changed:\n  " + "\n  ".join(problems))
+def _refuse(checkpoints: Path, step: int | None, problems: Sequence[str]) -> NoReturn:
+    """Raises RunError: no checkpoint is good, or the requested one is damaged."""
+    if step is None:
+        raise RunError(f"no checkpoint in {checkpoints} is complete, nothing was changed:\n  " + "\n  ".join(problems))
+    others = ", ".join(str(number) for number in list_steps(checkpoints) if number != step)
+    way_out = f"leave --step out for the newest complete one, or give another by --step: there are {others}"
+    raise RunError(
+        f"the checkpoint of step {step} in {checkpoints} is damaged, nothing was changed: {'; '.join(problems)}; "
+        + (way_out if others else "there is no other one")
+    )
 
 
 def _too_fast(checkpoints: Path) -> RunError:
     return RunError(f"checkpoints in {checkpoints} come and go faster than they can be read; try again")
-
-
-def _from_rank_0(group: Group, answer: Any) -> Any:
-    """What the call returns on rank 0, on all ranks; the error that it raises there, too. Collective."""
-    told: dict[str, Any] = {}
-    if group.rank == 0:
-        try:
-            told = {"answer": answer()}
-        except PacelineError as error:
-            told = {"error": str(error), "kind": type(error).__name__}
-    told = group.broadcast_json(told)
-    if "error" in told:
-        kinds = {kind.__name__: kind for kind in (UserError, RunError, NothingSaved)}
-        raise kinds[told["kind"]](told["error"], reach="world")
-    return told["answer"]
 
 
 def _manifest_or_damage(folder: Path) -> tuple[dict[str, Any], str | None]:
@@ -234,16 +214,21 @@ def _manifest_or_damage(folder: Path) -> tuple[dict[str, Any], str | None]:
         return {}, str(damage)
 
 
-def _first_damage(group: Group, folder: Path, manifest: Mapping[str, Any], everyone_sees: bool) -> str | None:
-    """Looks at every byte of a checkpoint's files; the same on all ranks. Collective."""
+def _first_damage(
+    group: Group, folder: Path, manifest: Mapping[str, Any], everyone_sees: bool, progress: Progress
+) -> str | None:
+    """Reads every byte of a checkpoint's files; returns the first damage, equal on all ranks. Collective."""
     names = sorted(manifest["files"])
     sizes = [manifest["files"][name]["bytes"] for name in names]
     owners = deal(sizes, group.size) if everyone_sees else [0] * len(names)
-    damage = ""
-    for name, owner in zip(names, owners, strict=True):
-        if owner == group.rank and not damage:
-            try:
-                mf.verify(folder, name, manifest)
-            except mf.Damaged as found:
-                damage = str(found)
-    return next(filter(None, group.share_text(damage)), None)
+    mine = [name for name, owner in zip(names, owners, strict=True) if owner == group.rank]
+
+    def verify(on_progress: Progress) -> str:
+        try:
+            for name in mine:
+                mf.verify(folder, name, manifest, on_progress)
+        except mf.Damaged as found:
+            return str(found)
+        return ""
+
+    return next(filter(None, group.share_text(_in_rounds(group, progress, verify))), None)

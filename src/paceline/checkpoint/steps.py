@@ -1,4 +1,4 @@
-"""Which checkpoints there are, by the names of their folders alone. No torch here: the command line asks first."""
+"""Which checkpoints a folder has, by folder names. Needs no torch: the command line reads it first."""
 
 import re
 from pathlib import Path
@@ -9,12 +9,12 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def folder_name(step: int) -> str:
-    """Returns the name of a checkpoint's folder; zero-padded, so that names sort as steps do."""
+    """Returns the name of a checkpoint's folder; zero-padded, so names sort by step."""
     return f"step-{step:08d}"
 
 
 def list_steps(checkpoints: Path) -> list[int]:
-    """Returns the steps that have a folder of exactly our form, oldest first, whole or not."""
+    """Returns the steps with a checkpoint folder, complete or not, oldest first."""
     if not checkpoints.is_dir():
         return []
     matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
@@ -22,10 +22,7 @@ def list_steps(checkpoints: Path) -> list[int]:
 
 
 def require_step(checkpoints: Path, step: int | None) -> list[int]:
-    """Returns the steps that have a folder, oldest first; where `step` is one of them, that alone.
-
-    Raises UserError where `step` is not.
-    """
+    """Returns the steps with a checkpoint folder, oldest first; only `step` if given. Raises UserError without it."""
     steps = list_steps(checkpoints)
     if step is None:
         return steps

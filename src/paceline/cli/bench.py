@@ -1,24 +1,252 @@
 """paceline bench loader | link | scaling"""
 
-import importlib
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
-from paceline.base.errors import UserError, nearest
+import tyro
 
-_VERBS = ("loader", "link", "scaling")
-_USAGE = """paceline bench loader [--data.path DIR]     what feeding costs a rank, in worlds of 1 to 1024
-paceline bench link [--nproc N]             what crosses between ranks, and how long this model's all-reduce takes
+from paceline.base.errors import UserError
+from paceline.cli.flags import base_config, parse, run_verb, with_preset
+from paceline.cli.start import find_world, start_without_run
+from paceline.config import Config
+from paceline.data.config import DataConfig
+
+_USAGE = """paceline bench loader [--data.path DIR]     what a rank's batches cost, in worlds of 1 to 1024
+paceline bench link [--nproc N]             latency and bandwidth between ranks, and how long a model's all-reduce takes
 paceline bench scaling [--preset NAME]      tokens/s and efficiency from one process to several hosts
 
 `--help` after it shows its options.
 """
+_LEAST_BYTES, _LEAST_BUDGET_S = 4096, 5.0
+_RATE = re.compile(r"unlimited|[0-9.]+ ?[kmg]?bit", re.IGNORECASE)
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="")
-        return 0 if arguments else 2
-    verb, rest = arguments[0], arguments[1:]
-    if verb not in _VERBS:
-        raise UserError(f"there is no `paceline bench {verb}`{nearest(verb, _VERBS)}; there are {', '.join(_VERBS)}")
-    status: int = importlib.import_module(f"paceline.cli.bench_{verb}").main(rest)
-    return status
+    return run_verb("bench", {"loader": _loader, "link": _link, "scaling": _scaling}, arguments, _USAGE)
+
+
+def _check_files(**paths: str) -> None:
+    """Raises UserError if an output file, given by the name of its flag, cannot be written."""
+    for name, text in paths.items():
+        path = Path(text).absolute()
+        if text and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"--{name} is {text}; name a file in a folder that exists")
+    if plot := paths.get("plot"):
+        if not plot.endswith(".html"):
+            raise UserError(f"--plot is {plot}; a plot is a page: give it a name that ends in .html")
+        if importlib.util.find_spec("plotly") is None:
+            raise UserError("--plot needs plotly: pip install 'paceline[report]'")
+
+
+# ---- the data path ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderArguments:
+    """Measure the data path: tokens/s of one rank, and what a sequence costs a rank of larger worlds (simulated)."""
+
+    batch: int = 8
+    """Sequences in a micro-batch."""
+    steps: int = 500
+    """Micro-batches per round."""
+    vocab_size: int = 0
+    """If the data does not tell it (GPT-2's: 50257)."""
+    json: bool = False
+    """One JSON object instead of a table."""
+    data: Annotated[DataConfig, tyro.conf.arg(name="data")] = field(default_factory=lambda: DataConfig(seq_len=1024))
+
+
+def _loader(arguments: list[str]) -> int:
+    parsed = parse(LoaderArguments, LoaderArguments(), arguments, "bench loader")
+    for name, value in (("batch", parsed.batch), ("steps", parsed.steps)):
+        if value < 1:
+            raise UserError(f"--{name} is {value}; it is at least 1")
+    from paceline.data.cache import inspect_data
+
+    inspect_data(parsed.data, parsed.vocab_size)
+    import torch  # imports torch: seconds
+
+    from paceline.model.config import ModelConfig
+    from paceline.record.console import Console
+    from paceline.tools.bench.loader import measure, summary, worlds_table
+    from paceline.train.data import open_data
+
+    torch.set_num_threads(1)
+    console = Console(0)
+    with console.reading() as reading:
+        data = open_data(Config(data=parsed.data, model=ModelConfig(vocab_size=parsed.vocab_size)), reading)
+
+    def say(text: str) -> None:  # standard output is for the JSON object
+        print(text, file=sys.stderr if parsed.json else sys.stdout)
+
+    report = measure(data.blend, data.training, batch=parsed.batch, steps=parsed.steps, say=say)
+    if parsed.json:
+        print(json.dumps(report.as_json()))
+    else:
+        console.say(f"\n{summary(report)}\n")
+        console.say(worlds_table(report))
+    return 0
+
+
+# ---- the network ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkArguments:
+    """Measure the network between ranks: latency and bandwidth between hosts, the collectives from 1 KiB up with a
+    fitted line, and the resulting all-reduce time of a model. Start it like training: --nproc, or torchrun on all
+    hosts."""
+
+    preset: str = ""
+    """The preset whose model is meant (demo, if neither this nor --config is given)."""
+    config: str = ""
+    """A TOML file of [section] field = value."""
+    nproc: str = "1"
+    """Ranks to start on this machine. Under torchrun leave it out."""
+    max_bytes: int = 256 << 20
+    """The largest collective."""
+    time_budget: float = 60.0
+    """Approximate time limit in seconds. Sizes that a slow link cannot carry in time are left out, and listed."""
+    json: str = ""
+    """A file for all measurements."""
+    plot: str = ""
+    """A file for a plot of bandwidth over size, an .html page; needs plotly (`pip install 'paceline[report]'`)."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def _link(arguments: list[str]) -> int:
+    arguments = with_preset(arguments, "demo")
+    parsed = parse(LinkArguments, LinkArguments(settings=base_config(arguments)), arguments, "bench link")
+    config = parsed.settings
+    config.check()
+    if parsed.max_bytes < _LEAST_BYTES:
+        raise UserError(f"--max-bytes is {parsed.max_bytes}; two sizes, {_LEAST_BYTES} bytes, are the least for a line")
+    if not _LEAST_BUDGET_S <= parsed.time_budget < 1e6:
+        raise UserError(f"--time-budget is {parsed.time_budget}; it is at least {_LEAST_BUDGET_S:g} seconds")
+    _check_files(json=parsed.json, plot=parsed.plot)
+    env, num_ranks = find_world(parsed.nproc, config.parallel)
+    if num_ranks > 1:
+        return start_without_run(num_ranks, ["bench", "link", *arguments], config.parallel)
+    if env.world_size == 1:
+        raise UserError(
+            "bench link measures between ranks, and here is one: `paceline bench link --nproc 2` for two on this "
+            "machine, torchrun for several hosts, `paceline lab --hosts 2 --rate 1gbit -- bench link` to try it"
+        )
+    from paceline.record.console import Console
+    from paceline.tools.bench.link import measure  # imports torch: seconds
+    from paceline.tools.bench.link_show import show, write_plot
+    from paceline.world.runtime import open_world
+
+    console = Console(env.rank)
+    with open_world(config.parallel, env) as world, console.progress(None, transient=True):
+        report = measure(
+            world,
+            config,
+            max_bytes=parsed.max_bytes,
+            budget_s=parsed.time_budget,
+            say=lambda what: console.advance(0, "measuring", what),
+        )
+    if env.rank == 0:
+        show(report, console)
+        if parsed.json:
+            Path(parsed.json).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+        if parsed.plot:
+            write_plot(report, Path(parsed.plot))
+    return 0
+
+
+# ---- scaling ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingArguments:
+    """Measure what more ranks and a second host bring: tokens/s against the ideal of as many single ranks, where the
+    rest goes, and where the curve bends. It trains some steps in each world, for some minutes; the machine must do
+    nothing else. Of the options of `train` it ignores those for evaluation, checkpoints, samples and the interface."""
+
+    preset: str = ""
+    """The model, data and batch to train with (demo, where neither this nor --config is given)."""
+    config: str = ""
+    """A TOML file of [section] field = value."""
+    kind: Literal["strong", "weak", "both"] = "both"
+    """strong: the ranks share the batch of a step; weak: each rank has as much as a single one."""
+    max_ranks: int = 0
+    """Ranks of the largest world here; 0: one per core, at most 4; with --parallel.device cuda one per GPU."""
+    hosts: int = 2
+    """Hosts of a lab, the last rows of the table (Linux, root); 0: none."""
+    rate: str = "1gbit"
+    """Rate of the lab's links; several give a row each: 1gbit,100mbit,unlimited."""
+    steps: int = 12
+    """Steps of each run; the first three are left out."""
+    rounds: int = 3
+    """How often each world is measured; medians are shown."""
+    json: str = ""
+    """A file for all measurements."""
+    markdown: str = ""
+    """A file for the tables as Markdown."""
+    plot: str = ""
+    """An .html file for a plot with the ideal line; it needs plotly."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def _scaling(arguments: list[str]) -> int:
+    arguments = with_preset(arguments, "demo")
+    parsed = parse(ScalingArguments, ScalingArguments(settings=base_config(arguments)), arguments, "bench scaling")
+    rates = tuple(rate.strip() for rate in parsed.rate.split(","))
+    _check_scaling(parsed, rates)
+    from paceline.data.cache import inspect_data
+    from paceline.tools.bench.runs import only_steps
+
+    config = only_steps(parsed.settings, parsed.steps)
+    config.check()
+    inspect_data(config.data, config.model.vocab_size)
+    from paceline.record.console import Console
+    from paceline.tools.bench import scaling, scaling_show  # imports torch: seconds
+
+    setup = scaling.setup_here(
+        config,
+        ("strong", "weak") if parsed.kind == "both" else (parsed.kind,),
+        max_ranks=parsed.max_ranks,
+        hosts=parsed.hosts,
+        rates=rates,
+        steps=parsed.steps,
+        rounds=parsed.rounds,
+    )
+    console = Console(0)
+    found = scaling.measure(setup, console)
+    tables = scaling_show.tabulate(setup, found)
+    for kind, rows in tables.items():
+        console.say(scaling_show.terminal_table(setup, kind, rows))
+    console.say(scaling_show.LEGEND + "\n", style="dim")
+    shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json, "plot": scaling_show.plot_html}
+    for name, shape in shapes.items():
+        if path := getattr(parsed, name):
+            Path(path).write_text(shape(setup, found))
+    for remark in scaling_show.remarks(setup, tables):
+        console.say(remark, style="bold")
+    return 0
+
+
+def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
+    """Raises UserError for impossible values, before torch is imported or anything runs."""
+    for name, least in (("steps", 5), ("rounds", 1), ("max-ranks", 0), ("hosts", 0)):  # 3 of warm-up, 2 to measure
+        value = getattr(parsed, name.replace("-", "_"))
+        if not least <= value <= 1024:
+            raise UserError(f"--{name} is {value}; it lies between {least} and 1024")
+    _check_files(json=parsed.json, markdown=parsed.markdown, plot=parsed.plot)
+    if parsed.hosts == 1:
+        raise UserError("--hosts is 1; a lab has 2 or more, and 0 leaves it out")
+    if parsed.settings.parallel.device == "mps":
+        raise UserError("--parallel.device is mps, which serves one process, so there is nothing to scale; use cpu")
+    if "RANK" in os.environ:
+        raise UserError("bench scaling starts its worlds itself; start it once, from a plain shell")
+    for rate in rates:
+        if not _RATE.fullmatch(rate):
+            raise UserError(f"--rate has '{rate}'; a rate is as in 1gbit, 100mbit, unlimited")

@@ -18,41 +18,42 @@ if TYPE_CHECKING:
     from paceline.data.dataset import Dataset
 
 _USAGE = """paceline data prepare SRC... --out DIR     documents to token shards
-paceline data info DIR [--verify]           what a data set holds, and whether it is whole
+paceline data info DIR [--verify]           what a data set holds, and whether it is complete
 
 `--help` after either shows its options.
 """
+_DOCUMENT_TOKENS = {"median": 50, "p95": 95, "longest": 100}  # percentiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments:
     """Turn documents into token shards: text files, folders and globs of them, .jsonl and .parquet (.gz and .zst too),
-    - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. Interrupted or killed, the same command
-    goes on where it was."""
+    - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. If it was interrupted or killed, the same
+    command resumes after the last complete shard."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files, folders, globs, -, hub:ORG/NAME[:GLOB]."""
     out: str
     """The data set's folder, for --data.path."""
     validation: tuple[str, ...] = ()
-    """Sources of the validation split; empty: a part of the documents, see --validation-frac."""
+    """Sources of the validation split; empty: some of the documents, see --validation-frac."""
     workers: int = 0
-    """Processes that encode; 0: one a core. What comes out does not depend on it."""
+    """Processes that encode; 0: one per core. The result does not depend on it."""
     restart: bool = False
-    """Begin anew where a preparation was begun and not finished."""
+    """Start again from the beginning if an earlier preparation was not finished."""
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoArguments:
-    """Say what a data set holds: one that was prepared here, nanoGPT's train.bin and val.bin, or llm.c's shards."""
+    """Show what a data set holds: one prepared here, nanoGPT's train.bin and val.bin, or llm.c's shards."""
 
     folder: tyro.conf.Positional[str]
     """The data set's folder."""
     verify: bool = False
-    """Read every byte and compare it with the checksums; without them check every token against the vocabulary."""
+    """Read every byte and compare it with the checksums; if there are none, check each token against the vocabulary."""
     vocab_size: int = 0
-    """Where the data does not tell it (GPT-2's: 50257)."""
+    """If the data does not tell it (GPT-2's: 50257)."""
     json: bool = False
     """One JSON object instead of a table."""
 
@@ -76,29 +77,25 @@ def _prepare(arguments: list[str]) -> int:
     if not parsed.out:
         raise UserError("--out is not given; it names the folder for the data set")
     if not 0 <= parsed.workers <= 1024:
-        raise UserError(f"--workers is {parsed.workers}; it is 1 to 1024, or 0 for one a core")
+        raise UserError(f"--workers is {parsed.workers}; it is 1 to 1024, or 0 for one per core")
     parsed.recipe.check()
-    from paceline.data.prepare import gather, prepare
+    from paceline.data.dataset import Dataset
+    from paceline.data.prepare import prepare
+    from paceline.data.split import gather
     from paceline.record.console import Console
     from paceline.world.cores import usable_cores
 
     folder = Path(os.path.expanduser(parsed.out))
     sources = gather(parsed.sources, parsed.validation, parsed.recipe)
     console = Console(0)
+    num_workers = parsed.workers or usable_cores()
     try:
         with console.reading() as report:
-            prepare(
-                sources,
-                parsed.recipe,
-                folder,
-                report,
-                num_workers=parsed.workers or usable_cores(),
-                restart=parsed.restart,
-            )
+            prepare(sources, parsed.recipe, folder, report, num_workers=num_workers, restart=parsed.restart)
     except KeyboardInterrupt:
-        console.say(f"interrupted; what was done is in {folder}, and the same command goes on with it")
+        console.say(f"interrupted; complete shards are kept in {folder}, and the same command resumes after them")
         return EXIT_RESUMABLE
-    _tell(folder, 0)
+    _print(facts_of(Dataset.open(folder)))
     console.say(f"\nTry next:\n  paceline train --data.path {shlex.quote(str(folder))} --train.tokens-per-param 20")
     return 0
 
@@ -126,41 +123,35 @@ def _info(arguments: list[str]) -> int:
                     report.advance(done, dataset.num_bytes)
 
             dataset.verify(advance)
+    found = facts_of(dataset)
     if parsed.json:
-        print(json.dumps({**facts_of(dataset), "verified": parsed.verify}))
+        print(json.dumps({**found, "verified": parsed.verify}))
         return 0
-    _tell(Path(parsed.folder), parsed.vocab_size)
+    _print(found)
     if parsed.verify:
         print(f"every byte was read: all {units.size(dataset.num_bytes)} are as they should be")
     return 0
 
 
 def facts_of(dataset: "Dataset") -> dict[str, Any]:
-    """Returns what a data set holds, as plain dicts, lists, text and numbers; None where nobody knows."""
+    """Returns what a data set holds, as plain dicts, lists, text and numbers; None for what is unknown."""
     import numpy as np
 
-    from paceline.data.dataset import PreparedDataset
-
-    index = dataset.index if isinstance(dataset, PreparedDataset) else None
+    index = dataset.index
     tokenizer = dataset.tokenizer() if dataset.tokenizer_json is not None else None
-    splits = {}
+    splits: dict[str, dict[str, Any]] = {}
     for split, stream in (("train", dataset.train), ("validation", dataset.validation)):
-        lengths = dataset.documents(split).lengths if index is not None else None
-        splits[split] = {
-            "tokens": stream.num_tokens,
-            "shards": len(stream.shards),
-            "documents": index.splits[split].documents if index else None,
-            "text_bytes": index.splits[split].text_bytes if index else None,
-            "document_tokens": None
-            if lengths is None
-            else dict(
-                zip(
-                    ("median", "p95", "longest"),
-                    np.percentile(lengths, (50, 95, 100)).astype(int).tolist(),
-                    strict=True,
-                )
-            ),
-        }
+        splits[split] = {"tokens": stream.num_tokens, "shards": len(stream.shards)}
+        splits[split] |= dict.fromkeys(("documents", "text_bytes", "document_tokens"))
+        if index is not None:
+            record = index.splits[split]
+            percentiles = np.percentile(dataset.documents(split).lengths, list(_DOCUMENT_TOKENS.values()))
+            lengths = dict(zip(_DOCUMENT_TOKENS, percentiles.astype(int).tolist(), strict=True))
+            splits[split] |= {
+                "documents": record.documents,
+                "text_bytes": record.text_bytes,
+                "document_tokens": lengths,
+            }
     return {
         "name": dataset.name,
         "folder": str(dataset.folder),
@@ -173,18 +164,16 @@ def facts_of(dataset: "Dataset") -> dict[str, Any]:
     }
 
 
-def _tell(folder: Path, vocab_size: int) -> None:
-    from paceline.data.dataset import Dataset
+def _print(found: dict[str, Any]) -> None:
     from paceline.record.console import Console, facts, table
 
-    found = facts_of(Dataset.open(folder, vocab_size))
     console, origin = Console(0), found["origin"] or {}
     sha256 = found["tokenizer_sha256"]
     rows = {
         "data set": f"{found['name']} in {found['folder']}",
         "vocabulary": f"{found['vocab_size']} tokens",
         "tokenizer": f"sha256 {sha256[:16]}" if sha256 else "none: its ids can not be turned into text",
-        "documents begin with": found["document_token"] or "nobody knows",
+        "documents begin with": found["document_token"] or "unknown",
         "fingerprint": found["fingerprint"][:16],
     }
     for name, what in (
@@ -195,24 +184,17 @@ def _tell(folder: Path, vocab_size: int) -> None:
     ):
         if origin.get(name):
             rows[name.split("_")[0]] = f"{origin[name]} {what}"
+    if "skipped" in rows and "skipped_bytes" in origin:
+        rows["skipped"] += f" ({units.size(origin['skipped_bytes'])})"
     console.say(facts(list(rows.items())))
     console.say()
-    columns = [
-        "",
-        "documents",
-        "tokens",
-        "text",
-        "bytes a token",
-        "shards",
-        "tokens of a document: median",
-        "95%",
-        "longest",
-    ]
+    columns = ["", "documents", "tokens", "text", "bytes a token", "shards"]
+    columns += ["tokens of a document: median", "95%", "longest"]
     console.say(table("", columns, [_row(split, part) for split, part in found["splits"].items()]))
 
 
 def _row(split: str, part: dict[str, Any]) -> list[str]:
-    lengths = part["document_tokens"] or {}
+    lengths = part["document_tokens"] or dict.fromkeys(_DOCUMENT_TOKENS, "?")
     per_token = f"{part['text_bytes'] / part['tokens']:.2f}" if part["text_bytes"] and part["tokens"] else "?"
     return [
         split,
@@ -221,5 +203,5 @@ def _row(split: str, part: dict[str, Any]) -> list[str]:
         "?" if part["text_bytes"] is None else units.size(part["text_bytes"]),
         per_token,
         f"{part['shards']}",
-        *(f"{lengths[name]}" if name in lengths else "?" for name in ("median", "p95", "longest")),
+        *map(str, lengths.values()),
     ]

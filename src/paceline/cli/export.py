@@ -12,14 +12,14 @@ from paceline.cli.flags import parse
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
-    """Write a run's newest whole checkpoint as a folder that transformers loads. Works while the run trains on."""
+    """Write a run's newest complete checkpoint as a folder that transformers loads, also while the run trains."""
 
     run: tyro.conf.Positional[str]
     """The run folder."""
     out: str
     """The folder for transformers, new."""
     step: int = -1
-    """The checkpoint of this step; -1: the newest whole one."""
+    """The checkpoint of this step; -1: the newest complete one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights; float32 is what they are trained in."""
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parsed = parse(ExportArguments, ExportArguments(run="", out=""), arguments, "export")
     if not parsed.run or not parsed.out:
         raise UserError("give what to export and where to: paceline export RUN --out DIR")
-    from paceline.hub.exporting import export_run
+    from paceline.tools.hub.exporting import export_run
 
     step = parsed.step if parsed.step >= 0 else None
     for line in export_run(Path(parsed.run), Path(parsed.out), step, parsed.dtype):

@@ -1,78 +1,154 @@
-"""Flags to a config: names checked by us (so that a typo gets the nearest name), the rest parsed by tyro."""
+"""Flags to a config: names and values are checked here, so that an error is one line; tyro parses the rest."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import io
+import itertools
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.base.errors import UserError, nearest
-from paceline.config import Config, load_file, load_preset
+from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
+from paceline.config import ALTERNATIVES, Config, checked, load_file, load_preset
 from paceline.data.recipe import Recipe
 
 T = TypeVar("T")
 
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
-    """Returns an instance of the dataclass `kind` with flags applied over `default`.
-
-    Raises UserError for an unknown flag, naming the nearest. tyro itself refuses values of a wrong type, with exit
-    status 2, and answers --help.
-    """
+    """Returns an instance of the dataclass `kind` with flags applied over `default`. tyro answers --help. Raises
+    UserError for an unknown flag, naming the nearest, and for a missing value or one of a wrong type."""
+    known = _flags(default)
+    words = _tied(arguments, known, verb)
     import tyro
 
-    known = _flags(default)
-    for argument in arguments:
-        name = argument.split("=", 1)[0]
-        if name.startswith("--") and name not in known and name.replace("_", "-") not in known:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(kind, default=default, args=words, prog=f"paceline {verb}")
+    except SystemExit as left:
+        if left.code != EXIT_USER:
+            raise
+    raise UserError(f"{_without_box(printed.getvalue())}; `paceline {verb} --help` lists all options")
+
+
+def run_verb(verb: str, verbs: Mapping[str, Callable[[list[str]], int]], arguments: list[str], usage: str) -> int:
+    """Runs the subcommand that the first argument names, with the rest; returns the exit status. Without one, or with
+    --help, prints the usage. Raises UserError for an unknown one, naming the nearest."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage, end="")
+        return EXIT_DONE if arguments else EXIT_USER
+    word, *rest = arguments
+    if word not in verbs:
+        raise UserError(f"there is no `paceline {verb} {word}`{nearest(word, verbs)}; there are: {', '.join(verbs)}")
+    return verbs[word](rest)
+
+
+def _tied(arguments: Sequence[str], known: dict[str, Any], verb: str) -> list[str]:
+    """Joins each value to its flag by `=`, so that a value, such as a prompt, may begin with dashes."""
+    tied: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        flag = flag_of(word)
+        if not word.startswith("--"):
+            tied.append(word)
+            continue
+        if flag not in known:
             raise UserError(
-                f"no option {name}{nearest(name, known)}; `paceline {verb} --help` lists all, with what they do"
+                f"no option {word.split('=', 1)[0]}{nearest(flag, known)}; "
+                f"`paceline {verb} --help` lists all, with what they do"
             )
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        if isinstance(known.get(argument), tuple) and following.startswith("--"):  # to tyro that is an empty list
-            raise UserError(f"{argument} is given without a value")
-    return tyro.cli(kind, default=default, args=list(arguments), prog=f"paceline {verb}")
+        hint = known[flag]
+        if hint is not bool and "=" not in word:
+            is_list = typing.get_origin(hint) is tuple  # may have many values, which tyro parses
+            if not rest or flag_of(rest[0]) in known or (is_list and rest[0].startswith("--")):
+                raise UserError(f"{flag} is given without a value; give it as {flag}=VALUE where it begins with --")
+            if not is_list:
+                word = f"{word}={rest.pop(0)}"
+        if hint in (int, float) or typing.get_origin(hint) is typing.Literal:
+            value: Any = word.split("=", 1)[1]
+            if hint in (int, float):
+                with contextlib.suppress(ValueError):
+                    value = hint(value)
+            checked(flag, hint, value)
+        tied.append(word)
+    return tied
+
+
+def flag_of(word: str) -> str:
+    """Returns an argument's flag as --help writes it."""
+    return word.split("=", 1)[0].replace("_", "-")
+
+
+def _without_box(text: str) -> str:
+    """Returns tyro's error message in one line, without the box's title, ruler and advice."""
+    lines = (line.strip("│|╭╮╰╯─+- ") for line in text.splitlines()[1:])
+    body = itertools.dropwhile(lambda line: not line, lines)
+    return " ".join(itertools.takewhile(bool, body)).removesuffix(".")
 
 
 def _flags(default: Any) -> dict[str, Any]:
-    """The flags that a dataclass's instance makes, with what each is where it is not given."""
-    flags: dict[str, Any] = {"--help": False}
+    flags: dict[str, Any] = {"--help": bool}
 
     def visit(value: Any, prefix: str) -> None:
+        hints = typing.get_type_hints(type(value))
         for item in dataclasses.fields(value):
             inner = getattr(value, item.name)
             name = item.name.replace("_", "-")
             if dataclasses.is_dataclass(inner):
                 visit(inner, "" if isinstance(inner, Config | Recipe) else f"{prefix}{name}.")
             else:
-                flags[f"--{prefix}{name}"] = inner
-                if isinstance(inner, bool):
-                    flags[f"--{prefix}no-{name}"] = not inner
+                hint = hints[item.name]
+                flags[f"--{prefix}{name}"] = float if hint == float | None else hint
+                if hint is bool:
+                    flags[f"--{prefix}no-{name}"] = bool
 
     visit(default, "")
     return flags
 
 
 def base_config(arguments: Sequence[str]) -> Config:
-    """Returns the config that --preset and --config name, before other flags: flags then show them as defaults."""
+    """Returns the config that --preset and --config name, before other flags: --help shows it as defaults."""
     config = Config()
-    preset, file = _value_of("--preset", arguments), _value_of("--config", arguments)
-    if preset:
+    if preset := _value_of("--preset", arguments):
         config = load_preset(preset, config)
-    if file:
+    if file := _value_of("--config", arguments):
         config = load_file(Path(file), config)
     return config
 
 
+def require_one_way(arguments: Sequence[str]) -> None:
+    """Raises UserError if two flags say the same thing in two ways."""
+    words = set(map(flag_of, arguments))
+    for names in ALTERNATIVES:
+        given = [flag for name in names if (flag := f"--train.{name.replace('_', '-')}") in words]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given together; give exactly one")
+
+
 def with_preset(arguments: Sequence[str], name: str) -> list[str]:
-    """Returns the arguments, with this preset where they name neither one nor a file."""
-    named = any(argument.split("=", 1)[0] in ("--preset", "--config") for argument in arguments)
-    return [*arguments] if named else ["--preset", name, *arguments]
+    """Returns the arguments, with this preset if they name neither a preset nor a file."""
+    is_named = not {"--preset", "--config"}.isdisjoint(map(flag_of, arguments))
+    return [*arguments] if is_named else ["--preset", name, *arguments]
+
+
+def without(arguments: Sequence[str], *names: str) -> list[str]:
+    """Returns the arguments without these flags and their values."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        if flag_of(word) not in names:
+            kept.append(word)
+        elif "=" not in word:
+            next(rest, None)
+    return kept
 
 
 def _value_of(name: str, arguments: Sequence[str]) -> str:
-    for i, argument in enumerate(arguments):
-        if argument == name and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith(name + "="):
-            return argument.split("=", 1)[1]
+    words = iter(arguments)
+    for word in words:
+        if flag_of(word) == name:
+            return word.split("=", 1)[1] if "=" in word else next(words, "")
     return ""

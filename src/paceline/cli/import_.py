@@ -12,7 +12,7 @@ from paceline.cli.flags import parse
 
 @dataclass(frozen=True, kw_only=True)
 class ImportArguments:
-    """Make a run folder of a model that others made: GPT-2, Llama or Qwen3 as transformers saves them, or nanoGPT's."""
+    """Make a run folder from a model trained elsewhere: GPT-2, Llama, Qwen3 as transformers saves it, or nanoGPT's."""
 
     source: tyro.conf.Positional[str]
     """A folder with config.json and model.safetensors, ORG/NAME on the Hugging Face hub, or nanoGPT's ckpt.pt."""
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     parsed = parse(ImportArguments, ImportArguments(source="", out=""), arguments, "import")
     if not parsed.source or not parsed.out:
         raise UserError("give what to import and where to: paceline import SRC --out DIR")
-    from paceline.hub.importing import import_model
+    from paceline.tools.hub.importing import import_model
 
     for line in import_model(parsed.source, Path(parsed.out)):
         print(line)

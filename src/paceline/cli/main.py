@@ -5,14 +5,17 @@ import importlib
 import keyword
 import os
 import sys
+import time
 import traceback
+from pathlib import Path
 
-from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, UserError, nearest
+from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
 from paceline.base.status import has_launcher, note_status
 
 _VERBS = {
     "train": "train a model, on one rank or many",
-    "resume": "go on with a run from its newest whole checkpoint, on any number of ranks",
+    "resume": "resume a run from its newest complete checkpoint, on any number of ranks",
     "sample": "write text from a run's newest checkpoint, also while it trains",
     "data": "documents to token shards (data prepare), what a data set holds (data info)",
     "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
@@ -23,6 +26,7 @@ _VERBS = {
     "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
     "report": "one self-contained HTML page with plots of one or several runs",
 }
+_FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 
   paceline VERB [options]        paceline VERB --help shows all of them
@@ -36,24 +40,22 @@ _USAGE = """paceline: data-parallel training of GPT language models, from one la
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return _dispatch(arguments)
+        return note_status(_dispatch(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
-        return _leave("" if has_launcher() else "interrupted", 130)  # the launcher says it for all its ranks
+        # With a launcher, that prints it for all its ranks.
+        return _end("" if has_launcher() else "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # `paceline ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_DONE
-    except PacelineError as error:
-        if os.environ.get("PACELINE_DEBUG") == "1":
-            traceback.print_exc()  # besides: the exit status and what the launcher is told stay as they are
-        if error.is_consequence and has_launcher():  # which knows who died, and says it
-            return note_status(error.exit_status, consequence=str(error))
-        return _leave(_message(error), error.exit_status)
     except Exception as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
-            traceback.print_exc()  # besides: the exit status and what the launcher is told stay as they are
-        return _leave(*_unforeseen(error))
+            traceback.print_exc()  # additional: exit status and report to the launcher stay
+        if not isinstance(error, PacelineError):
+            return _end(*_unforeseen(error))
+        if error.is_consequence and has_launcher():  # it knows who died, and prints it
+            return note_status(error.exit_status, consequence=str(error))
+        return _end_with(error)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -70,33 +72,56 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in _VERBS:
         raise UserError(f"there is no verb '{verb}'{nearest(verb, _VERBS)}; there are: {', '.join(_VERBS)}")
     module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
-    status: int = module.main(rest)
-    return _leave("", status)
+    try:
+        status: int = module.main(rest)
+    finally:
+        end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
+    return status
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:
-    """What to say of an error that nobody foresaw, and the exit status."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whichever path it is, somebody gave it
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a user gave the path, whichever it is
         return f"{_rank_prefix()}error: {error.filename}: {error.strerror}; give a shorter one", EXIT_USER
-    hint = "the rank's log has the traceback, PACELINE_DEBUG=1 shows it here"
+    log = _own_log()
+    hint = f"the traceback is in {log}, PACELINE_DEBUG=1 shows it here" if log else "PACELINE_DEBUG=1 shows where"
     return f"{_rank_prefix()}error: {type(error).__name__}: {error} ({hint})", EXIT_FAILED
 
 
-def _message(error: PacelineError) -> str:
-    """The error as it is to be said by this rank; empty where another rank says it."""
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    if (error.reach == "world" and rank != 0) or (error.reach == "host" and local_rank != 0):
-        return ""
-    return (f"{_rank_prefix()}error: " if error.reach == "rank" else "error: ") + str(error)
+def _end_with(error: PacelineError) -> int:
+    """Prints the error, if this rank is the one to print it, and returns the exit status."""
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    if error.reach == "host" and os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 prints it
+        status = note_status(error.exit_status)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(_FIRST_S)
+            _print_error(f"{_rank_prefix()}error: {error}")  # still alive: local rank 0 has not seen it
+        return status
+    if error.reach == "world" and local_rank != "0":  # one rank of each host prints it
+        return note_status(error.exit_status)
+    kind = "" if isinstance(error, Stopped) and error.reach != "rank" else "error: "
+    log = _own_log() if error.reach == "rank" and not isinstance(error, UserError) else None
+    prefix = _rank_prefix() if error.reach == "rank" or os.environ.get("RANK", "0") != "0" else ""
+    return _end(f"{prefix}{kind}{error}" + (f" (the log of this rank is {log})" if log else ""), error.exit_status)
+
+
+def _end(message: str, status: int) -> int:
+    if message:
+        _print_error(message)
+    return note_status(status)
 
 
 def _rank_prefix() -> str:
-    return f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0").isdigit() and "RANK" in os.environ else ""
+    rank = os.environ.get("RANK", "")
+    return f"rank {rank}: " if rank.isdigit() else ""
 
 
-def _leave(message: str, status: int) -> int:
-    if message:
-        from paceline.record.console import cry
+def _print_error(message: str) -> None:
+    from paceline.record.console import print_error
 
-        cry(message)
-    return note_status(status)
+    print_error(message)
+
+
+def _own_log() -> Path | None:
+    from paceline.record.console import own_log
+
+    return own_log()

@@ -13,10 +13,10 @@ from paceline.cli.flags import parse
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments:
-    """Write one HTML page with plots of one or several runs, also of runs that still train. It needs no network."""
+    """Write one HTML page with plots of one or several runs, also while they train. It needs no network."""
 
     runs: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
-    """The run folders; the curves of several are drawn into one plot."""
+    """The run folders; several runs share one plot."""
     out: str = ""
     """The file to write; empty: report.html in the (first) run folder."""
     open: bool = False
@@ -34,7 +34,11 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--out is {out}, which {what}; name a file to write")
     from paceline.base import units
     from paceline.base.files import replace
-    from paceline.report.page import make_page
+
+    try:
+        from paceline.tools.report.page import make_page
+    except ModuleNotFoundError as error:
+        raise UserError(f"a report needs {error.name}; pip install 'paceline[report]'") from None
 
     page = make_page(paths, {path: count for path in paths if (count := _num_parameters(path))})
     try:
@@ -48,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _num_parameters(run: Path) -> int:
-    """Of the run's model; 0 where its config does not tell, such as one of a later paceline."""
+    """Returns the model's parameters; 0 if the config does not tell, such as one of a later paceline."""
     from paceline.config import Config, from_toml
     from paceline.model.cost import num_parameters
 

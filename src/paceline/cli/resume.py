@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import parse
-from paceline.cli.start import start, without
+from paceline.cli.flags import parse, require_one_way, without
+from paceline.cli.start import start
 from paceline.config import Config, from_toml, supersede
 from paceline.record import folder as run_folder
 from paceline.train.changes import changes, makes_another_run
@@ -21,12 +21,12 @@ _CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was m
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeArguments:
-    """Go on with a run from its newest whole checkpoint, on any number of ranks."""
+    """Resume a run from its newest complete checkpoint, on any number of ranks."""
 
     run: tyro.conf.Positional[str]
     """The run folder."""
     step: int = -1
-    """The checkpoint of this step; -1: the newest whole one."""
+    """The checkpoint of this step; -1: the newest complete one."""
     nproc: str = "1"
     """Ranks to start on this machine, or auto: one a core, at most 4. Under torchrun leave it out."""
     max_restarts: int = 0
@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> int:
     folder, stored = _stored(arguments)
     default = ResumeArguments(run=folder, settings=stored)
     parsed = parse(ResumeArguments, default, arguments, "resume")
+    require_one_way(arguments)
     config = supersede(stored, parsed.settings)
     _refuse_other_run(stored, config)
     config.check()
@@ -47,10 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:
-    """The run folder, which is the first argument, and its config; a stop or a trace that was asked for then is over.
-
-    Raises UserError where there is nothing that could go on.
-    """
+    """Returns the run folder and its config without its stop or trace. Raises UserError if nothing can be resumed."""
     if any(argument in ("-h", "--help") for argument in arguments):
         return "RUN", Config()
     if not arguments or arguments[0].startswith("-"):

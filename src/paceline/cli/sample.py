@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -14,26 +15,28 @@ from paceline.record import folder as run_folder
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArguments:
-    """Write text from a run's newest whole checkpoint. Works while the run trains on."""
+    """Write text from a run's newest complete checkpoint, also while the run trains. Control characters are escaped."""
 
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run folder."""
     prompt: str = ""
-    """Text to go on from; empty: the beginning of a document."""
+    """Text to continue; empty: the beginning of a document."""
     tokens: int = 256
     """Tokens to write."""
     temperature: float = 0.8
-    """0: always the likeliest token."""
+    """Randomness of the choice; 0: always the likeliest token."""
     top_k: int = 50
-    """Choose among so many of the likeliest tokens; 0: among all."""
+    """Choose among this many of the likeliest tokens; 0: among all."""
     seed: int = 0
-    """Of the choices."""
+    """Seed of the random choices."""
     step: int = -1
-    """The checkpoint of this step; -1: the newest whole one."""
+    """The checkpoint of this step; -1: the newest complete one."""
 
 
 def main(arguments: list[str]) -> int:
-    parsed = parse(SampleArguments, SampleArguments(run="RUN"), arguments, "sample")
+    parsed = parse(SampleArguments, SampleArguments(run=""), arguments, "sample")
+    if not parsed.run:
+        raise UserError("name the run folder: paceline sample RUN [options]")
     for name, value in (("tokens", parsed.tokens), ("temperature", parsed.temperature), ("top-k", parsed.top_k)):
         if value < 0:
             raise UserError(f"--{name} is {value}; it must be at least 0")
@@ -45,6 +48,7 @@ def main(arguments: list[str]) -> int:
     from paceline.data.tokenizer import Tokenizer
     from paceline.model.generate import generate
     from paceline.model.gpt import build
+    from paceline.record.console import printable
 
     weights, problems = load.read_weights(found.checkpoints, parsed.step if parsed.step >= 0 else None)
     for problem in problems:
@@ -57,7 +61,7 @@ def main(arguments: list[str]) -> int:
     model.eval()
     prompt = tokenizer.prompt(parsed.prompt)
     if not prompt:
-        raise UserError("this tokenizer has no token that begins a document; give --prompt something to go on from")
+        raise UserError("this tokenizer has no token that begins a document; give a --prompt to continue")
     generator = torch.Generator().manual_seed(parsed.seed)
     ids = generate(
         model,
@@ -68,5 +72,5 @@ def main(arguments: list[str]) -> int:
         generator=generator,
         stop=tokenizer.end_of_text,
     )
-    print(parsed.prompt + tokenizer.decode(list(ids)))
+    print(printable(parsed.prompt + tokenizer.decode(list(ids))))
     return 0

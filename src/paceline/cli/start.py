@@ -1,4 +1,4 @@
-"""What train and resume share: refuse early what cannot work, then be a rank or start some."""
+"""Shared by train and resume: refuse early what cannot work, then be a rank or start ranks."""
 
 import dataclasses
 import json
@@ -8,46 +8,54 @@ import tempfile
 import time
 from pathlib import Path
 
+from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.parent import die_with_parent
 from paceline.base.status import LAUNCHER
 from paceline.checkpoint.steps import require_step
+from paceline.cli.flags import without
 from paceline.config import Config, flatten
 from paceline.launch.job import job_name
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment, check_interface, check_master, check_nodes, check_port, check_size, detect
+from paceline.world.cores import usable_cores
+from paceline.world.env import Environment, check_interface, check_master, check_port, check_size, detect
+from paceline.world.memory import free_memory
 
 _MOST_AUTOMATIC_RANKS = 4
+_RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux
 _RUNS = Path("runs")
-_FIRST_WORD_S = 2.0  # torchrun ends all ranks as soon as one ends, and rank 0 is to have spoken
-_STORE_HOST = "127.0.0.1"  # where --nproc has its ranks meet
+_FIRST_S = 2.0  # torchrun ends all ranks as soon as one ends: rank 0 prints its message first
+_STORE_HOST = "127.0.0.1"  # where --nproc's ranks meet
 
 
 def start(request: Request, nproc: str, max_restarts: int, arguments: list[str]) -> int:
     """Trains as this process, or as `nproc` local ranks of the command line `arguments`; returns the exit status.
-
-    Everything that can be refused without starting a process or reading a corpus is refused first.
-    """
+    Everything that can be refused without starting a process or reading a corpus is refused first."""
     config = request.config
     env, num_ranks = find_world(nproc, config.parallel, max_restarts)
     if env.is_distributed:
         die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
-    from paceline.data.cache import inspect_data  # numpy and the tokenizers' libraries from here on: a quarter second
+    from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
 
     inspect_data(config.data, config.model.vocab_size)
-    request, over = in_this_life(request, env)
+    request, over = for_this_attempt(request, env)
     if over:
         if env.rank == 0:
             print(f"{request.out} was asked to stop ({over}) and is saved: it is not started again", flush=True)
         else:
-            time.sleep(_FIRST_WORD_S)
+            time.sleep(_FIRST_S)
         return EXIT_RESUMABLE
     if env.rank == 0:
         _check_folder(request)
-    from paceline.world.device import choose_device  # torch from here on: a second or two
+    from paceline.world.device import choose_device  # imports torch: a second or two
 
+    if num_ranks > usable_cores():
+        text = (
+            f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
+        )
+        print(f"warning: {text}", flush=True)
     if num_ranks == 1 and not max_restarts:
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
@@ -71,13 +79,11 @@ def start(request: Request, nproc: str, max_restarts: int, arguments: list[str])
 
 
 def find_world(nproc: str, parallel: ParallelConfig, max_restarts: int = 0) -> tuple[Environment, int]:
-    """Returns what the environment says of this process, and how many ranks it is to start; 1 without restarts: it is
-    one itself. Raises UserError for a world that cannot be."""
+    """Returns this process's environment, and how many ranks to start (1: itself). Raises UserError if impossible."""
     env = detect()
     num_ranks = _num_ranks(nproc, max_restarts, env)
     check_interface(parallel.interface)
     check_size(env.world_size if env.is_distributed else num_ranks, parallel.expect_ranks)
-    check_nodes(env)
     check_master(env, parallel.interface)
     if not env.is_distributed:
         check_port(parallel.port, _STORE_HOST)
@@ -85,16 +91,16 @@ def find_world(nproc: str, parallel: ParallelConfig, max_restarts: int = 0) -> t
 
 
 def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelConfig) -> int:
-    """Runs the command line `arguments`, which makes no run folder, as so many local ranks; returns the exit status."""
+    """Runs the command line `arguments`, which makes no run folder, as local ranks; returns the exit status."""
     from paceline.launch.local import start_ranks
 
     command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
-    with tempfile.TemporaryDirectory(prefix="paceline-") as nothing:  # a launcher looks where its run has come to
-        return start_ranks(num_ranks, command, Path(nothing), port=parallel.port, interface=parallel.interface)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # a launcher looks for its run's records
+        return start_ranks(num_ranks, command, Path(folder), port=parallel.port, interface=parallel.interface)
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:
-    """Ranks for this process to start; 1 without restarts: be one itself."""
+    """Returns how many ranks this process starts; 1 without restarts: it is one itself."""
     if max_restarts < 0:
         raise UserError(f"--max-restarts is {max_restarts}; it must be at least 0")
     if env.is_distributed:
@@ -104,27 +110,30 @@ def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:
                     f"{name} {value} inside a world that a launcher made already; give the number to it alone"
                 )
         return 1
+    free = free_memory()
+    most = max(1, free // _RANK_BYTES)
     if nproc == "auto":
-        from paceline.world.cores import usable_cores
-
-        return min(usable_cores(), _MOST_AUTOMATIC_RANKS)
+        return min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
     if not nproc.isdigit() or not 1 <= int(nproc) <= 1024:
         raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to 1024, or auto")
+    if int(nproc) > most:
+        raise UserError(
+            f"--nproc is {nproc}: a rank needs at least {units.size(_RANK_BYTES)} of memory, and this machine has "
+            f"{units.size(free)} free, enough for {most}; start at most as many ranks as it has cores "
+            f"({usable_cores()}) or GPUs"
+        )
     return int(nproc)
 
 
-def in_this_life(request: Request, env: Environment) -> tuple[Request, str]:
-    """The request with its folder, as this life of the command means it; and why it is over already, if it is.
-
-    A later life goes on with the folder of the life before. torchrun starts again also what was asked to stop and
-    exited with 75: that is over.
-    """
-    job = job_name(env.job, _in_common(request.config))
+def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
+    """Returns the request with this attempt's run folder, which is that of the attempt before, and the reason if the
+    run is over: torchrun also restarts a run that stopped on request with exit status 75."""
+    job = job_name(env.job, _common_text(request.config))
     out = request.out or run_folder.find_own(_RUNS, job)
     is_own = out is not None and run_folder.is_own(out, job)
     last = run_folder.last_event(out) if out and is_own else {}
     is_complete = last.get("reason") == run_folder.COMPLETE
-    # The same run id and the same command in the first life of a torchrun: requeued, or a new run of the same kind.
+    # The first attempt of a torchrun with the same run id and command: requeued, or a new run of the same kind.
     goes_on = is_own and (env.attempt > 0 or not (request.resume or is_complete))
     if not goes_on and not request.out:
         out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -133,14 +142,14 @@ def in_this_life(request: Request, env: Environment) -> tuple[Request, str]:
     return dataclasses.replace(request, out=out, job=job, goes_on=goes_on, resume_step=resume_step), over
 
 
-def _in_common(config: Config) -> str:
-    """What the command says alike on all hosts and in all lives."""
+def _common_text(config: Config) -> str:
+    """Returns the part of the config that is the same on all hosts and in all attempts."""
     values = flatten(config).items()
     return json.dumps([item for item in values if not item[0].startswith(("parallel.", "data.path", "data.mix"))])
 
 
 def _check_folder(request: Request) -> None:
-    """Raises UserError where rank 0 could not write the run, or would find nothing left to do in it."""
+    """Raises UserError if rank 0 could not write the run, or would have nothing left to do."""
     if request.out is None or request.resume or request.goes_on:
         run_folder.check_writable(request.out or _RUNS)
     else:
@@ -150,7 +159,7 @@ def _check_folder(request: Request) -> None:
 
 
 def _check_reached(folder: Path, request: Request) -> None:
-    """Raises UserError where the checkpoint that was asked for is not there, or a step is named that it has passed."""
+    """Raises UserError if there is no such checkpoint, or a flag names a step that is already done."""
     reached = max(require_step(run_folder.RunFolder(folder).checkpoints, request.resume_step), default=0)
     train = request.config.train
     firsts = {"steps": reached, "stop-at-step": reached + 1, "profile": reached + 1}
@@ -160,18 +169,3 @@ def _check_reached(folder: Path, request: Request) -> None:
                 f"--train.{name} is {value}, and {folder} goes on from step {reached}: nothing would come of it. Give "
                 f"at least {firsts[name]}, or an earlier checkpoint by --step"
             )
-
-
-def without(arguments: list[str], *names: str) -> list[str]:
-    """Returns the arguments without these flags and their values."""
-    kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        name = argument.split("=", 1)[0].replace("_", "-")
-        if skip:
-            skip = False
-        elif name not in names:
-            kept.append(argument)
-        else:
-            skip = "=" not in argument
-    return kept

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from paceline.cli.flags import base_config, parse
-from paceline.cli.start import start, without
+from paceline.cli.flags import base_config, parse, require_one_way, without
+from paceline.cli.start import start
 from paceline.config import Config, load_file, preset_names, supersede
 from paceline.data.config import DataConfig
 from paceline.train.request import Request
@@ -23,12 +23,12 @@ class TrainArguments:
     config: str = ""
     """A TOML file of [section] field = value."""
     init_from: str = ""
-    """A run folder whose newest weights to begin with: the model is its, whatever a preset says, and the data must have
-    its tokenizer. `paceline import` makes one of a model of transformers or nanoGPT."""
+    """Start from the newest weights of this run folder, with its model, whatever a preset says; the data must use its
+    tokenizer. `paceline import` makes such a folder from a model of transformers or nanoGPT."""
     out: str = ""
     """The run folder, new; empty: runs/NAME-DATE-TIME."""
     nproc: str = "1"
-    """Ranks to start on this machine, or auto: one a core, at most 4. Under torchrun leave it out."""
+    """Ranks to start on this machine, or auto: one per core, at most 4. Under torchrun leave it out."""
     max_restarts: int = 0
     """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -40,6 +40,7 @@ TrainArguments.__doc__ = f"{TrainArguments.__doc__} Presets: {', '.join(preset_n
 def main(arguments: list[str]) -> int:
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
+    require_one_way(arguments)
     given = parsed.init_from or parsed.settings.train.init_from
     source = Path(given).absolute() if given else None
     if source is None:
@@ -56,11 +57,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: list[str]) -> Config:
-    """The config of a run that begins with another's weights: that one's model below --config and flags.
-
-    They are parsed again over it, so that a flag with the value of our default counts as given.
-    """
-    from paceline.train.initial import check_data, initial_model, settle_model
+    """Returns the config of a run that begins with another's weights: the model of that run, then --config, then flags.
+    Flags are parsed again over it, so that a flag with our default value counts as given."""
+    from paceline.train.initial import check_data, initial_model, require_same_shape
 
     model = initial_model(source)
     below = Config(model=model)
@@ -69,8 +68,8 @@ def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: l
         base = base.replace("data", seq_len=min(base.data.seq_len, model.n_positions))
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
     config = supersede(base, parsed.settings)
-    config = dataclasses.replace(config, model=settle_model(source, config.model))
-    config = config.replace("train", init_from=str(source))  # a run that dies before it saves begins with them again
+    config = dataclasses.replace(config, model=require_same_shape(source, config.model))
+    config = config.replace("train", init_from=str(source))  # a run that dies before a save begins with them again
     config.check()
     check_data(source, config.data, config.model.vocab_size)
     return config

@@ -12,29 +12,28 @@ from paceline.config import Config
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments:
-    """Prove on these machines, in about a minute, that replicas stay equal, that the curve is one process's, and that a
-    resume is exact. Start it as you would start training: --nproc, or torchrun on all hosts. Exit status 1 where
-    something does not hold."""
+    """Prove on these machines, in about a minute, that replicas stay equal, that the loss curve is that of one process,
+    and that resume is exact. Start it like training: --nproc, or torchrun on all hosts. Exit status 1 if something
+    fails."""
 
     preset: str = ""
-    """The model and data to prove it with (tiny, where neither this nor --config is given); 20 steps, in float32."""
+    """The model and data for the proof (tiny, if neither this nor --config is given); 20 steps, in float32."""
     config: str = ""
     """A TOML file of [section] field = value."""
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""
     keep: bool = False
-    """Keep the folders of the runs also where all passed."""
+    """Keep the folders of the runs even if all passed."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(arguments: list[str]) -> int:
     arguments = with_preset(arguments, "tiny")
-    base = base_config(arguments)
-    parsed = parse(VerifyArguments, VerifyArguments(settings=base), arguments, "verify")
+    parsed = parse(VerifyArguments, VerifyArguments(settings=base_config(arguments)), arguments, "verify")
     env, num_ranks = find_world(parsed.nproc, parsed.settings.parallel)
-    from paceline.bench.verify import config_of, verify  # torch from here on: seconds
     from paceline.data.cache import inspect_data
     from paceline.record.console import Console
+    from paceline.tools.bench.verify import config_of, verify  # imports torch: seconds
 
     config = config_of(parsed.settings)
     config.check()

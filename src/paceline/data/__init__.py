@@ -1,8 +1,9 @@
-"""Station 1, text to tokens to micro-batches.
+"""From text to tokens to micro-batches.
 
-    once         sources, corpora, blocks (jsonl, hub) -> tokenizer, encode, workers -> build (dedup), shard
+    once         find, sources (hub) -> blocks, text -> tokenizer, encode, workers -> split, build, shard
                  prepare runs it, recipe says how, cache says where
-    each step    stream, dataset (foreign) -> sequences (packing), blend (mixture) -> order, plan -> loader, prefetch
+    each step    stream, dataset (foreign, content) -> sequences (packing), blend (mixture) -> order, plan -> loader,
+                 prefetch
 
-Nothing here knows of ranks as processes: `plan` and `loader` are told a rank and a world size as plain integers.
+`plan` and `loader` get rank and world size as integers; nothing here communicates.
 """

@@ -1,4 +1,4 @@
-"""What a run trains on: one data set, or several that are mixed by weight. There is no other case."""
+"""The data of a run: one data set, or several mixed by weight."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from paceline.data.tokenizer import Tokenizer
 
 
 class Blend:
-    """Data sets of one vocabulary, with their weights. Each process opens its own."""
+    """Data sets of one vocabulary, with their weights. Each process opens its own Blend."""
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
-        """Raises UserError, naming both, where two were made with different tokenizers, and for bad weights."""
+        """Raises UserError for bad weights, or, naming both, if two data sets have different tokenizers."""
         self.datasets, self.weights = tuple(datasets), tuple(weights)
         self.mixture = Mixture(self.weights)
         for other in self.datasets[1:]:
@@ -29,12 +29,12 @@ class Blend:
 
     @classmethod
     def open(cls, parts: Sequence[tuple[Path | str, float]], vocab_size: int = 0) -> "Blend":
-        """`parts` are (folder, weight); see `Dataset.open` for vocab_size and for what is refused."""
+        """parts: (folder, weight) each; see `Dataset.open` for vocab_size and errors."""
         return cls([Dataset.open(folder, vocab_size) for folder, _ in parts], [weight for _, weight in parts])
 
     @property
     def name(self) -> str:
-        """The data set's, or such as `web 70% + code 30%`."""
+        """The data set's name, or such as `web 70% + code 30%`."""
         if len(self.datasets) == 1:
             return self.datasets[0].name
         total = sum(self.weights)
@@ -42,39 +42,45 @@ class Blend:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Ids are less than this."""
         return self.datasets[0].vocab_size
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 hex over the data sets' fingerprints and weights, in order; of one data set its own."""
+        """sha256 hex over fingerprints and weights, in order; of a single data set its fingerprint."""
         if len(self.datasets) == 1:
             return self.datasets[0].fingerprint
         lines = [f"{d.fingerprint} {w!r}" for d, w in zip(self.datasets, self.weights, strict=True)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    @cached_property
+    def content_digest(self) -> str:
+        """sha256 hex over a sample of the shards' content (see `content.digest`), for ranks to compare. Checkpoints
+        store the fingerprint, which for prepared data comes from the index alone."""
+        return hashlib.sha256("\n".join(dataset.content_digest for dataset in self.datasets).encode()).hexdigest()
+
     @property
     def tokenizer_json(self) -> str | None:
-        """The tokenizer.json that made all of them; None where they came without one."""
+        """The tokenizer.json of all data sets; None if they have none."""
         return self.datasets[0].tokenizer_json
 
     def tokenizer(self) -> Tokenizer:
-        """Raises UserError where the data came without one."""
+        """Raises UserError if the data came without one."""
         return self.datasets[0].tokenizer()
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that begins each document; None where none is known to."""
+        """The id that begins documents; None if unknown."""
         return self.datasets[0].end_of_text
 
     @property
     def token_bytes(self) -> npt.NDArray[np.uint16] | None:
-        """(vocab_size,) bytes of text of each id, 0 for special tokens; None where nobody knows them."""
+        """(vocab_size,) bytes of text of each id, 0 for special tokens; None if unknown."""
         return self.datasets[0].token_bytes
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Of all training splits, and of all validation splits."""
+        """Tokens of all training splits, and of all validation splits."""
         return sum(d.train.num_tokens for d in self.datasets), sum(d.validation.num_tokens for d in self.datasets)
 
     def training(
@@ -85,11 +91,8 @@ class Blend:
         mask_documents: bool = False,
         cache: Path,
     ) -> Sequences:
-        """The sequences to train on; `cache` is where a packing is kept.
-
-        Raises UserError where a split is shorter than a sequence, and where nobody knows of documents and they are
-        asked for.
-        """
+        """Returns the training sequences. cache: folder for packings. Raises UserError if a split is shorter than a
+        sequence, or if documents are needed and their beginnings unknown."""
         parts: list[Part] = []
         for dataset in self.datasets:
             if packing == "stream":
@@ -99,7 +102,7 @@ class Blend:
         return Sequences(parts, self.mixture, seq_len, self._mask_token(mask_documents))
 
     def validation(self, seq_len: int, *, mask_documents: bool = False) -> Sequences:
-        """The sequences to evaluate on: windows whatever is trained on, so that losses compare."""
+        """Returns the evaluation sequences: always windows, so that losses compare."""
         parts = [Windows(dataset.validation, seq_len) for dataset in self.datasets]
         return Sequences(parts, self.mixture, seq_len, self._mask_token(mask_documents))
 

@@ -1,157 +1,164 @@
-"""Tokens into the shards of both splits, and where that work is: what a killed preparation goes on from."""
+"""Writes encoded blocks into the shards of both splits, and records progress.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+A part is the blocks that fill a shard. When its shards are on the disk, `progress.json` is replaced; it has the part's
+end in the sources. A restarted preparation resumes there and removes any files of the next part. Parts depend on the
+blocks alone, so an interruption does not change the result.
+"""
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.data.dedup import Seen, digest_of_pieces
-from paceline.data.shard import SPLITS, UNWRITTEN, SplitRecord, SplitWriter
-from paceline.data.workers import Encoded
+from paceline.base.files import replace as replace_file
+from paceline.base.files import sync
+from paceline.data.blocks import Block, Place
+from paceline.data.shard import SPLITS, ShardRecord, SplitRecord, SplitWriter
+from paceline.data.workers import DIGEST_BYTES, Encoded, joined
 
-Bools = npt.NDArray[np.bool_]
+PROGRESS = "progress.json"
 
 
 @dataclass
 class Counts:
-    """What was met on the way, for people."""
-
-    train_bytes: int = 0
-    validation_bytes: int = 0
+    text_bytes: list[int] = field(default_factory=lambda: [0] * len(SPLITS))
     duplicates: int = 0
     empty: int = 0  # documents without text
     replaced: int = 0  # places that were not UTF-8
 
 
 class Builder:
-    """Takes encoded blocks in order and writes them; `save` and a new Builder with what it said go on from there."""
+    """Writes encoded blocks, in order, from `place` on."""
 
     def __init__(
-        self,
-        folder: Path,
-        work: Path,
-        *,
-        vocab_size: int,
-        tokenizer_sha256: str,
-        shard_tokens: int,
-        dedup: bool,
-        saved: Mapping[str, Any] | None = None,
+        self, folder: Path, work: Path, *, vocab_size: int, tokenizer_sha256: str, shard_tokens: int, dedup: bool
     ) -> None:
-        """`folder` gets the shards; `work` holds what is needed only until all is done."""
-        # A preparation killed before it saved anything may have left shards: a writer removes what it was not told of.
-        saved = saved or {"splits": dict.fromkeys(SPLITS, UNWRITTEN), "counts": {}, "side": 0, "seen": 0}
-
-        def writer(split: str, state: Mapping[str, Any]) -> SplitWriter:
-            return SplitWriter(
+        """folder: gets the shards. work: temporary files, perhaps of an earlier attempt."""
+        self._folder, self._work, self._shard_tokens = folder, work, shard_tokens
+        state: dict[str, Any] = {"parts": 0, "place": {}, "side": 0, "counts": {}, "shards": {}}
+        if (work / PROGRESS).exists():
+            state = json.loads((work / PROGRESS).read_bytes())
+        self.place, self.counts = Place(**state["place"]), Counts(**state["counts"])
+        self._num_parts: int = state["parts"]
+        self._side: int = state["side"]  # of the last document, which may continue
+        self._writers = [
+            SplitWriter(
                 folder,
                 split,
                 vocab_size=vocab_size,
                 tokenizer_sha256=tokenizer_sha256,
                 shard_tokens=shard_tokens,
-                saved=state,
+                done=[ShardRecord(**record) for record in state["shards"].get(split, [])],
             )
-
-        self._make_writer = writer
-        self._writers = {split: writer(split, saved["splits"][split]) for split in SPLITS}
-        self.counts = Counts(**saved["counts"])
-        self._side: int = saved["side"]  # of the last document, which may go on
-        self._seen = Seen(work / "seen.bin", saved["seen"]) if dedup else None
-        self._open: list[bytes] = []  # digests of the pieces of a document whose end is not known
-        self._before_open: tuple[dict[str, Any], dict[str, int]] | None = None
+            for split in SPLITS
+        ]
+        self._seen = _Seen([work / _digests(part) for part in range(self._num_parts)]) if dedup else None
 
     @property
     def num_tokens(self) -> int:
-        """Of both splits so far."""
-        return sum(writer.num_tokens for writer in self._writers.values())
+        """Tokens of both splits so far."""
+        return sum(writer.num_tokens for writer in self._writers)
 
-    @property
-    def can_save(self) -> bool:
-        """Not in the middle of a document that may turn out to be a duplicate."""
-        return self._before_open is None
-
-    def save(self) -> dict[str, Any]:
-        """Returns where the work is; everything it counts on is on the disk by then."""
-        return {
-            "splits": {split: writer.save() for split, writer in self._writers.items()},
-            "counts": asdict(self.counts),
-            "side": self._side,
-            "seen": self._seen.save() if self._seen else 0,
-        }
-
-    def take(self, encoded: Encoded) -> None:
+    def take(self, block: Block, encoded: Encoded) -> None:
         """Writes a block's documents, each to its split, in order."""
+        in_shard = max(writer.in_shard for writer in self._writers)
+        is_full = in_shard > 0 and in_shard + encoded.ids.size > self._shard_tokens
+        if is_full and not (self._seen and self._seen.is_holding):
+            self._finish_part()
         self.counts.empty += encoded.num_empty
         self.counts.replaced += encoded.num_replaced
-        if not encoded.begins.size:
-            return
-        if self._seen is None:
-            self._write(encoded)
-            return
-        kept = self._drop_duplicates(encoded, self._seen)
-        if encoded.ends[-1] or not encoded.begins.any():
-            self._write(encoded, kept)
-            return
-        cut = int(np.flatnonzero(encoded.begins)[-1])  # of a document that the block does not end
-        self._write(encoded.part(0, cut), kept[:cut])
-        self._before_open = {split: writer.save() for split, writer in self._writers.items()}, asdict(self.counts)
-        self._write(encoded.part(cut, encoded.ends.size))
+        if self._seen:
+            encoded, num_duplicates = self._seen.new(encoded)
+            self.counts.duplicates += num_duplicates
+        self._write(encoded)
+        self.place = block.next
 
     def finish(self) -> dict[str, SplitRecord]:
-        """Closes the shards and returns what the index is to say of each split."""
-        sizes = {"train": self.counts.train_bytes, "validation": self.counts.validation_bytes}
-        return {split: writer.finish(sizes[split]) for split, writer in self._writers.items()}
+        """Closes the shards and returns each split's entry in the index."""
+        sizes = zip(self._writers, self.counts.text_bytes, strict=True)
+        return {writer.split: writer.finish(size) for writer, size in sizes}
 
     def close(self) -> None:
-        """Lets go of all files; what was not saved is as if it had not been."""
-        for writer in self._writers.values():
+        """Closes all files; the unfinished part is lost."""
+        for writer in self._writers:
             writer.abandon()
-        if self._seen is not None:
-            self._seen.close()
 
-    def _drop_duplicates(self, encoded: Encoded, seen: Seen) -> Bools:
-        """Returns which parts to keep, and takes back what earlier blocks had of a document seen before."""
-        kept = np.ones(encoded.begins.size, dtype=np.bool_)
-        first = 0
-        for i, (begins, ends) in enumerate(zip(encoded.begins.tolist(), encoded.ends.tolist(), strict=True)):
-            if begins:
-                first, self._open, self._before_open = i, [], None
-            self._open.append(encoded.digests[i])
-            if not ends:
-                continue
-            if not seen.add(self._open[0] if len(self._open) == 1 else digest_of_pieces(self._open)):
-                self.counts.duplicates += 1
-                kept[first : i + 1] = False
-                self._take_back()
-            self._open, self._before_open = [], None
-        return kept
+    def _finish_part(self) -> None:
+        for writer in self._writers:
+            writer.close_shard()
+        if self._seen:
+            replace_file(self._work / _digests(self._num_parts), b"".join(self._seen.added))
+            self._seen.added.clear()
+        self._num_parts += 1
+        state = {
+            "parts": self._num_parts,
+            "place": asdict(self.place),
+            "side": self._side,
+            "counts": asdict(self.counts),
+            "shards": {writer.split: [asdict(record) for record in writer.done] for writer in self._writers},
+        }
+        sync(self._folder)
+        replace_file(self._work / PROGRESS, json.dumps(state).encode())
+        sync(self._work)
 
-    def _take_back(self) -> None:
-        if self._before_open is None:
-            return  # the document began in this block: nothing of it is written
-        states, counts = self._before_open
-        for split, state in states.items():
-            self._writers[split].abandon()
-            self._writers[split] = self._make_writer(split, state)
-        self.counts.train_bytes, self.counts.validation_bytes = counts["train_bytes"], counts["validation_bytes"]
-
-    def _write(self, encoded: Encoded, kept: Bools | None = None) -> None:
+    def _write(self, encoded: Encoded) -> None:
         sides = encoded.sides
         if not sides.size:
             return
-        if sides.min() < 0:  # a part that goes on with a document is on the document's side
+        if sides.min() < 0:  # continues the last document, so it stays on its side
             last = np.maximum.accumulate(np.where(sides >= 0, np.arange(sides.size), -1))
             sides = np.where(last >= 0, sides[last], self._side)
         self._side = int(sides[-1])
-        for number, split in enumerate(SPLITS):
-            chosen = sides == number if kept is None else (sides == number) & kept
-            num_tokens, begins = encoded.num_tokens[chosen], encoded.begins[chosen]
+        for number, writer in enumerate(self._writers):
+            chosen = sides == number
+            num_tokens, begins = encoded.num_tokens[chosen], encoded.sides[chosen] >= 0
             ids = encoded.ids if chosen.all() else encoded.ids[np.repeat(chosen, encoded.num_tokens)]
-            self._writers[split].append(ids, (np.cumsum(num_tokens) - num_tokens)[begins])
-            size = int(encoded.num_bytes[chosen].sum())
-            if split == "train":
-                self.counts.train_bytes += size
-            else:
-                self.counts.validation_bytes += size
+            writer.append(ids, (np.cumsum(num_tokens) - num_tokens)[begins])
+            self.counts.text_bytes[number] += int(encoded.num_bytes[chosen].sum())
+
+
+def _digests(part: int) -> str:
+    return f"digests-{part:05d}.bin"
+
+
+class _Seen:
+    """Finds duplicate documents; needs about 100 bytes of memory each. A document that continues in the next block is
+    held in memory completely, as it may be a duplicate."""
+
+    def __init__(self, files: list[Path]) -> None:
+        stored = b"".join(file.read_bytes() for file in files)
+        self._digests = {stored[i : i + DIGEST_BYTES] for i in range(0, len(stored), DIGEST_BYTES)}
+        self.added: list[bytes] = []
+        self._held: list[Encoded] = []
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether it holds a document that has not ended yet."""
+        return bool(self._held)
+
+    def new(self, encoded: Encoded) -> tuple[Encoded, int]:
+        """Returns the new documents that have ended, and the number of duplicates."""
+        if self._held and not encoded.is_complete and not (encoded.sides >= 0).any():
+            self._held.append(encoded)  # in the middle of the held document
+            return encoded.part(0, 0), 0
+        complete = joined([*self._held, encoded])
+        begins = np.flatnonzero(complete.sides >= 0).tolist()
+        self._held = []
+        if not complete.is_complete:
+            self._held = [complete.part(begins[-1], complete.sides.size)]
+            complete = complete.part(0, begins.pop())
+        kept = np.zeros(complete.sides.size, dtype=np.bool_)
+        num_duplicates = 0
+        for first, last in itertools.pairwise([*begins, kept.size]):
+            digest = blake2b(b"".join(complete.digests[first:last]), digest_size=DIGEST_BYTES).digest()
+            kept[first:last] = digest not in self._digests
+            num_duplicates += digest in self._digests
+            if digest not in self._digests:
+                self._digests.add(digest)
+                self.added.append(digest)
+        ids = complete.ids[np.repeat(kept, complete.num_tokens)]
+        return Encoded(ids, complete.num_tokens[kept], complete.num_bytes[kept], complete.sides[kept]), num_duplicates

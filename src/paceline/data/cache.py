@@ -1,4 +1,4 @@
-"""From --data.path and --data.mix to prepared folders: their own, or one in the cache, made once whoever asks."""
+"""Folders of prepared data for --data.path and --data.mix: the user's own, or cached ones, made once."""
 
 import errno
 import hashlib
@@ -16,47 +16,46 @@ import filelock
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
-from paceline.data import corpora
 from paceline.data.config import DataConfig
-from paceline.data.corpora import PIECE_BYTES, Sources
 from paceline.data.dataset import Dataset, is_dataset
+from paceline.data.find import digest, find, has_text
 from paceline.data.prepare import Report, prepare
 from paceline.data.recipe import Recipe
 from paceline.data.shard import FORMAT_VERSION, INDEX, WORK
-from paceline.data.sources import digest, find, has_text, split_text
+from paceline.data.sources import Sources, embedded
+from paceline.data.split import split_text
+from paceline.data.text import SLICE_BYTES
 from paceline.data.tokenizer import SETTINGS
 
-_PARALLEL_BYTES = 64 << 20  # of text below which starting workers costs more time than they save
-_STALE_S = 7 * 24 * 3600.0  # an unfinished data set that nobody went on with for so long is removed
+_PARALLEL_BYTES = 64 << 20  # of text; starting workers for less costs more time than it saves
+_STALE_S = 7 * 24 * 3600.0  # an unfinished data set unchanged for this time is removed
 
 
 def cache_dir() -> Path:
-    """Where prepared data is kept: PACELINE_CACHE, else XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    """Returns the folder of prepared data: PACELINE_CACHE, else XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
     if own := os.environ.get("PACELINE_CACHE"):
         return Path(os.path.expanduser(own))
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base or os.path.expanduser("~/.cache"), "paceline")
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paceline")
 
 
 def inspect_data(config: DataConfig, vocab_size: int) -> None:
-    """Raises UserError for what is wrong with the data's places, before any process starts; reads next to nothing."""
+    """Raises UserError for wrong data paths before any process starts; reads very little."""
     config.check()
     for path, _ in config.parts:
         if not path:
-            corpora.embedded()
-            continue
-        if is_dataset(path):
+            embedded()
+        elif is_dataset(path):
             Dataset.open(path, vocab_size).train.num_sequences(config.seq_len)
         else:
             has_text(path)
 
 
 def ensure_datasets(config: DataConfig, report: Report, num_workers: int) -> list[Path]:
-    """Returns a prepared folder for each part of the config's data, made first where it is missing.
+    """Returns a prepared folder for each part of the config's data, made first if missing.
 
-    Any number of processes may call it at once: one tokenizes, the others wait for it. A cached folder is named by
-    the content of the text and the tokenizer's settings, so changed text gives a new one. Raises UserError for missing
-    or changing text and for a cache that can not be written.
+    Any number of processes may call it at once: one tokenizes, the others wait. A cached folder's name has a hash of
+    the text and the tokenizer settings, so changed text gets a new folder. Raises UserError if text is missing or
+    changes, or the cache cannot be written.
     """
     config.check()
     return [_ensure(path, config.tokenizer_vocab, report, num_workers) for path, _ in config.parts]
@@ -70,21 +69,21 @@ def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Pat
     try:
         name = _name(sources, vocab_size, cache)
         final = cache / name
-        if _is_complete(final):  # before the lock, so a cache that can only be read serves as well
+        if _is_complete(final):  # before the lock, so that a read-only cache works
             return final
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache, name, report):
             if not _is_complete(final):
-                _sweep(cache)
+                _remove_stale(cache)
                 _make(sources, vocab_size, final, report, num_workers)
-    except (OSError, NotImplementedError) as error:  # the latter from filelock, where the file system has no locks
+    except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
         raise UserError(_cache_message(cache, error)) from error
     return final
 
 
 def _text_sources(path: str) -> Sources:
-    """Plain text only: what needs more to be said about it is prepared by the command that asks for it."""
-    sources = find([path]) if path else corpora.embedded()
+    """Plain text only; `data prepare` has options for other formats."""
+    sources = find([path]) if path else embedded()
     for file in sources.files:
         if file.format != "text" or file.compression:
             raise UserError(
@@ -96,28 +95,24 @@ def _text_sources(path: str) -> Sources:
 
 def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_workers: int) -> None:
     began = time.perf_counter()
-    size = sum(file.num_bytes or 0 for file in sources.files)
+    size = sum(file.size for file in sources.files)
     report.say(f"data: preparing {sources.name}, {len(sources.files)} files, {units.size(size)}")
-    unstamped = tuple(replace(file, stamp="") for file in sources.files)  # the folder's name says what they hold
+    unstamped = tuple(replace(file, stamp="") for file in sources.files)  # the folder's name has the content's hash
     recipe = Recipe(tokenizer=f"train:{vocab_size}")
     workers = num_workers if size > _PARALLEL_BYTES else 1
     if not (final / WORK).exists():
-        shutil.rmtree(final, ignore_errors=True)  # complete once, and somebody began to delete it
+        shutil.rmtree(final, ignore_errors=True)  # complete once, partly deleted by a user
     try:
         index = prepare(replace(sources, files=unstamped), recipe, final, report, num_workers=workers)
     except UserError as error:
-        if not isinstance(error.__cause__, OSError):  # room on the disk can be made, other text is another data set
+        if not isinstance(error.__cause__, OSError):  # after a full disk the same text can resume
             shutil.rmtree(final, ignore_errors=True)
         raise
-    if not final.name.endswith(_content_name(sources, vocab_size)):  # the name promises the content
+    if not final.name.endswith(_content_hash(sources, vocab_size)):  # the content changed meanwhile
         shutil.rmtree(final)
         raise UserError(f"the text of {sources.name} changed while it was read; start again")
-    for what, number in (
-        ("files are not UTF-8 text and were left out", index.origin["skipped_files"]),
-        ("places in the text are not UTF-8 and became U+FFFD", index.origin["replaced_places"]),
-    ):
-        if number:
-            report.say(f"data: {number} {what}")
+    if replaced := index.origin["replaced_places"]:
+        report.say(f"data: {replaced} places in the text are not UTF-8 and became U+FFFD")
     counts = ", ".join(f"{units.count(record.tokens)} {split} tokens" for split, record in index.splits.items())
     report.say(f"data: {counts} in {units.duration(time.perf_counter() - began)}, kept in {final}")
 
@@ -127,36 +122,31 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
-    """For people the corpus and the vocabulary; for us all that the bytes depend on.
-
-    Hashing gigabytes takes seconds and every process of every start asks: the answer is kept under the files' names,
-    sizes and times of change.
-    """
-    known = cache / ".known" / _memo_name(sources, vocab_size)
+    """Returns the folder's name: corpus, vocabulary, and a hash of everything that the tokens depend on. Hashing
+    gigabytes takes seconds, so the result is cached under a hash of the files' names, sizes and modification times."""
+    stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
+    known = cache / ".known" / _hash(vocab_size, *stamps)
     try:
         return known.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         pass
-    name = f"{sources.name[:60]}-bpe{vocab_size}-{_content_name(sources, vocab_size)}"
+    name = f"{sources.name[:60]}-bpe{vocab_size}-{_content_hash(sources, vocab_size)}"
     try:
         known.parent.mkdir(parents=True, exist_ok=True)
         replace_file(known, name.encode())
     except OSError:
-        pass  # a cache that can only be read: hashed each time
+        pass  # a read-only cache: hashed each time
     return name
 
 
-def _content_name(sources: Sources, vocab_size: int) -> str:
-    return _short_hash(f"{FORMAT_VERSION}", SETTINGS, f"{vocab_size}", f"{PIECE_BYTES}", digest(sources))
+def _content_hash(sources: Sources, vocab_size: int) -> str:
+    return _hash(vocab_size, digest(sources))
 
 
-def _memo_name(sources: Sources, vocab_size: int) -> str:
-    stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
-    return _short_hash(f"{FORMAT_VERSION}", SETTINGS, f"{vocab_size}", f"{PIECE_BYTES}", *stamps)
-
-
-def _short_hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+def _hash(vocab_size: int, *parts: str) -> str:
+    """Hashes the parts and all settings that the tokens depend on."""
+    settings = (f"{FORMAT_VERSION}", SETTINGS, f"{vocab_size}", f"{SLICE_BYTES}")
+    return hashlib.sha256("\0".join((*settings, *parts)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _cache_message(cache: Path, error: Exception) -> str:
@@ -168,7 +158,7 @@ def _cache_message(cache: Path, error: Exception) -> str:
 
 @contextmanager
 def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
-    """Holds the lock of one data set; the system lets go of a killed holder's."""
+    """Holds the lock of one data set; the system releases it if the holder is killed."""
     lock = filelock.FileLock(cache / f".{name}.lock")
     try:
         lock.acquire(timeout=0)
@@ -181,8 +171,8 @@ def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
         lock.release()
 
 
-def _sweep(cache: Path) -> None:
-    """Removes what was begun long ago and never finished, where nobody works on it."""
+def _remove_stale(cache: Path) -> None:
+    """Removes old unfinished data sets, except those that a process works on."""
     for lock_file in cache.glob(".*.lock"):
         folder = cache / lock_file.name[1 : -len(".lock")]
         if not folder.is_dir() or _is_complete(folder) or time.time() - folder.stat().st_mtime < _STALE_S:

@@ -1,4 +1,4 @@
-"""What the user says about data. Standard library only, so that `--help` starts without numpy or torch."""
+"""Options for data. Standard library only, so that `--help` starts without numpy or torch."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Literal
 
 from paceline.base.errors import UserError
 
-MIN_VOCAB = 257  # 256 byte values and <|endoftext|>: below this some text could not be written at all
-MAX_VOCAB = 1 << 20  # far above any vocabulary in use (GPT-4o: 200k); a larger number is a slip of the keyboard
+MIN_VOCAB = 257  # 256 byte values and <|endoftext|>: with fewer, some text has no ids
+MAX_VOCAB = 1 << 20  # far above any vocabulary in use (GPT-4o: 200k), so larger is a typing error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DataConfig:
     """Attention stays inside a document."""
 
     def check(self) -> None:
-        """Raises UserError for a value that can not work, naming the field as it is typed on the command line."""
+        """Raises UserError for an impossible value, naming the field as typed on the command line."""
         if self.seq_len < 1:
             raise UserError(f"data.seq-len is {self.seq_len}; a sequence has at least 1 token")
         if not MIN_VOCAB <= self.tokenizer_vocab <= MAX_VOCAB:
@@ -53,7 +53,8 @@ class DataConfig:
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
-        """(path, weight) of each data set: one for `path`. Raises UserError for what is not PATH=WEIGHT."""
+        """(path, weight) of each data set; one for `path`. Raises UserError for a `mix` item that is not
+        PATH=WEIGHT."""
         return tuple(_part(text) for text in self.mix) or ((self.path, 1.0),)
 
 

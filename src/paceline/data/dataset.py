@@ -1,12 +1,11 @@
-"""A data set: two streams of tokens with what is known of them, read at any position without loading anything.
+"""A data set: the tokens of two splits with their metadata, read at any position without loading everything.
 
-`Dataset.open` takes a folder that was prepared here (index.json) and those of others (see foreign.py). Where a thing is
-not known (a tokenizer, the bytes of a token, where documents begin) that is said, and not guessed.
+`Dataset.open` takes a folder that was prepared here (index.json) or foreign token files (see foreign.py). Metadata that
+these lack (tokenizer, bytes of a token, beginnings of documents) is None or an error, never guessed.
 """
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,124 +17,83 @@ import numpy.typing as npt
 
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
-from paceline.data import foreign
-from paceline.data.shard import INDEX, SPLITS, WORK, Index, ShardRecord, read_index
+from paceline.data import content, foreign
+from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRecord, read_index
 from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
 Progress = Callable[[int], None]
 """Called with the number of bytes read since the last call."""
 
-_PIECE_BYTES = 4 << 20  # read at a time by verify
+_VERIFIED_BYTES = 4 << 20  # read at once
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where each document of a split begins in its stream, and its tokens; (num_documents,) int64 both."""
+    """The beginnings of a split's documents in its stream, and their tokens; (num_documents,) int64 both."""
 
     starts: Int64s
     lengths: Int64s
 
 
 def is_dataset(folder: Path | str) -> bool:
-    """Whether `Dataset.open` is meant for this folder: by the names of its files, none of which is read.
-
-    An unfinished one too, which it refuses: its tokenizer.json would be taken for text otherwise.
-    """
+    """Whether the names of the folder's files are those of a data set; no file is read. Also true for an unfinished
+    data set, which `open` refuses: its tokenizer.json must not be taken for text."""
     root = Path(os.path.expanduser(folder))
     return (root / INDEX).is_file() or (root / WORK).is_dir() or foreign.find_foreign(root) is not None
 
 
-class Dataset(ABC):
-    """A folder's tokens, its shards checked for format and length. Each process opens its own."""
+class Dataset:
+    """A folder's tokens; opening checks format and length of its shards. Each process opens its own Dataset."""
 
-    def __init__(self, folder: Path, name: str, vocab_size: int, shards: dict[str, tuple[Shard, ...]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        vocab_size: int,
+        shards: dict[str, tuple[Shard, ...]],
+        *,
+        index: Index | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """index: None for foreign files. tokenizer: of foreign files, if they have one."""
         self.folder, self.name = folder, name
         self.vocab_size = vocab_size
-        """Ids are below this."""
+        """Ids are less than this."""
         self.train, self.validation = (TokenStream(split, shards[split], vocab_size) for split in SPLITS)
+        self.index = index
+        """The content of index.json; None for foreign files."""
+        self._tokenizer = tokenizer
 
     @staticmethod
     def open(folder: Path | str, vocab_size: int = 0) -> "Dataset":
-        """Returns the data set of a folder. `vocab_size` is what the user gave (--model.vocab-size; 0: nothing).
+        """Returns the data set of a folder. vocab_size: from --model.vocab-size (0: not given), for folders that do not
+        tell it.
 
-        It counts where nothing in the folder tells the vocabulary. Raises UserError where it is smaller than what the
-        folder tells, where it is missing, where the folder is no data set or was not prepared to the end, or where a
-        shard is missing, truncated, somebody else's, made with another tokenizer, or not as listed.
+        Raises UserError if vocab_size is missing, or smaller than the folder's; if the folder is no data set or
+        unfinished; if a shard is missing, truncated, not as listed, or of another data set or tokenizer; and for an id
+        beyond the vocabulary (see `content.require_known_ids`).
         """
         root = Path(os.path.expanduser(folder))
         is_complete = (root / INDEX).is_file()
         if not is_complete and (root / WORK).is_dir():
             raise UserError(foreign.unfinished(root))
         files = None if is_complete else foreign.find_foreign(root)
-        opened: Dataset = PreparedDataset(root) if files is None else ForeignDataset(files, vocab_size)
+        opened = _open_prepared(root) if files is None else _open_foreign(files, vocab_size)
         if 0 < vocab_size < opened.vocab_size:
             raise UserError(
                 f"model.vocab-size is {vocab_size}, smaller than the data's vocabulary ({opened.vocab_size} in "
                 f"{opened.name}); use at least that, or 0 for exactly that"
             )
+        content.require_known_ids((opened.train, opened.validation), opened.vocab_size)
         return opened
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """sha256 hex over the content: vocabulary, tokenizer, shards in order. Equal on two hosts: equal data."""
-
-    @property
-    @abstractmethod
-    def tokenizer_json(self) -> str | None:
-        """The tokenizer.json that made it; None where it came without one."""
-
-    @property
-    @abstractmethod
-    def end_of_text(self) -> int | None:
-        """The id that begins each document; None where none is known to."""
-
-    @property
-    @abstractmethod
-    def token_bytes(self) -> npt.NDArray[np.uint16] | None:
-        """(vocab_size,) bytes of text of each id, 0 for special tokens; None where nobody knows them."""
-
-    @abstractmethod
-    def documents(self, split: str) -> Documents:
-        """The documents of "train" or "validation". Raises UserError where nobody knows where they begin."""
-
-    @abstractmethod
-    def verify(self, progress: Progress = lambda _: None) -> None:
-        """Reads every byte. Raises UserError naming the first shard, and the place in it, that is not as it should."""
-
-    def tokenizer(self) -> Tokenizer:
-        """Raises UserError where the data set has none."""
-        json = self.tokenizer_json
-        if json is None:
-            raise UserError(f"data set {self.folder} came without a tokenizer: its ids can not be turned into text")
-        return Tokenizer(json)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all shards; what `verify` reads of them."""
-        return sum(
-            shard.first_byte + shard.num_tokens * shard.dtype.itemsize
-            for stream in (self.train, self.validation)
-            for shard in stream.shards
-        )
-
-
-class PreparedDataset(Dataset):
-    """A folder with an index.json, as `paceline data prepare` makes it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.index: Index = read_index(folder)
-        sha256 = self.index.tokenizer.sha256 if self.index.tokenizer else ""
-        shards = {
-            split: tuple(_listed(folder, record, sha256) for record in self.index.splits[split].shards)
-            for split in SPLITS
-        }
-        super().__init__(folder, self.index.name, self.index.vocab_size, shards)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Made from the index alone; `verify` holds the files against it."""
+        """sha256 hex over vocabulary, tokenizer and shards in order; equal on hosts with equal data. For prepared data
+        it uses the index alone, which `verify` compares with the files; for other data names, sizes and samples."""
+        if self.index is None:
+            return foreign.fingerprint((self.train, self.validation), self.vocab_size)
         tokenizer = self.index.tokenizer.sha256 if self.index.tokenizer else "-"
         lines = [f"vocab {self.vocab_size}", f"tokenizer {tokenizer}"]
         for split in SPLITS:
@@ -143,42 +101,58 @@ class PreparedDataset(Dataset):
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
+    def content_digest(self) -> str:
+        """sha256 hex over a sample of the shards' bytes, which the fingerprint of prepared data does not read."""
+        return content.digest((self.train, self.validation))
+
+    @cached_property
     def tokenizer_json(self) -> str | None:
-        """Raises UserError where the file is not the one that made the data."""
-        record = self.index.tokenizer
-        if record is None:
-            return None
-        path = self.folder / record.file
+        """The tokenizer.json of the data set; None if it has none. Raises UserError if the file was changed."""
+        if self.index is None or self.index.tokenizer is None:
+            return self._tokenizer.json if self._tokenizer else None
+        path, listed = self.folder / self.index.tokenizer.file, self.index.tokenizer.sha256
         try:
-            content = path.read_bytes()
+            found = path.read_bytes()
         except OSError as error:
             raise UserError(f"{path} can not be read: {error.strerror}") from error
-        found = hashlib.sha256(content).hexdigest()
-        if found != record.sha256:
+        sha256 = hashlib.sha256(found).hexdigest()
+        if sha256 != listed:
             raise UserError(
-                f"{path} has sha256 {found[:16]}, {INDEX} lists {record.sha256[:16]}: "
-                f"it was changed after the data was made"
+                f"{path} has sha256 {sha256[:16]}, {INDEX} lists {listed[:16]}: it was changed after the data was made"
             )
-        return content.decode()
+        return found.decode()
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError if the data set has none."""
+        if self.tokenizer_json is None:
+            raise UserError(f"data set {self.folder} came without a tokenizer: its ids can not be turned into text")
+        return Tokenizer(self.tokenizer_json)
 
     @property
     def end_of_text(self) -> int | None:
-        return self.index.tokenizer.end_of_text if self.index.tokenizer else None
+        """The id that begins documents; None if unknown."""
+        return self.index.tokenizer.end_of_text if self.index and self.index.tokenizer else None
 
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.uint16] | None:
+        """(vocab_size,) bytes of text of each id, 0 for special tokens; None if unknown."""
+        if self.index is None:
+            return self._of_all_ids(self._tokenizer.token_bytes()) if self._tokenizer else None
         if self.index.token_bytes is None:
             return None
-        lengths = _load(self.folder / self.index.token_bytes)
+        path = self.folder / self.index.token_bytes
+        lengths = _load(path)
         if lengths.shape != (self.vocab_size,) or lengths.dtype != np.uint16:
-            raise UserError(
-                f"{self.folder / self.index.token_bytes} holds {lengths.dtype} {lengths.shape}, not uint16 "
-                f"({self.vocab_size},)"
-            )
+            raise UserError(f"{path} holds {lengths.dtype} {lengths.shape}, not uint16 ({self.vocab_size},)")
         return lengths
 
     def documents(self, split: str) -> Documents:
-        """A document may run on over shards, which have their own files of beginnings."""
+        """Returns the documents of "train" or "validation". Raises UserError if their beginnings are unknown."""
+        if self.index is None:
+            raise UserError(
+                f"data set {self.folder} does not say where its documents begin; data.packing bestfit and "
+                f"data.mask-documents need a data set made by `paceline data prepare`"
+            )
         starts, before = [np.empty(0, dtype=np.int64)], 0
         for record in self.index.splits[split].shards:
             starts.append(_starts(self.folder, record) + before)
@@ -186,74 +160,86 @@ class PreparedDataset(Dataset):
         joined = np.concatenate(starts)
         return Documents(joined, np.diff(joined, append=np.int64(before)))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards, all of which `verify` reads."""
+        shards = (*self.train.shards, *self.validation.shards)
+        return sum(shard.first_byte + shard.num_tokens * shard.dtype.itemsize for shard in shards)
+
     def verify(self, progress: Progress = lambda _: None) -> None:
-        """Holds shards and beginnings against their checksums, the beginnings against the tokens, and the tokenizer."""
-        if self.token_bytes is not None and self.tokenizer_json is not None:
-            known = self.tokenizer().token_bytes()
-            if not np.array_equal(self.token_bytes[: known.size], known) or self.token_bytes[known.size :].any():
-                raise UserError(
-                    f"{self.folder / str(self.index.token_bytes)} is damaged: it does not have the lengths of the "
-                    f"tokenizer's tokens; prepare the data anew"
-                )
+        """Reads every byte: checks shards and document beginnings by their checksums, if there are any, each token
+        against the vocabulary, each beginning against its token, and token_bytes against the tokenizer. Raises
+        UserError naming the first wrong shard and the place in it."""
+        listed = self.token_bytes if self.index and self.tokenizer_json is not None else None
+        if listed is not None and not np.array_equal(listed, self._of_all_ids(self.tokenizer().token_bytes())):
+            raise UserError(
+                f"{self.folder / TOKEN_BYTES} is damaged: it does not have the lengths of the tokenizer's tokens; "
+                f"prepare the data anew"
+            )
         for split, stream in zip(SPLITS, (self.train, self.validation), strict=True):
-            for shard, record in zip(stream.shards, self.index.splits[split].shards, strict=True):
-                path = self.folder / record.starts
-                try:
-                    starts_sha256 = sha256_of(path)
-                except OSError as error:
-                    raise UserError(f"{path} can not be read: {error.strerror}") from error
-                _require_sha256(path, starts_sha256, record.starts_sha256)
-                starts = _starts(self.folder, record)
-                found, wrong = _examine(shard, self.vocab_size, starts, self.end_of_text, progress)
-                _require_sha256(shard.path, found, record.sha256)
-                if wrong:
-                    raise UserError(wrong)
+            records = self.index.splits[split].shards if self.index else [None] * len(stream.shards)
+            for shard, record in zip(stream.shards, records, strict=True):
+                self._verify_shard(shard, record, progress)
 
+    def _verify_shard(self, shard: Shard, record: ShardRecord | None, progress: Progress) -> None:
+        starts = np.empty(0, dtype=np.int64)
+        if record is not None:
+            path = self.folder / record.starts
+            try:
+                sha256 = sha256_of(path)
+            except OSError as error:
+                raise UserError(f"{path} can not be read: {error.strerror}") from error
+            _require_sha256(path, sha256, record.starts_sha256)
+            starts = _starts(self.folder, record)
+        digest = hashlib.sha256(_first_bytes(shard))
+        progress(shard.first_byte)
+        wrong = ""
+        buffer: Tokens = np.empty(_VERIFIED_BYTES // shard.dtype.itemsize, dtype=shard.dtype)
+        for begin in range(0, shard.num_tokens, buffer.size):
+            tokens = buffer[: shard.num_tokens - begin]
+            shard.fill(tokens, begin)
+            digest.update(tokens.data)
+            wrong = wrong or self._wrong_tokens(shard, begin, tokens, starts)
+            progress(tokens.nbytes)
+        if record is not None:
+            _require_sha256(shard.path, digest.hexdigest(), record.sha256)
+        if wrong:
+            raise UserError(wrong)
 
-class ForeignDataset(Dataset):
-    """A folder of nanoGPT's or llm.c's token files."""
+    def _wrong_tokens(self, shard: Shard, begin: int, tokens: Tokens, starts: Int64s) -> str:
+        """Describes wrong tokens from `begin` on: an id too large, a document without its token; or ""."""
+        if int(tokens.max()) >= self.vocab_size:
+            return wrong_id(shard, begin + int(np.argmax(tokens >= self.vocab_size)), self.vocab_size)
+        if self.end_of_text is None:
+            return ""
+        within = starts[np.searchsorted(starts, begin) : np.searchsorted(starts, begin + tokens.size)] - begin
+        places = within[tokens[within] != self.end_of_text]
+        if not places.size:
+            return ""
+        place = int(places[0])
+        return (
+            f"shard {shard.path} has id {int(tokens[place])} at token {begin + place}, where a document should begin "
+            f"with {self.end_of_text}: the list of documents is of other data; prepare it anew"
+        )
 
-    def __init__(self, files: foreign.ForeignFiles, vocab_size: int) -> None:
-        """`vocab_size` counts where the folder has no meta.pkl."""
-        self._shards = foreign.open_shards(files)
-        self._vocabulary = foreign.vocabulary(files.folder, vocab_size)
-        super().__init__(files.folder, files.folder.resolve().name, self._vocabulary.size, self._shards)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Made from names, sizes and samples: there are no checksums."""
-        return foreign.fingerprint(self._shards, self.vocab_size)
-
-    @property
-    def tokenizer_json(self) -> str | None:
-        return self._vocabulary.tokenizer.json if self._vocabulary.tokenizer else None
-
-    @property
-    def end_of_text(self) -> int | None:
-        return None
-
-    @cached_property
-    def token_bytes(self) -> npt.NDArray[np.uint16] | None:
-        if self._vocabulary.tokenizer is None:
-            return None
+    def _of_all_ids(self, known: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+        """Extends a tokenizer's token_bytes to a larger vocabulary."""
         lengths = np.zeros(self.vocab_size, dtype=np.uint16)
-        known = self._vocabulary.tokenizer.token_bytes()
         lengths[: known.size] = known[: self.vocab_size]
         return lengths
 
-    def documents(self, split: str) -> Documents:
-        raise UserError(
-            f"data set {self.folder} does not say where its documents begin; data.packing bestfit and "
-            f"data.mask-documents need a data set made by `paceline data prepare`"
-        )
 
-    def verify(self, progress: Progress = lambda _: None) -> None:
-        """Holds every token against the vocabulary: there are no checksums."""
-        for stream in (self.train, self.validation):
-            for shard in stream.shards:
-                _, wrong = _examine(shard, self.vocab_size, np.empty(0, dtype=np.int64), None, progress)
-                if wrong:
-                    raise UserError(wrong)
+def _open_prepared(folder: Path) -> Dataset:
+    index = read_index(folder)
+    sha256 = index.tokenizer.sha256 if index.tokenizer else ""
+    shards = {split: tuple(_listed(folder, r, sha256) for r in index.splits[split].shards) for split in SPLITS}
+    return Dataset(folder, index.name, index.vocab_size, shards, index=index)
+
+
+def _open_foreign(files: foreign.ForeignFiles, vocab_size: int) -> Dataset:
+    shards = foreign.open_shards(files)
+    size, tokenizer = foreign.vocabulary(files.folder, vocab_size)
+    return Dataset(files.folder, files.folder.resolve().name, size, shards, tokenizer=tokenizer)
 
 
 def _listed(folder: Path, record: ShardRecord, tokenizer_sha256: str) -> Shard:
@@ -275,7 +261,7 @@ def _load(path: Path) -> npt.NDArray[Any]:
 
 
 def _starts(folder: Path, record: ShardRecord) -> Int64s:
-    """Where in a shard documents begin. Raises UserError where they are not as many as listed, in order and inside."""
+    """Returns the beginnings of documents in a shard. Raises UserError if their number, order or range is wrong."""
     path = folder / record.starts
     starts = _load(path)
     good = starts.dtype == np.int64 and starts.shape == (record.documents,)
@@ -294,45 +280,9 @@ def _require_sha256(path: Path, found: str, listed: str) -> None:
         raise UserError(f"{path} is damaged: its sha256 is {found[:16]}, {INDEX} lists {listed[:16]}")
 
 
-def _examine(
-    shard: Shard, vocab_size: int, starts: Int64s, document_token: int | None, progress: Progress
-) -> tuple[str, str | None]:
-    """Returns a shard's sha256 and what is wrong with its tokens; reads it once, 4 MiB at a time."""
-    digest = hashlib.sha256(_first_bytes(shard))
-    wrong = None
-    piece: Tokens = np.empty(_PIECE_BYTES // shard.dtype.itemsize, dtype=shard.dtype)
-    progress(shard.first_byte)
-    for begin in range(0, shard.num_tokens, piece.size):
-        tokens = piece[: shard.num_tokens - begin]
-        shard.fill(tokens, begin)
-        digest.update(tokens.data)
-        wrong = wrong or _wrong_tokens(shard, begin, tokens, vocab_size, starts, document_token)
-        progress(tokens.nbytes)
-    return digest.hexdigest(), wrong
-
-
 def _first_bytes(shard: Shard) -> bytes:
     try:
         with shard.path.open("rb") as file:
             return file.read(shard.first_byte)
     except OSError as error:
         raise UserError(f"shard {shard.path} can not be read: {error.strerror}") from error
-
-
-def _wrong_tokens(
-    shard: Shard, begin: int, tokens: Tokens, vocab_size: int, starts: Int64s, document_token: int | None
-) -> str | None:
-    """What is wrong with tokens begin, begin+1, ... of a shard: an id too large, a document without its token."""
-    if int(tokens.max()) >= vocab_size:
-        return wrong_id(shard, begin + int(np.argmax(tokens >= vocab_size)), vocab_size)
-    if document_token is None:
-        return None
-    within = starts[np.searchsorted(starts, begin) : np.searchsorted(starts, begin + tokens.size)] - begin
-    places = within[tokens[within] != document_token]
-    if not places.size:
-        return None
-    place = int(places[0])
-    return (
-        f"shard {shard.path} has id {int(tokens[place])} at token {begin + place}, where a document should begin with "
-        f"{document_token}: the list of documents is of other data; prepare it anew"
-    )

@@ -1,31 +1,31 @@
-"""Data sets on the Hugging Face hub: which files they have, and their bytes, fetched as they are read."""
+"""Data sets on the Hugging Face hub: lists of their files, and their bytes, fetched while reading."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from paceline.base.errors import UserError
 
 PREFIX = "hf://"
 SPEC = "hub:"
-_CONVERTED = "refs/convert/parquet"  # the hub makes Parquet of most data sets that are something else
-_RANGE_BYTES = 4 << 20  # a request fetches this beyond what is read
+_CONVERTED = "refs/convert/parquet"  # the hub's Parquet copy of data sets in other formats
+_RANGE_BYTES = 4 << 20  # added to each request
 
 
 def is_hub(path: str) -> bool:
-    """Whether a path is one on the hub."""
     return path.startswith(PREFIX)
 
 
 def is_spec(spec: str) -> bool:
-    """Whether a person names a data set on the hub: hub:ORG/NAME[:GLOB], or hf://datasets/ORG/NAME[/GLOB]."""
+    """Whether a spec names a data set on the hub: hub:ORG/NAME[:GLOB], or hf://datasets/ORG/NAME[/GLOB]."""
     return spec.startswith((SPEC, PREFIX))
 
 
-def list_files(spec: str, suffixes: tuple[str, ...]) -> tuple[str, list[tuple[str, str, int, str]]]:
+def list_files(spec: str, is_known: Callable[[str], bool]) -> tuple[str, list[tuple[str, str, int, str]]]:
     """Returns the repository ORG/NAME, and (name in it, hf:// path, bytes, stamp) of the files that `spec` names.
 
-    Without a pattern those with one of `suffixes`, sorted by name; where there are none, the Parquet files that the
-    hub made of them. Raises UserError for a name that is none, and where the hub does not answer or refuses.
+    Without a pattern: the files with known names, sorted; if there are none, the hub's Parquet copies. Raises UserError
+    for a malformed name, or if the hub fails or refuses.
     """
     repository, pattern = _parse(spec)
     root = f"datasets/{repository}"
@@ -34,13 +34,13 @@ def list_files(spec: str, suffixes: tuple[str, ...]) -> tuple[str, list[tuple[st
         if pattern:
             return repository, _listed(system.glob(f"{root}/{pattern}", detail=True), root)
         found = _listed(system.find(root, detail=True), root)
-        usable = [file for file in found if file[0].lower().endswith(suffixes)]
+        usable = [file for file in found if is_known(file[0])]
         if not usable:
             root = f"{root}@{_CONVERTED.replace('/', '%2F')}"
             usable = _converted(system, root)
     except UserError:
         raise
-    except Exception as error:  # the hub's own, its HTTP client's and the system's, with no common class
+    except Exception as error:  # of the hub, its HTTP client or the system; no common class
         raise UserError(message(f"{PREFIX}{root}", error)) from error
     return repository, usable
 
@@ -58,12 +58,12 @@ def _parse(spec: str) -> tuple[str, str]:
 def _converted(system: Any, root: str) -> list[tuple[str, str, int, str]]:
     try:
         return [file for file in _listed(system.find(root, detail=True), root) if file[0].endswith(".parquet")]
-    except FileNotFoundError:  # the hub made none
+    except FileNotFoundError:  # no Parquet copy
         return []
 
 
 def _listed(found: dict[str, Any], root: str) -> list[tuple[str, str, int, str]]:
-    """Sorted by name; the stamp is the content's own hash."""
+    """Files sorted by name; the stamp is the hash of the content."""
     files = []
     for path, entry in sorted(found.items()):
         if entry["type"] == "file" and entry["size"]:
@@ -73,7 +73,7 @@ def _listed(found: dict[str, Any], root: str) -> list[tuple[str, str, int, str]]
 
 
 def open_file(path: str) -> Any:
-    """The file's bytes: read(size), seek, tell; fetched a few MiB at a time, as they are read."""
+    """Returns a file with read(size), seek and tell, which fetches a few MiB at a time."""
     return _file_system().open(path, "rb", block_size=_RANGE_BYTES)
 
 
@@ -86,11 +86,11 @@ def _file_system() -> Any:
 
 
 def message(path: str, error: Exception) -> str:
-    """What is said when the hub does not give a file or a listing."""
+    """Returns the error message if the hub does not give a file or a listing."""
     reason = " ".join(str(error).split())[:200]
     name = type(error).__name__
     if "Gated" in name or getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
         return f"{path} on the hub is gated or private: accept its terms there and log in (`hf auth login`): {reason}"
     if isinstance(error, FileNotFoundError) or "NotFound" in name:
         return f"{path} is not on the hub, or is private (`hf auth login`): {reason}"
-    return f"{path} could not be had from the hub ({name}: {reason}); try again: what was prepared is kept"
+    return f"{path} could not be read from the hub ({name}: {reason}); try again: what was prepared is kept"

@@ -1,5 +1,6 @@
-"""This rank's micro-batches of any step. The loader has no state: the step's number says everything."""
+"""This rank's micro-batches of any step, a function of the step number: the loader has no state."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,15 +11,15 @@ from paceline.data.plan import BatchPlan
 from paceline.data.sequences import Places, Sequences
 from paceline.data.stream import Int64s
 
-_LOCATED_AT_ONCE = 4096  # sequences: the permutation costs 100 us for 8 of them and 390 us for 4096
+_LOCATED_AT_ONCE = 4096  # sequences, since computing a permutation has a fixed cost a call
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`targets` are `tokens` one further on; `positions` count the run's sequences from 0.
+    """`targets` are `tokens` shifted by one; `positions` count the run's sequences from 0.
 
-    A position belongs to a sequence in its step, at any world size: dropout is keyed by it. `documents` counts the
-    documents of a sequence: equal numbers may attend to each other. None: all may.
+    A position does not depend on the world size: it is the key of dropout. `documents` numbers the documents of a
+    sequence: equal numbers may attend to each other. None: all may.
     """
 
     tokens: torch.Tensor  # (batch, seq) int64
@@ -27,32 +28,29 @@ class MicroBatch:
     documents: torch.Tensor | None  # (batch, seq) int32
 
     def pinned(self) -> "MicroBatch":
-        """The same in memory from which CUDA copies while others go on."""
-        documents = None if self.documents is None else self.documents.pin_memory()
-        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), self.positions.pin_memory(), documents)
+        """The same in pinned memory, from which CUDA copies asynchronously."""
+        return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on the device; from pinned memory without waiting, and torch keeps that until the copy is done."""
+        """The same on the device; copied asynchronously from pinned memory, which torch keeps until it is done."""
         if device == self.tokens.device:
             return self
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return MicroBatch(
-            self.tokens.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            documents,
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        documents = None if self.documents is None else change(self.documents)
+        return MicroBatch(change(self.tokens), change(self.targets), change(self.positions), documents)
 
 
 def read_batch(sequences: Sequences, places: Places, positions: Int64s) -> MicroBatch:
-    """Returns these sequences, each T+1 tokens read, on the CPU; `positions` (n,) go along."""
+    """Returns these sequences, each read as T+1 tokens, on the CPU, with their `positions` (n,)."""
     block = sequences.read(places)
     documents = None
     if sequences.document_token is not None:
         begins = block[:, :-1] == sequences.document_token
         documents = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
     return MicroBatch(
-        torch.from_numpy(block[:, :-1].astype(np.int64)),  # two widenings, and no copy of what is wide already
+        torch.from_numpy(block[:, :-1].astype(np.int64)),  # slices first: those of a wide array would be copied again
         torch.from_numpy(block[:, 1:].astype(np.int64)),
         torch.from_numpy(positions),
         documents,
@@ -60,18 +58,16 @@ def read_batch(sequences: Sequences, places: Places, positions: Int64s) -> Micro
 
 
 class _Located(NamedTuple):
-    """This rank's sequences of some steps, one step after the other."""
+    """This rank's sequences of some consecutive steps."""
 
-    number: int  # of the run of steps
+    number: int  # of the group of steps
     positions: Int64s
     places: Places
 
 
 class Loader:
-    """Gives this rank its own sequences of a step and reads no others.
-
-    What a batch costs does not depend on the world's size: this rank's sequences alone are located and read.
-    """
+    """Reads this rank's own sequences of a step. The cost of a batch does not depend on the world size: only this
+    rank's sequences are located and read."""
 
     def __init__(
         self, sequences: Sequences, plan: BatchPlan, rank: int, seed: int, device: torch.device | str = "cpu"
@@ -80,7 +76,7 @@ class Loader:
         self.device = torch.device(device)
         self._in_step = plan.micro_batches(rank)
         self._first = self._in_step[0].start if self._in_step else 0
-        self._per_step = self._in_step[-1].stop - self._first if self._in_step else 0  # a rank's places are consecutive
+        self._per_step = self._in_step[-1].stop - self._first if self._in_step else 0  # consecutive for a rank
         self._num_steps = max(1, _LOCATED_AT_ONCE // max(1, self._per_step))
         self._located = _Located(-1, np.empty(0, np.int64), Places(np.empty(0, np.int64), np.empty(0, np.int64)))
 
@@ -90,17 +86,13 @@ class Loader:
         return self.sequences.seq_len
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a step (0, 1, ...) in order, on the device; empty where the plan gives it none.
-
-        The set of sequences of a step, and which of them share a micro-batch, do not depend on the world size.
-        """
+        """Returns this rank's micro-batches of a step (0, 1, ...) in order, on the device; empty if the plan gives it
+        none. The sequences of a step and of its micro-batches do not depend on the world size."""
         return [batch.to(self.device) for batch in self.host_batches(step)]
 
     def host_batches(self, step: int) -> list[MicroBatch]:
-        """The same before they go to the device: on the CPU, in pinned memory where the device is CUDA.
-
-        Any thread may call it.
-        """
+        """Returns the same before the copy to the device: on the CPU, in pinned memory if the device is CUDA. Any
+        thread may call it."""
         number, within = divmod(step, self._num_steps)
         located = self._located
         if located.number != number:
@@ -114,7 +106,7 @@ class Loader:
         return batches
 
     def _locate(self, number: int) -> _Located:
-        """Remembered, because it is dear for a few sequences; a pure function, so it is no state."""
+        """Cached, because it is slow for a few sequences."""
         steps = np.arange(number * self._num_steps, (number + 1) * self._num_steps, dtype=np.int64)
         in_step = np.arange(self._first, self._first + self._per_step, dtype=np.int64)
         positions = (steps[:, None] * self.plan.global_batch_size + in_step).ravel()
@@ -122,17 +114,16 @@ class Loader:
 
 
 class FixedBatches:
-    """The sequences that are evaluated on: the same ones every time."""
+    """The sequences of every evaluation, always the same."""
 
     def __init__(self, sequences: Sequences, max_sequences: int, device: torch.device | str = "cpu") -> None:
         self.sequences, self.device = sequences, torch.device(device)
         self._places = sequences.fixed(max_sequences)
 
     def __len__(self) -> int:
-        """Sequences in all."""
         return len(self._places)
 
     def micro_batch(self, which: range) -> MicroBatch:
-        """Returns the sequences of these numbers, 0..len-1, on the device; not empty."""
+        """Returns the sequences of these numbers, 0..len-1, on the device; `which` is not empty."""
         numbers = np.arange(which.start, which.stop, which.step, dtype=np.int64)
         return read_batch(self.sequences, self._places[numbers], numbers).to(self.device)

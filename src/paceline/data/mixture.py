@@ -1,14 +1,12 @@
-"""Several data sets mixed by weight: which of them stands at a position of the run, and how many of it came before.
+"""Several data sets mixed by weight: the data set at a position of the run, and how many of its sequences came before.
 
-The first data set, of share a, has c(n) = floor(a n + 1/2) of the first n positions, so position p is its own where
-c(p + 1) > c(p): the evenest spacing there is (a Sturmian, or Beatty, sequence). The positions that it leaves, counted
-anew, are shared in the same way between the others. So of every prefix of the run, data set i has its weight to within
-(i + 1) / 2 positions; there is no state, and nothing is drawn. Another order of the data sets moves them between
-neighbouring positions, and changes the counts by no more than that.
+The first data set, of share a, has c(n) = floor(a n + 1/2) of the first n positions, so it has position p if c(p + 1) >
+c(p): the most even spacing (a Sturmian, or Beatty, sequence). The remaining positions, counted from 0, are divided
+among the other data sets in the same way. So in every prefix of the run data set i has its weight to within (i + 1) / 2
+positions, without state or random numbers. Another order of the data sets changes neighbouring positions only.
 
-The pattern is periodic where weights are simple: 1 to 1 alternates. That does no harm: a micro-batch of consecutive
-positions has its share of every data set, and is as well mixed as can be. Which sequences these are is another's
-affair, and random (see order.py).
+With simple weights the pattern is periodic: 1 to 1 alternates. A micro-batch of consecutive positions has its share of
+every data set. order.py chooses the sequences at random.
 """
 
 import math
@@ -21,27 +19,24 @@ from paceline.base.errors import UserError
 
 Int64s = npt.NDArray[np.int64]
 
-# Shares are whole numbers of 2**-30, so that no product below leaves 63 bits. A count is off by n * 2**-31 for that.
+# Shares are integers in units of 2**-30, so that all products below fit in 63 bits. This changes a count by n * 2**-31.
 _BITS = 30
 _ONE = 1 << _BITS
-_MIN_SHARE = 1e-6  # rounded to 2**-30, this is right to 0.05%
+_MIN_SHARE = 1e-6  # rounding to 2**-30 keeps it right to 0.05%
 
 
 class Mixture:
-    """Data sets 0, 1, ... with these weights, of any sum. One alone has every position."""
+    """Data sets 0, 1, ... with these weights, of any sum."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Raises UserError for a weight that is not a positive number, or less than a millionth of all."""
+        """Raises UserError if a weight is not a positive number, or less than a millionth of the sum."""
         self.weights = tuple(weights)
         _check(self.weights)
-        # Of the positions that those before leave; the last takes all of the rest.
+        # Shares of the positions that earlier data sets leave; the last takes the rest.
         self._shares = [round(w / math.fsum(weights[i:]) * _ONE) for i, w in enumerate(weights[:-1])]
 
     def locate(self, positions: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        """Returns, for positions 0..2**62-1 (n,), the data set at each and how many of it came before; int64 (n,) both.
-
-        64 positions take 11 us with two data sets, 67 us with eight.
-        """
+        """Returns, for each position 0..2**62-1 (n,), its data set and number there; int64 (n,) both."""
         rest = np.asarray(positions, dtype=np.int64).copy()
         sources = np.full(rest.shape, len(self._shares), dtype=np.int64)
         open_ = np.arange(rest.size)
@@ -54,7 +49,7 @@ class Mixture:
         return sources, rest
 
     def counts(self, num_positions: int) -> tuple[int, ...]:
-        """Returns how many of the first num_positions positions each data set has."""
+        """Returns each data set's number of the first num_positions positions."""
         found, rest = [], num_positions
         for share in self._shares:
             found.append(int(_count(share, np.array([rest], dtype=np.int64))[0]))
@@ -71,7 +66,7 @@ def _check(weights: tuple[float, ...]) -> None:
 
 
 def _count(share: int, num_positions: Int64s) -> Int64s:
-    """floor(share / 2**30 * n + 1/2), exact: n = high * 2**30 + low, and high * share is whole."""
+    """floor(share / 2**30 * n + 1/2), exact: n = high * 2**30 + low, and high * share is an integer."""
     high, low = num_positions >> _BITS, num_positions & (_ONE - 1)
     counted: Int64s = high * share + ((low * share + (_ONE >> 1)) >> _BITS)
     return counted

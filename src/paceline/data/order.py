@@ -1,10 +1,10 @@
-"""The order of sequences: a pure function of (seed, epoch, position), with no list of anything kept.
+"""The order of sequences: a pure function of (seed, epoch, position); no list is stored.
 
-An epoch is a keyed permutation of the sequence ids, computed for the asked positions only. It is a Feistel network on
-a grid of rows x columns: a round adds to one coordinate a keyed hash of the other, which can be undone, so the whole is
-a bijection of the grid. The grid is near-square with hardly more than `size` cells (powers of two would waste up to
-three quarters of them). A result outside 0..size-1 is permuted again until it falls inside, which keeps the bijection
-("cycle walking"; grid and walk are in Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+An epoch is a keyed permutation of the sequence ids, computed for the given positions only. It is a Feistel network on a
+grid of rows x columns: each round adds to one coordinate a keyed hash of the other, which is invertible, so it is a
+bijection of the grid. The near-square grid has few more than `size` cells. A result outside 0..size-1 is permuted again
+until it falls inside, which is still a bijection ("cycle walking"; grid and walk are in Black & Rogaway 2002, "Ciphers
+with Arbitrary Finite Domains").
 """
 
 import math
@@ -18,10 +18,10 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 MAX_SIZE = 1 << 62
-NUM_ROUNDS = 12  # 4 satisfy theory on large grids; grids of a few cells need more to come near uniform (see the tests)
+NUM_ROUNDS = 12  # 4 are enough in theory on large grids; tiny grids need more to be near uniform
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment (Steele, Lea & Flood 2014), which keeps round keys apart
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment (Steele, Lea & Flood 2014); makes round keys differ
 
 
 def _hash(values: UInt64s, round_key: UInt64s | np.uint64) -> UInt64s:
@@ -33,13 +33,13 @@ def _hash(values: UInt64s, round_key: UInt64s | np.uint64) -> UInt64s:
 
 
 def _round_keys(keys: list[int]) -> UInt64s:
-    """(NUM_ROUNDS, len(keys)): the keys of each round, for each permutation."""
+    """(NUM_ROUNDS, len(keys)): the round keys of each permutation."""
     increments = np.arange(1, NUM_ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _hash(np.array([key & _MASK for key in keys], dtype=np.uint64) + increments[:, None], np.uint64(0))
 
 
 def _shuffle_grid(cells: UInt64s, rows: int, columns: int, round_keys: UInt64s) -> UInt64s:
-    """One pass of the network over cell numbers 0..rows*columns-1; round_keys (NUM_ROUNDS, 1 or one for each cell)."""
+    """One pass of the network over cells 0..rows*columns-1; round_keys (NUM_ROUNDS, 1 or one a cell)."""
     row, column = cells // np.uint64(columns), cells % np.uint64(columns)
     for i, round_key in enumerate(round_keys):
         if i % 2 == 0:
@@ -51,12 +51,12 @@ def _shuffle_grid(cells: UInt64s, rows: int, columns: int, round_keys: UInt64s) 
 
 
 def _permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
-    """`permute` of index (n,), with the round keys of one permutation for all or of one for each."""
+    """`permute` of index (n,), with one permutation's round keys for all, or one's for each."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     cells = _shuffle_grid(index.astype(np.uint64), rows, columns, round_keys)
     outside = np.flatnonzero(cells >= np.uint64(size))
-    while outside.size:  # fewer than `rows` cells of the grid lie outside, so a second pass is rare but for tiny sizes
+    while outside.size:  # rare except for tiny sizes: fewer than `rows` cells lie outside
         keys = round_keys if round_keys.shape[1] == 1 else round_keys[:, outside]
         cells[outside] = _shuffle_grid(cells[outside], rows, columns, keys)
         outside = outside[cells[outside] >= np.uint64(size)]
@@ -64,10 +64,8 @@ def _permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
 
 
 def permute(index: npt.ArrayLike, size: int, key: int) -> Int64s:
-    """Returns where the keyed permutation of 0..size-1 sends each index; same shape, int64.
-
-    Memory is that of `index`, whatever the size (1 to 2**62). Raises ValueError for an index outside 0..size-1.
-    """
+    """Returns where the keyed permutation of 0..size-1 maps each index; same shape, int64. Memory depends on `index`
+    only, not on size (1 to 2**62). Raises ValueError for an index outside 0..size-1."""
     if not 1 <= size <= MAX_SIZE:
         raise ValueError(f"size {size} is not in 1..2**62")
     wanted = np.asarray(index, dtype=np.int64)
@@ -79,9 +77,8 @@ def permute(index: npt.ArrayLike, size: int, key: int) -> Int64s:
 def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
     """Returns the sequence ids (n,) at these positions (n,) of a data set's run, in any order and from any epochs.
 
-    A position counts the sequences that the run has taken from the data set, from 0. It runs through the epochs, each a
-    permutation of its own of all `num_sequences` sequences. With one data set it is the run's own position: step *
-    global_batch_size + place in the step. 0.1 us a position where thousands are asked for at once, 13 where 8 are.
+    A position counts the sequences that the run takes from the data set, from 0. Each epoch is its own permutation of
+    all `num_sequences` sequences. With one data set: position = step * global_batch_size + place in the step.
     """
     if num_sequences < 1 or (positions.size and int(positions.min()) < 0):
         raise ValueError(f"positions are not negative and num_sequences {num_sequences} is positive")
@@ -92,6 +89,6 @@ def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
 
 
 def source_seed(seed: int, number: int) -> int:
-    """Returns the seed of the order of the run's data set `number`: the first one's is the run's own, so that a mixture
-    of one is no mixture; the others must not walk in step with it."""
+    """Returns the seed of data set `number`'s order: the run's seed for the first, so that a mixture of one equals the
+    data set alone; other seeds for the others, so that their orders are independent."""
     return seed if number == 0 else seed_key("order", seed, "source", number)

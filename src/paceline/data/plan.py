@@ -1,4 +1,4 @@
-"""Which rank computes which sequences of a step. Pure arithmetic, so that any rank can say what every rank does."""
+"""Assigns the sequences of a step to ranks. Pure arithmetic, so that each rank knows every rank's part."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,11 @@ from paceline.base.errors import UserError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Deals the sequences 0..global_batch_size-1 of a step to ranks: every sequence once, at any world size.
+    """Assigns each of the sequences 0..global_batch_size-1 of a step to one rank, at any world size.
 
-    A step is cut into consecutive micro-batches of `device_batch_size` sequences, the last one smaller where it does
-    not divide. Where micro-batches begin and end does not depend on the world size: the same sums are made everywhere,
-    only by other ranks. Ranks take consecutive runs of micro-batches; two ranks differ by at most one, the low ranks
-    have the more, and with more ranks than micro-batches the last ranks have none.
+    A step is divided into consecutive micro-batches of `device_batch_size` sequences; the last may be smaller. They do
+    not depend on the world size, so any world computes the same sums. Ranks take consecutive micro-batches; low ranks
+    may have one more, and with more ranks than micro-batches the last ranks have none.
 
     Example: 12 sequences in micro-batches of 5, on 2 ranks:
 
@@ -42,7 +41,7 @@ class BatchPlan:
         return -(-self.global_batch_size // self.device_batch_size)
 
     def _run(self, rank: int) -> range:
-        """The micro-batches of this rank, by number."""
+        """This rank's micro-batches, by number."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
         share, extra = divmod(self.total_micro_batches, self.world_size)
@@ -52,6 +51,10 @@ class BatchPlan:
     def num_micro_batches(self, rank: int) -> int:
         """Micro-batches of this rank in a step; may be 0."""
         return len(self._run(rank))
+
+    def num_sequences(self) -> list[int]:
+        """Sequences of a step, by rank."""
+        return [sum(map(len, self.micro_batches(rank))) for rank in range(self.world_size)]
 
     def micro_batches(self, rank: int) -> list[range]:
         """This rank's micro-batches in order, each the positions of its sequences within the step."""

@@ -1,12 +1,9 @@
-"""Documents to a data set: read in order, encoded on all cores, written in order. Killed, it goes on where it was.
+"""Makes a data set from documents: reads in order, encodes on all cores, writes in order.
 
-    sources -> blocks -> workers -> builder -> shards, and index.json last: a folder with it is complete
-                                       |
-                                   .preparing/progress.json, replaced every few seconds: the place in the
-                                   sources and the lengths of the files, both of one moment
+    find -> blocks -> workers -> build -> shards; index.json comes last: a folder with it is complete
 
-Whoever starts the same preparation again cuts the files back to that moment and reads on from that place. Blocks are a
-pure function of the place and tokens of the block, so the bytes are those of an undisturbed run.
+A restarted preparation resumes after the last complete shard (see build.py); the number of workers does not change the
+result. `.preparing` in the folder has a lock, the request, and the progress.
 """
 
 import errno
@@ -16,8 +13,7 @@ import json
 import math
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import accumulate, islice
@@ -31,10 +27,10 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.base.files import sync
-from paceline.data.blocks import Block, Place, ReadOptions, read_blocks, texts
-from paceline.data.build import Builder, Counts
-from paceline.data.corpora import STANDARD_INPUT, Sources
+from paceline.data.blocks import ReadOptions, documents, read_blocks
+from paceline.data.build import PROGRESS, Builder, Counts
 from paceline.data.encode import Encoder
+from paceline.data.find import describe_left_out
 from paceline.data.recipe import Recipe
 from paceline.data.shard import (
     FORMAT_VERSION,
@@ -48,90 +44,59 @@ from paceline.data.shard import (
     read_index,
     write_index,
 )
-from paceline.data.sources import find, split_text
+from paceline.data.sources import STANDARD_INPUT, Sources
+from paceline.data.split import validation_below
 from paceline.data.tokenizer import Tokenizer, resolve
 from paceline.data.workers import Job, encode_all
 
 TOKENIZER = "tokenizer.json"
-_SAVE_EVERY_S = 2.0
-_COPIED_BYTES = 1 << 20  # of standard input at once
-_SAMPLE_BYTES = 64 << 20  # of text is enough to learn merges from; on more, every n-th block is taken
+_BEGUN = "begun.json"  # the request and the tokenizer
+_COPIED_BYTES = 1 << 20  # of standard input at a time
+_SAMPLE_BYTES = 64 << 20  # of text, enough to learn merges; of more text, every n-th block is read
 
 
 class Report(Protocol):
-    """Who hears how it goes."""
+    """Receives a preparation's messages."""
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Receives a line for the user."""
 
     def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
-        """How much has been read of the sources; total None: unknown."""
+        """Receives how much of the sources has been read; total None: unknown."""
 
 
 class Quiet:
-    """A report that nobody hears."""
+    """Ignores a preparation's messages."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
-        """Nothing."""
-
-
-def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> Sources:
-    """Returns the sources' files, each with its side where that does not depend on the documents' text.
-
-    `validation` names sources of their own for that split. Raises UserError for what can not be found or read.
-    """
-    found = find(specs, format=recipe.format)
-    if not validation:
-        if not recipe.separator:
-            found = replace(found, files=split_text(found.files))
-        (first, *others) = found.files
-        if not others and first.side is None and first.format == "text" and not recipe.separator:
-            raise UserError(
-                f"{first.where} is one document, and the two splits need one each: say what stands between documents "
-                f"(--separator), give --validation SRC, or name an uncompressed file, which is cut"
-            )
-        return found
-    held = find(validation, format=recipe.format)
-    both = {file.path for file in found.files} & {file.path for file in held.files}
-    if both:
-        raise UserError(f"{min(both)} is among the sources and under --validation; it can be on one side only")
-    files = [replace(file, side="train") for file in found.files]
-    files += [replace(file, side="validation") for file in held.files]
-    return Sources(found.name, tuple(files), found.skipped + held.skipped)
+        """Does nothing."""
 
 
 def prepare(
-    sources: Sources,
-    recipe: Recipe,
-    folder: Path,
-    report: Report,
-    *,
-    num_workers: int,
-    restart: bool = False,
-    save_every_s: float = _SAVE_EVERY_S,
+    sources: Sources, recipe: Recipe, folder: Path, report: Report, *, num_workers: int, restart: bool = False
 ) -> Index:
-    """Returns the index of the folder's data set, made if it is not there: from the beginning, or from where a killed
-    preparation stopped. The same bytes for any number of workers.
+    """Returns the index of the folder's data set, made first if it is not complete.
 
-    One process at a time; another gets a UserError, as for a folder that holds something else, sources that changed
-    since the beginning, and whatever is wrong with a document. What was done until then stays and is gone on with.
+    One process at a time: others get a UserError. Also raises UserError if the folder has other content, if sources
+    have changed since the beginning, or for a bad document. Complete shards are kept.
     """
     recipe.check()
+    asked = _asked(sources, recipe)
     if (folder / INDEX).is_file():
-        index = _same(folder, _asked(sources, recipe))
+        index = _same(folder, asked)
         report.say(f"data: {folder} is prepared already")
-        shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a process killed right after the index
+        shutil.rmtree(folder / WORK, ignore_errors=True)  # of a process killed just after it wrote the index
         return index
     try:
         with _work_folder(folder) as work:
-            if (folder / INDEX).is_file():  # by a process that was faster
-                return _same(folder, _asked(sources, recipe))
-            if restart:
-                _clear(folder, work)
-            index = _Preparation(sources, recipe, folder, work, report, num_workers, save_every_s).run()
+            if (folder / INDEX).is_file():  # another process was faster
+                return _same(folder, asked)
+            for line in [*describe_left_out(sources), *_describe_unused(sources, recipe)]:
+                report.say(f"data: {line}")
+            index = _make(sources, recipe, folder, work, report, num_workers, restart)
         shutil.rmtree(work)
         sync(folder)
         return index
@@ -139,8 +104,18 @@ def prepare(
         raise UserError(_disk_message(folder, error)) from error
 
 
+def _describe_unused(sources: Sources, recipe: Recipe) -> list[str]:
+    """Returns a warning if --validation-frac has no effect."""
+    if recipe.validation_frac == Recipe().validation_frac or any(file.side is None for file in sources.files):
+        return []
+    return [
+        f"--validation-frac {recipe.validation_frac:g} has no effect here: text files are split by their names or at "
+        f"their ends, or by --validation"
+    ]
+
+
 def _asked(sources: Sources, recipe: Recipe) -> dict[str, Any]:
-    """What tells one preparation from another."""
+    """Returns what identifies a preparation."""
     files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.side] for f in sources.files]
     return {"format": FORMAT_VERSION, "recipe": asdict(recipe), "sources": _hash(files)}
 
@@ -150,7 +125,7 @@ def _hash(content: Any) -> str:
 
 
 def _same(folder: Path, asked: dict[str, Any]) -> Index:
-    """Returns the index of a complete folder; raises UserError where something else was asked for."""
+    """Returns the index of a complete folder; raises UserError if it is of another request."""
     index = read_index(folder)
     found = {key: index.origin.get(key) for key in ("recipe", "sources")}
     if found != {key: asked[key] for key in found}:
@@ -159,7 +134,7 @@ def _same(folder: Path, asked: dict[str, Any]) -> Index:
 
 
 def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
-    """How what is there differs from what is asked for, in the words of the command line."""
+    """Describes how a found preparation differs from the request, by command-line names."""
     before, now = found.get("recipe") or {}, asked["recipe"]
     for name, value in now.items():
         if before.get(name) != value:
@@ -169,7 +144,7 @@ def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
 
 @contextmanager
 def _work_folder(folder: Path) -> Iterator[Path]:
-    """The folder for what is needed only while a data set is made; held by one process at a time."""
+    """Yields the folder of temporary files, locked for one process."""
     work = folder / WORK
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder, which is made")
@@ -190,150 +165,100 @@ def _work_folder(folder: Path) -> Iterator[Path]:
 
 
 def _disk_message(folder: Path, error: OSError) -> str:
-    where = error.filename or folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {folder} is full; what was done is kept: free some space and give the same command again"
-    return f"{where}: {error.strerror or error}; give an --out that can be written"
+        return f"the disk of {folder} is full; complete shards are kept: free some space and give the same command"
+    return f"{error.filename or folder}: {error.strerror or error}; give an --out that can be written"
 
 
-class _Journal:
-    """Where the work is: one file, replaced whole."""
+def _make(
+    sources: Sources, recipe: Recipe, folder: Path, work: Path, report: Report, num_workers: int, restart: bool
+) -> Index:
+    """Returns the index, which is the last file written."""
+    asked = _asked(sources, recipe)
+    begun = {**asked, "stamps": _hash([file.stamp for file in sources.files])}
+    is_piped = sources.files[0].path == STANDARD_INPUT
+    tokenizer = None if restart else _begun_with(begun, folder, work)
+    if tokenizer is None or (is_piped and not (work / PROGRESS).exists()):  # perhaps the tokenizer is another stream's
+        tokenizer = None
+        _clear(folder, work)
+    else:
+        report.say(f"data: resuming {folder}")
+    if is_piped:
+        report.say(f"data: keeping standard input on the disk, as {work / 'input'}, while the data set is made")
+        sources = _kept_input(sources, work / "input", is_begun=tokenizer is not None)
+    options = ReadOptions(text_key=recipe.text_key, separator=recipe.separator)
+    below = validation_below(sources, options, recipe.validation_frac)
+    if tokenizer is None:
+        tokenizer = _choose_tokenizer(sources, options, recipe, folder, report)
+        replace_file(work / _BEGUN, json.dumps({**begun, "tokenizer": tokenizer.sha256}).encode())
+    job = Job(tokenizer.json, Encoder(tokenizer).library, options, below, recipe.dedup)
+    builder = Builder(
+        folder,
+        work,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_sha256=tokenizer.sha256,
+        shard_tokens=recipe.shard_tokens,
+        dedup=recipe.dedup,
+    )
+    try:
+        _encode(sources, job, builder, report, num_workers)
+        splits = builder.finish()
+    finally:
+        builder.close()
+    _require_both(splits, builder.counts, recipe)
+    assert tokenizer.end_of_text is not None  # _choose_tokenizer requires it
+    record = TokenizerRecord(TOKENIZER, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
+    origin = {**_origin(sources, builder.counts), **asked}
+    index = Index(sources.name, tokenizer.vocab_size, splits, record, TOKEN_BYTES, origin)
+    sync(folder)
+    write_index(folder, index)
+    return index
 
-    def __init__(self, path: Path, asked: dict[str, Any]) -> None:
-        self._path, self._asked = path, asked
 
-    def read(self, folder: Path) -> dict[str, Any] | None:
-        """Returns what was saved last; None at the very beginning. Raises UserError where something else was begun."""
-        try:
-            found: dict[str, Any] = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
+def _begun_with(asked: dict[str, Any], folder: Path, work: Path) -> Tokenizer | None:
+    """Returns the tokenizer of an unfinished preparation; None if there is none, or nothing was made of it yet. Raises
+    UserError if the request or the tokenizer has changed."""
+    try:
+        found: dict[str, Any] = json.loads((work / _BEGUN).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{work / _BEGUN} is damaged ({error}); --restart begins anew") from error
+    sha256 = found.pop("tokenizer", "")
+    if found != asked:
+        if not any(path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*")):
             return None
-        except ValueError as error:
-            raise UserError(f"{self._path} is damaged ({error}); --restart begins anew") from error
-        if found["asked"] != self._asked:
-            if found["builder"] is None:
-                return None  # nothing was made of it yet: a mistake that was noticed at once
-            what = _difference(found["asked"], self._asked)
-            raise UserError(f"{folder} was begun {what}; ask for the same again, or --restart to begin anew")
-        return found
-
-    def write(self, tokenizer: Tokenizer, library: str, builder: Builder | None, place: Place) -> None:
-        """Keeps a moment at which all blocks before `place` are with the builder; `library` encodes."""
-        content = {
-            "asked": self._asked,
-            "encoder": {"library": library, "tokenizer_sha256": tokenizer.sha256},
-            "builder": builder.save() if builder else None,
-            "place": asdict(place),
-        }
-        replace_file(self._path, json.dumps(content).encode())
-
-
-class _Preparation:
-    """One data set being made by this process."""
-
-    def __init__(
-        self,
-        sources: Sources,
-        recipe: Recipe,
-        folder: Path,
-        work: Path,
-        report: Report,
-        num_workers: int,
-        save_every_s: float,
-    ) -> None:
-        self._asked = _asked(sources, recipe)
-        self._journal = _Journal(
-            work / "progress.json", {**self._asked, "stamps": _hash([file.stamp for file in sources.files])}
+        raise UserError(
+            f"{folder} was begun {_difference(found, asked)}; ask for the same again, or --restart to begin anew"
         )
-        self._saved = self._journal.read(folder)
-        if recipe.tokenizer.startswith("train:") and sources.files[0].path == STANDARD_INPUT:
-            if self._saved is not None and self._saved["builder"] is None:
-                self._saved = None  # a tokenizer and nothing else, and perhaps another stream's
-            sources = _readable_twice(sources, work, report, is_begun=self._saved is not None)
-        self._sources = sources
-        self._recipe, self._folder, self._work, self._report = recipe, folder, work, report
-        self._num_workers, self._save_every_s = num_workers, save_every_s
-        self._options = ReadOptions(text_key=recipe.text_key, separator=recipe.separator)
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"{folder / TOKENIZER} was changed since this was begun; --restart begins anew")
+    return tokenizer
 
-    def run(self) -> Index:
-        """Returns the index; it is the last file written."""
-        tokenizer, library = self._tokenizer()
-        builder = Builder(
-            self._folder,
-            self._work,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer_sha256=tokenizer.sha256,
-            shard_tokens=self._recipe.shard_tokens,
-            dedup=self._recipe.dedup,
-            saved=self._saved["builder"] if self._saved else None,
-        )
-        try:
-            self._encode(tokenizer, library, builder)
-            splits = builder.finish()
-        finally:
-            builder.close()
-        _require_both(splits, builder.counts, self._recipe)
-        assert tokenizer.end_of_text is not None  # one without was refused
-        record = TokenizerRecord(TOKENIZER, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
-        origin = {**_origin(self._sources, builder.counts), **self._asked}
-        index = Index(self._sources.name, tokenizer.vocab_size, splits, record, TOKEN_BYTES, origin)
-        sync(self._folder)
-        write_index(self._folder, index)
-        return index
 
-    def _tokenizer(self) -> tuple[Tokenizer, str]:
-        """Returns the tokenizer and the library that encodes with it; by then its files are in the folder."""
-        if self._saved is not None:
-            self._report.say(f"data: going on with {self._folder}")
-            tokenizer, encoder = Tokenizer.load(self._folder / TOKENIZER), self._saved["encoder"]
-            if tokenizer.sha256 != encoder["tokenizer_sha256"]:
-                raise UserError(f"{self._folder / TOKENIZER} was changed since this was begun; --restart begins anew")
-            return tokenizer, encoder["library"]
-        tokenizer, library = _choose_tokenizer(self._sources, self._options, self._recipe, self._folder, self._report)
-        self._journal.write(tokenizer, library, None, Place())
-        return tokenizer, library
+def _clear(folder: Path, work: Path) -> None:
+    """Removes the files of an unfinished preparation, and no others; the lock stays held."""
+    for path in [*work.iterdir(), *(path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*"))]:
+        if path.name != "lock":
+            path.unlink()
 
-    def _encode(self, tokenizer: Tokenizer, library: str, builder: Builder) -> None:
-        """Hands all documents to the builder, and notes every so often how far it is."""
-        recipe = self._recipe
-        job = Job(tokenizer.json, library, self._options, recipe.validation_frac, recipe.dedup)
-        start = Place(**self._saved["place"]) if self._saved else Place()
-        blocks = read_blocks(self._sources, self._options, start)
-        told = self._teller(builder)
-        saved_at = time.monotonic()
-        reached: Place | None = None
-        try:
-            for block, encoded in encode_all(blocks, job, self._num_workers):
-                reached = None  # until the builder has all of it
-                builder.take(encoded)
-                if block.resumable and builder.can_save:
-                    reached = block.next
-                told(block)
-                if reached is not None and time.monotonic() - saved_at > self._save_every_s:
-                    self._journal.write(tokenizer, library, builder, reached)
-                    saved_at = time.monotonic()
-        except (UserError, KeyboardInterrupt):
-            if reached is not None:  # a document that can not be read, or a person who has enough for today
-                self._journal.write(tokenizer, library, builder, reached)
-            raise
 
-    def _teller(self, builder: Builder) -> Callable[[Block], None]:
-        sizes = [file.num_bytes for file in self._sources.files]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        before = [0, *accumulate(size or 0 for size in sizes)]
-
-        def tell(block: Block) -> None:
-            done = before[block.file] + block.read_bytes
-            self._report.advance(done, total, f"{units.count(builder.num_tokens)} tokens")
-
-        return tell
+def _encode(sources: Sources, job: Job, builder: Builder, report: Report, num_workers: int) -> None:
+    """Encodes all documents from the builder's place on, and passes them to the builder."""
+    is_known = all(file.num_bytes is not None for file in sources.files)
+    total = None if not is_known else sum(file.size for file in sources.files)
+    before = [0, *accumulate(file.size for file in sources.files)]
+    blocks = read_blocks(sources, job.options, builder.place)
+    for block, encoded in encode_all(blocks, job, num_workers):
+        builder.take(block, encoded)
+        done = before[block.next.file] + block.read_bytes
+        report.advance(done, total, f"{units.count(builder.num_tokens)} tokens")
 
 
 def _choose_tokenizer(
     sources: Sources, options: ReadOptions, recipe: Recipe, folder: Path, report: Report
-) -> tuple[Tokenizer, str]:
-    """Finds or trains the tokenizer and writes its files; returns it and the library that is to encode with it."""
-
+) -> Tokenizer:
     def sample() -> Iterator[str]:
         report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
         return _sample(sources, options)
@@ -341,39 +266,34 @@ def _choose_tokenizer(
     tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
     if tokenizer.end_of_text is None:
         raise UserError(f"--tokenizer {recipe.tokenizer} has no token that begins a document; give --document-token")
-    encoder = Encoder(tokenizer)
     replace_file(folder / TOKENIZER, tokenizer.json.encode())
     lengths = io.BytesIO()
     np.save(lengths, tokenizer.token_bytes(), allow_pickle=False)
     replace_file(folder / TOKEN_BYTES, lengths.getvalue())
-    return tokenizer, encoder.library
+    return tokenizer
 
 
 def _sample(sources: Sources, options: ReadOptions) -> Iterator[str]:
-    """Text to learn merges from: all of it, or blocks at even distances through all training files."""
+    """Yields text to learn merges from: all of it, or evenly spaced blocks of all training files."""
     files = tuple(file for file in sources.files if file.side != "validation")
-    total = sum(file.num_bytes or 0 for file in files)
-    blocks = read_blocks(Sources(sources.name, files, 0), options)
+    total = sum(file.size for file in files)
+    blocks = read_blocks(Sources(sources.name, files), options)
     taken = 0
     for block in islice(blocks, 0, None, max(1, math.ceil(total / _SAMPLE_BYTES))):
-        for text in texts(block, options).texts:
-            yield text.text
-            taken += len(text.text)
-        if taken > _SAMPLE_BYTES:  # compressed files hold more than their size says
+        for document in documents(block, options):
+            yield from document.slices
+            taken += sum(map(len, document.slices))
+        if taken > _SAMPLE_BYTES:  # compressed files hold more than their size
             return
 
 
-def _readable_twice(sources: Sources, work: Path, report: Report, *, is_begun: bool) -> Sources:
-    """Standard input as a file: a tokenizer is trained on it before it is encoded.
-
-    Raises UserError where a preparation that is begun is given another stream than it began with.
-    """
+def _kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
+    """Copies standard input to a file, since it is read more than once. Raises UserError if a preparation that has
+    begun gets another stream."""
     (piped, *held) = sources.files
-    kept = work / "input"
     if is_begun:
         _require_same_stream(kept)
     else:
-        report.say("data: keeping standard input on the disk, to train a tokenizer on it first")
         with kept.open("wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
     size = kept.stat().st_size
@@ -381,7 +301,7 @@ def _readable_twice(sources: Sources, work: Path, report: Report, *, is_begun: b
 
 
 def _require_same_stream(kept: Path) -> None:
-    """Reads standard input to its end, or to where it is not what was kept of it."""
+    """Reads standard input to its end, or to the first difference from its copy."""
     with kept.open("rb") as file:
         while before := file.read(_COPIED_BYTES):
             if sys.stdin.buffer.read(_COPIED_BYTES) != before:
@@ -410,18 +330,9 @@ def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe
 def _origin(sources: Sources, counts: Counts) -> dict[str, Any]:
     return {
         "files": len({file.path for file in sources.files}),
-        "skipped_files": sources.skipped,
+        "skipped_files": len(sources.left_out),
+        "skipped_bytes": sum(file.num_bytes for file in sources.left_out),
         "duplicate_documents": counts.duplicates,
         "empty_documents": counts.empty,
         "replaced_places": counts.replaced,
     }
-
-
-def _clear(folder: Path, work: Path) -> None:
-    """Removes what an unfinished preparation wrote, and nothing else; the lock stays held."""
-    for split in SPLITS:
-        for path in folder.glob(f"{split}-[0-9]*"):
-            path.unlink()
-    for path in work.iterdir():
-        if path.name != "lock":
-            path.unlink()

@@ -1,11 +1,11 @@
-"""What the bytes of a data set depend on besides its text. Standard library only: `--help` is made from it."""
+"""Options that change the bytes of a data set. Standard library only, as `--help` needs it."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from paceline.base.errors import UserError
 
-SHARD_TOKENS = 100_000_000  # 200 MB of uint16: llm.c's choice for FineWeb
+SHARD_TOKENS = 100_000_000  # 200 MB of uint16, as llm.c's FineWeb
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header counts in an int32
 
 
@@ -14,25 +14,25 @@ class Recipe:
     """How documents become tokens."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """What the files are; auto: by their names, and text where a file's beginning is."""
+    """What the files are; auto: by their names; other files are text if their beginning is."""
     text_key: str = "text"
     """The key of the text in a JSONL record; the column in a Parquet file."""
     separator: str = ""
-    """What stands between two documents of a text file, such as <|endoftext|>; empty: a file is a document."""
+    """Between two documents of a text file, such as <|endoftext|>; empty: a file is a document."""
     tokenizer: str = "train:32768"
     """bytes, train:VOCAB (byte-level BPE on this text), a tokenizer.json, gpt2 or another name on the hub."""
     document_token: str = ""
     """The special token that begins a document; empty: the tokenizer's usual one, such as <|endoftext|>."""
     validation_frac: float = 0.01
-    """Of documents, chosen by a hash of their text, for validation. Plain text files instead: one in 20 by name, or the
-    last tenth of each where they are few."""
+    """Of documents, chosen by a hash of their text, for validation; of few, at least one. Plain text files instead: one
+    in 20 by name, or the last tenth of each if they are few."""
     dedup: bool = False
     """Keep only the first of documents with exactly the same text."""
     shard_tokens: int = SHARD_TOKENS
-    """Tokens in a shard."""
+    """At most so many tokens in a shard. A killed preparation loses at most one shard's work."""
 
     def check(self) -> None:
-        """Raises UserError for a value that can not work, naming the flag."""
+        """Raises UserError for an impossible value, naming the flag."""
         if not 0 <= self.validation_frac < 1:
             raise UserError(f"--validation-frac is {self.validation_frac}; it is at least 0 and below 1")
         if not 1 <= self.shard_tokens <= MAX_SHARD_TOKENS:

@@ -1,8 +1,8 @@
-"""What a training or validation sequence is: T+1 tokens of a data set, and which one stands at a place of the run.
+"""Training and validation sequences: T+1 tokens of a data set each, and their places in the run.
 
-Two kinds. `Windows` (stream.py) are cut from the stream as it stands, T tokens apart: every token is seen, wherever
-documents begin and end. `PackedRows` begin with a document and are filled with the beginnings of others (packing.py):
-every token sees its document from the start, and what did not fit is never seen.
+There are two kinds. `Windows` (stream.py) cut the stream every T tokens: every token is seen, and documents may be cut.
+`PackedRows` begin with a document and are filled with the beginnings of others (packing.py): every token sees its
+document from the start, and cropped tokens are never seen.
 """
 
 import os
@@ -24,11 +24,11 @@ from paceline.data.mixture import Mixture
 from paceline.data.order import ids_at, source_seed
 from paceline.data.stream import Int64s, Tokens, TokenStream
 
-_PACKING_VERSION = 1  # of the folder below and of what `pack` gives for the same lengths
+_PACKING_VERSION = 1  # of the folder's files and of the result of `pack`
 
 
 class Part(Protocol):
-    """One data set's sequences, by id from 0."""
+    """The sequences of one data set, by id from 0."""
 
     @property
     def num_sequences(self) -> int: ...
@@ -41,14 +41,14 @@ class PackedRows:
     """Sequence i is row i of a packing: beginnings of documents, one after the other."""
 
     def __init__(self, stream: TokenStream, folder: Path, seq_len: int) -> None:
-        """`folder` is `ensure_packing`'s. Raises UserError where there is too little text for one row."""
+        """folder: from `ensure_packing`. Raises UserError if there is too little text for one row."""
         self._folder, self._stream, self._row_tokens = folder, stream, seq_len + 1
         self._packing = packing.load(folder / "rows")
         try:
             starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"the packing {folder} can not be read: {error}; delete it, and it is made anew") from error
-        # As plain arrays: slicing a memmap object makes another, at 2 us each.
+        # Plain arrays: slicing a memmap is slow.
         self._starts, self._first = np.asarray(starts), np.asarray(self._packing.row_first)
         self._document, self._length = np.asarray(self._packing.document), np.asarray(self._packing.length)
         self.num_sequences = self._packing.num_rows
@@ -60,12 +60,12 @@ class PackedRows:
 
     @property
     def cropped_frac(self) -> float:
-        """The share of tokens that no row has."""
+        """The share of tokens in no row."""
         share: float = self._packing.cropped_tokens / max(1, self._packing.num_tokens)
         return share
 
     def read(self, ids: Sequence[int]) -> Tokens:
-        """Returns (len(ids), T+1) tokens as stored. Raises UserError where the packing is not one of this stream."""
+        """Returns (len(ids), T+1) tokens as stored. Raises UserError if the packing is of another stream."""
         starts: list[int] = []
         counts: list[int] = []
         try:
@@ -81,11 +81,11 @@ class PackedRows:
 
 
 def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
-    """Returns the folder of the training split's packing into rows of T+1 tokens, made first where it is missing.
+    """Returns the folder of the training split's packing into rows of T+1 tokens, made first if missing.
 
-    Any number of processes may call it at once: one packs, the others wait for it. The folder appears by one rename and
-    is named by the data's fingerprint and T. Raises UserError where the data does not say where documents begin, and
-    where the cache can not be written.
+    Any number of processes may call it at once: one packs, the others wait. The folder appears by one rename; its name
+    has the data's fingerprint and T. Raises UserError if the data's documents have no known beginnings, or the cache
+    cannot be written.
     """
     final = cache / "packings" / f"{dataset.fingerprint[:16]}-{seq_len}-{_PACKING_VERSION}"
     if final.is_dir():
@@ -96,7 +96,7 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
         with filelock.FileLock(final.with_name(f".{final.name}.lock")):
             if not final.is_dir():
                 _pack_aside(documents, seq_len + 1, final)
-    except (OSError, NotImplementedError) as error:  # the latter from filelock, where the file system has no locks
+    except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
         raise UserError(
             f"the packing of {dataset.folder} can not be kept in {final.parent}: "
             f"{getattr(error, 'strerror', None) or error}; free some space, or set PACELINE_CACHE to another folder"
@@ -106,7 +106,7 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
 
 def _pack_aside(documents: Documents, row_tokens: int, final: Path) -> None:
     aside = final.with_name(f".{final.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
+    shutil.rmtree(aside, ignore_errors=True)  # of a killed process
     aside.mkdir()
     try:
         np.save(aside / "starts.npy", documents.starts, allow_pickle=False)
@@ -120,7 +120,7 @@ def _pack_aside(documents: Documents, row_tokens: int, final: Path) -> None:
 
 @dataclass(frozen=True)
 class Places:
-    """Which sequences: the number of the data set and the id in it, for each; (n,) int64 both."""
+    """The data set's number and the sequence id in it, for each sequence; (n,) int64 both."""
 
     parts: Int64s
     ids: Int64s
@@ -136,16 +136,15 @@ class Sequences:
     """The sequences of one data set, or of several by weight."""
 
     def __init__(self, parts: Sequence[Part], mixture: Mixture, seq_len: int, document_token: int | None) -> None:
-        """With `document_token`, attention is to stay inside documents, which begin with it."""
+        """document_token: begins each document, and attention stays inside documents; None: it does not."""
         self.parts, self.mixture = tuple(parts), mixture
         self.seq_len, self.document_token = seq_len, document_token
 
     def locate(self, seed: int, positions: Int64s) -> Places:
-        """Returns which sequences stand at these positions (n,) of the run with this seed.
+        """Returns the sequences at these positions (n,) of the run with this seed.
 
-        A pure function, with O(n) memory: a position counts the sequences of the whole run from 0, the mixture says of
-        which data set it is and how many of that one came before, and that number's place in the data set's own
-        permutation of the epoch is the id.
+        A pure function with O(n) memory. A position counts the run's sequences from 0; the mixture maps it to a data
+        set and its own position there, and the epoch's permutation maps that to the id.
         """
         parts, indices = self.mixture.locate(positions)
         ids = np.empty_like(indices)
@@ -155,8 +154,8 @@ class Sequences:
         return Places(parts, ids)
 
     def fixed(self, max_sequences: int) -> Places:
-        """Returns at most max_sequences sequences, always the same: shared out by weight, evenly spaced in each data
-        set. One that has fewer than its share gives all."""
+        """Returns at most max_sequences sequences, always the same: divided by weight, evenly spaced in each data set.
+        A data set with too few gives all."""
         if max_sequences < 1:
             raise ValueError(f"max_sequences is {max_sequences}; it is at least 1")
         parts, ids = [], []
@@ -168,7 +167,7 @@ class Sequences:
 
     def read(self, places: Places) -> npt.NDArray[Any]:
         """Returns (n, T+1) tokens as stored; reads no others."""
-        whole: npt.NDArray[Any] | None = None
+        rows_of_all: npt.NDArray[Any] | None = None
         for number, part in enumerate(self.parts):
             mine = np.flatnonzero(places.parts == number)
             if not mine.size:
@@ -176,9 +175,9 @@ class Sequences:
             rows = part.read(places.ids[mine].tolist())
             if mine.size == len(places):
                 return rows
-            if whole is None:
-                whole = np.empty((len(places), self.seq_len + 1), dtype=np.uint32)
-            whole[mine] = rows
-        if whole is None:
+            if rows_of_all is None:
+                rows_of_all = np.empty((len(places), self.seq_len + 1), dtype=np.uint32)
+            rows_of_all[mine] = rows
+        if rows_of_all is None:
             raise ValueError("no sequence is asked for")
-        return whole
+        return rows_of_all

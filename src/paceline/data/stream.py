@@ -1,7 +1,7 @@
-"""Shards as one long stream of tokens, read where they lie: a rank reads the bytes of its sequences and no others.
+"""Shards as one long stream of tokens on disk: a rank reads the bytes of its own sequences only.
 
-Nothing is mapped into memory. A read of a map that has been cut short under it kills the process (SIGBUS), pages once
-touched stay in the process, and the system reads around each fault; `pread` does none of that.
+Uses `pread`, not memory maps: a truncated mapped file kills the process (SIGBUS), its pages stay in the process, and
+the system reads around each fault.
 """
 
 import os
@@ -17,24 +17,23 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.data.shard import DTYPES, HEADER_BYTES, MAGIC, header
+from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header
 
 Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
-"""uint16 or uint32, as they are stored."""
+"""uint16 or uint32, as stored."""
 
-MAX_OPEN_FILES = 256  # of all streams together; the usual limit of a process is 1024
+MAX_OPEN_FILES = 256  # of all streams; a process may usually open 1024
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
-_AGAIN = "copy it again, or delete the folder and prepare it anew"
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Sequences in a stream: sequence i is the tokens i*T .. i*T+T, of which the last is a target only. May be 0."""
+    """Sequences in a stream; may be 0. Sequence i has the tokens i*T .. i*T+T, the last one as a target only."""
     return max(0, (num_tokens - 1) // seq_len)
 
 
 class _Descriptor:
-    """An open file; it closes when the last reader lets go of it, so no reader ever has it closed under it."""
+    """An open file that closes when its last reader releases it, so never during a read."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -45,13 +44,11 @@ class _Descriptor:
 
 
 class Shard:
-    """A file of tokens, checked when it was made. Costs nothing to hold: it is opened when it is first read.
-
-    Reading takes no lock and moves no file position: any thread may, and a forked process.
-    """
+    """A checked file of tokens, opened when it is first read. Reading takes no lock and moves no file position: any
+    thread may read, and a forked process."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, num_tokens: int, first_byte: int) -> None:
-        """`first_byte` is where the first token lies."""
+        """first_byte: position of the first token."""
         self.path, self.dtype, self.num_tokens, self.first_byte = path, np.dtype(dtype), num_tokens, first_byte
         self._itemsize = self.dtype.itemsize
         self._descriptor: _Descriptor | None = None
@@ -61,10 +58,10 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, tokenizer_sha256: str | None = None) -> "Shard":
-        """Raises UserError, naming file and numbers, where magic, version or length are not those of a shard.
+        """Raises UserError, naming file and numbers, if magic, version or length are not a shard's.
 
-        With `tokenizer_sha256` (empty: none is known) the whole header must be what a preparation with that tokenizer
-        writes; without it the shard is somebody else's, and llm.c's Llama 3 format does as well.
+        With `tokenizer_sha256` (empty: unknown) the header must be one of a preparation with that tokenizer. Without it
+        the shard is another program's, and llm.c's Llama 3 format is accepted, too.
         """
         head, num_bytes = _head(path)
         magic, version, num_tokens = (int(value) for value in np.frombuffer(head, dtype="<i4")[:3])
@@ -73,7 +70,7 @@ class Shard:
         if num_bytes != expected:
             what = "truncated" if num_bytes < expected else "not what its header says"
             raise UserError(
-                f"shard {path} is {what}: {num_tokens} tokens make {expected} bytes, it has {num_bytes}; {_AGAIN}"
+                f"shard {path} is {what}: {num_tokens} tokens make {expected} bytes, it has {num_bytes}; {AGAIN}"
             )
         if tokenizer_sha256 is not None:
             _require_header(path, head, header(version, num_tokens, tokenizer_sha256))
@@ -81,23 +78,21 @@ class Shard:
 
     @classmethod
     def without_header(cls, path: Path) -> "Shard":
-        """nanoGPT's: uint16 tokens from the first byte on. Raises UserError for an odd number of bytes."""
+        """Opens nanoGPT's uint16 tokens without a header. Raises UserError for an odd number of bytes."""
         try:
             num_bytes = path.stat().st_size
         except OSError as error:
             raise UserError(f"{path} can not be read: {error.strerror}") from error
         if num_bytes % 2:
             raise UserError(
-                f"{path} is truncated: its {num_bytes} bytes are not a whole number of uint16 tokens; copy it again"
+                f"{path} is truncated: its {num_bytes} bytes are an odd number, and a token is a uint16; copy it again"
             )
         return cls(path, "<u2", num_bytes // 2, 0)
 
     def fill(self, out: Tokens, start: int) -> None:
-        """Reads the tokens start, start+1, ... into all of out (n,).
-
-        Raises UserError, naming file and byte, where the file has become shorter or the disk fails.
-        """
-        if out.dtype != self.dtype:  # a stream of shards of both widths
+        """Reads the tokens start, start+1, ... into out (n,). Raises UserError, naming file and byte, if the file has
+        become shorter or the disk fails."""
+        if out.dtype != self.dtype:  # a stream with shards of both dtypes
             narrow = np.empty(out.size, dtype=self.dtype)
             self.fill(narrow, start)
             out[:] = narrow
@@ -111,14 +106,14 @@ class Shard:
                 got = os.preadv(descriptor.number, [target], position + done)
             except OSError as error:
                 raise UserError(
-                    f"shard {self.path} can not be read at byte {position + done}: {error.strerror}; {_AGAIN}"
+                    f"shard {self.path} can not be read at byte {position + done}: {error.strerror}; {AGAIN}"
                 ) from error
             if got == 0:
                 raise UserError(
-                    f"shard {self.path} ends at byte {position + done}: it became shorter since it was opened; {_AGAIN}"
+                    f"shard {self.path} ends at byte {position + done}: it became shorter since it was opened; {AGAIN}"
                 )
             done += got
-            if done < wanted:  # the system gives at most 2 GiB at once, and less after a signal
+            if done < wanted:  # the system gives at most 2 GiB at a time, and less after a signal
                 target = out.data.cast("B")[done:]
 
     def _opened(self) -> _Descriptor:
@@ -132,22 +127,22 @@ class Shard:
         return descriptor
 
 
-# Shards with an open file, oldest first. In a random order of sequences the one opened first is as good a guess of what
-# will not be read soon as the one read longest ago, and a read has nothing to note down. No lock, which a fork could
-# leave locked: a deque's ends are atomic, and a shard that is in it twice is at worst opened once more.
+# Shards with an open file, oldest first. For a random order of sequences, closing the oldest is as good as closing the
+# least recently read, and reads need no bookkeeping. No lock, which a fork could leave locked: a deque's ends are
+# atomic, and a shard that is in it twice is reopened at worst.
 _opened: deque[weakref.ref[Shard]] = deque()
 
 
 def _head(path: Path) -> tuple[bytes, int]:
-    """The header's bytes and the length of the file."""
+    """Returns the header's bytes and the file's length."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
             num_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise UserError(f"shard {path} can not be read: {error.strerror}; {_AGAIN}") from error
+        raise UserError(f"shard {path} can not be read: {error.strerror}; {AGAIN}") from error
     if len(head) < HEADER_BYTES:
-        raise UserError(f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {_AGAIN}")
+        raise UserError(f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {AGAIN}")
     return head, num_bytes
 
 
@@ -164,7 +159,7 @@ def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[A
 
 
 def _require_header(path: Path, found: bytes, expected: bytes) -> None:
-    """Raises UserError for the first byte that differs; in the tokenizer's sha256 it is another tokenizer."""
+    """Raises UserError for the first byte that differs; a different sha256 means another tokenizer."""
     if found == expected:
         return
     place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
@@ -172,21 +167,21 @@ def _require_header(path: Path, found: bytes, expected: bytes) -> None:
     if 12 <= place < 44:
         raise UserError(
             f"shard {path} was made with the tokenizer of sha256 {theirs[:16]}, the data set's is {ours[:16]}: "
-            f"the file is damaged or of another data set; {_AGAIN}"
+            f"the file is damaged or of another data set; {AGAIN}"
         )
     raise UserError(
-        f"shard {path} is damaged: byte {place} of its header is {found[place]}, not {expected[place]}; {_AGAIN}"
+        f"shard {path} is damaged: byte {place} of its header is {found[place]}, not {expected[place]}; {AGAIN}"
     )
 
 
 class TokenStream:
-    """The tokens of one split as one long array, whatever shards it lies in."""
+    """The tokens of one split as one long array over its shards."""
 
     def __init__(self, split: str, shards: Sequence[Shard], vocab_size: int) -> None:
         self.split, self.shards, self.vocab_size = split, tuple(shards), vocab_size
         self.dtype: np.dtype[Any] = np.result_type(np.uint16, *(shard.dtype for shard in shards))
         self.bytes_read = 0
-        """So far; for whoever measures."""
+        """Bytes read so far, for measurements."""
         self._starts = [0, *accumulate(shard.num_tokens for shard in shards)]
 
     @property
@@ -194,7 +189,7 @@ class TokenStream:
         return self._starts[-1]
 
     def num_sequences(self, seq_len: int) -> int:
-        """Sequences of seq_len tokens, at least 1. Raises UserError where the split is shorter than one."""
+        """Returns the number of sequences of seq_len tokens, at least 1. Raises UserError if the split is shorter."""
         found = num_sequences(self.num_tokens, seq_len)
         if found < 1:
             raise UserError(
@@ -204,7 +199,7 @@ class TokenStream:
         return found
 
     def windows(self, seq_len: int) -> "Windows":
-        """Returns the sequences of seq_len tokens, as a data set with a length and an item for each number."""
+        """Returns the sequences of seq_len tokens as a map-style data set."""
         return Windows(self, seq_len)
 
     def read(self, start: int, count: int) -> Int64s:
@@ -212,10 +207,10 @@ class TokenStream:
         return self.gather([start], [count]).astype(np.int64)
 
     def gather(self, starts: Sequence[int], counts: Sequence[int]) -> Tokens:
-        """Returns counts[i] tokens from starts[i] on, for each i, one after the other: (sum of counts,) as stored.
+        """Returns counts[i] tokens from starts[i] on, for each i, concatenated: (sum of counts,) as stored.
 
-        Reads no others. Raises UserError, naming file and offset, for an id outside the vocabulary: it would index past
-        the embedding; and for a file that can not be read.
+        Raises UserError, naming file and offset, for an id outside the vocabulary, which would index past the
+        embedding, or for a file that cannot be read.
         """
         block = np.empty(sum(counts), dtype=self.dtype)
         done, num_tokens = 0, self._starts[-1]
@@ -230,7 +225,7 @@ class TokenStream:
         return block
 
     def _fill(self, out: Tokens, start: int, count: int) -> None:
-        number = bisect_right(self._starts, start) - 1  # the last that begins here: shards without tokens are passed
+        number = bisect_right(self._starts, start) - 1  # the last that begins here, as shards may be empty
         offset = start - self._starts[number]
         while count and offset + count > self.shards[number].num_tokens:
             here = out[: self.shards[number].num_tokens - offset]
@@ -240,7 +235,7 @@ class TokenStream:
             self.shards[number].fill(out, offset)
 
     def _refuse(self, starts: Sequence[int], counts: Sequence[int], place: int) -> None:
-        """`place` is that of the wrong id among all that was asked for."""
+        """place: of the wrong id among all requested tokens."""
         ends = list(accumulate(counts))
         asked = bisect_right(ends, place)
         position = starts[asked] + place - (ends[asked] - counts[asked])
@@ -253,7 +248,7 @@ class Windows:
     """Sequence i is the tokens i*T .. i*T+T of a stream."""
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        """Raises UserError where the stream is shorter than one."""
+        """Raises UserError if the stream is shorter than one sequence."""
         self.num_sequences = stream.num_sequences(seq_len)
         self._stream, self._seq_len = stream, seq_len
 
@@ -267,7 +262,7 @@ class Windows:
         return self.num_sequences
 
     def __getitem__(self, i: int) -> tuple[Int64s, Int64s]:
-        """Returns sequence i's tokens and targets, (T,) int64 both, for whoever draws one at a time."""
+        """Returns sequence i's tokens and targets, (T,) int64 both."""
         if not 0 <= i < self.num_sequences:
             raise IndexError(f"sequence {i} of {self.num_sequences}")
         row = self.read([i])[0].astype(np.int64)
@@ -275,7 +270,7 @@ class Windows:
 
 
 def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:
-    """What is said of an id outside the vocabulary."""
+    """Returns the error message for an id outside the vocabulary."""
     found = np.empty(1, dtype=shard.dtype)
     shard.fill(found, offset)
     return (

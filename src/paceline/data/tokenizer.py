@@ -1,22 +1,18 @@
-"""Text to ids and back over a `tokenizer.json` (the `tokenizers` library's format): made here, or anybody's.
+"""Text to ids and back by a `tokenizer.json` (the `tokenizers` library's format), ours or anybody's.
 
-Two kinds. Byte-level: ids are of bytes and of what merges make of them, so any text has ids and gives itself back.
-Characters: an id is a character, as in nanoGPT's small data sets; other characters have none.
+There are two kinds. Byte-level: ids are bytes and their merges, so any text can be encoded and decoded. Characters: an
+id is a character, as in nanoGPT's small data sets; other characters have none.
 
-A document begins with a token that no text contains. Which one, the file says (its post-processor puts it before a
-text) or its vocabulary (one of the usual names is there).
+A document begins with a token that no text contains. The file names it (its post-processor puts it before a text), or
+its vocabulary has one of the usual names.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
-import pickle
-import pickletools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,7 @@ from paceline.data.config import MAX_VOCAB, MIN_VOCAB
 
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<|bos|>", "<s>")
-"""What documents begin with where the file does not say: GPT-2, Qwen and SmolLM; Llama 3; nanochat; the oldest."""
+"""Tokens that begin documents if the file names none: of GPT-2, Qwen and SmolLM; Llama 3; nanochat; old models."""
 NAMES = {
     "gpt2": "openai-community/gpt2",
     "gpt-neox": "EleutherAI/gpt-neox-20b",
@@ -39,30 +35,27 @@ NAMES = {
     "qwen3": "Qwen/Qwen3-0.6B",
     "smollm2": "HuggingFaceTB/SmolLM2-135M",
 }
-"""Short names of tokenizers, and the repository on the hub that has each."""
+"""Short names of tokenizers, and their repositories on the hub."""
 FILE = "tokenizer.json"
 
-# How text is cut before merges are learnt; no merge crosses a cut. It follows GPT-4's pattern (tiktoken, cl100k_base)
-# with one change for source code: a line's end and the next line's indentation are one piece, together with the signs
-# before them, so `):\n        ` can be one token. On the standard library at 4096 tokens that gives 3.7 bytes a token
-# where GPT-4's own pattern gives 3.5. Every character matches some branch, so the pieces are the text.
+# The split before merges are learnt; no merge crosses a split. GPT-4's pattern (cl100k_base) with one change for source
+# code: a line end stays with the signs before it and the next line's indentation, so `):\n        ` can be one token.
+# Every character matches some branch, so nothing is lost.
 PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with the one space or sign before it: ` def`, `.path`, `_name`
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with one space or sign before it: ` def`, `.path`, `_name`
     r"|\p{N}{1,3}"  # numbers three digits at a time
-    r"| ?[^\s\p{L}\p{N}]+(?:\n[ \t]*)*"  # signs, with the line ends and indentation that follow
+    r"| ?[^\s\p{L}\p{N}]+(?:\n[ \t]*)*"  # signs, with following line ends and indentation
     r"|\s*\n[ \t]*"  # line ends, blank lines, indentation
-    r"|\s+(?!\S)"  # spaces up to the last, which goes with the word that follows
+    r"|\s+(?!\S)"  # spaces except the last, which goes with the next word
     r"|\s+"
 )
 SETTINGS = f"byte-level BPE 1; {END_OF_TEXT} is id 0; {PATTERN}"
-"""Everything but the vocabulary's size that training depends on; part of the name of a cached data set."""
+"""All settings of training except the vocabulary's size; part of a cached data set's name."""
 
 
 def train(texts: Iterable[str], vocab_size: int) -> str:
     """Returns the `tokenizer.json` of a BPE trained on texts, with at most `vocab_size` tokens (fewer on little text).
-
-    Depends on the texts and their order only, not on threads or hash seeds: the trainer breaks ties by token id.
-    """
+    Depends on the texts and their order only: the trainer breaks ties by token id."""
     model = tokenizers.Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence(
@@ -72,7 +65,7 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so nothing is ever unknown
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so nothing is unknown
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
@@ -80,18 +73,15 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def byte_characters() -> dict[str, int]:
-    """Returns the byte that each of the 256 characters of the byte-level alphabet stands for.
-
-    A vocabulary is text, so GPT-2 wrote bytes as characters: the printable ones of Latin-1 stand for themselves, the
-    others, in order, are U+0100 and on.
-    """
+    """Returns the byte of each of the 256 characters in the byte-level alphabet. A vocabulary is text, so GPT-2 wrote
+    bytes as characters: printable ones of Latin-1 as themselves, the others, in order, as U+0100 and on."""
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def bytes_tokenizer() -> "Tokenizer":
-    """Returns the tokenizer without merges: byte b is id b, `<|endoftext|>` is id 256."""
+    """Returns a tokenizer without merges: byte b is id b, `<|endoftext|>` is id 256."""
     model = tokenizers.Tokenizer(models.BPE(vocab=byte_characters(), merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
@@ -100,16 +90,14 @@ def bytes_tokenizer() -> "Tokenizer":
 
 
 def character_tokenizer(itos: Mapping[int, str]) -> "Tokenizer":
-    """Returns the tokenizer in which `itos[i]`, one character, is id i; it has no token that begins documents.
-
-    Raises UserError where an entry is not one character, or two are the same.
-    """
+    """Returns a tokenizer in which `itos[i]`, one character, is id i; no token begins documents. Raises UserError if an
+    entry is not one character, or two are the same."""
     for i, character in itos.items():
         if len(character) != 1:
             raise UserError(f"id {i} of the character vocabulary is {character!r}; each must be one character")
     if len(set(itos.values())) < len(itos):
         raise UserError("the character vocabulary has one character under two ids")
-    # The name of the unknown token is required, and as no character is so long, it is no token.
+    # The unknown token needs a name; with more than one character it matches no text.
     model = tokenizers.Tokenizer(models.WordLevel({itos[i]: i for i in sorted(itos)}, unk_token="unknown"))
     model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     model.decoder = decoders.Fuse()
@@ -117,25 +105,25 @@ def character_tokenizer(itos: Mapping[int, str]) -> "Tokenizer":
 
 
 class Tokenizer:
-    """Text to ids and back. Text is only ever text: `<|endoftext|>` written in a document does not become the token.
+    """Text to ids and back. `<|endoftext|>` written in a document stays text and does not become the token.
 
-    `json` is what it was made from, `sha256` its digest, `vocab_size` the highest id plus one; `document_token` is the
-    token that begins a document and `end_of_text` its id, both None where there is none.
+    `json` is its tokenizer.json, `sha256` the digest of that, `vocab_size` the highest id plus one; `document_token`
+    begins a document and has the id `end_of_text`, both None if there is none.
     """
 
     def __init__(self, json: str, document_token: str = "") -> None:
-        """`json` is the content of a tokenizer.json; `document_token` overrides what the file says.
+        """json: content of a tokenizer.json. document_token: overrides the file's.
 
-        Raises UserError where it is none, where ids would not give the text back (it is neither byte-level nor of
-        characters), or where it has no such special token.
+        Raises UserError if it is no tokenizer, if decoding ids would not restore the text (it is neither byte-level nor
+        of characters), or if it has no such special token.
         """
         try:
             self._model = tokenizers.Tokenizer.from_str(json)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"this is not a tokenizer.json that `tokenizers` can read: {error}") from error
-        # Left off, a document that merely quotes the token's name would be cut in two, and a prompt could inject it.
+        # Else a document that quotes the token's name would be split in two, and a prompt could inject it.
         self._model.encode_special_tokens = True
-        self._model.no_truncation()  # some files of models with a short context say so, and text would be lost
+        self._model.no_truncation()  # some files truncate to a short context, and text would be lost
         self._model.no_padding()
         self._characters = _characters(self._model)
         if self._characters is None:
@@ -148,22 +136,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str, document_token: str = "") -> "Tokenizer":
-        """Raises UserError, naming the file, where it can not be read or understood."""
+        """Raises UserError, naming the file, if it cannot be read or used."""
         try:
             return cls(Path(path).read_bytes().decode(), document_token)
         except (OSError, UnicodeDecodeError, UserError) as error:
             raise UserError(f"{path}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text, without a document token; what is no Unicode text (a lone surrogate) is read as U+FFFD.
-
-        Raises UserError for a character that a vocabulary of characters lacks.
-        """
+        """Returns the ids of text, without a document token; a lone surrogate is read as U+FFFD. Raises UserError for a
+        character that a character vocabulary lacks."""
         ids: list[int] = self._model.encode(self._checked(text), add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """What `encode` gives for each text, a third sooner, on all cores (RAYON_NUM_THREADS bounds them)."""
+        """Yields the `encode` of each text, on all cores (RAYON_NUM_THREADS limits them)."""
         checked = [self._checked(text) for text in texts]
         for encoding in self._model.encode_batch_fast(checked, add_special_tokens=False):
             yield encoding.ids
@@ -178,34 +164,32 @@ class Tokenizer:
         return text
 
     def prompt(self, text: str) -> list[int]:
-        """What generation starts from: as a document that begins with text."""
+        """Returns the ids of a document that begins with text, for generation."""
         return ([] if self.end_of_text is None else [self.end_of_text]) + self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are left out, bytes that are not UTF-8 (a character cut short) become U+FFFD."""
+        """Returns the text of ids without special tokens; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return str(self._model.decode(list(ids), skip_special_tokens=True))
 
     def token_bytes(self) -> npt.NDArray[np.uint16]:
-        """(vocab_size,) bytes of text that each id stands for; 0 for special tokens. Bits per byte are made with it."""
+        """(vocab_size,) bytes of text of each id; 0 for special tokens. For bits per byte."""
         lengths = np.zeros(self.vocab_size, dtype=np.uint16)
         added = self._model.get_added_tokens_decoder()
         for token, i in self._model.get_vocab(with_added_tokens=True).items():
             if i not in added and self._characters is None:
-                lengths[i] = len(token)  # the byte-level alphabet writes each byte as one character
+                lengths[i] = len(token)  # each character of the byte-level alphabet is one byte
             elif i not in added or not added[i].special:
                 lengths[i] = len(token.encode())
         return lengths
 
     def description(self) -> dict[str, Any]:
-        """The content of the tokenizer.json as the library understood it: what a file leaves out is there too."""
+        """The tokenizer.json as the library parsed it, with defaults filled in."""
         found: dict[str, Any] = json.loads(self._model.to_str())
         return found
 
     def beginning_documents_with(self, token: str) -> "Tokenizer":
-        """Returns the tokenizer whose file says, where any reader of the format looks, that texts begin with `token`.
-
-        Raises UserError where it has no such special token.
-        """
+        """Returns a tokenizer whose tokenizer.json puts `token` before texts, for all readers of the format. Raises
+        UserError if it has no such special token."""
         chosen = Tokenizer(self.json, token)
         if chosen.document_token == self.document_token:
             return self
@@ -229,13 +213,13 @@ class Tokenizer:
             raise UserError(f"the tokenizer has no special token {wanted!r}{nearest(wanted, special)}; {there}")
         if wanted:
             return wanted
-        # What the file's post-processor puts before a text; a vocabulary of characters has none, and may lack the "a".
+        # The file's post-processor puts it before a text. A character tokenizer has none, and may lack the "a".
         first = self._model.encode("a").tokens[:1] if self._characters is None else []
         return next((token for token in (*first, *DOCUMENT_TOKENS) if token in special), None)
 
 
 def _characters(model: tokenizers.Tokenizer) -> set[str] | None:
-    """The characters that have ids, in a tokenizer of characters; None in another."""
+    """Returns the characters with ids in a character tokenizer; None in another."""
     vocabulary = model.get_vocab(with_added_tokens=False)
     if not isinstance(model.model, models.WordLevel) or any(len(token) != 1 for token in vocabulary):
         return None
@@ -256,10 +240,10 @@ def _require_byte_level(model: tokenizers.Tokenizer) -> None:
 
 
 def resolve(spec: str, sample: Callable[[], Iterator[str]], document_token: str = "") -> Tokenizer:
-    """Returns the tokenizer that a person asks for.
+    """Returns the tokenizer that `spec` names.
 
-    `spec` is `bytes`; `train:VOCAB`, trained on what `sample` gives; one of NAMES; a tokenizer.json or a folder with
-    one; or ORG/NAME, a repository on the hub. Raises UserError for anything else, and for what the hub does not give.
+    spec: `bytes`; `train:VOCAB`, trained on the texts of `sample`; one of NAMES; a tokenizer.json or a folder with one;
+    or ORG/NAME, a repository on the hub. Raises UserError for anything else, or if the hub fails.
     """
     tokenizer = _resolve(spec, sample)
     return tokenizer.beginning_documents_with(document_token) if document_token else tokenizer
@@ -293,7 +277,7 @@ def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
 
 
 def _from_hub(repository: str, spec: str) -> str:
-    """The path of the repository's tokenizer.json in the hub's cache, fetched where it is not there."""
+    """Returns the path of the repository's tokenizer.json in the hub's cache, fetched first if missing."""
     instead = f"give --tokenizer the path of a {FILE} instead"
     try:
         import huggingface_hub  # an optional extra
@@ -301,9 +285,9 @@ def _from_hub(repository: str, spec: str) -> str:
         from huggingface_hub.utils import logging as hub_logging
     except ImportError:
         raise UserError(f"tokenizer {spec!r} is on the hub: pip install 'paceline[hub]', or {instead}") from None
-    hub_logging.set_verbosity(logging.CRITICAL)  # eleven lines of retries before our one
+    hub_logging.set_verbosity(logging.CRITICAL)  # it prints many retries
     try:
-        try:  # what is here needs no network, and without one the hub's client tries for 23 s before it looks here
+        try:  # look here first: without a network the hub's client tries for 23 s
             return huggingface_hub.hf_hub_download(repository, FILE, local_files_only=True)
         except LocalEntryNotFoundError:
             return huggingface_hub.hf_hub_download(repository, FILE)
@@ -312,72 +296,9 @@ def _from_hub(repository: str, spec: str) -> str:
             f"tokenizer {spec!r}: {repository} on the hub is gated: accept its terms there and log in "
             f"(`hf auth login`), or {instead}"
         ) from error
-    except Exception as error:  # the hub's own, its HTTP client's and the system's, with no common class
+    except Exception as error:  # of the hub, its HTTP client or the system; no common class
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"tokenizer {spec!r}: {repository} could not be had from the hub "
+            f"tokenizer {spec!r}: {repository} could not be read from the hub "
             f"({type(error).__name__}: {reason}); {instead}"
         ) from error
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What nanoGPT's meta.pkl says; `itos` is the character of each id, None where the file has only a size."""
-
-    vocab_size: int
-    itos: Mapping[int, str] | None
-
-
-_META_BYTES = 4 << 20  # all 150,000 characters of Unicode come to 3.4 MB
-_META_OPCODES = {
-    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
-    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG1"),
-}
-"""Of pickle's instructions those that make dicts, text and integers, and none that could call anything."""
-
-
-class _NothingIsCalled(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def read_meta(path: Path | str) -> Meta:
-    """Returns what a meta.pkl of nanoGPT says, without executing anything that it asks for.
-
-    Raises UserError, naming the file, where it holds anything but dicts, text and integers, or not what it should.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(_META_BYTES + 1)
-        if len(content) > _META_BYTES:
-            raise ValueError(f"it is larger than {_META_BYTES} bytes")
-        return _meta(_unpickle(content))
-    except Exception as error:  # a damaged pickle can raise anything
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"{path} can not be read as nanoGPT's vocabulary, and nothing in it was executed: {reason}; "
-            f"without it, give --model.vocab-size"
-        ) from error
-
-
-def _unpickle(content: bytes) -> Any:
-    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
-        if opcode.name not in _META_OPCODES:
-            raise ValueError(f"it has more than dicts, text and integers ({opcode.name})")
-        if "PUT" in opcode.name and int(argument or 0) > number:  # would allocate as much memory as it likes
-            raise ValueError("it is damaged")
-    return _NothingIsCalled(io.BytesIO(content)).load()
-
-
-def _meta(found: Any) -> Meta:
-    size = found.get("vocab_size") if isinstance(found, dict) else None
-    if type(size) is not int or not 1 <= size <= MAX_VOCAB:
-        raise ValueError(f"its vocab_size is {size!r}")
-    itos = found.get("itos")
-    if itos is None:
-        return Meta(size, None)
-    good = isinstance(itos, dict) and all(type(i) is int and 0 <= i < size for i in itos)
-    if not good or not all(type(character) is str for character in itos.values()):
-        raise ValueError(f"its itos does not map ids below {size} to text")
-    return Meta(size, itos)

@@ -1,4 +1,4 @@
-"""Blocks of documents to tokens, on any number of processes; what comes out does not depend on how many."""
+"""Blocks to tokens, in any number of processes, with the same result."""
 
 import itertools
 import multiprocessing
@@ -17,59 +17,62 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import RunError
-from paceline.data.blocks import Block, ReadOptions, Text, texts
-from paceline.data.dedup import digest_of
+from paceline.data.blocks import Block, Document, ReadOptions, documents
 from paceline.data.encode import Encoder
 from paceline.data.shard import DTYPES, SPLITS, version_for
+from paceline.data.split import key_of
 from paceline.data.tokenizer import Tokenizer
 
-_UNDECIDED = -1
-_HASHED_CHARACTERS = 1024  # of a document's beginning, for its side: equal documents are on one side
-_BLOCKS_AHEAD = 3  # a worker: one in work, the others in its queue and in ours
+DIGEST_BYTES = 16  # 2**40 different documents have an equal pair with probability 2**-49
+_BLOCKS_AHEAD = 3  # per worker: one in work, the others queued
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs; sent to it once."""
+    """A worker's settings, sent to it once."""
 
     tokenizer_json: str
-    library: str  # of the encoder: found once, by the process that reads
+    library: str  # of the encoder
     options: ReadOptions
-    validation_frac: float
-    digests: bool  # wanted for de-duplication only
+    validation_below: float  # see split.py
+    digests: bool  # needed only for de-duplication
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a block, part by part: a part is a document, or a piece of one that is longer than a piece."""
+    """The tokens of a block in parts; a part is a document, or a slice of one."""
 
     ids: npt.NDArray[Any]  # (tokens,) of all parts in order, each document with its first token
     num_tokens: npt.NDArray[np.int64]  # (parts,)
     num_bytes: npt.NDArray[np.int64]  # (parts,) of text as UTF-8
-    sides: npt.NDArray[np.int8]  # (parts,) place in SPLITS; -1 where a part goes on with a document
-    begins: npt.NDArray[np.bool_]  # (parts,)
-    ends: npt.NDArray[np.bool_]  # (parts,)
-    digests: tuple[bytes, ...]  # (parts,) of the text; empty where they are not wanted
+    sides: npt.NDArray[np.int8]  # (parts,) index into SPLITS; -1 if the part continues a document
+    digests: tuple[bytes, ...] = ()  # (parts,) of the text; empty if not needed
+    is_complete: bool = True  # the last part ends its document
     num_replaced: int = 0  # places that were not UTF-8
     num_empty: int = 0  # documents without text
 
     def part(self, first: int, last: int) -> "Encoded":
-        """The parts first..last-1, for which nothing is counted again."""
+        """Parts first..last-1."""
         borders = np.concatenate(([0], np.cumsum(self.num_tokens)))
-        chosen = slice(first, last)
-        return Encoded(
-            self.ids[borders[first] : borders[last]],
-            self.num_tokens[chosen],
-            self.num_bytes[chosen],
-            self.sides[chosen],
-            self.begins[chosen],
-            self.ends[chosen],
-            self.digests[chosen],
-        )
+        which = slice(first, last)
+        ids = self.ids[borders[first] : borders[last]]
+        return Encoded(ids, self.num_tokens[which], self.num_bytes[which], self.sides[which], self.digests[which])
+
+
+def joined(several: list[Encoded]) -> Encoded:
+    """Returns all of them as one, without the counts."""
+    return Encoded(
+        np.concatenate([each.ids for each in several]),
+        np.concatenate([each.num_tokens for each in several]),
+        np.concatenate([each.num_bytes for each in several]),
+        np.concatenate([each.sides for each in several]),
+        tuple(digest for each in several for digest in each.digests),
+        several[-1].is_complete,
+    )
 
 
 class BlockEncoder:
-    """What one worker does."""
+    """Encodes blocks in a worker."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -80,59 +83,56 @@ class BlockEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """Raises UserError, naming file and line, for a record that can not be read."""
-        found = texts(block, self.job.options)
-        pieces: list[npt.NDArray[Any]] = []
-        for part in found.texts:
-            if part.begins:
-                pieces.append(self._first)
-            pieces.append(self._encoder.encode(part.text))
-        ids = np.concatenate(pieces) if pieces else np.empty(0, self._dtype)
-        begins = np.array([part.begins for part in found.texts], dtype=np.bool_)
-        sizes = iter(piece.size for piece in pieces)
-        num_tokens = [next(sizes) + (next(sizes) if part.begins else 0) for part in found.texts]
+        found = list(documents(block, self.job.options))
+        parts = [document for document in found if document.slices]
+        ids = [self._ids(part) for part in parts]
         return Encoded(
-            ids=ids.astype(self._dtype, copy=False),
-            num_tokens=np.array(num_tokens, dtype=np.int64),
-            num_bytes=np.array([_num_bytes(part.text) for part in found.texts], dtype=np.int64),
-            sides=np.array([self._side(part) for part in found.texts], dtype=np.int8),
-            begins=begins,
-            ends=np.array([part.ends for part in found.texts], dtype=np.bool_),
-            digests=tuple(digest_of(part.text) for part in found.texts) if self.job.digests else (),
-            num_replaced=sum(part.num_replaced for part in found.texts),
-            num_empty=found.num_empty,
+            ids=np.concatenate(ids) if ids else np.empty(0, self._dtype),
+            num_tokens=np.array([each.size for each in ids], dtype=np.int64),
+            num_bytes=np.array([sum(map(_num_bytes, part.slices)) for part in parts], dtype=np.int64),
+            sides=np.array([self._side(part) for part in parts], dtype=np.int8),
+            digests=tuple(map(_digest, parts)) if self.job.digests else (),
+            is_complete=not parts or parts[-1].ends,
+            num_replaced=sum(part.num_replaced for part in parts),
+            num_empty=len(found) - len(parts),
         )
 
-    def _side(self, part: Text) -> int:
+    def _ids(self, part: Document) -> npt.NDArray[Any]:
+        ids = [self._encoder.encode(each) for each in part.slices]
+        joined: npt.NDArray[Any] = np.concatenate([self._first, *ids] if part.begins else ids)
+        return joined.astype(self._dtype, copy=False)
+
+    def _side(self, part: Document) -> int:
         if not part.begins:
-            return _UNDECIDED
+            return -1
         if part.side is not None:
             return SPLITS.index(part.side)
-        key = blake2b(part.text[:_HASHED_CHARACTERS].encode(), digest_size=8).digest()
-        return int(int.from_bytes(key, "little") < self.job.validation_frac * 2.0**64)
+        return int(key_of(part.slices[0]) < self.job.validation_below)
 
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def encode_all(blocks: Iterator[Block], job: Job, num_workers: int) -> Iterator[tuple[Block, Encoded]]:
-    """Yields the blocks with their tokens, in their order; memory is that of a few blocks a worker.
+def _digest(part: Document) -> bytes:
+    """Hashes each slice, so that a document's digests do not depend on its parts."""
+    return b"".join(blake2b(each.encode(), digest_size=DIGEST_BYTES).digest() for each in part.slices)
 
-    One worker is this process; more are processes, since two threads of tiktoken come to 1.4 of one and two processes
-    to 1.9. Raises what reading and encoding raise, and RunError where a worker was killed.
+
+def encode_all(blocks: Iterator[Block], job: Job, num_workers: int) -> Iterator[tuple[Block, Encoded]]:
+    """Yields the blocks with their tokens, in order; memory is a few blocks per worker.
+
+    One worker is this process; several are processes, which scale better than threads of tiktoken. Raises the errors of
+    reading and encoding, and RunError if a worker was killed.
     """
     if num_workers == 1:
         encoder = BlockEncoder(job)
         for block in blocks:
             yield block, encoder.encode(block)
         return
-    pool = ProcessPoolExecutor(
-        num_workers,
-        # forkserver and fork would copy whatever threads and locks this process has
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_be_worker,
-        initargs=(job,),
-    )
+    # spawn: fork and forkserver would copy this process's threads and locks
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(job,))
     waiting: deque[tuple[Block, Future[Encoded]]] = deque()
     try:
         for block in itertools.islice(blocks, num_workers * _BLOCKS_AHEAD):
@@ -145,24 +145,24 @@ def encode_all(blocks: Iterator[Block], job: Job, num_workers: int) -> Iterator[
                 waiting.append((following, pool.submit(_encode, following)))
             yield block, encoded
     except BrokenProcessPool as error:
-        message = "a worker that encodes text was killed, perhaps for want of memory; try fewer --workers"
+        message = "a worker that encodes text was killed, perhaps because memory ran out; try fewer --workers"
         raise RunError(message) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: BlockEncoder  # of this process, where it is a worker
+_worker: BlockEncoder  # of this process, in a worker
 
 
-def _be_worker(job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core; no threads besides
+def _start_worker(job: Job) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core, without threads
     global _worker
     _worker = BlockEncoder(job)
 
 
-def _die_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,1 +1,1 @@
-"""Starting ranks. Knows how processes are started and ended, nothing of what they do."""
+"""Starts ranks. Knows how processes start and end, not what they do."""

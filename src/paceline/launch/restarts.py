@@ -1,13 +1,18 @@
-"""When a run that failed is started again: at once, later, or no more."""
+"""When a failed run is started again: at once, later, or not."""
 
+import contextlib
 import json
+import os
+import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SAME_STEP_MOST = 3  # failures in a row at one step: chance does not do that
+_SAME_STEP_MOST = 3  # failures in a row at one step: not by chance
 _LONGEST_DELAY_S = 60.0
-_TAIL_BYTES = 1 << 18  # holds the last row also where 1,024 ranks have their times in it
+_ENDS = ("end", "hang")  # events that end an attempt
+_TAIL_BYTES = 1 << 18  # holds the last row even if 1,024 ranks have their times in it
 
 
 @dataclass(frozen=True)
@@ -19,10 +24,8 @@ class Failure:
 
 
 def delay_s(failures: list[Failure], begun_at: int, most: int) -> float | None:
-    """Returns the seconds until the next attempt, 0 after one that came further than all before it; None: no more.
-
-    begun_at is the step of the first attempt's beginning, `most` how many restarts there may be.
-    """
+    """Returns the seconds until the next attempt; 0 if the last one came further than all before; None: no more.
+    begun_at: the step at which the first attempt began. most: the number of allowed restarts."""
     if len(failures) > most or is_loop(failures):
         return None
     furthest, idle = begun_at, 0
@@ -33,45 +36,75 @@ def delay_s(failures: list[Failure], begun_at: int, most: int) -> float | None:
 
 
 def is_loop(failures: list[Failure]) -> bool:
-    """Whether the last attempts all ended at one step, and no further."""
+    """Whether the last attempts all ended at the same step."""
     last = failures[-_SAME_STEP_MOST:]
     return len(last) == _SAME_STEP_MOST and len({failure.reached for failure in last}) == 1
 
 
 class Records:
-    """What the run folder says of a run's progress. It may not be there yet."""
+    """A run's progress, as its folder shows it. The folder may not exist yet."""
 
     def __init__(self, run: Path):
         self._metrics, self._events = run / "metrics.jsonl", run / "events.jsonl"
-        self._checkpoints = run / "checkpoints"
+        self._checkpoints, self._logs = run / "checkpoints", run / "ranks"
         self._num_read = self._events.stat().st_size if self._events.exists() else 0
 
     def last_step(self) -> int:
-        """Returns the last step that has a row; 0 where none has."""
-        try:
-            with self._metrics.open("rb") as file:
-                file.seek(max(0, self._metrics.stat().st_size - _TAIL_BYTES))
-                rows = _rows(file.read())
-        except OSError:
-            return 0
-        return next((row["step"] for row in reversed(rows) if isinstance(row.get("step"), int)), 0)
+        """Returns the last step that has a row; 0 if none has."""
+        rows = reversed(_rows(_tail(self._metrics)))
+        return next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
 
     def began_at(self) -> int | None:
-        """Returns the step at which the latest attempt since the last call began or went on; None: it did not."""
+        """Returns the step at which the latest attempt since the last call began or resumed; None: there was none."""
         try:
             with self._events.open("rb") as file:
                 file.seek(self._num_read)
                 found = file.read()
         except OSError:
             return None
-        found = found[: found.rfind(b"\n") + 1]  # a line that is being written counts when it is whole
+        found = found[: found.rfind(b"\n") + 1]  # ignore a line that is still being written
         self._num_read += len(found)
         steps = [int(row.get("step", 0)) for row in _rows(found) if row.get("event") in ("start", "resume")]
         return steps[-1] if steps else None
 
-    def has_checkpoint(self) -> bool:
-        """Whether something was saved that `resume` can go on from."""
-        return (self._checkpoints / "latest").exists()
+    def newest_checkpoint(self) -> int | None:
+        """Returns the step of the newest complete checkpoint; None if there is none."""
+        try:
+            found = re.fullmatch(r"step-(\d+)", (self._checkpoints / "latest").read_text().strip())
+        except (OSError, UnicodeDecodeError):
+            return None
+        return int(found[1]) if found else None
+
+    def log_of(self, rank: int) -> Path | None:
+        """Returns the path of a rank's log; None if it does not exist yet."""
+        path = self._logs / f"rank-{rank:05d}.log"
+        return path if path.exists() else None
+
+    def close(self, what: str, was_said: bool) -> None:
+        """Records how an attempt failed, if no rank has: rank 0 died first, or knew only that it had lost another rank
+        (not `was_said`). Call it when no rank lives, so that there is one writer at a time."""
+        tail = _tail(self._events)
+        rows = _rows(tail)
+        last = rows[-1].get("event") if rows else None
+        if last is None or last in _ENDS or (last == "failed" and was_said):
+            return  # nothing was begun, or the end is recorded
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        event = {"time": now, "event": "failed", "step": self.last_step(), "error": what, "by": "launcher"}
+        num_cut_short = len(tail) - (tail.rfind(b"\n") + 1)  # bytes of a line that a crash cut short
+        with contextlib.suppress(OSError), self._events.open("rb+") as file:
+            file.seek(-num_cut_short, os.SEEK_END)
+            file.truncate()
+            file.write(json.dumps(event).encode() + b"\n")
+
+
+def _tail(path: Path) -> bytes:
+    """Returns the end of a file, which has its last row; empty if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _rows(data: bytes) -> list[dict[str, Any]]:
@@ -79,7 +112,7 @@ def _rows(data: bytes) -> list[dict[str, Any]]:
     for line in data.splitlines():
         try:
             row = json.loads(line)
-        except ValueError:  # cut short: by a crash, or by where the reading began
+        except ValueError:  # cut short by a crash, or at the beginning of the tail
             continue
         if isinstance(row, dict):
             rows.append(row)

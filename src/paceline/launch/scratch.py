@@ -1,5 +1,4 @@
-"""A folder in which the ranks of a launcher tell it how they end. It goes with the launcher; after kill -9 of that,
-with the next one that starts here."""
+"""A folder in which a launcher's ranks record how they end. The launcher removes it, or the next one after kill -9."""
 
 import contextlib
 import os
@@ -15,17 +14,13 @@ import filelock
 
 _PREFIX = "paceline-launcher-"
 _LOCK = "lock"
-_YOUNG_S = 60.0  # one that was made just now may not be locked yet
+_YOUNG_S = 60.0  # a new one may not be locked yet
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yields an empty folder of this process's own, in the system's place for such; removes what dead launchers of this
-    user have left there.
-
-    Alive is who holds the folder's lock. The kernel drops that with the process, and knows it across containers that
-    share the place, where a pid would say nothing.
-    """
+    """Yields an empty temporary folder; removes those of this user's dead launchers. A live one holds a lock on its
+    folder: a pid would be ambiguous between containers that share the place."""
     _sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as made, filelock.FileLock(Path(made) / _LOCK):
         inside = Path(made) / "ranks"
@@ -34,7 +29,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _sweep(place: Path) -> None:
-    with contextlib.suppress(OSError, NotImplementedError):  # tidying up stops nobody
+    with contextlib.suppress(OSError, NotImplementedError):  # a failed clean-up must not stop a start
         for folder in list(place.glob(f"{_PREFIX}*")):
             if _is_ours_and_old(folder):
                 with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / _LOCK, timeout=0):

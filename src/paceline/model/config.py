@@ -1,4 +1,4 @@
-"""What a model is: the numbers that fix its shape. No torch here, so that the command line answers at once."""
+"""The shape of a model. Needs no torch, so that the command line answers at once."""
 
 import math
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Literal
 
 from paceline.base.errors import UserError
 
-_HIDDEN_MULTIPLE = 64  # llama's MLP width is rounded up to this, so that matrix kernels get whole tiles
+_HIDDEN_MULTIPLE = 64  # llama's MLP width is rounded up to this, which suits matrix kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one decoder. Zero stands for "derived", and each field says from what."""
+    """The shape of one decoder. 0 stands for a derived value; each field says from what."""
 
     arch: Literal["gpt2", "llama"] = "llama"
     """Family: gpt2 (LayerNorm, learned positions, GELU) or llama (RMSNorm, rotary positions, SwiGLU)."""
@@ -30,11 +30,11 @@ class ModelConfig:
     n_hidden: int = 0
     """Width inside the MLP. 0: gpt2 4 n-embd; llama 8/3 n-embd rounded up to a multiple of 64."""
     dropout: float = 0.0
-    """Probability that an element of the embedding sum or of a block's branch is dropped in training."""
+    """Probability of dropping an element of the embedding sum or of a block's branch in training."""
     bias: bool = False
     """Biases in the linear layers and layer norms of the gpt2 family."""
     gelu: Literal["exact", "tanh"] = "exact"
-    """The gpt2 family's GELU. exact is several times faster on a CPU; tanh is what OpenAI's GPT-2 weights expect."""
+    """GELU of the gpt2 family. exact is several times faster on a CPU; tanh is what OpenAI's GPT-2 weights need."""
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys before their product."""
     head: Literal["auto", "tied", "untied"] = "auto"
@@ -51,12 +51,12 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads, zero resolved."""
+        """Number of key and value heads, with 0 resolved."""
         return self.n_kv_head or self.n_head
 
     @property
     def hidden(self) -> int:
-        """Width inside the MLP, zero resolved."""
+        """Width inside the MLP, with 0 resolved."""
         if self.n_hidden:
             return self.n_hidden
         if self.arch == "gpt2":
@@ -69,7 +69,7 @@ class ModelConfig:
         return self.arch == "gpt2" if self.head == "auto" else self.head == "tied"
 
     def check(self) -> None:
-        """Raises UserError, naming the field, where no model can have this shape; zeros are allowed."""
+        """Raises UserError, naming the field, if no model can have this shape; zeros are allowed."""
         self._check_ranges()
         if self.n_embd % self.n_head:
             raise UserError(
@@ -93,7 +93,6 @@ class ModelConfig:
             )
 
     def _check_ranges(self) -> None:
-        """Each number by itself, in the order a reader of the config meets them."""
         _check_choice("arch", self.arch, ("gpt2", "llama"))
         _check_choice("head", self.head, ("auto", "tied", "untied"))
         _check_choice("gelu", self.gelu, ("exact", "tanh"))

@@ -1,4 +1,4 @@
-"""What a model costs, in closed form: parameters, FLOPs, bytes of activations. No torch."""
+"""What a model costs, in closed form: parameters, FLOPs, bytes of activations. Needs no torch."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from paceline.model.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Numbers of parameters, counted three ways."""
+    """Numbers of parameters, counted in three ways."""
 
-    total: int  # every trained number once; a tied matrix is one matrix
+    total: int  # every trained number once; a tied matrix counts once
     non_embedding: int  # without the token and position embeddings (a tied head is the embedding)
-    matmul: int  # those each token is multiplied with: the linear layers and the head, tied or not
+    matmul: int  # those that each token is multiplied with: the linear layers and the head, tied or not
 
 
 def num_parameters(config: ModelConfig) -> Parameters:
-    """Returns the counts for a config whose n_positions and vocab_size are resolved."""
+    """Returns the counts for a config with resolved n_positions and vocab_size."""
     width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
     llama = config.arch == "llama"
     attention = 2 * width * width + 2 * width * kv_width
@@ -37,21 +37,19 @@ def num_parameters(config: ModelConfig) -> Parameters:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Returns the FLOPs of forward and backward for one token of a sequence of seq_len: 6 N + 12 L H Q T.
-
-    PaLM, arXiv 2204.02311, appendix B: N the parameters in matrix products, L layers, H heads of width Q, T seq_len.
-    As there, attention is counted without the saving that causality allows, and recomputation is not counted.
-    """
+    """Returns the FLOPs of forward and backward for one token of a sequence: 6 N + 12 L H Q T (PaLM, arXiv 2204.02311,
+    appendix B), N parameters in matrix products, L layers, H heads of width Q, T seq_len. As there, attention counts as
+    if it were not causal, and recomputation does not count."""
     return 6 * num_parameters(config).matmul + 12 * config.n_layer * config.n_embd * seq_len
 
 
 def activation_bytes(
     config: ModelConfig, seq_len: int, *, compute_bytes: int, checkpoint: bool = False, keeps_scores: bool = False
 ) -> int:
-    """Returns roughly how many bytes one token keeps for backward; for choosing a micro-batch, not for accounting.
+    """Returns roughly how many bytes one token keeps for backward; for choosing a micro-batch.
 
-    compute_bytes: of an element of the compute dtype (4 or 2). checkpoint: each block keeps its float32 input, and one
-    block at a time is unfolded. keeps_scores: attention keeps its T x T probabilities (bfloat16 on a CPU does).
+    compute_bytes: of an element of the compute dtype (4 or 2). checkpoint: blocks keep their float32 input, and one
+    block at a time keeps all. keeps_scores: attention keeps its T x T probabilities (as with bfloat16 on a CPU).
     """
     width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
     stream = 4 * width

@@ -1,7 +1,7 @@
-"""Dropout as a function of the sequence: it drops the same elements in whatever micro-batch, rank or device.
+"""Dropout as a function of the sequence: it drops the same elements in any micro-batch, rank or device.
 
-Each element's fate is a hash of (the sequence's key, the site in the model, the element's place). No generator is drawn
-from, so nothing needs restoring: neither for activation checkpointing nor for a resume at another world size.
+A hash of (sequence key, site in the model, element position) decides. So there is no generator state to restore, for
+activation checkpointing or for a resume at another world size.
 
 B batch, T sequence, C width.
 """
@@ -9,7 +9,7 @@ B batch, T sequence, C width.
 import torch
 from torch import Tensor
 
-# Odd multipliers of MurmurHash3's 32-bit finaliser (A. Appleby, public domain) and of Knuth's multiplicative hashing.
+# Multipliers of MurmurHash3's 32-bit finaliser (A. Appleby, public domain) and of Knuth's multiplicative hashing.
 _FINAL_1 = 0x85EBCA6B
 _FINAL_2 = 0xC2B2AE35
 _GOLDEN = 0x9E3779B1
@@ -18,8 +18,8 @@ _GOLDEN = 0x9E3779B1
 def dropout(x_BTC: Tensor, probability: float, keys_B: Tensor, site: int) -> Tensor:
     """Returns x with each element zeroed with `probability` and the others divided by (1 - probability).
 
-    keys_B is int64, one key a sequence; `site` tells the places in the model apart. Costs about a dozen
-    element-wise int32 passes, and keeps one byte an element for backward.
+    keys_B: int64, one key a sequence. `site` is the place in the model. Costs about a dozen element-wise int32 passes,
+    and keeps one byte an element for backward.
     """
     keep_BTC = keep_mask(keys_B, site, x_BTC.shape[1], x_BTC.shape[2], probability)
     return torch.where(keep_BTC, x_BTC * (1.0 / (1.0 - probability)), 0.0)
@@ -28,7 +28,7 @@ def dropout(x_BTC: Tensor, probability: float, keys_B: Tensor, site: int) -> Ten
 def keep_mask(keys_B: Tensor, site: int, num_positions: int, width: int, probability: float) -> Tensor:
     """Returns the bool mask [B, T, C], true where an element stays; a pure function of its arguments."""
     place_TC = torch.arange(num_positions * width, dtype=torch.int32, device=keys_B.device).view(num_positions, width)
-    # Two 32-bit words a sequence, so that two keys which agree in one word still give unrelated masks.
+    # Two 32-bit words a sequence: two keys that agree in one word still give unrelated masks.
     site_B = keys_B ^ (site * _GOLDEN)
     word_1_B11 = _finalise(_low_word(site_B))[:, None, None]
     word_2_B11 = _finalise(_low_word(keys_B >> 32) + word_1_B11[:, 0, 0])[:, None, None]
@@ -36,7 +36,7 @@ def keep_mask(keys_B: Tensor, site: int, num_positions: int, width: int, probabi
     hash_BTC = (_shift(hash_BTC, 16) ^ hash_BTC) * _signed(_FINAL_1) + word_2_B11
     hash_BTC = (_shift(hash_BTC, 13) ^ hash_BTC) * _signed(_FINAL_2)
     hash_BTC = _shift(hash_BTC, 16) ^ hash_BTC
-    # The hash is uniform over the int32 range; the lowest `probability` of that range is dropped.
+    # The hash is uniform over int32; its lowest `probability` is dropped.
     return hash_BTC >= round(probability * 2**32) - 2**31
 
 
@@ -48,7 +48,7 @@ def _finalise(word: Tensor) -> Tensor:
 
 
 def _shift(word: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's >> on int32 drags the sign along, which the mask removes."""
+    """Logical shift to the right: torch's >> on int32 keeps the sign, which the mask removes."""
     return (word >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -59,5 +59,4 @@ def _low_word(key: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int32 that has the same bits."""
     return word - 2**32 if word >= 2**31 else word

@@ -20,16 +20,15 @@ def generate(
     generator: torch.Generator | None = None,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Yields up to max_new_tokens token ids that continue the prompt; ends after yielding `stop`.
+    """Yields up to max_new_tokens token ids that continue the prompt; ends after `stop`.
 
-    temperature 0 takes the likeliest token. `generator` is a CPU generator (None: a fresh one with seed 0), so a text
-    is a function of the weights and its seed; no global generator moves. Keys and values are cached. When the
-    n_positions are full, the latest half is read anew as if it were a beginning, and generation goes on from there:
-    the far past is forgotten, and the price is one forward pass every n_positions / 2 tokens. A longer prompt is cut
-    to its last n_positions tokens. Raises UserError for an empty prompt or a negative temperature.
+    temperature 0 takes the likeliest token. `generator`: on the CPU; None: a new one with seed 0. No global generator
+    is used, so weights and seed determine the text. Keys and values are cached. When all n_positions are used,
+    generation restarts with the latest half of them as the prompt. A longer prompt is cut to its last n_positions
+    tokens. Raises UserError for an empty prompt or a negative temperature.
     """
     if not prompt:
-        raise UserError("the prompt is empty: give at least one token to go on from")
+        raise UserError("the prompt is empty: give at least one token to continue")
     if temperature < 0:
         raise UserError(f"temperature is {temperature}: use 0 for the likeliest token, or a positive number")
     if top_k is not None and top_k < 1:
@@ -53,7 +52,6 @@ def generate(
 
 
 def _draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Returns one token id."""
     if temperature == 0:
         return int(logits_V.argmax())
     logits_V = logits_V / temperature

@@ -1,4 +1,4 @@
-"""One decoder-only transformer; two families by config.
+"""A decoder-only transformer of two families, chosen by config.
 
 B batch, T sequence, C width, K kv heads, D head width, V vocabulary, N = B * T tokens.
 """
@@ -22,12 +22,12 @@ _INIT_STD = 0.02  # GPT-2's
 
 
 class GPT(nn.Module):
-    """Tokens in, the sum of the next-token losses out. Parameter names are Hugging Face Llama's, for both families.
+    """Tokens in, the sum of the next-token losses out. Parameters have Hugging Face Llama's names, in both families.
 
-    Two switches, set as plain attributes at any time:
-    - `compute_dtype`: what matrix products run in (float32, bfloat16, float16). Parameters, their gradients, the
-      residual stream, norms and the loss are float32 whatever it says. No autocast context is needed, on any device.
-    - `checkpoint_blocks`: keep only each block's input for backward and compute the block again there.
+    Two plain attributes may be set at any time:
+    - `compute_dtype`: of matrix products (float32, bfloat16, float16). Parameters, gradients, the residual stream,
+      norms and the loss are always float32. No autocast context is needed, on any device.
+    - `checkpoint_blocks`: keep only each block's input for backward, and recompute the block there.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -50,26 +50,25 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Returns the sum over all B*T tokens of -log p(target), in nats; a float32 scalar.
 
-        A sum, because only the caller knows the number of tokens that the whole world's step is to be divided by.
-        dropout_keys_B, int64, is one key a sequence; without it, in eval(), or with config.dropout 0 nothing drops.
+        The caller divides it by the token count of the whole world's step. dropout_keys_B: int64, one key a sequence;
+        nothing drops without it, in eval(), or with config.dropout 0.
 
-        `documents`, [B, T] integers, keeps attention inside documents: a token sees those before it of equal number.
-        Rotary positions are relative, so a document's loss is then as if it stood alone; the gpt2 family's learned
-        positions go on counting from the row's start. A step takes 12% longer in float32 and 3% in bfloat16 (T=1024,
-        4 layers of 384, 2 threads), and the mask takes B * T * T numbers of the compute dtype.
+        `documents`, [B, T] integers, keeps attention inside documents: a token sees earlier ones of equal number.
+        Rotary positions are relative, so a document's loss is as if it were alone in the row; gpt2's learned positions
+        count from the row's start. The mask takes B * T * T numbers of the compute dtype.
         """
         mask_BTT = None if documents is None else document_mask(documents, self.compute_dtype)
         hidden_BTC = self._hidden(tokens_BT, dropout_keys_B, mask_BTT=mask_BTT)
         return loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, targets_BT.flatten())
 
     def logits(self, tokens_BT: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """Returns [B, T, V] float32. With a cache the tokens are taken to follow those seen, and are added to it."""
+        """Returns [B, T, V] float32. With a cache, the tokens follow those in it, and are added to it."""
         hidden_BTC = self._hidden(tokens_BT, cache=cache)
         return F.linear(hidden_BTC, self.head_weight.to(hidden_BTC.dtype)).float()
 
     @property
     def head_weight(self) -> Tensor:
-        """The output layer's matrix [V, C]: the token embedding's where they are tied."""
+        """The output layer's matrix [V, C]: the token embedding's if they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def make_cache(self, batch: int) -> list[LayerCache]:
@@ -79,10 +78,7 @@ class GPT(nn.Module):
         return [LayerCache(*room.clone()) for _ in self.layers]
 
     def compile_blocks(self) -> None:
-        """Compiles each block in place, so gradients of late layers are ready while early ones are still computed.
-
-        In place (`Module.compile`) leaves parameter names alone, and equal blocks share one compilation.
-        """
+        """Compiles each block in place: names stay, and late layers' gradients are ready before early ones."""
         for block in self.layers:
             block.compile()
 
@@ -113,7 +109,7 @@ class GPT(nn.Module):
         return cast(Tensor, self.norm(x_BTC).to(self.compute_dtype))
 
     def _run(self, block: nn.Module, *arguments: object) -> Tensor:
-        """Calls the block; checkpointed, only its input is kept. Dropout needs no generator's state."""
+        """Calls the block; if checkpointed, only its input is kept. Dropout needs no generator state."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
             return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
         return cast(Tensor, block(*arguments))
@@ -132,12 +128,11 @@ class GPT(nn.Module):
 
 
 def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
-    """Returns a model whose every parameter is a function of (config, seed, the parameter's name) alone.
+    """Returns a model whose parameters each depend only on config, seed and their name.
 
-    GPT-2's initialisation: normal with standard deviation 0.02; the projections that write to the residual stream
-    smaller by sqrt(2 n_layer), for the number of writes; norms 1; biases 0. Drawn on the CPU in float32 from one
-    generator a parameter, so that devices, ranks and the order of creation change nothing, and no global generator
-    moves. Raises UserError for a config that cannot be built.
+    GPT-2's initialisation: normal with standard deviation 0.02; smaller by sqrt(2 n_layer), the number of writes, for
+    projections that write to the residual stream; norms 1; biases 0. Each parameter is drawn on the CPU in float32 from
+    its own generator, so devices, ranks and order change nothing. Raises UserError for an impossible config.
     """
     config.check()
     for name in ("n_positions", "vocab_size"):

@@ -1,45 +1,40 @@
 """The parts of a decoder block.
 
-The residual stream and all norms are float32; matrix products run in the dtype of the activation that is handed to
-them, which each block gets from `GPT.compute_dtype`. In float32 that is real float32, with no cast anywhere.
+The residual stream and all norms are float32. Matrix products run in the dtype of their input, which each block gets
+from `GPT.compute_dtype`; in float32 nothing is cast.
 
-B batch, T sequence (S where keys are counted apart from queries), C width, H heads, K kv heads, D head width,
+B batch, T sequence (S keys if they differ from the queries), C width, H heads, K kv heads, D head width,
 G = H / K queries that share a kv head, F width inside the MLP.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.model import cpu
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
 
-# Longest sequence for which a CPU computes attention in bfloat16 with plain batched products (see `attend`).
-_MAX_CPU_PRODUCTS = 1024
-_QUERIES_AT_ONCE = 512  # later keys than a piece's last query are left out: a quarter of the work at T=1024
-
 
 class Linear(nn.Linear):
-    """A linear layer whose float32 weight is cast to the dtype of its input, so the input decides the precision."""
+    """A linear layer whose float32 weight is cast to the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in x.dtype."""
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def reset_parameters(self) -> None:
-        """Nothing: `gpt.build` fills every parameter, and torch's own way on the meta device imports its compiler, a
-        second of every start."""
+        """Does nothing: `gpt.build` fills all parameters, and torch's method would import its compiler (a second)."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding that is filled by `gpt.build` alone."""
+    """An embedding that only `gpt.build` fills."""
 
     def reset_parameters(self) -> None:
-        """Nothing, see `Linear`."""
+        """Does nothing, see `Linear`."""
 
 
 class RMSNorm(nn.Module):
@@ -53,31 +48,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C]."""
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            # torch's has no fused CPU kernel: 2.1 ms forward and backward on [2048, 384] against 0.7 ms.
-            return cast(Tensor, _RMSNormCPU.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+            return cpu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-
-
-class _RMSNormCPU(torch.autograd.Function):
-    """RMSNorm in as few passes over memory as eager torch allows; in the weight's float32 inside."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=weight_C.dtype)
-        inverse_rms = (norm.square_() / x.shape[-1] + eps).rsqrt_()
-        ctx.save_for_backward(x, weight_C, inverse_rms)
-        y: Tensor = (x * inverse_rms).mul_(weight_C)
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With u = x / rms: dx = (g w - u mean(g w u)) / rms, the mean over the width, and dw = sum(g u)."""
-        x, weight_C, inverse_rms = ctx.saved_tensors
-        unit = x * inverse_rms
-        grad_unit = grads[0] * unit
-        mean = (grad_unit @ weight_C / x.shape[-1]).unsqueeze(-1)
-        grad_x = (grads[0] * weight_C).sub_(unit.mul_(mean)).mul_(inverse_rms)
-        return grad_x.to(x.dtype), grad_unit.flatten(0, -2).sum(0), None
 
 
 class LayerNorm(nn.Module):
@@ -95,7 +67,7 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """The family's norm over the residual stream."""
+    """Returns the family's norm over the residual stream."""
     if config.arch == "llama":
         return RMSNorm(config.n_embd, config.norm_eps)
     return LayerNorm(config.n_embd, config.norm_eps, config.bias)
@@ -103,7 +75,7 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 @dataclass
 class LayerCache:
-    """One layer's keys and values of the tokens seen so far, in room made beforehand. For generation only."""
+    """One layer's keys and values of the tokens so far, in buffers of full length. For generation only."""
 
     k_BKSD: Tensor
     v_BKSD: Tensor
@@ -121,8 +93,8 @@ class LayerCache:
 def rotary_tables(first: int, num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Returns [2, T, D]: cosines, then sines with the first half negated, for `rotate`; float32.
 
-    Angles are position * theta^(-2i/D), i < D/2 (RoFormer, arXiv 2104.09864, eq. 15), laid out in halves as Hugging
-    Face's Llama does: element i turns with element i + D/2.
+    Angles are position * theta^(-2i/D), i < D/2 (RoFormer, arXiv 2104.09864, eq. 15). As in Hugging Face's Llama,
+    element i turns with element i + D/2.
     """
     half = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     position_T = torch.arange(first, first + num_positions, device=device, dtype=torch.float32)
@@ -132,17 +104,14 @@ def rotary_tables(first: int, num_positions: int, head_dim: int, theta: float, d
 
 
 def rotate(x_BTHD: Tensor, tables_2TD: Tensor) -> Tensor:
-    """Turns each pair (i, i + D/2) of each head by its position's angle; [B, T, H, D], in the tables' dtype."""
+    """Rotates each pair (i, i + D/2) of each head by its position's angle; [B, T, H, D], in the tables' dtype."""
     cos_T1D, sin_T1D = tables_2TD[:, :, None]
     return torch.addcmul(x_BTHD * cos_T1D, x_BTHD.roll(x_BTHD.shape[-1] // 2, -1), sin_T1D)
 
 
 def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns [B, T, T], to be added to scores: 0 where a query may see a key, else -inf.
-
-    It may where the key is not later and has the same number in documents_BT, integers. In the dtype of the products,
-    since SDPA would make a boolean mask into this once a layer.
-    """
+    """Returns [B, T, T], added to scores: 0 for keys that are not later and have the same number in documents_BT
+    (integers), else -inf. It has the products' dtype: SDPA would convert a boolean mask once a layer."""
     num_tokens = documents_BT.shape[1]
     seen_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
     seen_BTT &= torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=documents_BT.device).tril()
@@ -150,67 +119,24 @@ def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_BTT: Tensor | None = None) -> Tensor:
-    """Causal attention, [B, H, T, D]; the T queries are the last T of the S positions.
+    """Returns causal attention, [B, H, T, D]; the T queries are the last T of the S positions.
 
-    Query heads h*G ... h*G+G-1 share kv head h (arXiv 2305.13245). No dropout inside: SDPA would draw it from the
-    device's generator, so it would depend on the rank and not on the sequence. mask_BTT is `document_mask`'s, for
-    T = S; None: a query sees all keys that are not later.
+    Query heads h*G ... h*G+G-1 share kv head h (arXiv 2305.13245). No dropout inside: SDPA's would depend on the rank's
+    generator, not on the sequence. mask_BTT: from `document_mask`, for T = S; None: a query sees all keys that are not
+    later.
     """
-    if mask_BTT is not None:
-        return _attend_within(q_BHTD, k_BKSD, v_BKSD, mask_BTT)
     num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
-    if 1 < num_queries < num_keys:  # a piece of prompt after another; not on any hot path
+    if num_queries == num_keys and cpu.attends_faster(q_BHTD):
+        return cpu.attend(q_BHTD, k_BKSD, v_BKSD, mask_BTT)
+    group = q_BHTD.shape[1] // k_BKSD.shape[1]
+    if mask_BTT is not None:
+        if group > 1:  # CUDA's kernels with a mask take no grouped queries
+            k_BKSD, v_BKSD = k_BKSD.repeat_interleave(group, 1), v_BKSD.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask_BTT.unsqueeze(1))
+    if 1 < num_queries < num_keys:  # a later part of a prompt, after a cached part
         mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHTD.device).tril(num_keys - num_queries)
         return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask_TS, enable_gqa=True)
-    if num_queries == num_keys and _products_are_faster(q_BHTD):
-        return _attend_by_products(q_BHTD, k_BKSD, v_BKSD)
-    enable_gqa = q_BHTD.shape[1] != k_BKSD.shape[1]
-    return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, is_causal=num_queries > 1, enable_gqa=enable_gqa)
-
-
-def _attend_within(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask_BTT: Tensor) -> Tensor:
-    """Attention under a mask, [B, H, T, D].
-
-    Keys and values are repeated for SDPA: CUDA's kernels that take a mask take no grouped queries, and the CPU's is as
-    fast so (63 against 61 ms forward and backward, float32, 2048 tokens, 6 heads of 64 on 2 kv heads).
-    """
-    if _products_are_faster(q_BHTD):
-        return _attend_by_products(q_BHTD, k_BKTD, v_BKTD, mask_BTT)
-    group = q_BHTD.shape[1] // k_BKTD.shape[1]
-    if group > 1:
-        k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask_BTT.unsqueeze(1))
-
-
-def _products_are_faster(q_BHTD: Tensor) -> bool:
-    return q_BHTD.device.type == "cpu" and q_BHTD.dtype == torch.bfloat16 and q_BHTD.shape[2] <= _MAX_CPU_PRODUCTS
-
-
-def _attend_by_products(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask_BTT: Tensor | None = None) -> Tensor:
-    """Causal attention as two batched products and a softmax, [B, H, T, D].
-
-    The CPU's flash kernel gains nothing from bfloat16; these products run on its AVX512_BF16 units. Measured forward
-    and backward, 2048 tokens, 6 heads of 64, 2 threads: T=256 15 -> 5 ms, T=512 28 -> 9 ms, T=1024 31 -> 16 ms,
-    T=2048 52 -> 44 ms. Keeps the probabilities, H * T * T bytes a sequence at most, hence the limit on T.
-    """
-    B, H, T, D = q_BHTD.shape
-    num_kv = k_BKTD.shape[1]
-    group = H // num_kv
-    k_NTD, v_NTD = k_BKTD.reshape(B * num_kv, T, D), v_BKTD.reshape(B * num_kv, T, D)
-    pieces = []
-    for start in range(0, T, _QUERIES_AT_ONCE):
-        end = min(start + _QUERIES_AT_ONCE, T)
-        # The queries that share a kv head are stacked along time: one taller product, and no copies of keys or values.
-        q_NRD = q_BHTD[:, :, start:end].reshape(B * num_kv, group * (end - start), D)
-        if mask_BTT is None:
-            mask_RS = torch.full((end - start, end), -math.inf, dtype=q_BHTD.dtype).triu(start + 1).repeat(group, 1)
-            mask_NRS = mask_RS.expand(B * num_kv, -1, -1)
-        else:
-            mask_B1RS = mask_BTT[:, None, start:end, :end]
-            mask_NRS = mask_B1RS.expand(-1, H, -1, -1).reshape(B * num_kv, group * (end - start), end)
-        scores_NRS = torch.baddbmm(mask_NRS, q_NRD, k_NTD[:, :end].transpose(1, 2), alpha=D**-0.5)
-        pieces.append(torch.bmm(scores_NRS.softmax(-1), v_NTD[:, :end]).view(B, H, end - start, D))
-    return torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
+    return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, is_causal=num_queries > 1, enable_gqa=group > 1)
 
 
 class Attention(nn.Module):
@@ -283,7 +209,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.first_site = 1 + 2 * index  # of dropout; site 0 is the embedding sum
+        self.first_site = 1 + 2 * index  # for dropout; site 0 is the embedding sum
         self.input_layernorm = make_norm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = make_norm(config)

@@ -1,10 +1,8 @@
-"""AdamW over any tensors, slices of parameters among them (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
-
-torch's fused kernel does the arithmetic. Its `torch.optim.AdamW` around it would import torch's compiler, which takes a
-second of every start and restart, and keeps state by parameter object, where ours goes by name and slice.
-"""
+"""AdamW over any tensors, also slices of parameters (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). It calls
+torch's fused kernel directly: `torch.optim.AdamW` imports torch's compiler, which adds a second to every start."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,31 +10,37 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Updates tensors in place by their `.grad`. `state` is made at the first update: moments by tensor."""
+    """Updates tensors in place by their `.grad`. `param_groups` and `state` are as in torch.optim, except for `step`,
+    the number of updates made, which is one per group. The first update makes `state`."""
 
     def __init__(
         self,
         decayed: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor],
         *,
+        lr: float,
         decay: float,
         betas: tuple[float, float],
         eps: float,
     ):
-        self._groups = ((list(decayed), decay), (list(others), 0.0))
-        self._betas, self._eps = betas, eps
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": list(tensors), "lr": lr, "weight_decay": part, "betas": betas, "eps": eps, "step": 0}
+            for tensors, part in ((decayed, decay), (others, 0.0))
+        ]
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, lr: float, number: int) -> None:
-        """Makes update `number`, from 1 on: it decides how far the moments are from what they converge to."""
-        for tensors, decay in self._groups:
+    def step(self) -> None:
+        """Makes one update. Its number sets the bias correction of the moments."""
+        for group in self.param_groups:
+            group["step"] += 1
+            tensors = group["params"]
             if not tensors:
                 continue
             for tensor in tensors:
                 if tensor not in self.state:
                     self.state[tensor] = {moment: torch.zeros_like(tensor) for moment in MOMENTS}
-            count = torch.tensor(float(number), device=tensors[0].device)
+            count = torch.tensor(float(group["step"]), device=tensors[0].device)
             torch._fused_adamw_(
                 tensors,
                 [tensor.grad for tensor in tensors if tensor.grad is not None],
@@ -44,11 +48,11 @@ class AdamW:
                 [self.state[tensor]["exp_avg_sq"] for tensor in tensors],
                 [],
                 [count] * len(tensors),
-                lr=lr,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                weight_decay=decay,
-                eps=self._eps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
             )

@@ -1,4 +1,4 @@
-"""Global gradient norm and clipping over flat gradient buffers."""
+"""Global gradient norm and clipping over flat gradient buffers (Pascanu et al., arXiv 1211.5063, algorithm 1)."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,10 @@ import torch
 def clip_(
     gradients: list[torch.Tensor], max_norm: float, scale: float = 1.0, total: Callable[[float], float] = float
 ) -> float:
-    """Divides the gradients by `scale` (a loss scaler's) and shrinks them to a global norm of at most max_norm.
+    """Divides the gradients by `scale` (a loss scaler's) and clips them to a global norm of max_norm; 0: no clipping.
 
-    Returns the norm before clipping, after unscaling; not finite if any element is not, and then the gradients are
-    left as they are. max_norm 0 only measures. Where these gradients are a rank's share, `total` makes of its sum of
-    squares that of all ranks, the same number on each. (Pascanu et al., arXiv 1211.5063, algorithm 1.)
+    Returns the norm after unscaling, before clipping. If it is not finite, the gradients stay as they are. If gradients
+    are sharded, `total` turns this rank's sum of squares into the sum over all ranks.
     """
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""What the user decides about the update."""
+"""Settings of the update."""
 
 import math
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class OptimConfig:
     beta2: float = 0.95
     """AdamW: decay of the second moment."""
     eps: float = 1e-8
-    """AdamW: added to the root of the second moment."""
+    """AdamW: added to the square root of the second moment."""
     momentum: float = 0.95
     """Muon: decay of its momentum."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """cosine: to the minimum over the whole horizon; wsd: warm-up, stable, decay over the last part."""
+    """cosine: decay to the minimum over the whole horizon; wsd: warm-up, stable, decay over the last part."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     decay_frac: float = 0.2
@@ -43,7 +43,7 @@ class OptimConfig:
     """Tokens of training for which weight-decay was tuned."""
 
     def check(self) -> None:
-        """Raises UserError for what cannot be, named as the user types it."""
+        """Raises UserError naming the first field with an impossible value, as the user types it."""
         ranges = (
             ("lr", self.lr, 0.0, math.inf),
             ("weight-decay", self.weight_decay, 0.0, math.inf),
@@ -63,16 +63,17 @@ class OptimConfig:
                 limit = f"between {least} and {most}" if math.isfinite(most) else f"at least {least}"
                 raise UserError(f"optim.{name} is {value}; it must be {limit}")
         if not self.scale_with_batch:
-            require_some_left(self.lr, self.weight_decay)
+            require_some_left(self.lr, self.weight_decay, is_scaled=False)
 
 
-def require_some_left(lr: float, weight_decay: float) -> None:
-    """Raises UserError where decay alone takes all of a weight away in a step, as in a short run that was scaled to the
-    horizon of a long one."""
+def require_some_left(lr: float, weight_decay: float, *, is_scaled: bool = True) -> None:
+    """Raises UserError if decay removes a weight in one step, as when a short run has settings of a long one."""
     if lr * weight_decay >= 1.0:
+        at_fault = "lr (1e-4 to 1e-2 is usual)" if lr >= 1.0 else "weight-decay"
+        unscaled = ", or give --optim.no-scale-with-batch" if is_scaled else ""
         raise UserError(
-            f"a learning rate of {lr:.3g} times a weight decay of {weight_decay:.3g} is at least 1, which takes all of "
-            "a weight away in each step: lower --optim.weight-decay, or say --optim.no-scale-with-batch",
+            f"learning rate {lr:.3g} times weight decay {weight_decay:.3g} is at least 1, which removes all of "
+            f"a weight in each step; lower --optim.{at_fault}{unscaled}",
             reach="world",
         )
 
@@ -80,11 +81,10 @@ def require_some_left(lr: float, weight_decay: float) -> None:
 def scaled_with_batch(config: OptimConfig, batch_tokens: int, total_tokens: float | None) -> tuple[float, float]:
     """Returns (lr, weight decay) for another batch and horizon than those they were tuned for.
 
-    The rate follows sqrt(B / B_ref), right for optimizers that divide by a noisy second moment (Malladi et al.,
-    "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv 2205.10287). The decay keeps
-    B / (lr * decay * D), the time over which weights are averaged in epochs of the run (Wang and Aitchison,
-    arXiv 2405.13698; Bergsma et al., "Power Lines", arXiv 2505.13738): decay * sqrt(B / B_ref) * D_ref / D.
-    Without a known horizon (wall time) D counts as D_ref.
+    The rate follows sqrt(B / B_ref), which suits optimizers that divide by a noisy second moment (Malladi et al.,
+    arXiv 2205.10287). The decay keeps B / (lr * decay * D), the averaging time of weights in epochs (Wang and
+    Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738): decay * sqrt(B / B_ref) * D_ref / D. If the horizon
+    is unknown (wall time), D is D_ref.
     """
     ratio = math.sqrt(batch_tokens / config.reference_batch_tokens)
     horizon = config.reference_tokens / total_tokens if total_tokens else 1.0

@@ -1,16 +1,17 @@
-"""Muon: momentum, orthogonalised. For the matrices between embedding and head.
+"""Muon: orthogonalised momentum, for the matrices between embedding and head.
 
-Jordan et al., https://kellerjordan.github.io/posts/muon/; the scale that gives its update the size of AdamW's is that
-of Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4.
+Jordan et al., https://kellerjordan.github.io/posts/muon/. The scale that gives its update AdamW's size is from
+Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-# Quintic whose iterates drive singular values towards 1 fastest from anywhere in (0, 1] (Jordan et al.): they end in
-# about [0.7, 1.2], which serves as well as exactly 1.
+# The quintic that moves singular values in (0, 1] towards 1 fastest (Jordan et al.). They end in about [0.7, 1.2],
+# which works as well as exactly 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
 
@@ -18,40 +19,49 @@ MOMENTS = ("momentum",)
 
 
 class Muon:
-    """Update: W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, cols)) orth(g + m M), M the momentum buffer.
-
-    Matrices of one shape are orthogonalised together as one batched product. `state` is made at the first update.
-    """
+    """Update: W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, cols)) orth(g + m M), M the momentum buffer. Orthogonalises
+    matrices of one shape as a batch. `param_groups` and `state` are as in torch.optim; the first update makes
+    `state`."""
 
     def __init__(
-        self, matrices: Sequence[torch.Tensor], *, decay: float, momentum: float, compute_dtype: torch.dtype
+        self, matrices: Sequence[torch.Tensor], *, lr: float, decay: float, momentum: float, compute_dtype: torch.dtype
     ) -> None:
-        self._by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
-        for matrix in matrices:
-            self._by_shape[matrix.shape].append(matrix)
-        self._decay, self._momentum, self._compute_dtype = decay, momentum, compute_dtype
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": list(matrices), "lr": lr, "weight_decay": decay, "momentum": momentum}
+        ]
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._compute_dtype = compute_dtype
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Changes every matrix, in place, by its `.grad`."""
-        for shape, matrices in self._by_shape.items():
-            directions = orthogonalise(torch.stack([self._nesterov(m) for m in matrices]), self._compute_dtype)
-            torch._foreach_mul_(matrices, 1 - lr * self._decay)
-            torch._foreach_add_(matrices, list(directions.unbind()), alpha=-lr * 0.2 * max(shape) ** 0.5)
+    def step(self) -> None:
+        """Updates every matrix in place by its `.grad`."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+            for matrix in group["params"]:
+                by_shape[matrix.shape].append(matrix)
+            for shape, matrices in by_shape.items():
+                gradients = torch.stack([self._nesterov(matrix, group["momentum"]) for matrix in matrices])
+                directions = orthogonalise(gradients, self._compute_dtype)
+                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(matrices, list(directions.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
-    def _nesterov(self, matrix: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def update_cost(matrix: torch.Tensor) -> float:
+        """Returns the cost of one matrix's update: see the function `update_cost`."""
+        return update_cost(matrix.shape[0], matrix.shape[1])
+
+    def _nesterov(self, matrix: torch.Tensor, momentum: float) -> torch.Tensor:
         assert matrix.grad is not None
         if matrix not in self.state:
             self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
         buffer = self.state[matrix]["momentum"]
-        buffer.lerp_(matrix.grad, 1 - self._momentum)
-        return matrix.grad.lerp(buffer, self._momentum)
+        buffer.lerp_(matrix.grad, 1 - momentum)
+        return matrix.grad.lerp(buffer, momentum)
 
 
 def update_cost(rows: int, columns: int) -> float:
-    """Returns the floating-point operations of one matrix's update, nearly all of them the iteration's products: with
-    m the smaller side, 4 m^2 max + 2 m^3 each (X X^T and its use on X, the square of the gram matrix)."""
+    """Returns the FLOPs of one matrix's update, nearly all in the iteration's products: 4 m^2 max + 2 m^3 each, with m
+    the smaller side (X X^T, its product with X, and the square of the Gram matrix)."""
     small, large = min(rows, columns), max(rows, columns)
     return _NUM_ITERATIONS * (4.0 * small**2 * large + 2.0 * small**3)
 

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of where a run is."""
+"""The learning rate as a pure function of a run's progress."""
 
 import math
 
@@ -6,12 +6,11 @@ from paceline.optim.config import OptimConfig
 
 
 def lr_factor(config: OptimConfig, step: int, progress: float) -> float:
-    """Returns the share of the peak learning rate for the update that `step` counts (from 0).
+    """Returns the factor on the peak learning rate for update number `step` (from 0).
 
-    progress is the share of the horizon gone before it, in [0, 1]: steps over steps, or seconds over the time budget,
-    agreed by all ranks. Warm-up counts in steps in either case. The cosine runs over what lies behind the warm-up as
-    far as progress tells; wsd decays linearly (Hägele et al., arXiv 2405.18392, find 1 - sqrt slightly better at long
-    horizons; linear is what people expect).
+    progress: the share of the horizon that has passed, in [0, 1], in steps or in seconds of the time budget; equal on
+    all ranks. Warm-up always counts in steps, and multiplies the rest. wsd decays linearly (1 - sqrt is slightly better
+    at long horizons: Hägele et al., arXiv 2405.18392).
     """
     warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
     progress = min(1.0, max(0.0, progress))

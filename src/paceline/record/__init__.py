@@ -1,1 +1,1 @@
-"""Telling: the run folder with its records, and what one rank says on the terminal."""
+"""Records: the run folder with its files, and what rank 0 prints on the terminal."""

@@ -1,4 +1,4 @@
-"""What the user decides about the log."""
+"""Settings of the records."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ class LogConfig:
     """Log lines and metrics rows."""
 
     every: int = 1
-    """A row of metrics.jsonl every so many steps. Lines on the terminal are thinned on their own."""
+    """Steps per row of metrics.jsonl. The terminal shows a line every few seconds in any case."""
 
     def check(self) -> None:
-        """Raises UserError for what cannot be."""
+        """Raises UserError for an impossible value."""
         if self.every < 1:
             raise UserError(f"log.every is {self.every}; it must be at least 1")

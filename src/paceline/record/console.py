@@ -1,6 +1,7 @@
-"""What people see: one rank speaks. A live line on a terminal, plain lines elsewhere; every rank keeps a log."""
+"""The terminal shows rank 0: a live line, or plain lines without a terminal. Every rank writes a log."""
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -19,19 +20,34 @@ from rich.text import Text
 from paceline.base import units
 from paceline.base.errors import UserError
 
-_PLAIN_WIDTH = 120  # where no terminal says how wide it is: files, pipes, logs
-_terminal_fd = 2  # where stderr went before a rank's log took it over
+PLAIN_WIDTH = 100  # of files, pipes and logs
+_terminal_fd = 2  # the terminal, also after a rank's stderr was redirected to its log
+_own_log: Path | None = None
 
 
-def cry(text: str) -> None:
-    """Writes an error to the terminal, from any rank, in one write so that lines of ranks do not mix."""
+def own_log() -> Path | None:
+    """Returns the path of this rank's log; None before it is open."""
+    return _own_log
+
+
+# C0 and C1 controls and DEL, which a terminal acts on; without newline and tab.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Returns the text with control characters, except newline and tab, as escapes: they could move the cursor."""
+    return text.translate(_ESCAPES)
+
+
+def print_error(text: str) -> None:
+    """Writes an error to the terminal, from any rank, in one write, so that lines of ranks do not mix."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(_terminal_fd, (text.rstrip("\n") + "\n").encode())
+    os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode())
 
 
 class _Terminal(rich.console.Console):
-    """A terminal or pipe that may close while training goes on (`paceline train | head`): the log has it all."""
+    """A terminal or pipe that may close while training continues (`paceline train | head`): the log has everything."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -39,13 +55,12 @@ class _Terminal(rich.console.Console):
 
 
 class Console:
-    """Rank 0's voice on the terminal and, for every rank, its log file. Other ranks' stdout and stderr, warnings of
-    libraries included, go to their logs."""
+    """Rank 0's terminal output, and each rank's log, which has all stdout and stderr of the other ranks."""
 
     def __init__(self, rank: int):
         self.rank = rank
         self._log: TextIO | None = None
-        self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._progress: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
         self._next_line_s = 0.0
@@ -55,10 +70,7 @@ class Console:
         return self._terminal.is_terminal
 
     def open_log(self, path: Path) -> None:
-        """From here on everything also goes to this file, its user's alone; on ranks other than 0, only there.
-
-        Raises UserError where it cannot be written.
-        """
+        """Copies all later output to this file, readable by its user only. Raises UserError if it cannot be written."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._log = open(path, "a", buffering=1, opener=partial(os.open, mode=0o600))  # noqa: SIM115
@@ -66,8 +78,9 @@ class Console:
             raise UserError(
                 f"cannot write the log of this rank, {path}: {error.strerror}; make room for it", reach="rank"
             ) from None
+        global _terminal_fd, _own_log
+        _own_log = path
         if self.rank != 0:
-            global _terminal_fd
             sys.stdout.flush()
             sys.stderr.flush()
             _terminal_fd = os.dup(2)
@@ -80,38 +93,38 @@ class Console:
         return self._log
 
     def say(self, text: str | rich.table.Table = "", style: str = "") -> None:
-        """Prints on rank 0 and keeps it in the log of every rank. Text stays as it is: brackets in a path, or in what
-        a model wrote, are no markup."""
-        shown = Text(text, style) if isinstance(text, str) else text
+        """Prints on rank 0, and writes to every rank's log. Brackets are no markup; control characters are escaped."""
+        shown = Text(printable(text), style) if isinstance(text, str) else text
         if self.rank == 0:
             self._show(shown)
         if self._log is not None:
-            with contextlib.suppress(OSError):  # a full disk ends no training
-                rich.console.Console(file=self._log, width=_PLAIN_WIDTH, highlight=False).print(shown)
+            with contextlib.suppress(OSError):  # a full disk does not stop training
+                self._log.write(_plain(shown))
 
     def log(self, text: str) -> None:
-        """Keeps a line in this rank's log only."""
+        """Writes a line to this rank's log only."""
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def _show(self, what: Text | rich.table.Table, soft_wrap: bool = False) -> None:
-        """Prints on the terminal, or in the file that takes its place."""
+        """Prints to the terminal, pipe or file; stops printing once that fails."""
         console = self._progress.console if self._progress else self._terminal
-        self._try(partial(console.print, what, soft_wrap=soft_wrap))
+        if self.is_terminal:
+            self._try(partial(console.print, what, soft_wrap=soft_wrap))
+        else:
+            self._try(partial(print, _plain(what), end="", flush=True))
 
     def _try(self, show: Callable[[], None]) -> None:
-        """Shows something; where that fails (a terminal that was closed, a full disk), from then on nothing."""
         try:
             show()
-        except OSError:
+        except OSError:  # a closed terminal, a full disk
             self._terminal.on_broken_pipe()
 
     @contextmanager
     def progress(self, total: float | None, *, transient: bool = False) -> Iterator[None]:
-        """While it is open, `advance` moves a live line on a terminal, or prints a plain line every few seconds.
-
-        The total may be given later, by `advance`. The live line stays when it is closed, unless it is transient."""
+        """While open, `advance` moves a live line on a terminal, or prints a plain line every few seconds. The total
+        may be given later, to `advance`. Unless it is transient, the live line stays at the end."""
         self._started_s = time.perf_counter()
         self._next_line_s = 0.0
         if self.rank != 0 or not self.is_terminal:
@@ -134,48 +147,42 @@ class Console:
             self._try(progress.stop)
 
     def advance(self, completed: float, description: str, facts: str, total: float | None = None) -> None:
-        """Shows where the work is: `completed` in the units of the total, and the facts beside the bar."""
+        """Shows `completed`, in the units of the total, with the facts beside the bar."""
+        line, now = f"{description}  {facts}", time.perf_counter()
+        self.log(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, total=total, description=description, facts=facts)
-            if self._log is not None:
-                self.log(f"{description}  {facts}")
-            return
-        line = f"{description}  {facts}"
-        now = time.perf_counter()
-        if self.rank == 0 and now >= self._next_line_s:
-            # The first lines at once, then rarer: a log of a week stays readable.
+        elif self.rank == 0 and now >= self._next_line_s:
+            # Often at first, then rarely: the log of a week stays readable.
             self._next_line_s = now + min(60.0, max(2.0, (now - self._started_s) / 10))
             self._show(Text(line), soft_wrap=True)
-        self.log(line)
 
     @contextmanager
     def reading(self) -> Iterator["Reading"]:
-        """While it is open, its `advance` shows how far a source of known or unknown length has been read.
-
-        Nothing of that stays on a terminal: mostly the data is there already, and nothing is read."""
+        """While open, its `advance` shows how much of a source is read. The live line vanishes at the end."""
         with self.progress(None, transient=True):
             yield Reading(self)
 
     def close(self) -> None:
-        """Flushes; the log stays the place where stdout and stderr of the other ranks go."""
+        """Flushes the output. The other ranks' stdout and stderr still go to their logs."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
 
 
 class Reading:
-    """Tells of bytes being read: how far, how fast, how long still."""
+    """Progress of reading: bytes, speed and remaining time."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._first: tuple[float, int] | None = None  # when this process began, and where
+        self._first: tuple[float, int] | None = None  # when this process began to read, and at which byte
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         self._console.say(text)
 
     def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
-        """`what` has been made of the bytes so far."""
+        """Shows the progress; `what` says what was made of the bytes so far."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now, done_bytes
@@ -189,8 +196,21 @@ class Reading:
         self._console.advance(done_bytes, share, "  ".join(filter(None, facts)), total_bytes)
 
 
+def _plain(what: Text | rich.table.Table) -> str:
+    """Formats for pipes, files and logs: tables of fixed width, lines not wrapped, no trailing blanks."""
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=PLAIN_WIDTH, highlight=False)
+    console.print(what, soft_wrap=isinstance(what, Text))
+    return without_trailing_blanks(out.getvalue())
+
+
+def without_trailing_blanks(text: str) -> str:
+    """Returns the same lines, without the blanks that fill a table's last column."""
+    return "\n".join(line.rstrip(" ") for line in text.split("\n"))
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.Table:
-    """Returns a small table: the first column left, the others right."""
+    """Returns a small table: the first column left-aligned, the others right-aligned."""
     made = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index == 0 else "right")
@@ -200,7 +220,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.T
 
 
 def facts(rows: list[tuple[str, str]]) -> rich.table.Table:
-    """Returns names, to the right, and what is to be said of them; long texts wrap beside their name."""
+    """Returns a table of names and texts without lines; long texts wrap beside their name."""
     grid = rich.table.Table.grid(padding=(0, 2))
     grid.add_column(justify="right")
     grid.add_column(overflow="fold")
@@ -210,5 +230,5 @@ def facts(rows: list[tuple[str, str]]) -> rich.table.Table:
 
 
 def rate(tokens_per_s: float) -> str:
-    """Tokens a second for people."""
+    """Formats tokens per second."""
     return f"{units.count(round(tokens_per_s))} tok/s"

@@ -2,17 +2,18 @@
 
 RUN/
   config.toml             the resolved config
-  tokenizer.json          what turns the model's ids into text, where the data has one
-  metrics.jsonl           a row a step and a row an evaluation
+  tokenizer.json          turns the model's ids into text, if the data has one
+  metrics.jsonl           a row per step and per evaluation
   events.jsonl            start, resume, checkpoint, skipped step, signal, end
-  ranks/rank-00003.log    all that rank said
+  ranks/rank-00003.log    the output of that rank
   checkpoints/            step-00000500/ ..., `latest`
-  lock, lock.holder       held by rank 0 while it runs; its host and pid
-  job                     which job writes it: a later life of the same job goes on with it
+  lock, lock.holder       held by rank 0 while it runs; its host and pid. An empty `lock` stays
+  job                     which job writes it: a later attempt of the same job resumes it
 """
 
 import contextlib
 import json
+import mmap
 import os
 import shlex
 import shutil
@@ -27,19 +28,19 @@ import filelock
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
+from paceline.record.read import Row, rows
 
-COMPLETE = "horizon reached"  # the reason of an `end` that nobody asked for
-_TAIL_BYTES = 1 << 16  # holds the last event also where a rank's stack is in it
-_OWN = 0o600  # the mode of a run's files: they are its user's alone
+COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
+_OWN = 0o600  # only the run's user may read its files
+_LEAST_FREE_BYTES = 50 << 20
+# What a run that ended before its first step leaves in its folder.
+_MADE_HERE = ("config.toml", "tokenizer.json", "events.jsonl", "ranks", "checkpoints", "lock", "lock.holder", "job")
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
 
 
 class RunFolder:
-    """Paths of a run and the writing of its records. Only rank 0 writes; the logs of ranks are written by each.
-
-    A disk that takes no row ends nothing: the rows wait, in order, until it takes them. `on_trouble` is called with one
-    sentence when that begins and when it is over.
-    """
+    """The paths of a run, and its records, which only rank 0 writes; each rank writes its own log. On a full disk rows
+    wait, in order; `on_trouble` is called with one sentence when that begins and ends."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None] = lambda sentence: None):
         self.path = path.absolute()
@@ -54,7 +55,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """The path as a person in this folder would type it."""
+        """The path as the user would type it from the current folder."""
         here = Path.cwd()
         return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
@@ -62,14 +63,12 @@ class RunFolder:
         return self.path / "ranks" / f"rank-{rank:05d}.log"
 
     def lock(self, job: str | None = None) -> None:
-        """Makes this process the run's one writer until it ends, however it ends (the kernel drops the lock), and notes
-        the job that it belongs to.
+        """Makes this process the run's only writer until it ends (the kernel drops the lock), and records its job.
 
-        The lock is flock(2). It holds between hosts, too, where the file system passes it on: NFS does (v4, or v3 with
-        its lock daemon; not when mounted with nolock or local_lock), Lustre and CephFS do when mounted for it. Where it
-        stays on the host, two hosts can write one folder, and only their job system can keep them apart.
-
-        Raises UserError, naming host and pid, where another process is, or where the folder cannot be locked.
+        The lock is flock(2). Between hosts the file system must support it: NFS (v4, or v3 with its lock daemon; not
+        with nolock or local_lock), Lustre and CephFS if mounted for it. Otherwise only the job system can keep two
+        hosts from writing one folder. Raises UserError if another process, named by host and pid, has the lock, or the
+        folder cannot be locked.
         """
         lock = filelock.FileLock(self.path / "lock", mode=0o600)
         try:
@@ -86,68 +85,63 @@ class RunFolder:
         self._lock = lock
         replace(self.path / "lock.holder", f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), _OWN)
         if job is None:
-            _job_file(self.path).unlink(missing_ok=True)
+            (self.path / "job").unlink(missing_ok=True)
         else:
-            replace(_job_file(self.path), f"{job}\n".encode(), _OWN)
+            replace(self.path / "job", f"{job}\n".encode(), _OWN)
 
     def write_setup(self, config_toml: str, tokenizer_json: str | None) -> None:
-        """Writes what the run is made with: its config and, where the data has one, its tokenizer. Raises OSError."""
+        """Writes the config and, if the data has one, the tokenizer. Raises OSError."""
         replace(self.config, config_toml.encode(), _OWN)
         if tokenizer_json is not None:
             replace(self.tokenizer, tokenizer_json.encode(), _OWN)
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Appends one row to metrics.jsonl, at once. Raises nothing when the disk fails: it is written later."""
+        """Appends one row to metrics.jsonl, at once, or later if the disk fails now; that raises nothing."""
         self._append(self.metrics, row)
 
     def append_event(self, kind: str, **facts: Any) -> None:
-        """Appends what happened, with the time, to events.jsonl, as append_metrics does."""
+        """Appends an event with the time to events.jsonl, as append_metrics does."""
         self._append(self.events, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
 
     def sync(self) -> None:
-        """Returns when the rows and events so far are on the disk, or wait for a disk that takes none. From any thread.
-
-        For whoever makes a checkpoint: after a power cut, which takes what was not synced, no row that led to it lacks.
-        """
+        """Forces all rows and events to the disk, so that no checkpoint outlives them. Callable from any thread."""
         for path in (self.metrics, self.events):
             with contextlib.suppress(OSError):
                 sync(path)
 
     def forget_after(self, step: int) -> int:
-        """Drops the metrics of steps after this one: a resumed run writes them again, so each stands there once.
-
-        Returns the last step that had a row; 0 where none had. A line that a crash cut short is
-        dropped too. A crash meanwhile leaves the file as it was, or as it is to be.
-        """
+        """Drops the metrics of later steps, which a resumed run writes again, and unreadable lines from a crash.
+        Returns the last step that had a row, 0 if none had. A crash meanwhile leaves the old file or the new one."""
         appender = self._appenders.pop(self.metrics, None)
         if appender is not None:
             appender.close()
         if not self.metrics.exists():
             return 0
         kept, reached = [], 0
-        with self.metrics.open(errors="replace") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # what a power cut may leave is no row
-                    reached = int(json.loads(line)["step"])
-                    if reached <= step:
-                        kept.append(line.rstrip("\n") + "\n")
+        for row in rows(self.metrics):
+            if row is not None and isinstance(row.get("step"), int):
+                reached = row["step"]
+                if reached <= step:
+                    kept.append(json.dumps(row) + "\n")
         replace(self.metrics, "".join(kept).encode(), _OWN)
         return reached
 
     def has_saved(self) -> bool:
-        """Returns whether the records tell of a checkpoint, or something else stands where they were."""
+        """Returns whether the run recorded a checkpoint, or `checkpoints` is no longer a folder."""
         if self.checkpoints.is_symlink() or (self.checkpoints.exists() and not self.checkpoints.is_dir()):
             return True
-        with contextlib.suppress(OSError), self.events.open(errors="replace") as lines:
-            return any('"event": "checkpoint",' in line for line in lines)
-        return False
+        return any(event.get("event") == "checkpoint" for event in _events(self.path))
 
     def close(self) -> None:
-        """Closes the files, with a last attempt at rows that wait, and lets go of the lock."""
+        """Tries once more to write waiting rows, closes the files and releases the lock."""
         for appender in self._appenders.values():
             appender.close()
         self._appenders.clear()
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.path / "lock.holder").unlink()
+            # `lock` is not deleted: a process that has the deleted file open, and a later one with a new file, could
+            # both lock, and write.
             self._lock.release()
             self._lock = None
 
@@ -159,7 +153,7 @@ class RunFolder:
 
 
 class _Appender:
-    """Appends whole lines to a file. What the disk does not take waits here, in order, for the next attempt."""
+    """Appends lines to a file. Lines that the disk does not accept wait, in order, for the next attempt."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -181,7 +175,6 @@ class _Appender:
         return f"{self._path} can be written again, and has all rows" if was_failing else None
 
     def close(self) -> None:
-        """Tries once more, and closes the file."""
         with contextlib.suppress(OSError):
             self._write()
         if self._descriptor is not None:
@@ -196,87 +189,96 @@ class _Appender:
         if self._descriptor is None:
             self._descriptor = _open_at_line_end(self._path)
         while self._unwritten:
-            # A full disk may take a part of a line: the next attempt goes on right there.
+            # A full disk may accept a part of a line: the next attempt continues there.
             num_written = os.write(self._descriptor, self._unwritten)
             self._unwritten = self._unwritten[num_written:]
 
 
 def _open_at_line_end(path: Path) -> int:
-    """Opens a file of lines to append to. A last line that a crash cut short is taken off: it is no row."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    size = end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - _TAIL_BYTES)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
+    """Opens a file of lines to append to. Removes a last line that a crash cut short."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _OWN)
+    if size := os.fstat(descriptor).st_size:
+        with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        if end < size:
+            os.ftruncate(descriptor, end)
     return descriptor
 
 
-def _job_file(path: Path) -> Path:
-    return path / "job"
-
-
 def is_own(path: Path, job: str | None) -> bool:
-    """Whether this job, in this or an earlier life, was the last to write the run in this folder."""
+    """Returns whether an attempt of this job was the last to write the run in this folder."""
     try:
-        return job is not None and _job_file(path).read_text().strip() == job
+        return job is not None and (path / "job").read_text().strip() == job
     except OSError:
         return False
 
 
 def find_own(runs: Path, job: str | None) -> Path | None:
-    """Returns the newest run folder of this job among those in `runs`; None where there is none."""
+    """Returns this job's newest run folder in `runs`; None if there is none."""
     own = [path for path in (runs.iterdir() if runs.is_dir() else ()) if is_own(path, job)]
-    return max(own, key=lambda path: _job_file(path).stat().st_mtime_ns, default=None)
+    return max(own, key=lambda path: (path / "job").stat().st_mtime_ns, default=None)
 
 
-def last_event(path: Path) -> dict[str, Any]:
-    """Returns the last event of the run in this folder; an empty one where there is none."""
-    try:
-        with (path / "events.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    return {}
+def last_event(path: Path) -> Row:
+    """Returns the last event of the run in this folder; an empty one if there is none."""
+    events = _events(path)
+    return events[-1] if events else {}
+
+
+def was_imported(path: Path) -> bool:
+    """Returns whether `paceline import` made this run, which never trained."""
+    return last_event(path).get("event") == "import"
+
+
+def _events(path: Path) -> list[Row]:
+    """Returns the readable events of a run; none if the file cannot be read."""
+    with contextlib.suppress(OSError):
+        return [row for row in rows(path / "events.jsonl") if row is not None]
+    return []
 
 
 def check_new(path: Path) -> None:
-    """Raises UserError where a run could not be started in this folder: it holds another, or cannot be written.
-
-    Leaves nothing behind, not the folder either.
-    """
+    """Raises UserError if a run cannot start in this folder, which has another or is not writable. Makes no folder."""
     with _as_user_error(path):
         if path.exists() and not path.is_dir():
             raise UserError(f"--out is {path}, which is a file; name a folder that does not exist yet")
-        if (path / "config.toml").exists() or any(path.glob("checkpoints/*")):  # without either it died at its birth
+        if any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not _never_trained(path)):
             raise UserError(
-                f"--out is {path}, which holds a run already; go on with it by "
+                f"--out is {path}, which holds a run already; resume it by "
                 f"`paceline resume {shlex.quote(str(path))}`, or choose another folder"
             )
+        found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    unfinished = {f".{name}.new" for name in _MADE_HERE}  # base.files.replace leaves these if it is killed
+    if foreign := [name for name in found if name not in _MADE_HERE and name not in unfinished]:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        raise UserError(
+            f"--out is {path}, which holds files of something else ({', '.join(foreign[:3])}{more}); "
+            "name a folder that is empty or does not exist yet"
+        )
     check_writable(path)
 
 
+def _never_trained(path: Path) -> bool:
+    """Whether a run of ours in this folder ended before its first step, so that the same command may start there."""
+    metrics = path / "metrics.jsonl"
+    return (path / "lock.holder").exists() and not (metrics.exists() and metrics.stat().st_size)
+
+
 def check_writable(path: Path) -> None:
-    """Raises UserError where no file can be written in this folder or, while it is not there, beside it; and where
-    something else is in the place of its folder for the logs of ranks."""
+    """Raises UserError if files cannot be written in this folder, or at its future place, or `ranks` is a file."""
     existing = path.absolute()
     with _as_user_error(path):
         while not existing.exists():
+            if existing.is_symlink():
+                raise UserError(
+                    f"--out is {path}, and {existing} is a link to {os.readlink(existing)}, which does not exist; "
+                    "make that folder, or name another"
+                )
             existing = existing.parent
         if (path / "ranks").exists() and not (path / "ranks").is_dir():
             raise UserError(f"{path / 'ranks'} is a file, and the logs of ranks go into a folder there; move it away")
     try:
-        # A real write: access() says yes to root and to read-only mounts.
+        # A real write: for root os.access() is always true, even on read-only mounts.
         with tempfile.TemporaryFile(dir=existing) as probe:
             probe.write(b"x" * 4096)
             probe.flush()
@@ -285,15 +287,15 @@ def check_writable(path: Path) -> None:
             f"cannot write to {existing} (for --out {path}): {error.strerror}; choose another folder"
         ) from None
     free = shutil.disk_usage(existing).free
-    if free < 50 << 20:
-        raise UserError(f"only {free >> 20} MiB are free in {existing}; a run needs room for its checkpoints")
+    if free < _LEAST_FREE_BYTES:
+        raise UserError(
+            f"only {free >> 20} MiB are free in {existing}, and a run needs at least {_LEAST_FREE_BYTES >> 20} MiB, a "
+            "large model more (a checkpoint takes 12 bytes a parameter); free some space, or choose another folder"
+        )
 
 
 def create(path: Path) -> RunFolder:
-    """Returns a new run folder with its subfolders, for this user alone (0700: weights and logs are the user's).
-
-    A folder that is there already and empty becomes so, too; one with something in it keeps its mode.
-    """
+    """Returns a new run folder with its subfolders. Mode 0700, unless a folder with files in it exists already."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not any(path.iterdir()):
@@ -306,7 +308,7 @@ def create(path: Path) -> RunFolder:
 
 
 def find(path: Path) -> RunFolder:
-    """Returns an existing run's folder; raises UserError where there is none."""
+    """Returns the run folder at this path. Raises UserError if there is none."""
     with _as_user_error(path):
         if not (path / "config.toml").exists():
             what = "does not exist" if not path.exists() else "holds no config.toml, so it is not a run folder"
@@ -317,14 +319,9 @@ def find(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def was_imported(path: Path) -> bool:
-    """Whether the run in this folder was made by `paceline import`, and never trained."""
-    return last_event(path).get("event") == "import"
-
-
 @contextlib.contextmanager
 def _as_user_error(path: Path) -> Iterator[None]:
-    """A path that the system will not even look at (a name of 300 characters) is the user's to change."""
+    """Turns the system's refusal of a path (such as a name of 300 characters) into a UserError."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Gradients: summed over ranks, so that every replica makes the same update. Read naive.py first."""
+"""Sums gradients over ranks, so that every replica makes the same update. Read naive.py first."""

@@ -1,48 +1,49 @@
-"""Buckets: gradients that travel together while backward still computes the rest. What `ddp` and `zero` share.
+"""Buckets: gradients that are sent together while backward computes the rest. `ddp` and `zero` use them.
 
-The life of a bucket in one step:
-  fill    backward finishes a parameter's gradient and it moves into its place in the bucket's flat buffer;
-  launch  on the last micro-step, when all its parameters are there, the bucket's collective starts;
-  wait    `finish` waits for what is still under way: this is the exposed communication;
-  empty   lets go of the gradients; the next step's first micro-batch overwrites the buffer.
+A bucket in one step:
+  fill    backward finishes a parameter's gradient, which moves to its place in the bucket's flat buffer;
+  launch  in the last micro-batch, when all its gradients are there, the bucket's collective starts;
+  wait    `reduce` waits for what is still under way: this is the exposed communication;
+  empty   drops the gradients; the next step's first micro-batch overwrites the buffer.
 
-Buckets are filled in about the order in which backward produces gradients (the reverse of the forward order) and
-always launched in their fixed order, so that every rank reaches the same collectives in the same order, whatever
-order its autograd engine chose, and also a rank that had no micro-batch at all.
+Buckets fill roughly in the order of backward (the reverse of forward), and always launch in one fixed order. So every
+rank calls the same collectives in the same order, whatever its autograd engine does, even without a micro-batch.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.world.group import Transfer
+from paceline.sync.strategy import Strategy
+from paceline.world.group import Group, Transfer
 
 Named = tuple[str, nn.Parameter]
 
-# What hangs on each parameter, to be taken off again.
+# The hooks on each parameter, to be removed later.
 _HANDLES: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 
 
 def hooked(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Has the hook called after each gradient of the parameter, until `release`."""
+    """Calls the hook after each gradient of the parameter, until `release`."""
     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     _HANDLES.setdefault(parameter, []).append(handle)
 
 
 def release(parameters: Iterable[torch.Tensor]) -> None:
-    """Takes off what `hooked` has hung on them: another replica of the same model begins."""
+    """Removes the hooks of `hooked`, before another replica of the same model begins."""
     for parameter in parameters:
         for handle in _HANDLES.pop(parameter, []):
             handle.remove()
 
 
 class Bucket:
-    """A flat buffer that holds the gradients of some parameters, and travels as one."""
+    """A flat buffer that holds the gradients of some parameters and is sent in one collective."""
 
     def __init__(self, members: Sequence[Named]):
         self.names = [name for name, _ in members]
@@ -52,20 +53,17 @@ class Bucket:
         for parameter in self.parameters:
             self.offsets.append(self.offsets[-1] + parameter.numel())
         self.flat = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
+        self.span = 0, self.offsets[-1]  # the elements that this rank updates
         self.views = [
             self.flat[offset : offset + p.numel()].view_as(p)
             for p, offset in zip(self.parameters, self.offsets, strict=False)
         ]
         self.transfer: Transfer | None = None
         self.num_missing = len(self.parameters)
-        self.own_sum: torch.Tensor | None = None  # of this rank's gradients, before they are summed over ranks
+        self.own_sum: torch.Tensor | None = None  # sum of this rank's own gradients
 
     def take(self, index: int) -> None:
-        """Moves a gradient that autograd made elsewhere into its place; later micro-steps then add to it in place.
-
-        Cheaper than starting from a zeroed buffer: one copy instead of clearing and adding (tests hold that the sum
-        is the same).
-        """
+        """Moves a new gradient to its place in the buffer, where later micro-batches add to it."""
         parameter, view = self.parameters[index], self.views[index]
         if parameter.grad is None:
             view.zero_()
@@ -73,17 +71,31 @@ class Bucket:
             view.copy_(parameter.grad)
         parameter.grad = view
 
+    def take_all(self) -> None:
+        """Moves all gradients to their places; missing ones become zero."""
+        for index in range(len(self.parameters)):
+            self.take(index)
 
-class Buckets:
-    """Fills buckets as backward goes, and launches each one's collective as soon as it and those before it are full."""
+
+B = TypeVar("B", bound=Bucket)
+
+
+class BucketStrategy(Strategy, Generic[B]):
+    """Fills buckets during backward, and launches each one's collective once it and all before it are full."""
 
     def __init__(
-        self, buckets: list[Bucket], launch: Callable[[Bucket], Transfer], most_under_way: int | None = None
+        self,
+        model: nn.Module,
+        group: Group,
+        buckets: list[B],
+        launch: Callable[[B], Transfer],
+        max_in_flight: int | None = None,
     ) -> None:
+        super().__init__(model, group)
         self.buckets = buckets
         self._launch = launch
-        self._most_under_way = most_under_way or len(buckets)
-        self._under_way: deque[Transfer] = deque()
+        self._max_in_flight = max_in_flight or len(buckets)
+        self._in_flight: deque[Transfer] = deque()
         self._launching = False
         self._num_launched = 0
         for bucket in buckets:
@@ -92,35 +104,52 @@ class Buckets:
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Entered around forward and backward of a micro-batch; on the last one buckets are launched."""
         self._launching = last
         yield
         self._launching = False
 
-    def finish(self) -> None:
-        """Launches what no gradient arrived for (unused parameters, a rank without a micro-batch); waits for all."""
+    def reduce(self) -> list[torch.Tensor]:
+        """As in Strategy. Also launches buckets without gradients: unused parameters, a rank without a micro-batch."""
         self._launching = True
         for bucket in self.buckets:
             if bucket.num_missing:
-                for index in range(len(bucket.parameters)):
-                    bucket.take(index)
+                bucket.take_all()
                 bucket.num_missing = 0
         self._launch_ready()
         self._launching = False
         for bucket in self.buckets:
             assert bucket.transfer is not None
             bucket.transfer.wait()
+        return self._own_gradients()
 
-    def empty(self) -> None:
-        """Lets go of the gradients."""
+    def changed_gradients(self) -> list[torch.Tensor]:
+        for bucket in self.buckets:
+            bucket.take_all()
+        return self._own_gradients()
+
+    def not_finite(self) -> tuple[str | None, bool | None]:
+        mine = any(bucket.own_sum is not None and not bool(bucket.own_sum.isfinite()) for bucket in self.buckets)
+        for bucket in self.buckets:
+            start, stop = bucket.span
+            bad = (~bucket.flat[start:stop].isfinite()).nonzero()
+            if len(bad):
+                at = start + int(bad[0])
+                index = max(i for i, offset in enumerate(bucket.offsets[:-1]) if offset <= at)
+                return bucket.names[index], mine
+        return None, mine
+
+    def publish(self) -> None:
         for bucket in self.buckets:
             bucket.transfer, bucket.num_missing = None, len(bucket.parameters)
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._num_launched = 0
-        self._under_way.clear()
+        self._in_flight.clear()
 
-    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    def _own_gradients(self) -> list[torch.Tensor]:
+        return [bucket.flat[slice(*bucket.span)] for bucket in self.buckets]
+
+    def _make_hook(self, bucket: B, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(_: torch.Tensor) -> None:
             bucket.take(index)
             if self._launching:
@@ -133,17 +162,16 @@ class Buckets:
     def _launch_ready(self) -> None:
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].num_missing == 0:
             bucket = self.buckets[self._num_launched]
-            # Read while it is in the cache: 0.1 ms for 10 MiB. It tells afterwards whose gradient was not finite.
-            bucket.own_sum = bucket.flat.sum()
-            if len(self._under_way) == self._most_under_way:
-                self._under_way.popleft().wait()
+            bucket.own_sum = bucket.flat.sum()  # cheap while it is cached; read by `not_finite`
+            if len(self._in_flight) == self._max_in_flight:
+                self._in_flight.popleft().wait()
             bucket.transfer = self._launch(bucket)
-            self._under_way.append(bucket.transfer)
+            self._in_flight.append(bucket.transfer)
             self._num_launched += 1
 
 
 def cut(members: Sequence[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """Yields runs of parameters of one dtype and at most bucket_bytes, or one larger parameter alone."""
+    """Yields groups of consecutive parameters of one dtype, at most bucket_bytes each, or one larger parameter."""
     chunk: list[Named] = []
     chunk_bytes = 0
     for name, parameter in members:
@@ -158,18 +186,5 @@ def cut(members: Sequence[Named], bucket_bytes: int) -> Iterator[list[Named]]:
 
 
 def backward_order(model: nn.Module) -> list[Named]:
-    """Returns the trainable parameters with their names, in about the order in which backward finishes them."""
+    """Returns the trainable parameters with their names, roughly in the order in which backward finishes them."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad][::-1]
-
-
-def first_not_finite(buckets: Sequence[Bucket], spans: Sequence[tuple[int, int]]) -> tuple[str | None, bool | None]:
-    """Returns (the first parameter whose summed gradient is not finite, of those in each bucket's span; None where
-    none is), and whether this rank's own gradients were not finite before they were summed."""
-    mine = any(bucket.own_sum is not None and not bool(bucket.own_sum.isfinite()) for bucket in buckets)
-    for bucket, (start, stop) in zip(buckets, spans, strict=True):
-        bad = (~bucket.flat[start:stop].isfinite()).nonzero()
-        if len(bad):
-            at = start + int(bad[0])
-            index = max(i for i, offset in enumerate(bucket.offsets[:-1]) if offset <= at)
-            return bucket.names[index], mine
-    return None, mine

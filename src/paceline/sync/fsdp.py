@@ -1,8 +1,8 @@
 """The `fsdp` strategy: weights, gradients and optimizer state are sharded, for models that do not fit on a device.
 
-torch's `fully_shard` (FSDP2; Zhao et al., arXiv 2304.11277) does the work: it gathers a block's weights before the
-block runs and lets go of them after. Here it is told to sum gradients, and its shards are given out as pieces like
-those of every other strategy. It communicates in every forward and backward, so all ranks make equally many passes.
+torch's `fully_shard` (FSDP2; Zhao et al., arXiv 2304.11277) gathers a block's weights before the block runs and frees
+them afterwards. Here it sums gradients, and its shards become slices as in other strategies. It communicates in every
+forward and backward, so all ranks must make equally many passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,88 +10,119 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from paceline.base.ownership import Slice
-from paceline.optim.optimizer import Piece
-from paceline.world.group import Group
+from paceline.optim.optimizer import ParamSlice
+from paceline.sync.strategy import Strategy
+from paceline.world.group import Group, reduce_scatter_for_torch
 
 
-class FullySharded:
-    """Communication a step, for b micro-steps and weights of s bytes: b s (n-1)/n for the weights in forward, as much
-    in backward, and s (n-1)/n for the gradients on the last one."""
+class FullySharded(Strategy):
+    """Communication of a step with b micro-batches and s bytes of weights: b s (n-1)/n for the weights in forward, the
+    same in backward, and s (n-1)/n for the gradients on the last one."""
 
     shards_weights = True
     shards_state = True
     lockstep = True
 
     def __init__(self, model: nn.Module, group: Group, device: torch.device, stages: Sequence[nn.Module]):
-        """stages: modules that are gathered and let go of one after the other, such as a model's blocks."""
-        self._group = group
+        """stages: modules that are gathered and freed one after the other, such as a model's blocks."""
+        super().__init__(model, group)
+        self._sums = _SumsBefore()
         mesh = init_device_mesh(device.type, (group.size,))
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
-        self._model = cast(FSDPModule, model)
         for module in (*stages, model):
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
-            # Without a pre-scaled sum, which Gloo does not have, dividing by 1 is the plain sum that we want.
+            # A plain sum: Gloo lacks the default, a pre-scaled one.
             sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
-        self._pieces = [self._piece(name, parameter) for name, parameter in self._parameters.items()]
+        self._slices = [_slice(name, parameter, group) for name, parameter in self._parameters.items()]
 
-    def pieces(self) -> list[Piece]:
-        return [piece for piece in self._pieces if piece.start < piece.stop]
+    def slices(self) -> list[ParamSlice]:
+        return [mine for mine in self._slices if mine.start < mine.stop]
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        self._model.set_requires_gradient_sync(last)
+        cast(FSDPModule, self._model).set_requires_gradient_sync(last)
         yield
 
     def reduce(self) -> list[torch.Tensor]:
         gradients = []
-        for piece, parameter in zip(self._pieces, self._parameters.values(), strict=True):
+        for mine, parameter in zip(self._slices, self._parameters.values(), strict=True):
             gradient = parameter.grad
-            local = torch.zeros_like(piece.parameter) if gradient is None else _local(cast(DTensor, gradient))
-            piece.parameter.grad = local.reshape(-1)
-            gradients.append(piece.parameter.grad)
+            local = torch.zeros_like(mine.parameter) if gradient is None else cast(DTensor, gradient).to_local()
+            mine.parameter.grad = local.reshape(-1)
+            gradients.append(mine.parameter.grad)
         return gradients
 
-    def total(self, amount: float) -> float:
-        return float(sum(row[0] for row in self._group.share([amount])))
+    def full_gradients(self) -> list[torch.Tensor]:
+        return [mine.parameter.grad for mine in self._slices if mine.parameter.grad is not None]
+
+    def changed_gradients(self) -> list[torch.Tensor]:
+        return self.reduce()
 
     def not_finite(self) -> tuple[str | None, bool | None]:
         bad = (
-            p.name for p in self._pieces if p.parameter.grad is not None and not bool(p.parameter.grad.isfinite().all())
+            s.name for s in self._slices if s.parameter.grad is not None and not bool(s.parameter.grad.isfinite().all())
         )
-        return next(bad, None), None  # what a rank brought to the sum is inside torch, and gone
+        return next(bad, None), self._sums.not_finite()
 
     def publish(self) -> None:
-        for piece, parameter in zip(self._pieces, self._parameters.values(), strict=True):
-            parameter.grad = piece.parameter.grad = None
-
-    def settle(self) -> None: ...
+        for mine, parameter in zip(self._slices, self._parameters.values(), strict=True):
+            parameter.grad = mine.parameter.grad = None
+        self._sums.clear()
 
     def weights(self) -> dict[Slice, torch.Tensor]:
-        return {Slice(p.name, p.start, p.stop): p.parameter.detach() for p in self.pieces()}
+        return {Slice(s.name, s.start, s.stop): s.parameter.detach() for s in self.slices()}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self._parameters.items()}
 
-    def _piece(self, name: str, parameter: DTensor) -> Piece:
-        """This rank's rows: torch deals them out in runs of ceil(rows / ranks)."""
-        rows, width = parameter.shape[0], parameter.shape[1:].numel()
-        run = -(-rows // self._group.size)
-        first, last = (min(rows, run * rank) for rank in (self._group.rank, self._group.rank + 1))
-        local = _local(cast(DTensor, parameter.detach())).view(-1)
-        assert local.numel() == (last - first) * width
-        return Piece(name, parameter.shape, first * width, last * width, nn.Parameter(local))
+
+class _SumsBefore:
+    """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
+    gradient was not finite. Costs one read of the gradients."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._sums.append(input_tensor.sum())
+        return reduce_scatter_for_torch(output_tensor, input_tensor, group, op, async_op)
+
+    def not_finite(self) -> bool | None:
+        """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""
+        return any(not bool(value.isfinite()) for value in self._sums) if self._sums else None
+
+    def clear(self) -> None:
+        self._sums.clear()
 
 
-def _local(tensor: DTensor) -> torch.Tensor:
-    return tensor.to_local()
+def _slice(name: str, parameter: DTensor, group: Group) -> ParamSlice:
+    """Returns this rank's rows: torch assigns ceil(rows / ranks) consecutive rows to each rank."""
+    rows, width = parameter.shape[0], parameter.shape[1:].numel()
+    run = -(-rows // group.size)
+    first, last = (min(rows, run * rank) for rank in (group.rank, group.rank + 1))
+    local = cast(DTensor, parameter.detach()).to_local().view(-1)
+    assert local.numel() == (last - first) * width
+    return ParamSlice(name, parameter.shape, first * width, last * width, nn.Parameter(local))

@@ -1,1 +1,1 @@
-"""The only place that knows all stations. Read loop.py first, then step.py."""
+"""Training runs. Read loop.py first, then replica/step.py."""

@@ -1,158 +1,122 @@
-"""What a run says about itself: at the start everything that is in force, at the end what came out."""
+"""The summary of all settings at the start of a run, and suggested commands at its end."""
 
 import shlex
-import statistics
-from collections import defaultdict
+from dataclasses import replace
 
 from paceline.base import units
 from paceline.config import Config
+from paceline.data.plan import BatchPlan
 from paceline.model import cost
-from paceline.record.console import Console, facts, table
-from paceline.record.rows import StepRow
-from paceline.train.feed import Feed
+from paceline.record.console import Console, facts
+from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
-from paceline.train.stragglers import Stragglers
 from paceline.world.device import Peak
 from paceline.world.runtime import World
 
-_MOST_COLUMNS = 4  # ranks that are shown one by one: a line of 80 characters holds them
 
-
-def start(console: Console, world: World, settings: Settings, feed: Feed, peak: Peak, folder: str) -> None:
-    """Says the world, the model, the data, the whole batch product, and each automatic choice with its flag."""
+def start(console: Console, world: World, settings: Settings, data: TrainingData, peak: Peak, folder: str) -> None:
+    """Prints the world, the model, the data, the batch sizes, and each automatic choice with its flag."""
     config, plan = settings.config, settings.plan
-    parameters = cost.num_parameters(config.model)
-    counts = sorted({plan.num_micro_batches(rank) for rank in range(world.world_size)})
-    micro_steps = _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
-    optim = config.optim
+    model, optim = config.model, config.optim
+    parameters = cost.num_parameters(model)
+    num_ranks = _plural(world.world_size, "rank")
     rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
-    horizon = (
-        f"{settings.num_steps} steps = {units.count(settings.num_steps * _tokens_per_step(settings))} tokens"
-        if settings.num_steps is not None
-        else f"{units.duration(config.train.time_budget)} of training; the learning rate follows the clock"
-    )
-    model, peak_text = config.model, f"nothing known ({peak.source})"
-    if peak.flops_per_s:
-        peak_text = f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
-    checks = f"every {config.parallel.check_every} steps" if config.parallel.check_every else "never"
     rows = {
-        "world": f"{_plural(world.world_size, 'rank')} on {world.device.type}, {world.backend_text}, "
-        f"{_plural(world.threads, 'thread')} a rank",
+        "world": f"{num_ranks} on {world.device.type}, {world.backend_text}, {_plural(world.threads, 'thread')} a rank",
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
-        "data": _data_text(feed, config),
-        "batch": f"{_plural(world.world_size, 'rank')} x {micro_steps} of up to {plan.device_batch_size} "
-        f"sequences = {plan.global_batch_size} sequences = {units.count(_tokens_per_step(settings))} tokens a step",
+        "data": _data_text(data, config),
+        "batch": f"{num_ranks} x {_micro_steps_text(plan)} of up to {plan.device_batch_size} sequences = "
+        f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
-        "gradients": f"{config.parallel.strategy}, summed over ranks on the last micro-step; replicas compared "
-        f"{checks}",
-        "horizon": horizon,
-        "MFU is of": peak_text,
+        "gradients": f"{config.parallel.strategy}, summed over ranks on the last micro-step; {_checks_text(config)}",
+        "horizon": _horizon_text(settings, data),
+        "checkpoints": _saves_text(config),
+        "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
+        if peak.flops_per_s
+        else f"nothing known ({peak.source})",
         "run folder": folder,
     }
     chosen = [("chosen", f"{choice.what}: {choice.why}  [{choice.flag}]") for choice in settings.choices]
     console.say(facts([*rows.items(), *chosen]))
     console.say()
+    if warning := _imbalance(plan):
+        console.say(f"{warning}\n", style="yellow")
 
 
-class Totals:
-    """Sums over the steps of this process, for the table at the end. The first step is warm-up and left out."""
-
-    def __init__(self) -> None:
-        self.has_warmed_up = False
-        self.num_steps = 0
-        self.num_tokens = 0
-        self._sums: dict[str, float] = defaultdict(float)
-        self._parts: dict[str, list[float]] = {}
-
-    def add(self, row: StepRow) -> None:
-        """Counts a step in."""
-        self.num_steps += 1
-        for name, value in vars(row).items():
-            if isinstance(value, int | float):
-                self._sums[name] += value
-        for part, by_rank in row.parts().items():
-            so_far = self._parts.get(part, [0.0] * len(by_rank))
-            self._parts[part] = [before + ms for before, ms in zip(so_far, by_rank, strict=True)]
-        self.num_tokens += round(row.tokens_per_s * row.step_ms / 1e3)
-
-    def mean_parts(self) -> dict[str, list[float]]:
-        """Returns where a step went, by part and rank, in milliseconds, mean over the steps."""
-        return {part: [ms / max(1, self.num_steps) for ms in by_rank] for part, by_rank in self._parts.items()}
-
-    def sum(self, name: str) -> float:
-        """Returns the sum of a numeric field of StepRow over the steps."""
-        return self._sums[name]
-
-    def mean(self, name: str) -> float:
-        """Returns the mean of a numeric field of StepRow over the steps."""
-        return self._sums[name] / max(1, self.num_steps)
-
-
-def where_time_went(console: Console, totals: Totals, world: World) -> None:
-    """Says the table of one step's parts, averaged over the steps after the first."""
-    if not totals.num_steps:
-        return
-    step_ms, parts = totals.mean("step_ms"), totals.mean_parts()
-    columns, rows = _by_rank(parts, step_ms)
-    console.say(table("Where a step's time went, ms", columns, rows))
-    line = f"{units.count(round(totals.num_tokens / totals.sum('step_ms') * 1e3))} tokens/s"
-    if totals.sum("mfu"):
-        line += f", MFU {100 * totals.mean('mfu'):.1f}%"
-    if world.world_size > 1:
-        comm_ms = totals.mean("comm_ms")
-        hidden_ms = max(0.0, comm_ms - totals.mean("exposed_comm_ms"))
-        line += (
-            f"; all-reduce: {units.size(totals.mean('comm_bytes'))} of gradients a step, {comm_ms:.1f} ms under way, "
-            f"{hidden_ms:.1f} ms of it behind backward"
-        )
-    console.say(line + "\n")
-
-
-def _by_rank(parts: dict[str, list[float]], step_ms: float) -> tuple[list[str], list[list[str]]]:
-    """A column for each of a few ranks, and how much of the step the mean rank spent on it; of many ranks the least,
-    the median and the most."""
-    num_ranks = len(parts["data"])
-    if num_ranks <= _MOST_COLUMNS:
-        names, shown = [f"rank {rank}" for rank in range(num_ranks)], parts
-    else:
-        names = ["least", "median", "most"]
-        shown = {part: [min(by), statistics.median(by), max(by)] for part, by in parts.items()}
-    rows = [
-        [part, *(f"{ms:.1f}" for ms in shown[part]), f"{100 * statistics.fmean(by_rank) / step_ms:.1f}"]
-        for part, by_rank in parts.items()
-    ]
-    whole = [f"{step_ms:.1f}"] * len(names)
-    return ["part", *names, "% of step"], [*rows, ["step", *whole, "100.0"]]
-
-
-def who_was_slow(console: Console, stragglers: Stragglers, totals: Totals, hosts: list[str]) -> None:
-    """Says which ranks others waited for, in what, and what it cost; nothing where none was found slow."""
-    for rank, num_steps, phase, cost_s in stragglers.summary():
-        console.say(
-            f"rank {rank} ({hosts[rank]}) was slow in {num_steps} of {stragglers.num_steps} steps, most of it in "
-            f"{phase}: {cost_s:.1f} s more than the median rank",
-            style="yellow",
-        )
-    if stragglers.cost_ms:
-        share = stragglers.cost_ms / totals.sum("step_ms")
-        console.say(f"waiting for slow ranks: {stragglers.cost_ms / 1e3:.1f} s, {share:.0%} of the time in steps\n")
-
-
-def _tokens_per_step(settings: Settings) -> int:
-    return settings.plan.global_batch_size * settings.config.data.seq_len
-
-
-def _data_text(feed: Feed, config: Config) -> str:
-    trained, validated = map(units.count, feed.blend.num_tokens)
-    text = (
-        f"{feed.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {feed.blend.vocab_size}"
+def start_again(console: Console, world: World, settings: Settings, folder: str) -> None:
+    """Prints only what may have changed, when the launcher has restarted the ranks."""
+    console.say(
+        f"{_plural(world.world_size, 'rank')} on {world.device.type}, {world.backend_text}; "
+        f"{settings.plan.global_batch_size} sequences a step; run folder {folder}"
     )
-    if feed.cropped_frac is not None:
-        text += f"; documents packed by best fit, {feed.cropped_frac:.1%} of tokens cropped"
+
+
+def _data_text(data: TrainingData, config: Config) -> str:
+    trained, validated = map(units.count, data.blend.num_tokens)
+    text = (
+        f"{data.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {data.blend.vocab_size}"
+    )
+    if data.cropped_frac is not None:
+        text += f"; documents packed by best fit, {data.cropped_frac:.1%} of tokens cropped"
     return text + ("; attention stays inside documents" if config.data.mask_documents else "")
+
+
+def _micro_steps_text(plan: BatchPlan) -> str:
+    counts = sorted({plan.num_micro_batches(rank) for rank in range(plan.world_size)})
+    return _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
+
+
+def _checks_text(config: Config) -> str:
+    if not config.parallel.check_every:
+        return "replicas not compared"
+    if config.parallel.strategy == "fsdp":
+        return "replicas not compared: each rank has weights of its own"
+    return f"replicas compared every {config.parallel.check_every} steps"
+
+
+def _horizon_text(settings: Settings, data: TrainingData) -> str:
+    if settings.num_steps is None:
+        time_budget = units.duration(settings.config.train.time_budget)
+        return f"{time_budget} of training; the learning rate follows the clock"
+    num_tokens = settings.num_steps * settings.tokens_per_step
+    num_epochs = num_tokens / max(1, data.blend.num_tokens[0])
+    epochs = f"{num_epochs:.1f} epochs" if num_epochs >= 1 else f"{num_epochs:.2%} of an epoch"
+    return f"{settings.num_steps} steps = {units.count(num_tokens)} tokens = {epochs} of this data"
+
+
+def _saves_text(config: Config) -> str:
+    saves = config.checkpoint
+    when = "at the end only"
+    if saves.every:
+        when = f"every {saves.every} steps, and at the end; the first at step {saves.every}"
+    elif saves.every_s:
+        first = units.duration(saves.every_s)
+        when = f"every {first} of training, and at the end; the first after {first}"
+    return f"{when}; the newest {saves.keep} stay"
+
+
+def _imbalance(plan: BatchPlan) -> str:
+    """Returns a warning, with a better micro-batch size, if unequal parts of the batch make ranks wait a tenth of the
+    time or more; else an empty string."""
+    loads = plan.num_sequences()
+    waiting_frac = 1 - sum(loads) / len(loads) / max(loads)
+    if waiting_frac < 0.1:
+        return ""
+
+    def largest_load(size: int) -> int:
+        return max(replace(plan, device_batch_size=size).num_sequences())
+
+    better = min(range(plan.device_batch_size, 0, -1), key=lambda size: (largest_load(size), -size))
+    text = (
+        f"ranks have unequal parts of the batch: rank 0 computes {max(loads)} sequences of a step, rank "
+        f"{len(loads) - 1} {min(loads)}, and waiting takes {waiting_frac:.0%} of all ranks' time"
+    )
+    if largest_load(better) < max(loads):
+        text += f"; --train.device-batch-size {better} would divide it better"
+    return text
 
 
 def _plural(count: int, noun: str) -> str:
@@ -160,12 +124,12 @@ def _plural(count: int, noun: str) -> str:
 
 
 def next_commands(console: Console, config: Config, folder: str, finished: bool) -> None:
-    """Says what to try now."""
     folder = shlex.quote(folder)
     console.say("\nTry next:")
     if not finished:
         console.say(f"  paceline resume {folder}")
-    console.say(f'  paceline sample {folder} --prompt "def main("')
+    prompt = config.train.sample_prompt.strip().splitlines()
+    console.say(f"  paceline sample {folder}" + (f" --prompt {shlex.quote(prompt[0])}" if prompt else ""))
     console.say(f"  paceline report {folder}   # one page of plots")
     if finished and config.train.time_budget:
         console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # go on")

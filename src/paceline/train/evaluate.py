@@ -1,60 +1,100 @@
-"""Validation, shared by all ranks over a fixed set of sequences: the same number at any world size."""
+"""Evaluates the model: its loss on fixed sequences, the same at any world size, and a sample of text."""
 
 import math
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
 
 import torch
 
-from paceline.data.blend import Blend
-from paceline.data.loader import FixedBatches
-from paceline.model.gpt import GPT
-from paceline.train.step import At
-from paceline.world.group import Group
+from paceline.model.generate import generate
+from paceline.model.gpt import build
+from paceline.record.rows import EvalRow
+from paceline.train.meet import Setup
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Totals over the whole set."""
-
-    loss: float  # nats per token
-    bpb: float | None  # bits per UTF-8 byte of text; None where the data does not say how many bytes a token has
-    num_tokens: int
-
-    @property
-    def shown(self) -> str:
-        """The figures for people."""
-        return f"validation loss {self.loss:.4f}" + (f", {self.bpb:.4f} bits per byte" if self.bpb is not None else "")
+_SAY_EVERY_S = 10.0  # before the first line of progress; doubled after each
+_VOTE_EVERY = 4  # forward passes, about a second on a busy device
+_SAMPLE_TEMPERATURE = 0.7
 
 
 @torch.no_grad()
-def evaluate(
-    model: GPT, validation: FixedBatches, blend: Blend, group: Group, *, batch: int, lockstep: bool, at: At
-) -> Evaluation:
-    """Returns the loss over the fixed validation sequences. Collective; every rank computes its share of them.
+def evaluate(setup: Setup) -> EvalRow | None:
+    """Returns the loss over the fixed validation sequences; None if a rank's stop flag was set meanwhile. Collective.
 
-    Ranks take every n-th sequence, so a count that the world does not divide leaves some with one fewer, or none; in
-    lockstep (a forward communicates) these keep the others company with a pass that counts for nothing.
-    Draws from no generator and keeps no state: training goes on as if it had not been. Tokens that stand for no text
-    (end of text) count in the nats with zero bytes, so nothing is left out of bits per byte.
+    Ranks take every n-th sequence. If their numbers differ and forward passes communicate (fsdp), some ranks make a
+    dummy pass. Uses no generator and keeps no state, so training continues as without an evaluation. Special tokens
+    (end of text) count zero bytes.
     """
-    mine = range(group.rank, len(validation), group.size)
-    token_bytes = blend.token_bytes
+    began_s, replica, group, progress = time.perf_counter(), setup.replica, setup.group, setup.progress
+    token_bytes = setup.data.blend.token_bytes
     nats, num_tokens, num_bytes = 0.0, 0, 0
-    model.eval()
-    most = -(-len(validation) // group.size) if lockstep else len(mine)
-    for start in range(0, most, batch):
-        at("evaluate")
-        which = mine[start : start + batch]
-        part = validation.micro_batch(which or range(1))
-        loss = float(model(part.tokens, part.targets, documents=part.documents))
+    replica.model.eval()
+    for number, which in enumerate(_micro_batches(setup)):
+        if number % _VOTE_EVERY == _VOTE_EVERY - 1 and replica.agree_to_stop():
+            replica.model.train()
+            return None
+        if not which and not replica.sync.lockstep:
+            continue
+        part = setup.validation.micro_batch(which or range(1))
+        loss = float(replica.model(part.tokens, part.targets, documents=part.documents))
         if not which:
             continue
         nats += loss
         num_tokens += part.targets.numel()
         if token_bytes is not None:
             num_bytes += int(token_bytes[part.targets.cpu().numpy()].sum(dtype="int64"))
-    model.train()
-    rows = group.share([nats, float(num_tokens), float(num_bytes)])  # float64: counts are exact below 2^53
-    nats, total, text_bytes = (math.fsum(column) for column in zip(*rows, strict=True))
-    bpb = nats / math.log(2) / text_bytes if text_bytes else None
-    return Evaluation(nats / total, bpb, int(total))
+    replica.model.train()
+    rows = group.share([nats, float(num_tokens), float(num_bytes)])  # float64 counts exactly below 2^53
+    nats, all_tokens, all_bytes = (math.fsum(column) for column in zip(*rows, strict=True))
+    return EvalRow(
+        step=progress.step,
+        val_loss=nats / all_tokens,
+        val_bpb=nats / math.log(2) / all_bytes if all_bytes else None,
+        tokens=progress.tokens,
+        val_tokens=int(all_tokens),
+        eval_ms=(time.perf_counter() - began_s) * 1e3,
+        elapsed_s=progress.elapsed_s,
+    )
+
+
+def _micro_batches(setup: Setup) -> Iterator[range]:
+    """Yields this rank's sequences by micro-batch, equally many on all ranks; prints progress."""
+    group, num_sequences, size = setup.group, len(setup.validation), setup.settings.plan.device_batch_size
+    mine = range(group.rank, num_sequences, group.size)
+    began_s, silent_s = time.monotonic(), _SAY_EVERY_S
+    for start in range(0, -(-num_sequences // group.size), size):
+        setup.at("evaluate")
+        if (took_s := time.monotonic() - began_s) > silent_s:
+            done = f"{start * group.size} of {num_sequences} sequences after {took_s:.0f} s"
+            setup.console.say(f"evaluating step {setup.progress.step}: {done}")
+            silent_s *= 2
+        yield mine[start : start + size]
+
+
+def say_sample(setup: Setup, weights: dict[str, torch.Tensor]) -> None:
+    """Prints text from the trained model. Rank 0 only, without a collective: the others wait at the end."""
+    if setup.data.blend.tokenizer_json is None:
+        return
+    config, tokenizer = setup.config, setup.data.blend.tokenizer()
+    prompt = config.train.sample_prompt
+    start = tokenizer.prompt(prompt)
+    if not start:
+        return  # a character vocabulary has no token to begin with
+    # A fresh model, because compiled blocks would be compiled again for each length.
+    model = build(config.model, config.train.seed, setup.world.device)
+    model.load_state_dict(weights)
+    model.compute_dtype = setup.settings.dtype
+    generator = torch.Generator().manual_seed(config.train.seed)
+    tokens = generate(
+        model.eval(),
+        start,
+        config.train.sample_tokens,
+        temperature=_SAMPLE_TEMPERATURE,
+        top_k=50,
+        generator=generator,
+    )
+    ids = []
+    for token in tokens:
+        setup.at("end")  # progress for the watchdog: a slow sample is no hang
+        ids.append(token)
+    setup.console.say(f"A sample (temperature {_SAMPLE_TEMPERATURE}):")
+    setup.console.say(prompt + tokenizer.decode(ids))

@@ -1,15 +1,11 @@
-"""Fine-tuning: a run that begins with the weights of another, `paceline train --init-from RUN`.
-
-Three things are taken from that run: the model's shape, the weights, and the tokenizer that the data must have.
-"""
+"""Fine-tuning: `paceline train --init-from RUN` starts with the model shape, weights and tokenizer of RUN."""
 
 import dataclasses
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from paceline.base.errors import RunError, UserError
+from paceline.base.errors import UserError
 from paceline.config import Config, from_toml
 from paceline.data.cache import inspect_data
 from paceline.data.config import DataConfig
@@ -18,15 +14,13 @@ from paceline.data.tokenizer import PATTERN, Tokenizer
 from paceline.model.config import ModelConfig
 from paceline.record import folder as run_folder
 
-if TYPE_CHECKING:  # the command line checks what it can before torch is imported, which takes seconds
+if TYPE_CHECKING:  # the command line calls some of this before importing torch, which takes seconds
     import torch
 
     from paceline.model.gpt import GPT
     from paceline.world.group import Group
 
-T = TypeVar("T")
-
-# Fields that may be left to be derived, here from that run, and what they come to.
+# Field -> the property with its value if the field is derived.
 _DERIVED = {
     "n_kv_head": "num_kv_heads",
     "n_positions": "n_positions",
@@ -37,7 +31,7 @@ _DERIVED = {
 
 
 def initial_model(source: Path) -> ModelConfig:
-    """Returns the model of the run folder `source`. Raises UserError where it is none."""
+    """Returns the model config of the run folder `source`. Raises UserError if it is none."""
     if not (source / "config.toml").exists() and (source.is_file() or (source / "config.json").exists()):
         raise UserError(
             f"--init-from is {source}, which is no run folder; make one of it first: paceline import {source} --out DIR"
@@ -46,18 +40,17 @@ def initial_model(source: Path) -> ModelConfig:
     return from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config()).model
 
 
-def settle_model(source: Path, given: ModelConfig) -> ModelConfig:
-    """Returns the model of `source` with the dropout that is `given`.
-
-    Raises UserError, naming the field and both values, where `given` has another shape.
-    """
+def require_same_shape(source: Path, given: ModelConfig) -> ModelConfig:
+    """Returns the model config of `source` with the dropout of `given`. Raises UserError, naming the field and both
+    values, if `given` has another shape."""
     model = initial_model(source)
     for field in dataclasses.fields(ModelConfig):
         theirs, ours = getattr(model, field.name), getattr(given, field.name)
-        resolved = _DERIVED.get(field.name)
-        if field.name == "dropout" or (resolved and ours in (0, "auto")):
+        derived = _DERIVED.get(field.name)
+        if field.name == "dropout" or (derived and ours in (0, "auto")):
             continue
-        if getattr(given, resolved or field.name) != getattr(model, resolved or field.name):
+        name = derived or field.name
+        if getattr(given, name) != getattr(model, name):
             raise UserError(
                 f"model.{field.name.replace('_', '-')} is given as {ours}, and the model of --init-from {source} has "
                 f"{theirs}: its weights fit that alone; leave it out (only --model.dropout may differ)"
@@ -66,42 +59,45 @@ def settle_model(source: Path, given: ModelConfig) -> ModelConfig:
 
 
 def check_data(source: Path, config: DataConfig, vocab_size: int) -> None:
-    """Raises UserError where the data's ids are surely not those of `source`: before a process starts or text is read.
-
-    Text gets a tokenizer of its own, which can only be the same where that of `source` was learnt from text here.
-    """
+    """Raises UserError if the data's token ids cannot match those of `source`, before processes start or text is read.
+    Text gets its own tokenizer, which can only match if that of `source` was trained by paceline, too."""
     inspect_data(config, vocab_size)
-    known = _tokenizer_json(source)
+    known = _tokenizer_of(source)
     if known is None:
         return
     for path, _ in config.parts:
         if is_dataset(path):
-            _require_same(source, Dataset.open(path, vocab_size).tokenizer_json, path)
-        elif not _learnt_here(known):
+            require_same_tokenizer(source, Dataset.open(path, vocab_size).tokenizer_json, path)
+        elif not _was_trained_here(known):
             raise UserError(
                 f"{path or 'the embedded corpus'} is text, and would be tokenized otherwise than what "
                 f"--init-from {source} learnt from; {_advice(source, path)}"
             )
 
 
-def check_tokenizer(group: "Group", source: Path, tokenizer_json: str | None, data_name: str) -> None:
-    """Returns if the data's tokenizer is that of `source`, or one of the two is not known. Collective.
+def require_same_tokenizer(source: Path, tokenizer_json: str | None, name: str) -> None:
+    """Raises UserError if the data `name` has another tokenizer than `source`. An unknown tokenizer is not compared."""
+    known = _tokenizer_of(source)
+    if known is None or tokenizer_json is None or _meaning(known) == _meaning(tokenizer_json):
+        return
+    raise UserError(
+        f"the data ({name or 'the embedded corpus'}) was made with another tokenizer than --init-from {source} learnt "
+        f"with, so its ids mean other text; {_advice(source, name)}"
+    )
 
-    Else raises UserError on every rank. Called with the data that was opened, before anything is written.
-    """
-    _as_rank_0_finds(group, lambda: _require_same(source, tokenizer_json, data_name))
 
+def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.device | None" = None) -> list[str]:
+    """Copies the newest complete weights of `source` into the model on every rank. Returns the problems of newer
+    checkpoints.
 
-def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.device | None" = None) -> str:
-    """Gives the model, on every rank, the newest whole weights of `source`; returns a line that says so. Collective.
-
-    Rank 0 alone reads them. Costs the weights' bytes. `device` is where the group's tensors are, if not where the model
-    is. Raises on every rank what rank 0 finds: RunError where no checkpoint is whole, UserError where names or shapes
-    are not the model's; the model is as it was then.
+    Collective: rank 0 reads and broadcasts. device: of the group's tensors; None: the model's. Raises on every rank,
+    with the model unchanged: RunError if no checkpoint is complete, UserError if names or shapes differ from the
+    model's.
     """
     import torch
 
     from paceline.checkpoint import load
+    from paceline.world.group import from_rank_0
 
     weights: dict[str, torch.Tensor] = {}
 
@@ -111,7 +107,7 @@ def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.devi
         weights.update(found)
         return problems
 
-    problems = _as_rank_0_finds(group, read)
+    problems: list[str] = from_rank_0(group, read)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             staged = torch.empty_like(parameter, device=device or parameter.device)
@@ -119,56 +115,25 @@ def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.devi
                 staged.copy_(weights.pop(name))
             group.broadcast(staged)
             parameter.copy_(staged)
-    passed = "".join(f"; passed over a damaged checkpoint: {problem}" for problem in problems)
-    return f"weights of {source}{passed}"
-
-
-def _as_rank_0_finds(group: "Group", find: Callable[[], T]) -> T:
-    """What `find` returns on rank 0, in JSON's types, on every rank; what it raises there, every rank raises."""
-    answer: dict[str, Any] = {}
-    if group.rank == 0:
-        try:
-            answer = {"found": find()}
-        except (UserError, RunError) as error:
-            answer = {"error": str(error), "is_users": isinstance(error, UserError)}
-    answer = group.broadcast_json(answer)
-    if "error" in answer:
-        raise (UserError if answer["is_users"] else RunError)(answer["error"], reach="world")
-    found: T = answer["found"]
-    return found
+    return problems
 
 
 def _require_fit(source: Path, wanted: dict[str, Any], weights: dict[str, Any]) -> None:
-    odd = sorted(set(wanted) ^ set(weights))
-    if odd:
-        where = "lacks" if odd[0] in wanted else "has, and the model has not,"
-        raise UserError(f"--init-from {source}: its checkpoint {where} {odd[0]}; its config.toml is of another model")
+    where = f"--init-from {source}: its checkpoint"
+    for name in sorted(set(wanted) ^ set(weights)):
+        has = "lacks" if name in wanted else "has, and the model has not,"
+        raise UserError(f"{where} {has} {name}; its config.toml is of another model")
     for name, shape in wanted.items():
         if weights[name].shape != shape:
             raise UserError(
-                f"--init-from {source}: its checkpoint has {name} as {list(weights[name].shape)}, the model as "
-                f"{list(shape)}; its config.toml is of another model"
+                f"{where} has {name} as {list(weights[name].shape)}, the model as {list(shape)}; "
+                "its config.toml is of another model"
             )
 
 
-def _tokenizer_json(source: Path) -> str | None:
+def _tokenizer_of(source: Path) -> str | None:
     path = run_folder.find(source).tokenizer
     return Tokenizer.load(path).json if path.exists() else None
-
-
-def _require_same(source: Path, tokenizer_json: str | None, name: str) -> None:
-    known = _tokenizer_json(source)
-    if (
-        known is None
-        or tokenizer_json is None
-        or known == tokenizer_json
-        or _essence(known) == _essence(tokenizer_json)
-    ):
-        return
-    raise UserError(
-        f"the data ({name or 'the embedded corpus'}) was made with another tokenizer than --init-from {source} learnt "
-        f"with, so its ids mean other text; {_advice(source, name)}"
-    )
 
 
 def _advice(source: Path, name: str) -> str:
@@ -177,14 +142,14 @@ def _advice(source: Path, name: str) -> str:
     return f"prepare it first: paceline data prepare {text} --out DIR --tokenizer {tokenizer}, then --data.path DIR"
 
 
-def _essence(tokenizer_json: str) -> dict[str, Any]:
-    """What decides which ids a text has; the same tokenizer may be written in more than one way."""
+def _meaning(tokenizer_json: str) -> dict[str, Any]:
+    """Returns what decides the ids of a text: equal for equal tokenizers, however they are written."""
     found = Tokenizer(tokenizer_json).description()
     added = {token["content"]: token["id"] for token in found["added_tokens"]}
     return {"added": added, **{name: found[name] for name in ("model", "pre_tokenizer", "normalizer")}}
 
 
-def _learnt_here(tokenizer_json: str) -> bool:
-    """Whether text is cut before merges as `data.path` cuts it."""
-    cuts = (Tokenizer(tokenizer_json).description().get("pre_tokenizer") or {}).get("pretokenizers", [])
-    return any(cut.get("pattern", {}).get("Regex") == PATTERN for cut in cuts)
+def _was_trained_here(tokenizer_json: str) -> bool:
+    """Whether the tokenizer splits text before merges as `data.path` does."""
+    splits = (Tokenizer(tokenizer_json).description().get("pre_tokenizer") or {}).get("pretokenizers", [])
+    return any(split.get("pattern", {}).get("Regex") == PATTERN for split in splits)

@@ -1,224 +1,277 @@
-"""A whole run, in chapters. The file to read first.
+"""A complete run, in chapters. Read this file first.
 
-prepare    the data set, before ranks meet: it may take a while and nobody should wait for it in a collective
+prepare    the data, before ranks meet: it may take a while, and no rank should wait for it in a collective
 meet       open the world; all ranks have the same versions, config and data, or none trains (meet.py)
-restore    a checkpoint, when resuming (keep.py)
-train      steps (step.py), with evaluation, checks and saves between them, until the horizon or an agreed stop
-finish     last evaluation, last checkpoint, a summary
+restore    a checkpoint, when resuming (restoring.py)
+train      steps (replica/step.py), with evaluation, checks and saves between them, until the horizon or an agreed stop
+finish     last checkpoint, last evaluation, a summary
 """
 
-import time
+import contextlib
+import dataclasses
+import math
 import traceback
+from collections.abc import Iterator
 from functools import partial
 
-import torch
-
-from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.clock import Stopwatch
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
 from paceline.data.prefetch import Prefetcher
 from paceline.data.prepare import Quiet
-from paceline.model.generate import generate
-from paceline.model.gpt import build
+from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
+from paceline.record import summary
 from paceline.record.console import Console
 from paceline.record.folder import COMPLETE
+from paceline.replica.batch import Batch
+from paceline.replica.contents import ReplicaContents
+from paceline.replica.result import StepResult
+from paceline.replica.stopping import StopRequest
+from paceline.replica.trouble import Trouble
 from paceline.sync.replicas import overall
 from paceline.train import banner
-from paceline.train.check import check_own_state, check_replicas
-from paceline.train.feed import open_feed
-from paceline.train.guard import StopRequest, tighten_timeouts
-from paceline.train.keep import restore_run, save_if_due, save_now, tell_outcome
-from paceline.train.meet import meet
-from paceline.train.profile import profiled
+from paceline.train.check import Checks
+from paceline.train.data import dropout_keys, dummy_micro_batch, open_data
+from paceline.train.evaluate import evaluate, say_sample
+from paceline.train.meet import Setup, meet
+from paceline.train.progress import Progress
+from paceline.train.recorder import cause_of, shown
 from paceline.train.request import Request
-from paceline.train.state import Run
-from paceline.train.step import train_step
-from paceline.train.tell import evaluate_now, exchange
+from paceline.train.restoring import restore_or_begin
+from paceline.train.saves import Saves
 from paceline.world.env import Environment
-from paceline.world.group import PeerLost
+from paceline.world.group import SPEAKS_FIRST_S, PeerLost
 from paceline.world.runtime import open_world
-
-_SAMPLE_TEMPERATURE = 0.7
 
 
 def train(request: Request, env: Environment) -> int:
-    """Trains as asked, as the rank that `env` says, and returns the exit status: 0, or 75 (stopped early, saved).
-
-    Raises UserError or RunError; whoever sees it ends this process, which is how the other ranks learn of it.
-    """
+    """Trains as the rank in `env`, and returns the exit status: 0, or 75 (stopped early, saved). Raises UserError or
+    RunError. The caller must then end this process, so that the other ranks notice."""
     console = Console(env.rank)
     faults.install(env.rank, env.world_size, env.attempt)
 
     # ---- prepare ----
-    with console.reading() as report:
-        feed = open_feed(request.config, report if env.local_rank == 0 else Quiet())
+    with StopRequest(request.config.train.stop_after, is_training=False) as stop:
+        with console.reading() as report:
+            data = open_data(request.config, report if env.local_rank == 0 else Quiet())
 
-    # ---- meet ----
-    with open_world(request.config.parallel, env) as world:
-        try:
-            run = meet(request, world, feed, console)
-            with run.watchdog:
-                return _train_and_record(run)
-        except UserError as error:
-            if error.reach == "host":
-                error.reach = "rank"  # the ranks have met: what one sees now the others need not see
-            raise
+        # ---- meet ----
+        with open_world(request.config.parallel, env) as world:
+            try:
+                setup = meet(request, world, data, console, stop)
+                with setup.watchdog, _failure_recorded(setup):
+                    # ---- restore ----
+                    restore_or_begin(setup)
+
+                    # ---- train ----
+                    training = Training(setup)
+                    stop.is_training = True  # from now on signals set the stop flag, and progress is saved
+                    reason = training.steps()
+
+                    # ---- finish ----
+                    return training.finish(reason)
+            except UserError as error:
+                if error.reach == "host":
+                    error.reach = "rank"  # the other ranks may not see this error
+                raise
 
 
-def _train_and_record(run: Run) -> int:
+@contextlib.contextmanager
+def _failure_recorded(setup: Setup) -> Iterator[None]:
+    """Records this rank's failure without a collective: other ranks may be gone, or in another collective."""
     try:
-        is_resumed = (run.request.resume or run.request.goes_on) and restore_run(run)
-        if not is_resumed:
-            begin(run)
-        with StopRequest(run.config.train.stop_after) as stop:
-            stop_reason = _steps(run, stop)
-            return _finish(run, stop_reason)
-    except PeerLost as error:
-        _fail(run, error)
-        raise type(error)(f"{error}. {run.watchdog.explain() or ''}".rstrip(". "), reach="world") from error
+        yield
     except BaseException as error:
-        _fail(run, error)
+        told = _with_missing_rank(error, setup) if isinstance(error, PeerLost) else error
+        setup.checkpoints.saver.abandon()
+        step = setup.progress.step
+        setup.console.log(f"stopped at step {step}\n{traceback.format_exc()}")
+        setup.recorder.event("failed", step=step, error=str(told) or type(told).__name__)
+        if told is not error:
+            raise told from error
         raise
     finally:
-        run.folder.close()
-        run.console.close()
+        setup.folder.close()
+        setup.console.close()
 
 
-def _fail(run: Run, error: BaseException) -> None:
-    """Notes how this rank's part ended. No collective: the other ranks may be gone, or somewhere else entirely."""
-    run.saver.abandon()
-    run.console.log(f"stopped at step {run.progress.step}\n{traceback.format_exc()}")
-    run.event("failed", step=run.progress.step, error=str(error) or type(error).__name__)
+def _with_missing_rank(error: PeerLost, setup: Setup) -> PeerLost:
+    """Adds the watchdog's facts about the missing rank to the error, on one rank."""
+    missing = setup.watchdog.find_missing()
+    if missing is None:
+        return type(error)(str(error), reach="world")
+    speaks = missing.speaker(setup.world.world_size) == setup.world.rank
+    return type(error)(f"{error}. {missing.message}", reach="rank" if speaks else "world")
 
 
-def begin(run: Run) -> None:
-    """From step 0: a new run, or one that died before it had saved anything."""
-    reached = run.folder.forget_after(0) if run.world.is_main else 0
-    facts = {"reached": reached} if reached else {}
-    versions = {"version": __version__, "torch": torch.__version__}
-    run.event("start", world_size=run.world.world_size, hosts=run.hosts(), **versions, **facts)
-    if run.request.resume or run.request.goes_on:
-        run.console.say("nothing had been saved yet: this run begins again at step 0\n", style="yellow")
+class Training:
+    """The steps of a run and what comes between them, on one rank."""
 
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.progress, self.config = setup, setup.progress, setup.config
+        self.checks = Checks(setup)
+        self.saves = Saves(setup, self.checks)
+        self.stopwatch = Stopwatch(setup.progress.elapsed_s)
+        self.before_skips: Progress | None = None  # before the current run of skipped steps
+        self.troubles: list[Trouble | None] = []  # of the current run of skipped steps
+        self.is_warm = False  # this process has made a step
 
-def _steps(run: Run, stop: StopRequest) -> str | None:
-    """Trains until the horizon (returns None) or an agreed stop (returns its reason)."""
-    config, settings = run.config, run.settings
-    run.stopwatch = Stopwatch(run.progress.elapsed_s)
-    run.saved_at_s = run.progress.elapsed_s  # what was resumed from is saved
-    run.group.take_traffic()  # meeting and restoring belong to no step
-    run.replica.before_update = partial(_before_update, run)
-    shown = run.console.progress(settings.num_steps or config.train.time_budget)
-    with Prefetcher(run.loader) as loader, shown:
-        while (done := run.share_done()) < 1.0:
-            run.stopwatch.start()
-            started = time.perf_counter()
-            lr = settings.lr * lr_factor(config.optim, run.progress.step, done)
-            with profiled(run):
-                result = train_step(
-                    run.replica,
-                    loader,
-                    run.group,
-                    run.clock,
-                    run.at,
-                    step=run.progress.step,
-                    lr=lr,
-                    max_norm=config.optim.grad_clip,
-                )
-            vote = exchange(run, result, started, stop, lr)
-            run.stopwatch.pause()
-            tighten_timeouts(run, time.perf_counter() - started)
-            if run.progress.skips_in_row >= config.train.max_skips:
-                _give_up(run)
-            if vote or run.progress.step == config.train.stop_at_step:
-                return vote or "train.stop-at-step"
-            _between_steps(run)
-    return None
+    # ---- train ----
 
+    def steps(self) -> str | None:
+        """Trains to the horizon (returns None) or to an agreed stop (returns its reason)."""
+        setup, config, progress = self.setup, self.config, self.progress
+        setup.group.take_traffic()  # meeting and restoring belong to no step
+        shown_progress = setup.console.progress(setup.settings.num_steps or config.train.time_budget)
+        with Prefetcher(setup.loader) as loader, shown_progress:
+            # An earlier attempt may have ended after its save, before the evaluation.
+            is_missing = progress.step > 0 and progress.val_loss is None and setup.share_done(progress) < 1.0
+            if is_missing and self._is_evaluation_due() and (reason := self._evaluate()):
+                return reason
+            while (done := setup.share_done(progress)) < 1.0:
+                self.stopwatch.start()
+                lr = setup.settings.lr * lr_factor(config.optim, progress.step, done)
+                with setup.recorder.profiled(progress.step + 1):
+                    result = self._step(loader, lr)
+                self.stopwatch.pause()
+                self._advance(result, lr)
+                self._tighten_timeouts(result.times.step_ms / 1e3)
+                if progress.skips_in_row >= config.train.max_skips:
+                    self._give_up()
+                if result.stop_reason or progress.step == config.train.stop_at_step:
+                    return result.stop_reason or "train.stop-at-step"
+                if reason := self._between_steps():
+                    return reason
+        return None
 
-def _before_update(run: Run) -> None:
-    """Weights and state change now: whoever still reads them, or watches that they do not change, is done."""
-    run.saver.wait_copied()
-    check_own_state(run)
-
-
-def _between_steps(run: Run) -> None:
-    """What happens every so many steps. All ranks come to the same answers, so collectives are safe here."""
-    config, step = run.config, run.progress.step
-    if run.share_done() >= 1.0:
-        tell_outcome(run)
-        return  # _finish evaluates, compares and saves
-    if config.parallel.check_every and step % config.parallel.check_every == 0:
-        check_replicas(run)
-    if config.train.eval_every > 0 and step % config.train.eval_every == 0:
-        evaluate_now(run)
-    is_best = config.checkpoint.keep_best and run.progress.is_best
-    save_if_due(run, is_best or bool(config.checkpoint.every and step % config.checkpoint.every == 0))
-
-
-def _give_up(run: Run) -> None:
-    """Raises RunError after too many steps without an update. What is saved is the run before the first of them."""
-    before, step = run.before_trouble, run.progress.step
-    assert before is not None
-    problem = save_now(run, before)
-    saved = f"could not be saved: {problem}" if problem else f"is saved as step {before.step}"
-    raise RunError(
-        f"the gradient was not finite in {run.progress.skips_in_row} steps in a row, up to step {step}; no update was "
-        f"made in them, and the state before them {saved}. Lower --optim.lr, or use --train.dtype bfloat16 or float32",
-        reach="world",
-    )
-
-
-def _finish(run: Run, stop_reason: str | None) -> int:
-    """Evaluates, saves, says what came out. Returns the exit status."""
-    step, config, console = run.progress.step, run.config, run.console
-    found = evaluate_now(run) if stop_reason is None and config.train.eval_every >= 0 else run.evaluation
-    if problem := save_now(run, run.progress):
-        raise RunError(
-            f"training reached step {step}, and its last checkpoint could not be saved: {problem}", reach="world"
+    def _step(self, loader: Prefetcher, lr: float) -> StepResult:
+        """Makes one update. Collective; the learning rate is the same on all ranks."""
+        setup, replica, plan = self.setup, self.setup.replica, self.setup.settings.plan
+        for group in replica.param_groups():
+            group["lr"] = lr
+        model = replica.model
+        assert isinstance(model, GPT)
+        batch = Batch(
+            partial(loader.micro_batches, self.progress.step),
+            count=plan.num_micro_batches(setup.world.rank),
+            passes=plan.num_micro_batches(0),
+            stand_in=partial(dummy_micro_batch, loader),
         )
-    run.at("end")
-    weights = run.replica.sync.full_weights()
-    digest = overall(weights)
-    state = run.group.share_text(overall({str(item): t for item, t in run.replica.optimizer.state().items()}))
-    cost_s = round(run.stragglers.cost_ms / 1e3, 3)
-    reason = stop_reason or COMPLETE
-    run.event("end", step=step, digest=digest, state_digests=state, reason=reason, straggler_cost_s=cost_s)
-    banner.where_time_went(console, run.totals, run.world)
-    banner.who_was_slow(console, run.stragglers, run.totals, run.hosts())
-    if stop_reason:
-        console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
-    elif config.train.sample_tokens and run.world.is_main:
-        _say_sample(run, weights)
-    if found:
-        trained = f"{units.count(run.progress.tokens)} tokens, {units.duration(run.progress.elapsed_s)} of training"
-        console.say(f"\n{found.shown} at step {step}, {trained}", style="bold")
-    console.say(f"run folder {run.folder.shown}   digest of the weights {digest}")
-    banner.next_commands(console, config, run.folder.shown, finished=stop_reason is None)
-    return EXIT_RESUMABLE if stop_reason else EXIT_DONE
+        step = replica.step(batch, total=setup.settings.tokens_per_step)
+        for micro_batch in step:
+            keys = dropout_keys(model.config.dropout, micro_batch, self.config.train.seed)
+            loss = model(micro_batch.tokens, micro_batch.targets, keys, micro_batch.documents)
+            step.backward(loss, weight=micro_batch.targets.numel(), is_sum=True)
+        self.checks.own_state()
+        share = (self.stopwatch.elapsed_s, float(setup.checkpoints.saver.is_busy))
+        return step.finish(max_norm=self.config.optim.grad_clip, share=share)
 
+    def _advance(self, result: StepResult, lr: float) -> None:
+        """Advances the progress by a step, the same on all ranks, and records the step."""
+        progress = self.progress
+        if result.skipped:
+            if self.before_skips is None or not progress.skips_in_row:  # None: resumed amid skipped steps
+                self.before_skips, self.troubles = dataclasses.replace(progress), []
+            self.troubles.append(result.skipped)
+        self.saves.any_rank_saving = any(is_busy for _, is_busy in result.shared)
+        progress.step += 1
+        progress.val_loss = None
+        progress.tokens += round(result.weight)
+        progress.elapsed_s = result.shared[0][0]
+        progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
+        self.setup.recorder.step(progress, result, lr, self.setup.replica.scaler.scale)
 
-def _say_sample(run: Run, weights: dict[str, torch.Tensor]) -> None:
-    """Text from the trained model. Rank 0's alone, and no collective in it: the others wait at the end."""
-    if run.feed.blend.tokenizer_json is None:
-        return
-    tokenizer, prompt = run.feed.blend.tokenizer(), run.config.train.sample_prompt
-    start = tokenizer.prompt(prompt)
-    if not start:
-        return  # characters alone, which have nothing to begin with
-    # A fresh model: where blocks are compiled, each new length would compile them again.
-    model = build(run.config.model, run.config.train.seed, run.world.device)
-    model.load_state_dict(weights)
-    model.compute_dtype = run.settings.dtype
-    ids = generate(
-        model.eval(),
-        start,
-        run.config.train.sample_tokens,
-        temperature=_SAMPLE_TEMPERATURE,
-        top_k=50,
-        generator=torch.Generator().manual_seed(run.config.train.seed),
-    )
-    run.console.say(f"A sample (temperature {_SAMPLE_TEMPERATURE}):")
-    run.console.say(prompt + tokenizer.decode(list(ids)))
+    def _between_steps(self) -> str | None:
+        """Checks, saves and evaluates if due, the same on all ranks. Returns why to stop. Saves before the evaluation,
+        so that a run that ends during a long evaluation resumes here."""
+        every = self.config.parallel.check_every
+        if self.setup.share_done(self.progress) >= 1.0:
+            self.saves.report()
+            return None  # `finish` saves, evaluates and compares
+        if every and self.progress.step % every == 0:
+            self.checks.replicas()
+        self.saves.save_if_due()
+        return self._evaluate() if self._is_evaluation_due() else None
+
+    def _is_evaluation_due(self) -> bool:
+        every = self.config.train.eval_every
+        return every > 0 and self.progress.step % every == 0
+
+    def _evaluate(self) -> str | None:
+        """Evaluates this step, and saves it if it is the best so far. Collective. Returns why to stop, if a rank's stop
+        flag was set meanwhile. Then the step may have no validation loss until the run is resumed."""
+        setup, progress = self.setup, self.progress
+        row = evaluate(setup)
+        reason = setup.replica.agree_to_stop()  # now, since the next step may take too long
+        setup.group.take_traffic()  # it belongs to no step
+        if row is None:
+            return reason
+        progress.val_loss = row.val_loss
+        if math.isfinite(row.val_loss) and (progress.best_val_loss is None or row.val_loss < progress.best_val_loss):
+            progress.best_val_loss = row.val_loss
+        setup.recorder.evaluated(row)
+        if self.config.checkpoint.keep_best and progress.is_best:
+            self.saves.save_best()
+        return reason
+
+    def _tighten_timeouts(self, step_s: float) -> None:
+        """Shortens the timeouts after this process's first step, when compiling, reading and meeting are over: to
+        parallel.step-timeout-s, or ten times the step's time if that is longer."""
+        if self.is_warm:
+            return
+        self.is_warm = True
+        group, watchdog = self.setup.group, self.setup.watchdog
+        slowest_s = max(row[0] for row in group.share([step_s]))
+        watchdog.timeout_s = max(self.config.parallel.step_timeout_s, 10 * slowest_s)
+        group.set_timeout(watchdog.timeout_s + SPEAKS_FIRST_S)
+        group.take_traffic()
+
+    def _give_up(self) -> None:
+        """Raises RunError after too many skipped steps in a row. Saves the state before the first of them."""
+        before = self.before_skips
+        assert before is not None
+        try:
+            self.saves.save_and_wait(before)
+            saved = f"is saved as step {before.step}"
+        except RunError as error:
+            saved = f"is not saved: {error}"
+        raise RunError(
+            f"the gradient was not finite in {self.progress.skips_in_row} steps in a row, up to step "
+            f"{self.progress.step}; no update was made in them, and the state before them {saved}. Try this: "
+            f"{cause_of(self.troubles, self.setup.recorder.hosts)}",
+            reach="world",
+        )
+
+    # ---- finish ----
+
+    def finish(self, stop_reason: str | None) -> int:
+        """Saves, evaluates and prints the result. Returns the exit status."""
+        setup, step, config = self.setup, self.progress.step, self.config
+        console, recorder = setup.console, setup.recorder
+        if stop_reason:
+            console.say(f"stopping at step {step} ({stop_reason}): saving")
+        self.saves.save_and_wait(self.progress)
+        if stop_reason is None and config.train.eval_every >= 0:
+            reason = self._evaluate()
+            stop_reason = reason if self.progress.val_loss is None else None  # else the run is complete
+            self.saves.report()
+        setup.at("end")
+        weights = setup.replica.sync.full_weights()
+        digest = overall(weights)
+        own, _, _ = ReplicaContents(setup.replica, "").state()
+        states = setup.group.share_text(overall({str(item): tensor for item, tensor in own.items()}))
+        facts = {"reason": stop_reason or COMPLETE, "straggler_cost_s": round(recorder.stragglers.cost_ms / 1e3, 3)}
+        recorder.event("end", step=step, digest=digest, state_digests=states, **facts)
+        summary.where_time_went(console, recorder.totals, setup.world.world_size)
+        summary.who_was_slow(console, recorder.stragglers, recorder.totals, recorder.hosts)
+        if stop_reason:
+            console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
+        elif config.train.sample_tokens and setup.world.is_main:
+            say_sample(setup, weights)
+        if row := recorder.evaluation:
+            trained = f"{units.count(self.progress.tokens)} tokens, {units.duration(self.progress.elapsed_s)}"
+            console.say(f"\n{shown(row)} at step {row.step}, {trained} of training", style="bold")
+        console.say(f"run folder {setup.folder.shown}   digest of the weights {digest}")
+        banner.next_commands(console, config, setup.folder.shown, finished=stop_reason is None)
+        return EXIT_RESUMABLE if stop_reason else EXIT_DONE

@@ -1,142 +1,175 @@
-"""How ranks become one run: the same facts on all of them, one folder, equal replicas."""
+"""Makes ranks one run: the same facts on all of them, one folder, equal replicas."""
 
-import dataclasses
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from paceline.base import faults
 from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.status import note_status
-from paceline.checkpoint.manifest import list_steps
-from paceline.checkpoint.seers import open_saver, who_sees
+from paceline.checkpoint.steps import list_steps
 from paceline.config import Config, to_toml
 from paceline.data.blend import Blend
+from paceline.data.cache import cache_dir
 from paceline.data.loader import FixedBatches, Loader
 from paceline.model.gpt import build
-from paceline.optim.optimizer import Optimizer, whole_costs
+from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
-from paceline.record.console import Console, cry
+from paceline.record.console import Console, print_error
 from paceline.record.folder import RunFolder
-from paceline.sync.replicas import broadcast_parameters
-from paceline.sync.strategy import make_strategy
-from paceline.train import agree, banner
-from paceline.train.feed import Feed
-from paceline.train.initial import check_tokenizer, load_initial
+from paceline.replica.checkpoints import RunCheckpoints
+from paceline.replica.replica import Replica
+from paceline.replica.scaler import LossScaler
+from paceline.replica.stopping import StopRequest
+from paceline.replica.trouble import flip_a_bit
+from paceline.train import banner
+from paceline.train.agree import gather_facts
+from paceline.train.data import TrainingData
+from paceline.train.initial import load_initial, require_same_tokenizer
+from paceline.train.progress import Progress
+from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
-from paceline.train.scaler import LossScaler
-from paceline.train.state import Run
-from paceline.train.step import Replica, dropout_seed
 from paceline.world.device import peak_flops
+from paceline.world.group import Group, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
 
 
-def meet(request: Request, world: World, feed: Feed, console: Console) -> Run:
-    """Returns this rank's part of a run that all ranks have agreed on. Collective.
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One rank's part of a run. Only `progress` changes during training."""
 
-    Raises UserError on all ranks, naming them and both values, where they differ in what must be alike.
-    """
-    agree.require_same(world.group, agree.facts(request.config, feed.blend))
-    settings = resolve(request.config, feed.blend, world)
-    agree.require_same(world.group, agree.choices(settings))
-    source = settings.config.train.init_from
-    if source and not request.resume:  # whose own checkpoints have the weights
-        check_tokenizer(world.group, Path(source), feed.blend.tokenizer_json, feed.blend.name)
-    opened = open_folder(request, world, settings.config, feed.blend)
-    folder, seers = opened.folder, opened.seers
+    request: Request
+    world: World
+    data: TrainingData
+    settings: Settings
+    folder: RunFolder
+    console: Console
+    recorder: Recorder
+    replica: Replica
+    checkpoints: RunCheckpoints
+    watchdog: Watchdog
+    loader: Loader
+    validation: FixedBatches
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def config(self) -> Config:
+        """The run's config, including every automatic choice that changes its curve."""
+        return self.settings.config
+
+    @property
+    def group(self) -> Group:
+        return self.world.group
+
+    def share_done(self, progress: Progress) -> float:
+        """The share of the horizon that is done, the same on all ranks: elapsed_s is rank 0's."""
+        if self.settings.num_steps is not None:
+            return progress.step / self.settings.num_steps
+        return progress.elapsed_s / self.config.train.time_budget
+
+    def at(self, phase: str) -> str | None:
+        """Reports a phase to the watchdog. Returns the fault that a test injects here, if any."""
+        step = self.progress.step + 1
+        self.watchdog.enter(phase, step)
+        fault = faults.strike(phase, step)
+        if fault == "flip":
+            flip_a_bit(next(iter(self.replica.sync.weights().values())))
+        return fault
+
+
+def meet(request: Request, world: World, data: TrainingData, console: Console, stop: StopRequest) -> Setup:
+    """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
+    values, if required facts differ."""
+    settings = resolve(request.config, data.blend, gather_facts(world, request.config, data.blend))
+    config = settings.config
+    source = config.train.init_from
+    if source and not request.resume:  # else the weights come from the run's own checkpoints
+        from_rank_0(
+            world.group, lambda: require_same_tokenizer(Path(source), data.blend.tokenizer_json, data.blend.name)
+        )
+    request, folder, is_new = open_folder(request, world, config, data.blend)
     console.open_log(folder.rank_log(world.rank))
     for warning in world.warnings:
         console.say(warning, style="yellow")
-    peak = peak_flops(world.device, settings.dtype)
+    peak = peak_flops(world.device, settings.dtype, kept_in=cache_dir())
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
-    banner.start(console, world, settings, feed, peak, folder.shown)
+    if request.goes_on:
+        banner.start_again(console, world, settings, folder.shown)
+    else:
+        banner.start(console, world, settings, data, peak, folder.shown)
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
-    replica = make_replica(settings, world, from_weights=opened.begins)
-    return Run(
-        request=opened.request,
+    replica = make_replica(settings, world, console, is_new)
+    checkpoints = RunCheckpoints(folder.path, config.checkpoint, replica)
+    checkpoints.before_publishing = folder.sync
+    setup = Setup(
+        request=request,
         world=world,
-        feed=feed,
+        data=data,
         settings=settings,
         folder=folder,
         console=console,
+        recorder=Recorder(world, folder, console, settings, sum(peaks) if all(peaks) else None),
         replica=replica,
-        saver=open_saver(
-            world.group,
-            folder.checkpoints,
-            settings.config.checkpoint,
-            seers,
-            opened.token,
-            owns_alone=settings.config.parallel.strategy in ("zero", "fsdp"),
-            before_publishing=folder.sync,
-        ),
-        watchdog=make_watchdog(settings.config, world, folder, console),
-        shapes={name: tuple(parameter.shape) for name, parameter in replica.model.named_parameters()},
-        writer=seers.index(world.rank) if world.rank in seers else None,
-        num_seers=len(seers),
-        loader=Loader(feed.training, settings.plan, world.rank, settings.config.train.seed, world.device),
-        validation=FixedBatches(feed.validation, settings.config.train.eval_sequences, world.device),
-        world_peak=sum(peaks) if all(peaks) else None,
+        checkpoints=checkpoints,
+        watchdog=make_watchdog(config, world, folder, console, checkpoints.writers),
+        loader=Loader(data.training, settings.plan, world.rank, config.train.seed, world.device),
+        validation=FixedBatches(data.validation, config.train.eval_sequences, world.device),
     )
+    replica.at, replica.stop = setup.at, stop
+    return setup
 
 
-class Opened(NamedTuple):
-    """The run's folder, as all ranks know it."""
+def open_folder(request: Request, world: World, config: Config, blend: Blend) -> tuple[Request, RunFolder, bool]:
+    """Returns rank 0's request, the run's folder, and whether nothing was saved in it yet.
 
-    folder: RunFolder
-    request: Request  # as rank 0 has it: whether the run goes on
-    seers: list[int]  # the ranks that see rank 0's folder: those of its host, and others where disks are shared
-    token: str  # random, of this life of the ranks
-    begins: bool  # nothing was saved yet
-
-
-def open_folder(request: Request, world: World, config: Config, blend: Blend) -> Opened:
-    """Returns the run's folder, opened by all ranks.
-
-    Rank 0 makes and locks it; a host that does not see it keeps the logs of its ranks in one of its own. Where no --out
-    was given on a host it is rank 0's path. Collective; raises rank 0's refusal on all ranks.
+    Rank 0 makes and locks the folder. A host that does not see it keeps its ranks' logs in a folder of its own; without
+    --out on that host, at rank 0's path. Collective; raises rank 0's UserError on all ranks.
     """
     path = request.out or Path("runs") / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(path)
-    goes_on = request.resume or request.goes_on
-    answer: dict[str, Any] = {}
-    if world.is_main:
+
+    def make() -> dict[str, Any]:
+        nonlocal folder
+        resumes = request.resume or request.goes_on
         try:
-            if not goes_on:
+            if not resumes:
                 run_folder.check_new(path)
                 folder = run_folder.create(path)
             folder.lock(request.job)
-            if not goes_on:  # which may yet turn out to be of other data: the folder stays as it was until then
+            if not resumes:  # a resumed run may turn out to have other data: write nothing before that is checked
                 folder.write_setup(to_toml(config), blend.tokenizer_json)
-            answer = {"path": str(path), "goes_on": request.goes_on, "resume_step": request.resume_step}
-            answer["begins"] = not list_steps(folder.checkpoints)
-        except UserError as error:
-            answer = {"error": str(error)}
         except OSError as error:
-            answer = {"error": f"cannot write to the run folder {path}: {error.strerror}"}
-    answer = world.group.broadcast_json(answer)
-    if "error" in answer:
-        raise UserError(answer["error"], reach="world")
+            raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
+        is_new = not list_steps(folder.checkpoints)
+        return {"path": str(path), "is_new": is_new, "request": [request.goes_on, request.resume_step]}
+
+    answer = from_rank_0(world.group, make)
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
             folder.write_setup(to_toml(config), blend.tokenizer_json)
-    seers, token = who_sees(world.group, folder.path)
-    request = dataclasses.replace(request, goes_on=answer["goes_on"], resume_step=answer["resume_step"])
-    return Opened(folder, request, seers, token, answer["begins"])
+    goes_on, resume_step = answer["request"]
+    return replace(request, goes_on=goes_on, resume_step=resume_step), folder, answer["is_new"]
 
 
-def make_watchdog(config: Config, world: World, folder: RunFolder, console: Console) -> Watchdog:
-    """Returns what ends this rank when it, or another, hangs; not running yet."""
+def make_watchdog(
+    config: Config, world: World, folder: RunFolder, console: Console, writers: Sequence[int]
+) -> Watchdog:
+    """Returns the watchdog, not started yet; it ends this rank if any rank hangs. writers: ranks that see rank 0's run
+    folder; the first that is not to blame records the event."""
 
-    def tell(verdict: Verdict) -> None:
-        speakers = [peer.rank for peer in world.peers if peer.rank not in verdict.culprits]
+    def report(verdict: Verdict) -> None:
+        speaker = verdict.speaker(world.world_size)
         console.log(verdict.message)
-        if world.is_main:
+        if world.rank == next((rank for rank in writers if rank not in verdict.culprits), speaker):
             folder.append_event("hang", message=verdict.message, ranks=list(verdict.culprits))
-        if world.rank == min(speakers, default=world.rank):
-            cry(f"error: {verdict.message}")
+        if world.rank == speaker:
+            print_error(f"error: {verdict.message}")
         note_status(EXIT_FAILED)
 
     return Watchdog(
@@ -145,37 +178,34 @@ def make_watchdog(config: Config, world: World, folder: RunFolder, console: Cons
         world.store,
         timeout_s=config.parallel.timeout_s,
         waiting_for=lambda: world.group.waiting_for,
-        on_verdict=tell,
+        on_verdict=report,
         log=console.log_file,
     )
 
 
-def make_replica(settings: Settings, world: World, from_weights: bool = True) -> Replica:
-    """Returns a replica with the initial weights, equal on all ranks. Collective.
-
-    Those of train.init-from are read where `from_weights`; else a checkpoint of this run takes their place.
-    """
+def make_replica(settings: Settings, world: World, console: Console, is_new: bool) -> Replica:
+    """Returns a replica with the initial weights, equal on all ranks. Collective. is_new: nothing was saved yet, so
+    train.init-from is used if set."""
     config = settings.config
-    is_sharded = config.parallel.strategy == "fsdp"
-    # What does not fit on a device is made in the host's memory, and goes from there to the device block by block.
-    model = build(config.model, config.train.seed, "cpu" if is_sharded else world.device)
+    strategy = config.parallel.strategy
+    assert strategy != "auto"
+    # An fsdp model may not fit on the device: it is made on the host and moved block by block.
+    model = build(config.model, config.train.seed, "cpu" if strategy == "fsdp" else world.device)
     model.compute_dtype = settings.dtype
     model.checkpoint_blocks = config.train.activation_checkpoint
-    if not is_sharded:  # else each rank has weights that nobody else has
-        broadcast_parameters(model, world.group)
-    if config.train.init_from and from_weights:
-        load_initial(model, Path(config.train.init_from), world.group, world.device)
+    if config.train.init_from and is_new:
+        for problem in load_initial(model, Path(config.train.init_from), world.group, world.device):
+            console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
     if config.train.compile:
         model.compile_blocks()
-    costs = whole_costs(config.optim, model.named_parameters())
-    sync = make_strategy(config.parallel, model, world.group, costs, list(model.layers))
-    optimizer = Optimizer(
-        sync.pieces(), config.optim, lr=settings.lr, weight_decay=settings.weight_decay, compute_dtype=settings.dtype
+    optimizers = make_optimizers(
+        config.optim,
+        model.named_parameters(),
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        compute_dtype=settings.dtype,
     )
-    return Replica(
-        model=model,
-        sync=sync,
-        optimizer=optimizer,
-        scaler=LossScaler.for_dtype(settings.dtype),
-        dropout_seed=dropout_seed(config.train.seed),
-    )
+    blocks = list(model.layers)
+    replica = Replica(model, optimizers, world, strategy=strategy, blocks=blocks, bucket_mb=config.parallel.bucket_mb)
+    replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
+    return replica

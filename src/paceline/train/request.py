@@ -1,4 +1,4 @@
-"""What a command asks of training. No torch here: the command line makes it before anything heavy is imported."""
+"""A request to train. No torch here: the command line makes it before importing libraries."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +8,12 @@ from paceline.config import Config
 
 @dataclass(frozen=True)
 class Request:
-    """What the command asked for."""
+    """A run to start or to resume."""
 
     config: Config
-    out: Path | None  # on this host; None: where rank 0 says, which goes by `name` and the time
+    out: Path | None  # the run folder on this host; None: rank 0 makes it from `name` and the time
     name: str = "run"
     resume: bool = False
-    resume_step: int | None = None  # None: the newest whole checkpoint
-    job: str | None = None  # noted in the run folder, so that a later life of this command knows it for its own
-    goes_on: bool = False  # known on rank 0: a later life, whose folder holds a run, or what one left at its birth
+    resume_step: int | None = None  # None: the newest complete checkpoint
+    job: str | None = None  # written into the run folder, so that a later attempt finds its own run
+    goes_on: bool = False  # set on rank 0: a later attempt, whose folder has a run already

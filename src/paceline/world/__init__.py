@@ -1,1 +1,1 @@
-"""Where a run lives: which rank this process is, on which device, and the one door to the other ranks."""
+"""The world: which rank this process is, on which device, and its communication with the other ranks."""

@@ -1,8 +1,5 @@
-"""The verbs of a script that all ranks must call alike, in the order in which this rank came to them.
-
-A rank that evaluates alone, or leaves its loop early, does not fail: it waits for ever, and so do the others. Each rank
-notes its last verbs with the line that called them; the watchdog holds them against those of other ranks.
-"""
+"""A script's collective verbs, in call order, on this rank. The watchdog compares them between ranks: a rank that
+evaluates alone, or leaves its loop early, would make the others wait for ever."""
 
 import sys
 import threading
@@ -15,27 +12,26 @@ import torch
 
 from paceline.base.errors import UserError
 
-LEAVE = "leave"  # noted where a rank's script ends
-_KEPT = 8  # a rank is hardly ever more than one verb ahead: nearly all of them wait for the others
+LEAVE = "leave"  # recorded where a rank's script ends
+_KEPT = 8  # nearly all verbs wait for the others, so a rank is rarely more than one ahead
 _LIBRARIES = tuple(str(Path(module).parent) for module in (Path(__file__).parent, str(torch.__file__)))
 
 
 class Calls:
-    """What one rank has called; entries are (number, verb, place)."""
+    """This rank's calls; entries are (number, verb, place)."""
 
     def __init__(self) -> None:
         self._number = 0
         self._last: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
-        self.travelling: object | None = None  # the replica whose gradients are on their way
+        self.travelling: object | None = None  # the replica whose gradients are being reduced
 
     def note(self, verb: str, owner: object | None = None) -> None:
-        """Called first thing in a verb, of a replica by itself. 2 us. Raises UserError between the last backward of a
-        step and the step: a rank that has no micro-batch sends its gradients in the step only, so there the others'
-        gradients would meet this verb."""
+        """Records a verb; each verb calls it first. owner: the replica whose verb it is. Raises UserError between the
+        last backward of a step and its `finish`, where a rank without a micro-batch still has to send its gradients."""
         if self.travelling is not None and self.travelling is not owner and verb != LEAVE:
             raise UserError(
-                f"{place()}: {verb} was called between replica.backward and replica.step, while gradients are on their "
-                "way: call it after the step"
+                f"{place()}: {verb} was called between the last step.backward and step.finish, while gradients are on "
+                "their way: call it after step.finish()"
             )
         self._number += 1
         self._last.append((self._number, verb, place()))
@@ -46,10 +42,10 @@ class Calls:
 
 
 def caller() -> FrameType | None:
-    """Returns the innermost frame that is neither in this package nor in torch: the script's."""
+    """Returns the script's frame: the innermost that is neither in this package nor in torch."""
     frame = _outside(sys._getframe(1))
     if frame is None and threading.current_thread() is not threading.main_thread():
-        # On GPUs autograd runs hooks in threads of its own, while the script waits for them in its backward.
+        # On GPUs autograd runs hooks in its own threads, while the script waits in backward.
         frame = _outside(sys._current_frames().get(threading.main_thread().ident or 0))
     return frame
 
@@ -61,7 +57,7 @@ def _outside(frame: FrameType | None) -> FrameType | None:
 
 
 def place() -> str:
-    """Returns the script's line that is being run, as `train.py:31`."""
+    """Returns the script's current line, as `train.py:31`."""
     frame = caller()
     return "the end of its script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
@@ -69,8 +65,7 @@ def place() -> str:
 def first_difference(
     calls: Sequence[Sequence[tuple[int, str, str]]],
 ) -> tuple[int, dict[int, tuple[str, str]]] | None:
-    """Returns (number, {rank: (verb, place)}) of the first call that ranks made otherwise; None where what is known of
-    them agrees. calls: by rank."""
+    """Returns (number, {rank: (verb, place)}) of the first call in which ranks differ, or None. calls: by rank."""
     by_number: dict[int, dict[int, tuple[str, str]]] = {}
     for rank, known in enumerate(calls):
         for number, verb, where in known:

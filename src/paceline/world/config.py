@@ -1,8 +1,8 @@
-"""What the user decides about the world: device, backend, network, threads."""
+"""Settings of ranks, device, network and threads."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from paceline.base.errors import UserError
 
@@ -12,36 +12,40 @@ class ParallelConfig:
     """Ranks, device, network."""
 
     strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto"
-    """Who updates what. ddp: every rank everything. zero: each rank its share, so the optimizer's state is divided by
-    the ranks. fsdp: weights and gradients are divided, too. naive: ddp without overlap, to read and compare with.
-    auto: the first of ddp, zero, fsdp that fits in memory; zero with Muon, whose update is shared out."""
+    """ddp: every rank updates everything. zero: each rank updates its share and holds that optimizer state. fsdp:
+    weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. auto: the first of
+    ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda, gloo elsewhere."""
     interface: str = ""
-    """Network interface for Gloo and NCCL (a name from `ip link`); empty: theirs to choose, loopback under --nproc."""
+    """Network interface for Gloo and NCCL (a name from `ip link`); empty: they choose; loopback under --nproc."""
     timeout_s: float = 300.0
     """Seconds ranks wait for each other, joining included, until the first step is done; then the run fails."""
     step_timeout_s: float = 120.0
-    """The same from the second step on; never less than ten times the first step of the slowest rank."""
+    """The same from the second step on; never less than ten times the slowest rank's first step."""
     expect_ranks: int = 0
-    """Refuse a world of any other size, as where a host did not come; 0: any size will do."""
+    """Refuse a world of any other size, as when a host is missing; 0: accept any size."""
     threads: int = 0
-    """CPU threads a rank; 0: OMP_NUM_THREADS where the user set it, else the cores there are over the local ranks."""
+    """CPU threads of a rank; 0: OMP_NUM_THREADS if the user set it, else the cores divided by the local ranks."""
     port: int = 0
     """Port of the rendezvous under --nproc; 0: a free one."""
     bucket_mb: float = 10.0
-    """MiB of gradients that travel in one all-reduce: smaller ones start sooner behind backward, larger ones cost
-    fewer round trips."""
+    """MiB of gradients in one all-reduce. Smaller: they start earlier in backward. Larger: fewer round trips."""
     check_every: int = 100
-    """Compare a digest of all parameters between ranks every so many steps, and that of the optimizer's state across
-    the border of two steps; 0: never."""
+    """Compare digests of parameters and optimizer state between ranks every so many steps; 0: never."""
     repair: bool = False
-    """Where a replica differs and most others agree: copy theirs and go on, instead of stopping."""
+    """If a replica differs and most others agree, copy theirs and continue, instead of stopping."""
 
     def check(self) -> None:
-        """Raises UserError for what cannot be, named as the user types it."""
+        """Raises UserError for an impossible value, named as the user types it."""
+        for field in fields(self):
+            known = get_args(field.type)
+            if known and getattr(self, field.name) not in known:
+                raise UserError(
+                    f"parallel.{field.name} is {getattr(self, field.name)!r}; it is one of {', '.join(known)}"
+                )
         if not 0 <= self.port < 65536:
             raise UserError(f"parallel.port is {self.port}; a port lies between 1 and 65535 (0: choose a free one)")
         for name, value, least in (

@@ -7,14 +7,14 @@ import psutil
 
 
 def usable_cores() -> int:
-    """Physical cores this process may use: its affinity mask, capped by hyper-threading and a cgroup's quota."""
+    """Returns the physical cores that this process may use, limited by its affinity mask and the cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, int(min(allowed, physical, _cgroup_quota())))
 
 
 def _cgroup_quota() -> float:
-    """CPUs granted by the cgroup (v2, then v1); infinity without a limit."""
+    """CPUs that the cgroup (v2, then v1) grants; infinity without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return float("inf") if quota == "max" else int(quota) / int(period)

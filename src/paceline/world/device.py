@@ -1,9 +1,17 @@
-"""The device a rank computes on: which one, how many threads, which number format, how fast, and its clock."""
+"""The device of a rank: which one, its threads, number format, peak speed and clock."""
 
+import contextlib
+import hashlib
+import itertools
+import json
 import math
 import os
+import platform
+import re
+import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,21 +19,31 @@ import torch
 from paceline.base.errors import UserError
 from paceline.world.cores import usable_cores
 
-# Dense peak in TFLOP/s by name fragment (first match): bfloat16/float16 with float32 accumulation, and TF32 for
-# float32. From the vendors' data sheets, without sparsity; SXM parts where a name does not tell.
+# Dense peaks in TFLOP/s from the vendors' data sheets: bfloat16 and float16 with float32 accumulation, then float32
+# outside the tensor cores (TF32 is off). The first entry whose words are all in the device's name is used. If the name
+# does not tell the form factor, it is SXM's peak.
 _GPU_PEAKS = (
-    ("B200", 2250.0, 1100.0),
-    ("GH200", 989.0, 494.0),
-    ("H200", 989.0, 494.0),
-    ("H100 PCIe", 756.0, 378.0),
-    ("H100", 989.0, 494.0),
-    ("A100", 312.0, 156.0),
+    ("GB200", 2500.0, 80.0),
+    ("B200", 2250.0, 75.0),
+    ("GH200", 989.0, 67.0),
+    ("H200 NVL", 835.0, 60.0),
+    ("H200", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.0, 67.0),
+    ("A100", 312.0, 19.5),
+    ("A40", 149.7, 37.4),
+    ("A30", 165.0, 10.3),
     ("A10G", 70.0, 35.0),
-    ("A10", 125.0, 62.5),
-    ("A40", 149.7, 74.8),
-    ("A6000", 154.8, 77.4),
-    ("L40S", 362.0, 183.0),
-    ("L4", 121.0, 60.0),
+    ("A10", 125.0, 31.2),
+    ("A6000", 154.8, 38.7),
+    ("A5000", 111.1, 27.8),
+    ("A4000", 76.7, 19.2),
+    ("6000 Ada", 364.2, 91.1),
+    ("L40S", 362.0, 91.6),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 30.3),
+    ("V100 PCIe", 112.0, 14.0),
     ("V100", 125.0, 15.7),
     ("T4", 65.0, 8.1),
     ("RTX 5090", 209.5, 104.8),
@@ -35,14 +53,13 @@ _GPU_PEAKS = (
     ("RTX 3090", 71.0, 35.6),
     ("RTX 3080", 59.5, 29.8),
 )
+# Variants with the same number and another speed; MIG is a part of a GPU.
+_OTHER_PARTS = frozenset(("ti", "super", "d", "laptop", "mobile", "max", "mig"))
 
 
 def choose_device(wanted: str, local_rank: int, local_world_size: int, world_size: int) -> torch.device:
-    """Returns the device of this rank; a GPU by its local rank.
-
-    Raises UserError where the wanted device is not there, or MPS is to serve more than one rank (Gloo cannot
-    communicate MPS tensors).
-    """
+    """Returns this rank's device; a GPU by its local rank. Raises UserError if the wanted device is missing, or if
+    several ranks want MPS, which Gloo does not support."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto":
         if num_gpus >= local_world_size:
@@ -71,10 +88,7 @@ def choose_device(wanted: str, local_rank: int, local_world_size: int, world_siz
 
 
 def choose_threads(wanted: int, local_world_size: int) -> tuple[int, str]:
-    """Returns (threads for this rank, why).
-
-    torchrun sets OMP_NUM_THREADS=1 for everybody who did not: under it a 1 is taken for torchrun's, not the user's.
-    """
+    """Returns (threads of this rank, why). Under torchrun OMP_NUM_THREADS=1 counts as not set: torchrun sets it."""
     if wanted:
         return wanted, "--parallel.threads"
     user = os.environ.get("OMP_NUM_THREADS", "")
@@ -86,11 +100,11 @@ def choose_threads(wanted: int, local_world_size: int) -> tuple[int, str]:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Returns (number format of the matrix work, why). Weights and optimizer state are float32 in any case."""
+    """Returns (number format of matrix products, why). Weights and optimizer state are always float32."""
     if wanted != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted], "--train.dtype"
     if device.type == "cuda":
-        # torch also answers yes for cards that emulate bfloat16; Ampere (8.0) is the first with the units.
+        # torch also says yes for GPUs that emulate bfloat16; Ampere (8.0) is the first with hardware units.
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:
             return torch.bfloat16, f"compute capability {major}.{minor} has bfloat16"
@@ -102,56 +116,103 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def cpu_bfloat16_unit() -> str:
-    """Returns the name of this CPU's bfloat16 matrix instructions, or an empty string: emulated bfloat16 is slower."""
-    probes = (("AMX", "_is_amx_tile_supported"), ("AVX512_BF16", "_is_avx512_bf16_supported"))
-    for name, probe in probes:
-        if getattr(torch.cpu, probe, lambda: False)():
-            return name
-    return ""
+    """Returns the name of this CPU's bfloat16 matrix instructions; empty if bfloat16 would be emulated, and slow."""
+    probes = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
+    return next((name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)()), "")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What this rank's MFU is relative to: FLOP/s, and where the figure comes from. None: unknown."""
+    """The FLOP/s that MFU is relative to (None: unknown), and their origin."""
 
     flops_per_s: float | None
     source: str
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Returns the peak of this device in this dtype: a data sheet's for GPUs we know, measured on CPUs."""
+def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = None) -> Peak:
+    """Returns the device's peak in this dtype: from a data sheet for known GPUs, measured on CPUs. Load makes it too
+    low, so `kept_in` keeps this machine's best: the MFU of different runs is then comparable."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for fragment, half, single in _GPU_PEAKS:
-            if fragment.lower() in name.lower():
-                tera = single if dtype == torch.float32 else half
-                return Peak(tera * 1e12, f"{name}, {tera:g} TFLOP/s dense by data sheet")
-        return Peak(None, f"{name} is not in the table of peaks")
+        return gpu_peak(torch.cuda.get_device_name(device), dtype)
     if device.type == "cpu":
-        return Peak(_measured_matmul(dtype), f"matmul measured here, {str(dtype).removeprefix('torch.')}")
+        short = str(dtype).removeprefix("torch.")
+        measured = _measured_matmul(dtype)
+        if kept_in is None:
+            return Peak(measured, f"matmul measured here, {short}")
+        return Peak(_best_so_far(kept_in / "peaks", measured, short), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
 
 
-def _measured_matmul(dtype: torch.dtype, side: int = 768, budget_s: float = 0.15) -> float:
-    """FLOP/s of the best of several square matmuls with this rank's threads."""
-    a = torch.ones(side, side, dtype=dtype)
-    b = torch.ones(side, side, dtype=dtype)
-    best, deadline = math.inf, time.perf_counter() + budget_s
-    torch.mm(a, b)
+def gpu_peak(name: str, dtype: torch.dtype) -> Peak:
+    """Returns the peak of the GPU with this driver name."""
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    for entry, half, single in _GPU_PEAKS:
+        if words.issuperset(entry.lower().split()) and words.isdisjoint(_OTHER_PARTS):
+            if dtype == torch.float32:
+                return Peak(single * 1e12, f"{name}, {single:g} TFLOP/s by data sheet, float32 without TF32")
+            return Peak(half * 1e12, f"{name}, {half:g} TFLOP/s dense by data sheet")
+    return Peak(None, f"{name} is not in the table of peaks")
+
+
+def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
+    """Returns the larger of `measured` and the stored FLOP/s, and stores it. The file's name has all it depends on."""
+    machine = {
+        "host": socket.gethostname(),
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "torch": torch.__version__,
+    }
+    path = folder / (hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16] + ".json")
+    try:
+        before = float(json.loads(path.read_bytes())["flops_per_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        before = 0.0
+    if math.isfinite(before) and before >= measured:
+        return before
+    aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
+    with contextlib.suppress(OSError):  # a read-only folder: measured at each start
+        folder.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps({**machine, "flops_per_s": measured}))
+        os.replace(aside, path)
+    return measured
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def _measured_matmul(dtype: torch.dtype, budget_s: float = 0.3) -> float:
+    """Returns the FLOP/s of the best of many square matmuls: small ones suit load, large ones many threads."""
+    best, deadline = 0.0, time.perf_counter() + budget_s
+    sides = itertools.cycle((512, 768, 1024, 2048))
     while time.perf_counter() < deadline:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - start)
-    return 2 * side**3 / best if best < math.inf else 2 * side**3 / budget_s
+        side = next(sides)
+        flops = 2.0 * side**3
+        if side > 512 and flops / best > budget_s / 8:  # too large for these threads
+            continue
+        a, b = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
+        out = torch.mm(a, b)
+        for _ in range(4):
+            time.sleep(0.001)
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)
+            best = max(best, flops / (time.perf_counter() - start))
+    return best
 
 
 class Stamp(Protocol):
-    """A moment on a device's clock; made by DeviceClock.stamp(), compared by DeviceClock.ms()."""
+    """A moment on a device's clock, made by DeviceClock.stamp()."""
 
 
 class DeviceClock:
-    """Moments of work on a device. On CPU the monotonic clock; on CUDA events in the current stream, which cost no
-    synchronisation until they are read."""
+    """Measures work on a device: the monotonic clock on CPU, events in the current stream on CUDA, which synchronise
+    only when they are read."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -165,13 +226,13 @@ class DeviceClock:
         return event
 
     def ms(self, start: Stamp, end: Stamp) -> float:
-        """Milliseconds from start to end. On CUDA both must have happened: call `finish` first."""
+        """Returns the milliseconds from start to end. On CUDA call `finish` first: both must have happened."""
         if isinstance(start, float) and isinstance(end, float):
             return (end - start) * 1e3
         return float(start.elapsed_time(end))  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Returns when everything asked of the current stream so far is done; collectives may still be under way."""
+        """Waits for all work queued in the current stream; collectives may still be under way."""
         if self._cuda:
             torch.cuda.current_stream(self.device).synchronize()
         elif self.device.type == "mps":

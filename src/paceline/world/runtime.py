@@ -1,4 +1,4 @@
-"""Opening and closing a world: from the environment to a rank with a device, threads and a group, and back."""
+"""Opens and closes a world: from the environment to a rank with a device, threads and a group, and back."""
 
 import contextlib
 import ctypes
@@ -6,33 +6,39 @@ import gc
 import math
 import os
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
+from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
 from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
-from paceline.world.env import Environment, Torchrun, check_interface, check_master, check_nodes, check_size
-from paceline.world.group import DistributedGroup, Group, LocalGroup
-from paceline.world.join import Joined, Peer, alone, join_world
+from paceline.world.env import Environment, check_interface, check_master, check_size, detect
+from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
+from paceline.world.join import Joined, is_held, join_open_group, join_world
+from paceline.world.peer import Peer, this_process
+from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
-_TEARDOWN_PATIENCE_S = 0.5  # after a peer that hangs: 1.3 s from the error to the end of the process, exit included
-_MOST_CLOCK_OFFSET_S = 5.0  # torchrun's c10d rendezvous takes a host for dead after 15 s of silence, by its own clock
+Number = TypeVar("Number", float, torch.Tensor)
+
+_TEARDOWN_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process computes and with whom."""
+    """This process's rank, device and group, and its peers."""
 
     rank: int
     """This process's number, from 0."""
@@ -49,74 +55,146 @@ class World:
     threads: int
     """CPU threads of this rank."""
     threads_reason: str
-    """Why so many."""
+    """Where that number comes from."""
     group: Group
-    """The one door to the other ranks."""
+    """The collectives and messages between ranks."""
     peers: tuple[Peer, ...]
-    """The processes, by rank."""
+    """All processes of the world, by rank."""
     generation: str
-    """Random, of this life of the world; empty for one process without a launcher."""
+    """A random name of this attempt; empty for one process without a launcher."""
     store: Store | None
-    """Keys that all ranks of this life see and no others; None for one process without a launcher."""
+    """Keys that only the ranks of this attempt see; None for one process without a launcher."""
     warnings: tuple[str, ...]
-    """What is wrong with the hosts, and does not stop a run."""
+    """Problems of the hosts that do not stop a run."""
     calls: Calls = field(default_factory=Calls)
-    """Of a script: its collective verbs, for the watchdog."""
+    """A script's collective verbs, which the watchdog compares."""
+    exits: list[Callable[..., None]] = field(default_factory=list)
+    """Called when the world is left, with the error if there is one."""
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that speaks and writes: rank 0."""
+        """True on rank 0, which prints and writes."""
         return self.rank == 0
 
     @property
     def backend_text(self) -> str:
-        """The backend for people."""
+        """The backend, as text."""
         return "no process group" if self.backend == "none" else f"backend {self.backend}"
 
-    def say(self, *values: object) -> None:
-        """Prints on rank 0, at once; on the others nothing."""
+    def say(self, *values: object, **options: Any) -> None:
+        """Prints on rank 0, at once; does nothing on other ranks. Takes print's arguments: `print = world.say`."""
         if self.is_main:
-            print(*values, flush=True)
+            print(*values, **{"flush": True, **options})
 
-    def total(self, value: float) -> float:
-        """Returns the sum of the ranks' values, the same float64 on all. Collective, as the next two: not between a
-        replica's last backward and its step, where a rank without a micro-batch would mix it with gradients."""
-        self.calls.note("World.total")
+    def leave(self) -> None:
+        """Leaves the world: waits for the last save, then for all ranks. Collective. A process group that the script
+        opened stays. The end of a `with` block or of the script does the same."""
+        for call in list(self.exits):
+            call()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for call in list(self.exits):
+            call(error)
+
+    def sum(self, value: Number) -> Number:
+        """Returns the sum over ranks: of a number as a float64, of a tensor (same shape on all ranks) as a new tensor.
+        Collective, like the verbs below. Raises UserError between a step's last backward and its finish."""
+        self.calls.note("World.sum")
+        if isinstance(value, torch.Tensor):
+            return self._reduced(value, "sum")
         return math.fsum(row[0] for row in self.group.share([float(value)]))
 
-    def mean(self, value: float, weight: float = 1.0) -> float:
-        """Returns the mean of the ranks' values, each counted by its weight: how many samples or tokens it is a mean
-        of itself. A rank of weight 0 takes part and counts for nothing; nan where all weigh nothing. Collective."""
+    def max(self, value: Number) -> Number:
+        """Returns the maximum over ranks: of a number as a float64, of a tensor element by element."""
+        self.calls.note("World.max")
+        if isinstance(value, torch.Tensor):
+            return self._reduced(value, "max")
+        return max(row[0] for row in self.group.share([float(value)]))
+
+    def mean(self, value: Number, weight: float = 1.0) -> Number:
+        """Returns the mean over ranks of a number or a tensor, weighted by the number of samples or tokens behind each
+        rank's value. A rank of weight 0 does not count; nan if all weights are 0."""
         self.calls.note("World.mean")
-        rows = self.group.share([float(value) if weight else 0.0, float(weight)])
+        weight = float(weight)
+        if isinstance(value, torch.Tensor):
+            total = math.fsum(row[0] for row in self.group.share([weight]))
+            mine = value.detach() * weight if weight else torch.zeros_like(value)
+            return self._reduced(mine, "sum") / (total or math.nan)
+        rows = self.group.share([float(value) if weight else 0.0, weight])
         total = math.fsum(row[1] for row in rows)
         return math.fsum(row[0] * row[1] for row in rows) / total if total else math.nan
 
-    def gather(self, value: float) -> list[float]:
-        """Returns the ranks' values, by rank, on all. Collective."""
+    def gather(self, value: Number) -> "list[Number]":
+        """Returns the numbers or tensors of all ranks, by rank, on every rank. Tensors have the same dtype and shape,
+        except for the first dimension; they stay on their device."""
         self.calls.note("World.gather")
-        return [row[0] for row in self.group.share([float(value)])]
+        if not isinstance(value, torch.Tensor):
+            return [row[0] for row in self.group.share([float(value)])]
+        rows = value.detach().reshape(1) if not value.dim() else value.detach()
+        lengths = [row[0] for row in self.group.share_integers([rows.shape[0]])]
+        width = rows.shape[1:].numel()
+        flat = torch.zeros(sum(lengths) * width, dtype=value.dtype, device=self.device)
+        borders = [sum(lengths[:rank]) * width for rank in range(self.world_size + 1)]
+        flat[borders[self.rank] : borders[self.rank + 1]] = rows.reshape(-1).to(self.device)
+        self.group.start_all_gather(flat, borders).wait()
+        parts = [flat[a:b].view(-1, *rows.shape[1:]).to(value.device) for a, b in pairwise(borders)]
+        return [part.reshape(()) if not value.dim() else part for part in parts]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.calls.note("World.barrier")
+        self.group.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Runs the body on rank 0 first, then on all others: for a download or a cache that one makes and all read."""
+        self.calls.note("World.main_first")
+        if not self.is_main:
+            self.group.barrier()
+        yield
+        if self.is_main:
+            self.group.barrier()
+
+    def _reduced(self, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        reduced = value.detach().to(self.device, copy=True).contiguous()
+        if reduced.dtype == torch.bool:
+            reduced = reduced.to(torch.int64 if op == "sum" else torch.uint8)
+        self.group.all_reduce(reduced, op)
+        return reduced.to(value.device)
 
 
 @contextmanager
-def open_world(config: ParallelConfig, env: Environment) -> Iterator[World]:
-    """Yields this rank's World and takes it down on every way out.
+def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterator[World]:
+    """Yields this rank's World, and closes it on every way out.
 
-    Raises UserError for what the user must change (no such interface, device, port; a world of another size than
-    expected; two processes as one rank; clocks apart), RunError where the ranks do not find each other. On an error
-    nothing collective happens: the peers may be gone, and this rank's exit tells them.
+    env: None: a process group of torch.distributed that is already open, and stays open; without one the environment's.
+
+    Raises UserError for what the user must change (a missing interface, device or port; a wrong world size; two
+    processes as one rank; clocks apart), RunError if the ranks do not find each other. After an error it calls no
+    collective: the peers may be gone, and notice this rank's exit.
     """
+    adopted = None
+    if env is None and dist.is_initialized():
+        _check_backend(config)
+        env, adopted = join_open_group(_get_default_store(), dist.get_rank(), dist.get_world_size(), config.timeout_s)
+    env = env or detect()
     check_size(env.world_size, config.expect_ranks)
-    check_nodes(env)
-    check_interface(config.interface)
-    check_master(env, config.interface)
+    if adopted is None:
+        check_nodes(env)
+        check_interface(config.interface)
+        if not is_held(env.master_port):
+            check_master(env, config.interface)
     device = choose_device(config.device, env.local_rank, env.local_world_size, env.world_size)
     threads, reason = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads)
     _keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with _open_group(config, env, device) as (group, joined, backend):
+    group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
+    with group_open as (group, joined, backend):
         yield World(
             rank=env.rank,
             world_size=env.world_size,
@@ -127,73 +205,60 @@ def open_world(config: ParallelConfig, env: Environment) -> Iterator[World]:
             threads=threads,
             threads_reason=reason,
             group=group,
-            peers=joined.peers if joined else alone(env),
+            peers=joined.peers if joined else (this_process(env),),
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
-            warnings=(*_compare_clocks(group, joined.peers), *_no_way_back(env)) if joined else (),
+            warnings=(*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else (),
         )
-
-
-def clock_offsets(group: Group) -> list[float]:
-    """Returns by how many seconds each rank's wall clock is ahead of rank 0's, by rank; right to the time that a small
-    exchange takes. Collective."""
-    group.barrier()
-    ahead = [row[0] for row in group.share([time.time()])]
-    return [seconds - ahead[0] for seconds in ahead]
-
-
-def _compare_clocks(group: Group, peers: tuple[Peer, ...]) -> tuple[str, ...]:
-    """Returns a warning for each host whose clock is far from rank 0's. Raises UserError on all ranks where torchrun's
-    rendezvous compares those clocks: it would soon take living hosts for dead. Collective."""
-    offsets = clock_offsets(group)
-    trusted = any(row[0] for row in group.share_integers([int(Torchrun.of_this_process().is_dynamic)]))
-    far = {peers[rank].host: offset for rank, offset in enumerate(offsets) if abs(offset) > _MOST_CLOCK_OFFSET_S}
-    texts = tuple(
-        f"the clock of {host} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of {peers[0].host}"
-        for host, offset in far.items()
-    )
-    if texts and trusted:
-        raise UserError(
-            f"{'; '.join(texts)}. torchrun's rendezvous compares them, and takes hosts for dead that are not; set the "
-            "clocks (NTP), or use its static rendezvous (--node-rank, --master-addr)",
-            reach="world",
-        )
-    return texts
-
-
-def _no_way_back(env: Environment) -> tuple[str, ...]:
-    """Warns where a host that is lost could not come again: torch 2.13's agents tell each other where the ranks' store
-    is in the first round of their rendezvous only, and both die after 60 s when a new agent joins a later one."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if not env.agent_holds_store or restarts == "0" or not Torchrun.of_this_process().is_dynamic:
-        return ()
-    return (
-        "a host that is lost and comes back could not join again: start torchrun with "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts",
-    )
 
 
 @contextmanager
 def _open_group(
     config: ParallelConfig, env: Environment, device: torch.device
 ) -> Iterator[tuple[Group, Joined | None, str]]:
-    """The group of all ranks, who they are, and the backend; for one process without a launcher nothing is opened."""
+    """Yields the group, its ranks and the backend; for one process without a launcher nothing is opened."""
     if not env.is_distributed:
         yield LocalGroup(device), None, "none"
         return
     backend = _choose_backend(config.backend, device)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = os.environ.get("PACELINE_LAUNCHER")
-        die_with_parent(int(launcher) if launcher else None)
+    launcher = os.environ.get("PACELINE_LAUNCHER")
+    die_with_parent(int(launcher) if launcher else None)
+    if backend == "gloo" and not config.interface:
+        check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     joined = join_world(env, config.interface, backend, config.timeout_s)
     clean = False
     try:
         _open_process_group(config, env, device, backend, joined)
-        yield DistributedGroup(device), joined, backend
+        yield DistributedGroup(device, config.timeout_s), joined, backend
         clean = True
     finally:
         if dist.is_initialized():
             _close_process_group(clean)
+
+
+@contextmanager
+def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -> Iterator[tuple[Group, Joined, str]]:
+    """Yields the process group that the script opened. It stays open, with its own timeout."""
+    backend = dist.get_backend()
+    own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
+    try:
+        yield DistributedGroup(device, config.timeout_s), joined, backend
+    finally:
+        if dist.group.WORLD is not None:
+            dist.group.WORLD.set_timeout(timeout)
+
+
+def _check_backend(config: ParallelConfig) -> None:
+    """Raises UserError if ranks cannot train with the open process group, or its backend is not the wanted one."""
+    backend = dist.get_backend()
+    if backend not in ("gloo", "nccl") or config.backend not in ("auto", backend) or config.interface:
+        asked = f"backend {config.backend}" + (f", interface {config.interface}" if config.interface else "")
+        raise UserError(
+            f"a process group of backend {backend} is open already, and paceline.join was asked for {asked}: give "
+            "gloo or nccl to init_process_group, and nothing of it to join, or leave init_process_group away"
+        )
 
 
 def _choose_backend(wanted: str, device: torch.device) -> str:
@@ -229,27 +294,20 @@ def _open_process_group(
 
 
 def _close_process_group(clean: bool) -> None:
-    """Destroys the group. After a clean run all ranks meet first: who leaves early breaks the others' last transfer.
-
-    After an error the destructor may wait for a peer that hangs; it gets a few seconds, then the process goes on to
-    its exit without it.
-    """
+    """Destroys the group. After a clean run all ranks meet first: a rank that leaves early breaks the others' last
+    transfer. After an error the destructor may wait for a peer that hangs; it gets half a second."""
     if clean:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
         gc.collect()
         dist.destroy_process_group()
         return
-    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(_TEARDOWN_PATIENCE_S)
+    with contextlib.suppress(Exception):
+        within(_TEARDOWN_S, dist.destroy_process_group)
 
 
 def _keep_freed_memory() -> None:
-    """Asks glibc not to hand large buffers back to the kernel at each free: every step would fault them in again.
-
-    Measured on 6 layers x 384, bfloat16, 2 threads: 285 ms a step become 235 (docs/LOG.md). Peak memory stays.
-    """
+    """Asks glibc to keep large freed buffers: else each CPU step would fault them in again (docs/LOG.md)."""
     if sys.platform != "linux":
         return
     m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h

@@ -1,0 +1,95 @@
+"""Which checkpoints are kept, and which `latest` and `best` name."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from paceline.base import faults
+from paceline.base.files import replace, sync
+from paceline.checkpoint import manifest as mf
+from paceline.checkpoint.config import CheckpointConfig
+
+_LOSS = "val_loss.json"  # in a checkpoint that was saved before it was evaluated
+
+
+def point(checkpoints: Path, name: str, target: str) -> None:
+    """Makes the file `latest` or `best` name a checkpoint."""
+    replace(checkpoints / name, f"{target}\n".encode(), 0o600)
+
+
+def mark(checkpoints: Path, step: int, val_loss: float) -> None:
+    """Records the loss of a checkpoint evaluated after its save; updates `best`. Raises OSError if there is none."""
+    replace(checkpoints / mf.folder_name(step) / _LOSS, json.dumps(val_loss).encode())
+    _point_to_best(checkpoints)
+
+
+def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
+    """Removes the complete checkpoints that the config does not keep. Damaged ones stay, and do not count. A checkpoint
+    also stands for steps that were due while the disk was busy (`due_steps`)."""
+    best = _point_to_best(checkpoints) if config.keep_best else None
+    hidden = []
+    for number, manifest in list(_complete(checkpoints).items())[: -config.keep]:
+        steps = [number, *manifest.get("due_steps", [])]
+        is_milestone = config.keep_every > 0 and any(due % config.keep_every == 0 for due in steps)
+        if number not in (best, step) and not is_milestone:
+            hidden.append(hide(checkpoints / mf.folder_name(number)))
+    faults.strike("save.prune", step)
+    for folder in hidden:
+        shutil.rmtree(folder)
+
+
+def hide(folder: Path) -> Path:
+    """Renames a checkpoint before its removal and returns its new path: a crash leaves no half checkpoint."""
+    hidden = folder.with_name(f".{folder.name}.pruned")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(folder, hidden)
+    return hidden
+
+
+def set_aside(checkpoints: Path, step: int) -> list[str]:
+    """For a run that resumes at `step`: renames later checkpoints to `superseded-NAME` and returns their names.
+    `latest` then names this step, and `best`, if it exists, the best of those left."""
+    later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
+    for name in reversed(later):  # the newest first: a crash in between leaves no gap
+        target, number = checkpoints / f"superseded-{name}", 1
+        while target.exists():  # from an earlier resume at this step
+            number += 1
+            target = checkpoints / f"superseded-{name}-{number}"
+        os.rename(checkpoints / name, target)
+    if later:
+        point(checkpoints, "latest", mf.folder_name(step))
+        if (checkpoints / "best").exists():
+            _point_to_best(checkpoints)
+        sync(checkpoints)
+    return later
+
+
+def _point_to_best(checkpoints: Path) -> int | None:
+    """Makes `best` name the complete checkpoint with the lowest finite loss, and returns its step or None."""
+    losses = {step: _val_loss(checkpoints, step, manifest) for step, manifest in _complete(checkpoints).items()}
+    known = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    best = min(known, key=lambda step: (known[step], step), default=None)
+    if best is None:
+        (checkpoints / "best").unlink(missing_ok=True)
+    else:
+        point(checkpoints, "best", mf.folder_name(best))
+    return best
+
+
+def _val_loss(checkpoints: Path, step: int, manifest: dict[str, Any]) -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        return float(json.loads((checkpoints / mf.folder_name(step) / _LOSS).read_text()))
+    return manifest.get("val_loss")
+
+
+def _complete(checkpoints: Path) -> dict[int, dict[str, Any]]:
+    """Returns step -> manifest of the checkpoints that have all files in full size, oldest first."""
+    found = {}
+    for step in mf.list_steps(checkpoints):
+        with contextlib.suppress(mf.Damaged):
+            found[step] = mf.read_manifest(checkpoints / mf.folder_name(step))
+    return found

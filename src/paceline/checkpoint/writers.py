@@ -1,0 +1,87 @@
+"""Who writes a checkpoint: the ranks that see rank 0's folder, on its host or through a shared disk; or one process."""
+
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.base.errors import UserError
+from paceline.base.files import write_synced
+from paceline.base.ownership import Slice
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.manifest import Kind, folder_name
+from paceline.checkpoint.save import Saver
+from paceline.world.group import Group, SideChannel, from_rank_0
+
+_TOKEN = ".seen"  # rank 0 writes a random text into it; a rank that can read the text sees the same folder
+
+
+def find_writers(group: Group, folder: Path) -> tuple[list[int], str]:
+    """Returns the ranks that see rank 0's folder, which must exist, and a random token of this attempt. Collective.
+    Raises UserError on all ranks if rank 0 cannot write to the folder."""
+    path = folder / _TOKEN
+
+    def write_token() -> str:
+        token = secrets.token_hex(8)
+        try:
+            write_synced(path, token.encode(), 0o600)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        return token
+
+    token = from_rank_0(group, write_token)
+    sees = path.exists() and path.read_text() == token
+    writers = [rank for rank, row in enumerate(group.share_integers([int(sees)])) if row[0]]
+    if group.rank == 0:
+        path.unlink()
+    return writers, token
+
+
+def open_saver(
+    group: Group,
+    checkpoints: Path,
+    config: CheckpointConfig,
+    writers: Sequence[int],
+    token: str,
+    *,
+    is_sharded: bool,
+    before_publishing: Callable[[], object] = lambda: None,
+) -> Saver:
+    """Returns this rank's Saver. Collective. `is_sharded`: ranks hold state that no other rank has, so those that do
+    not see the folder send theirs to rank 0."""
+    senders = [rank for rank in range(group.size) if rank not in writers] if is_sharded else []
+    ranks = [*writers, *senders]
+    return Saver(
+        checkpoints,
+        config,
+        ranks.index(group.rank) if group.rank in ranks else None,
+        len(ranks),
+        token=token,
+        channel=SideChannel() if senders else None,
+        senders=senders,
+        before_publishing=before_publishing,
+    )
+
+
+def save_complete(
+    checkpoints: Path,
+    step: int,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    facts: Mapping[str, Any],
+) -> Path:
+    """Saves complete tensors from one process; returns the checkpoint's folder, on the disk. Raises OSError."""
+    saver = Saver(checkpoints, CheckpointConfig(keep=sys.maxsize), 0, 1, token="complete")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    tensors: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("weights", weights), ("optimizer", optimizer)
+    parts = {kind: {Slice(name, 0, t.numel()): t for name, t in part.items()} for kind, part in tensors}
+    saver.begin(step, parts, shapes, facts)
+    saver.finish()
+    outcome = saver.take_outcome()
+    assert outcome is not None
+    if outcome.problem:
+        raise OSError(outcome.problem)
+    return checkpoints / folder_name(step)

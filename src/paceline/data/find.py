@@ -1,0 +1,298 @@
+"""Lists the files that the user names, in a fixed order, each with its format and, if known, its split."""
+
+import glob
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.base import units
+from paceline.base.errors import UserError, nearest
+from paceline.data import hub
+from paceline.data.shard import INDEX, TOKEN_BYTES, WORK
+from paceline.data.sources import (
+    STANDARD_INPUT,
+    LeftOut,
+    SourceFile,
+    Sources,
+    local_file,
+    naming,
+    open_content,
+    open_stored,
+    printable,
+)
+from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, why_not_text
+
+FORMATS = ("text", "jsonl", "parquet")
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
+_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
+_ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z")
+_NAMED = 3  # names of left-out files in a message
+_WARN_FRAC = 0.03  # share of the text's bytes
+
+Found = Iterator[SourceFile | LeftOut]
+
+
+def find(specs: Sequence[str], *, format: str = "auto") -> Sources:
+    """Returns the files that `specs` name: files, folders, patterns, `-`, and data sets on the hub.
+
+    Files come in the order given, those of a folder or pattern sorted by name; a file named twice counts once. In a
+    folder, hidden files and folders, links to folders and empty files are ignored; files that are neither text nor
+    records are listed as left out. `format` overrides name and content. Raises UserError if a spec does not exist,
+    cannot be read, or has no documents.
+    """
+    if format not in ("auto", *FORMATS):
+        raise UserError(f"there is no format {format!r}{nearest(format, FORMATS)}; there are {', '.join(FORMATS)}")
+    if not specs:
+        raise UserError("no source is named; give files, folders, patterns, -, or hub:ORG/NAME")
+    if STANDARD_INPUT in specs:
+        return _standard_input(specs, format)
+    files: dict[str, SourceFile] = {}
+    left_out: list[LeftOut] = []
+    for spec in specs:
+        found = list(_find(spec, format))
+        left_out += [file for file in found if isinstance(file, LeftOut)]
+        taken = [file for file in found if isinstance(file, SourceFile)]
+        if not taken:
+            raise UserError(_nothing(spec, left_out))
+        for file in taken:
+            files.setdefault(file.path if hub.is_hub(file.path) else os.path.realpath(file.path), file)
+    name = _name(specs[0]) + (f"-and-{len(specs) - 1}-more" if len(specs) > 1 else "")
+    return Sources(name, tuple(files.values()), tuple(left_out))
+
+
+def has_text(path: Path | str) -> None:
+    """Raises UserError if `find` would fail for a --data.path; stops at a folder's first text file."""
+    given = os.path.expanduser(path)
+    try:
+        if not os.path.isdir(given) or not any(
+            isinstance(file, SourceFile) for file in _find_in(given, "auto", in_order=False)
+        ):
+            find([str(path)])
+    except UserError as error:
+        raise UserError(f"data.path {error}") from error
+
+
+def _name(spec: str) -> str:
+    """Returns a data set's name, for messages and folders."""
+    if hub.is_spec(spec):
+        last = "-".join(spec.removeprefix(hub.SPEC).removeprefix(hub.PREFIX + "datasets/").split(":")[0].split("/")[:2])
+    else:
+        last = os.path.basename(os.path.realpath(_fixed_part(os.path.expanduser(spec))))
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in printable(last)).strip("-.") or "text"
+
+
+def _standard_input(specs: Sequence[str], format: str) -> Sources:
+    if len(specs) > 1:
+        raise UserError("- (standard input) is named beside other sources; give it alone")
+    if format == "parquet":
+        raise UserError("Parquet can not be read from standard input, because it is read from its end; give a file")
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and - reads from it; pipe the documents in, or name files")
+    stream: Any = sys.stdin.buffer
+    head: bytes = stream.peek(SNIFF_BYTES)
+    if format == "auto":
+        format = "jsonl" if _first(head) == b"{" else "text"
+    if head.startswith(_MAGIC):
+        raise UserError("standard input is not text but compressed: zcat FILE | paceline ... -, or name the file")
+    why = why_not_text(head, trusted=True)
+    if why and head:
+        raise UserError(f"standard input {why}; {REMEDIES[why]}")
+    return Sources("stdin", (SourceFile(STANDARD_INPUT, STANDARD_INPUT, format),))
+
+
+def _find(spec: str, format: str) -> Found:
+    """Returns the files of one spec in order, and those left out."""
+    given = os.path.expanduser(spec)  # unlike pathlib, keeps a ~user that does not exist
+    if hub.is_spec(spec):
+        yield from _find_on_hub(spec, format)
+    elif "\0" in given:
+        raise UserError(f"{spec!r} is no path: it has a NUL character")
+    elif os.path.isdir(given):
+        yield from _find_in(given, format)
+    elif os.path.isfile(given):
+        yield _file(os.path.basename(given), given, format, is_named=True)
+    elif os.path.exists(given):
+        raise UserError(
+            f"{printable(spec)} is a pipe or device, which can be read only once; pipe it in: "
+            f"paceline data prepare - < {printable(spec)}"
+        )
+    elif glob.has_magic(given):
+        root = _fixed_part(given)
+        for match in sorted(glob.glob(given, recursive=True)):
+            if os.path.isfile(match) and os.path.getsize(match):
+                yield _file(os.path.relpath(match, root or "."), match, format, is_named=False)
+    else:
+        raise UserError(
+            f"{printable(spec)} does not exist; give a prepared folder, a folder of text files, a text file, or a "
+            f"pattern such as 'data/*.jsonl'"
+        )
+
+
+def _find_in(folder: str, format: str, *, in_order: bool = True) -> Found:
+    files = _files(os.path.realpath(folder))
+    for name, path in sorted(files) if in_order else files:
+        if os.path.getsize(path):
+            yield _file(name, path, format, is_named=False)
+
+
+def _fixed_part(pattern: str) -> str:
+    """Returns the folder above the first part with a wildcard; without wildcards the path."""
+    if os.path.exists(pattern):
+        return pattern
+    while glob.has_magic(pattern):
+        pattern = os.path.dirname(pattern)
+    return pattern
+
+
+def _files(root: str) -> Iterator[tuple[str, str]]:
+    """Yields (name with slashes, path) of the regular files under root, except those of prepared data sets."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{printable(error.filename)} can not be read: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        if WORK in folders or {INDEX, TOKEN_BYTES} <= set(files):
+            folders.clear()
+            continue  # prepared data, perhaps of these sources
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = os.path.join(folder, name)
+            if not name.startswith(".") and os.path.isfile(path):  # a pipe would block, a broken link fail
+                yield os.path.relpath(path, root).replace(os.sep, "/"), path
+
+
+def _by_name(name: str) -> tuple[str | None, str, str]:
+    """Returns (format or None, suffix before the compression's, compression) from a file's name."""
+    stem, suffix = os.path.splitext(name.lower())
+    compression = _COMPRESSIONS.get(suffix, "")
+    kind = os.path.splitext(stem)[1] if compression else suffix
+    return _SUFFIXES.get(kind), kind, compression
+
+
+def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | LeftOut:
+    """Classifies a file. Leaves out what is no text; raises UserError if the user named it or it must have records."""
+    known, kind, compression = _by_name(path)
+    path = os.path.abspath(path)
+    with naming(SourceFile(name, path, "text", compression)):
+        found = local_file(name, path, known or "text", compression)
+    if format != "auto":
+        found = replace(found, format=format)
+    elif kind == ".json":
+        found = replace(found, format=_json_format(found, is_named))
+    if found.format == "parquet" and compression:
+        raise UserError(f"{found.where} is Parquet in a {compression} file, which can not be read in parts; unpack it")
+    if found.format == "parquet":
+        return found
+    why = why_not_text(_head(found), trusted=format == "text" or found.format == "jsonl")
+    if why is None or (found.format == "jsonl" and why == "is empty"):
+        return found
+    if is_named or found.format == "jsonl":
+        remedy = "unpack it first" if path.lower().endswith(_ARCHIVES) else REMEDIES[why]
+        raise UserError(f"{found.where} {why}; {remedy}")
+    return LeftOut(name, found.num_bytes or 0, why)
+
+
+def _head(file: SourceFile, size: int = SNIFF_BYTES) -> bytes:
+    with open_stored(file) as stored:
+        return open_content(file, stored).read(size)
+
+
+def _first(head: bytes) -> bytes:
+    """Returns the first byte that is not white space."""
+    return head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+
+
+def _json_format(file: SourceFile, is_named: bool) -> str:
+    """Returns jsonl if each line of a .json file is a record; else text, or UserError if the user named the file."""
+    head = _head(file, 1 << 20)
+    first, _, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
+    if first.startswith(b"{") and (_is_json(first) or (not rest and len(head) == 1 << 20)):
+        more = _first(rest)
+        if more == b"{" or (is_named and not more):
+            return "jsonl"
+    if is_named and _first(head) in (b"{", b"["):
+        raise UserError(
+            f"{file.where} is one JSON value and not one a line; make lines of it: jq -c '.[]' IN > OUT.jsonl, "
+            f"or take it as it is: --format text"
+        )
+    return "text"
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _find_on_hub(spec: str, format: str) -> Found:
+    repository, listed = hub.list_files(spec, lambda name: _by_name(name)[0] is not None)
+    for name, path, num_bytes, stamp in listed:
+        known, _, compression = _by_name(name)
+        known = known if format == "auto" else format
+        if known is None or (known == "parquet" and compression):
+            yield LeftOut(f"{repository}/{name}", num_bytes, "has no known name")
+        else:
+            yield SourceFile(f"{repository}/{name}", path, known, compression, num_bytes, stamp)
+
+
+def _nothing(spec: str, left_out: Sequence[LeftOut]) -> str:
+    given = printable(spec)
+    if not left_out:
+        return f"{given} holds no text files, JSONL or Parquet"
+    name, why = printable(left_out[0].name), left_out[0].why
+    return (
+        f"{given} holds no UTF-8 text, JSONL or Parquet: none of its {len(left_out)} files that are not empty or "
+        f"hidden is one of these; {name} {why}; {REMEDIES[why]}"
+    )
+
+
+def describe_left_out(sources: Sources) -> list[str]:
+    """Returns a line for each reason why files are left out: how many, their size, and some names. The line is a
+    warning if more than a few per cent of the text is left out."""
+    lines = []
+    lost = ("is not UTF-8 text", "is UTF-16", "is UTF-32")
+    num_files = len({file.path for file in sources.files}) + len(sources.left_out)
+    num_bytes = sum(file.size for file in sources.files) + sum(file.num_bytes for file in sources.left_out)
+    text_bytes = num_bytes - sum(file.num_bytes for file in sources.left_out if file.why not in lost)
+    for why in dict.fromkeys(file.why for file in sources.left_out):
+        files = [file for file in sources.left_out if file.why == why]
+        size = sum(file.num_bytes for file in files)
+        more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
+        names = ", ".join(printable(file.name) for file in files[:_NAMED]) + more
+        warning = "warning: " if why in lost and size > _WARN_FRAC * text_bytes else ""
+        lines.append(
+            f"{warning}{len(files)} of {num_files} files, {units.size(size)} of {units.size(num_bytes)}, are left out "
+            f"({names}): each {why}; {REMEDIES[why]}"
+        )
+    return lines
+
+
+def digest(sources: Sources) -> str:
+    """Returns a sha256 over names, splits and bytes of all files. Files on the hub are hashed by their stamps. Raises
+    UserError for a file that cannot be read."""
+    total = hashlib.sha256()
+    for file in sources.files:
+        content = file.stamp.encode() if hub.is_hub(file.path) else _content_digest(file)
+        said = f"{file.format}\0{file.compression}\0{file.start}\0{file.stop}\0{file.side}\0".encode()
+        total.update(hashlib.sha256(said + os.fsencode(file.name)).digest() + hashlib.sha256(content).digest())
+    return total.hexdigest()
+
+
+def _content_digest(file: SourceFile) -> bytes:
+    content = hashlib.sha256()
+    with open_stored(file) as stored:
+        stored.seek(file.start)
+        left = file.size
+        while left and (data := stored.read(min(left, 1 << 20))):
+            content.update(data)
+            left -= len(data)
+    return content.digest()

@@ -1,0 +1,127 @@
+"""Assigns documents to splits.
+
+By file: given by --validation, or chosen from plain text files or their ends. Else by a hash of the document's
+beginning: equal documents are in one split, and new documents do not move others.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from paceline.base.errors import UserError
+from paceline.data.blocks import ReadOptions, documents, read_blocks
+from paceline.data.find import find
+from paceline.data.recipe import Recipe
+from paceline.data.sources import SourceFile, Sources, open_stored
+
+VALIDATION_PARTS = 20  # one plain text file in 20 is for validation
+TAIL_FRAC = 0.1  # of each file's end, if files are too few or too unequal
+_HASHED_CHARACTERS = 1024  # of a document's beginning
+
+
+def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> Sources:
+    """Returns the sources' files, each with its split if that does not depend on the documents' text. validation:
+    sources of that split. Raises UserError for files that cannot be found or read."""
+    found = find(specs, format=recipe.format)
+    if not validation:
+        if recipe.validation_frac == 0:
+            raise UserError(
+                "--validation-frac is 0, and a run is evaluated on a validation split: give a part above 0, such as "
+                "0.01, or --validation SRC"
+            )
+        if not recipe.separator:
+            found = replace(found, files=split_text(found.files))
+        (first, *others) = found.files
+        if not others and first.side is None and first.format == "text" and not recipe.separator:
+            raise UserError(
+                f"{first.where} is one document, and the two splits need one each: say what stands between documents "
+                f"(--separator), give --validation SRC, or name an uncompressed file, which is cut"
+            )
+        return found
+    held = find(validation, format=recipe.format)
+    both = {file.path for file in found.files} & {file.path for file in held.files}
+    if both:
+        raise UserError(f"{min(both)} is among the sources and under --validation; it can be in one split only")
+    files = [replace(file, side="train") for file in found.files]
+    files += [replace(file, side="validation") for file in held.files]
+    return Sources(found.name, tuple(files), found.left_out + held.left_out)
+
+
+def split_text(files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+    """Assigns plain text files, each one document, to the splits; a pure function of the files.
+
+    One in 20, by a hash of its name, is for validation if these are 1% to 20% of the bytes: new files do not move
+    others. Else (few or very unequal files) the last tenth of each, from a line's beginning, is a validation document.
+    Compressed text, records and standard input are returned unchanged.
+    """
+    plain = [file for file in files if _can_be_cut(file)]
+    total = sum(file.size for file in plain)
+    part = sum(file.size for file in plain if _is_chosen(file.name))
+    if 0.01 * total <= part <= 0.2 * total:
+        sides = {True: "validation", False: "train"}
+        return tuple(replace(f, side=sides[_is_chosen(f.name)]) if _can_be_cut(f) else f for f in files)
+    return tuple(part for file in files for part in (_head_and_tail(file) if _can_be_cut(file) else (file,)))
+
+
+def _can_be_cut(file: SourceFile) -> bool:
+    return file.format == "text" and file.is_seekable and file.num_bytes is not None
+
+
+def _is_chosen(name: str) -> bool:
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "little") % VALIDATION_PARTS == 0
+
+
+def _head_and_tail(file: SourceFile) -> tuple[SourceFile, ...]:
+    size = file.size
+    cut = int(size * (1 - TAIL_FRAC))
+    with open_stored(file) as stored:
+        stored.seek(cut)
+        after = stored.read(1 << 16)
+    line = after.find(b"\n") + 1
+    if line and cut + line < size:
+        cut += line
+    else:  # no line begins near: a character does (10xxxxxx continues one)
+        cut += next((i for i, byte in enumerate(after) if byte & 0xC0 != 0x80), 0)
+    head = replace(file, num_bytes=cut, stop=cut, side="train")
+    tail = replace(file, num_bytes=size - cut, start=cut, stop=size, side="validation")
+    return tuple(part for part in (head, tail) if part.num_bytes)
+
+
+def key_of(text: str) -> int:
+    """Returns the hash of a document's beginning: 0 to 2^64 - 1. Low ones are for validation."""
+    return int.from_bytes(hashlib.blake2b(text[:_HASHED_CHARACTERS].encode(), digest_size=8).digest(), "little")
+
+
+def validation_below(sources: Sources, options: ReadOptions, frac: float) -> float:
+    """Returns the key below which a document is for validation: `frac` of all keys.
+
+    If a split would have no document, the one with the lowest key is for validation, or the one with the highest for
+    training. Reads documents until both splits have one, usually 1/frac of them. Raises UserError if there is only one
+    document, or for reading errors.
+    """
+    limit = frac * 2.0**64
+    undecided = tuple(file for file in sources.files if file.side is None)
+    decided = {file.side for file in sources.files} - {None}
+    has = {"validation": "validation" in decided, "train": "train" in decided}
+    lowest, highest = 1 << 64, -1
+    for key in _keys(replace(sources, files=undecided), options):
+        has["validation" if key < limit else "train"] = True
+        if all(has.values()):
+            return limit
+        lowest, highest = min(lowest, key), max(highest, key)
+    if highest < 0:
+        return limit  # no text at all: refused after all files are read
+    if lowest == highest and not decided:
+        raise UserError(
+            "the sources have one document, or several that begin alike, and the two splits need one each: give more "
+            "documents, a --separator between documents, or --validation SRC"
+        )
+    return highest if has["validation"] else lowest + 1
+
+
+def _keys(sources: Sources, options: ReadOptions) -> Iterator[int]:
+    for block in read_blocks(sources, options):
+        for document in documents(block, options):
+            if document.begins and document.slices:
+                yield key_of(document.slices[0])

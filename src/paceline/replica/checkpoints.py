@@ -1,0 +1,250 @@
+"""Several objects in one atomic checkpoint, which any number of ranks and any strategy restores.
+
+    checkpoints = paceline.Checkpoints("runs/net", net=replica, ema=ema, schedule=schedule, keep=3)
+    checkpoints.restore()                       # the newest good one, or none
+    ...
+        checkpoints.save_every(500)             # in the loop, after step.finish()
+
+Every rank writes its part while training continues; a checkpoint is complete or absent, every byte is verified before
+use, and nothing in it can run code (safetensors and JSON). contents.py decides what is saved of each object; folder.py
+saves all objects together.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from paceline.base.errors import RunError, UserError
+from paceline.checkpoint import load, retention
+from paceline.checkpoint import manifest as mf
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.record.console import print_error
+from paceline.replica import contents
+from paceline.replica.folder import CheckpointFolder
+from paceline.replica.joining import at_leaving
+from paceline.replica.replica import Replica
+from paceline.sync.replicas import compared, digests
+from paceline.world.calls import place
+from paceline.world.group import Group, from_rank_0
+
+_OPEN: dict[Path, "Checkpoints"] = {}  # by folder: a notebook cell that runs again makes them again
+
+
+class RunCheckpoints(CheckpointFolder):
+    """The checkpoints of `paceline train`: one unnamed replica in a locked run folder. No random generators are saved,
+    since nothing there draws from a global one."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, replica: Replica):
+        super().__init__(folder, config, {"": replica}, {}, keeps_generators=False)
+
+
+class Checkpoints(CheckpointFolder):
+    """Checkpoints of named objects in a folder of one run, which must be empty, or be restored before the first
+    save."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        keep_best: bool = False,
+        **objects: Any,
+    ):
+        """folder: holds `checkpoints/`; one run at a time. objects, by name: at least one Replica; modules, schedules,
+        what `paceline.share` returned, and other objects whose state_dict() has JSON values and tensors;
+        torch.Generators; dicts of JSON values, which a restore changes in place. Objects other than Replicas must be
+        equal on all ranks; rank 0's values are saved.
+
+        keep: how many of the newest checkpoints stay, at least 2, in case one is damaged. keep_every: also keep steps
+        that are multiples of this. keep_best: also keep the one with the lowest val_loss. Collective. Make it before
+        the loop over steps.
+
+        Raises UserError on all ranks if the folder cannot be written or another process uses it.
+        """
+        folder = Path(folder)
+        config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best)
+        config.check()
+        replicas = {name: thing for name, thing in objects.items() if isinstance(thing, Replica)}
+        others = {name: thing for name, thing in objects.items() if name not in replicas}
+        if not replicas:
+            raise UserError(f"{place()}: paceline.Checkpoints needs at least one Replica, by a name: net=replica")
+        for name, thing in others.items():
+            contents.check_object(name, thing)
+        world = next(iter(replicas.values())).world
+        world.calls.note("Checkpoints")
+        if (earlier := _OPEN.get(folder.resolve())) is not None:  # an earlier object of this process
+            earlier._end()
+        self._lock = _make_and_lock(folder, world.group)
+        super().__init__(folder, config, replicas, others, keeps_generators=True)
+        _OPEN[folder.resolve()] = self
+        self._is_own = False  # this run has restored from it, or saved to it
+        self._problem: str | None = None  # of the last finished save
+        at_leaving(self._end)
+
+    def save_every(self, num_steps: int, val_loss: float | None = None) -> bool:
+        """Saves if the number of steps made is a multiple of num_steps, or if a rank was asked to stop; returns whether
+        it saved. Collective: call it after each step."""
+        self._require_own()
+        is_due = self._main.num_steps % num_steps == 0 or self._main.stop_reason is not None
+        if is_due:
+            self.save(val_loss)
+        return is_due
+
+    def save(self, val_loss: float | None = None) -> None:
+        """Starts to save a checkpoint named by the steps made; training continues meanwhile. Collective.
+
+        val_loss: compared by keep_best. Waits for an earlier save. A failed save is printed and training continues;
+        only the failure of the last save fails the script. Called before `step.finish()`, it saves the state before
+        that step. Raises UserError if something cannot be saved or the folder is another run's, RunError if replicas
+        differ.
+        """
+        self.world.calls.note("Checkpoints.save")
+        self._require_own()
+        self._finish_save()
+        states = self._states_of_others()
+        for each in self._replicas.values():
+            each.replica.average_statistics()
+        content = f"{self._require_equal(states[1])} {states[0]}"
+        facts = {"val_loss": None if val_loss is None else float(val_loss), "content": zlib.crc32(content.encode())}
+        if self.world.is_main:
+            self._make_room(facts)
+        self._group.barrier()  # a writer removes files that look unfinished
+        self.begin(self._main.num_steps, facts, states)
+
+    def restore(self) -> int | None:
+        """Restores all objects, the data position and the random generators from the newest complete checkpoint,
+        written by any number of ranks with any strategy. Returns its step, or None if nothing was ever saved here.
+        Collective.
+
+        Later checkpoints are set aside. Raises UserError if the checkpoint does not fit, RunError if none is complete.
+        """
+        self.world.calls.note("Checkpoints.restore")
+        found = self.find()
+        if found is None:
+            self._is_own = True
+            return None
+        path, manifest, problems = found
+        for problem in problems:
+            self.world.say(f"passed over a damaged checkpoint: {problem}")
+        self.take(path, manifest)
+        self._is_own = True
+        if self.world.is_main:
+            retention.set_aside(self.checkpoints, manifest["step"])
+        self.world.say(f"restored step {manifest['step']} from {path}")
+        return int(manifest["step"])
+
+    def finish(self) -> None:
+        """Waits for a save under way; raises RunError if the last save failed."""
+        self._finish_save()
+        if self._problem:
+            raise RunError(f"the last checkpoint could not be saved: {self._problem}")
+
+    # ---- inside ----
+
+    def _finish_save(self) -> None:
+        """Waits for the save under way, and prints its failure once."""
+        self.saver.finish()
+        outcome = self.saver.take_outcome()
+        if outcome is not None and self.world.is_main:
+            self._problem = outcome.problem
+            if outcome.problem:
+                print_error(f"the checkpoint of step {outcome.step} could not be saved: {outcome.problem}")
+
+    def _make_room(self, facts: Mapping[str, Any]) -> None:
+        """If this step was saved before: with other values, sets that checkpoint aside; with the same values, keeps it
+        and records the validation loss."""
+        step = self._main.num_steps
+        with contextlib.suppress(mf.Damaged, OSError):
+            there = mf.read_manifest(self.checkpoints / mf.folder_name(step))
+            if there.get("content") != facts["content"]:
+                earlier = [number for number in mf.list_steps(self.checkpoints) if number < step]
+                retention.set_aside(self.checkpoints, max(earlier, default=-1))
+            elif facts["val_loss"] is not None:
+                retention.mark(self.checkpoints, step, facts["val_loss"])
+
+    def _require_own(self) -> None:
+        """Raises UserError on all ranks if the folder has checkpoints that this run did not restore. Collective."""
+        if _OPEN.get(self.folder.resolve()) is not self:
+            raise UserError(
+                f"{place()}: {self.folder} was given to another paceline.Checkpoints since: save by that one"
+            )
+        if self._is_own:
+            return
+        steps = self._group.broadcast_json(mf.list_steps(self.checkpoints) if self.world.is_main else [])
+        if steps:
+            raise UserError(
+                f"{place()}: {self.checkpoints} holds checkpoints of another run, up to step {steps[-1]}, which this "
+                "one has not restored, and saves would mix with them: call checkpoints.restore() before the first "
+                "step, or name another folder",
+                reach="world",
+            )
+        self._is_own = True
+
+    def _require_equal(self, extras: Mapping[str, torch.Tensor]) -> str:
+        """Returns a digest of the values that all ranks must share; raises RunError if they differ. Collective."""
+        tensors = dict(extras)
+        for each in self._replicas.values():
+            if not each.replica.sync.shards_weights:
+                tensors |= {item.name: tensor for item, tensor in {**each.weights(), **each.buffers()}.items()}
+        mine = digests(tensors, quick=True)
+        if found := compared(mine, self._group):
+            raise RunError(
+                f"{place()}: replicas are not equal, so nothing is saved: {found[0]}. A buffer that each rank changes "
+                "by its own data, or weights that the script changed on one rank, must be made equal",
+                reach="world",
+            )
+        return str(sorted(mine.items()))
+
+    def _end(self) -> None:
+        if _OPEN.get(self.folder.resolve()) is not self:
+            return
+        try:
+            self.finish()
+        finally:
+            del _OPEN[self.folder.resolve()]
+            if self._lock is not None:
+                self._lock.release()
+
+
+def load_weights(folder: str | Path, name: str | None = None) -> dict[str, torch.Tensor]:
+    """Returns weights and buffers of the newest complete checkpoint in `folder`, by plain names, unsharded, on the CPU.
+
+    name: of the replica; None: the only one. Needs no world; also reads runs of `paceline train`. Raises UserError if
+    there is no checkpoint or no such replica, RunError if no checkpoint is complete.
+    """
+    weights, problems = load.read_weights(Path(folder) / "checkpoints")
+    for problem in problems:
+        print_error(f"passed over a damaged checkpoint: {problem}")
+    names = sorted({key.partition(":")[0] for key in weights if ":" in key})
+    if name is None and len(names) > 1:
+        raise UserError(f"{folder} holds the weights of {', '.join(names)}: name one of them")
+    if name is not None and name not in names:
+        raise UserError(f"{folder} holds no weights of {name}; it has {', '.join(names) or 'one model without a name'}")
+    prefix = f"{name if name is not None else names[0]}:" if names else ""
+    return {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
+
+
+def _make_and_lock(folder: Path, group: Group) -> filelock.BaseFileLock | None:
+    """Makes and locks the folder for this run. Returns the lock on rank 0, None on the others. Collective."""
+    held: list[filelock.BaseFileLock] = []
+
+    def lock() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            held.append(filelock.FileLock(folder / ".lock"))
+            held[0].acquire(timeout=0)
+        except filelock.Timeout:
+            raise UserError(f"{folder} is in use by another process; give each run a folder of its own") from None
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+
+    from_rank_0(group, lock)
+    with contextlib.suppress(OSError):  # on a host that does not see rank 0's folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return held[0] if held else None

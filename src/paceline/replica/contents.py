@@ -1,0 +1,262 @@
+"""What a checkpoint stores of each object: JSON in its manifest, and tensors by name.
+
+A replica's tensors are named `NAME:parameter` and `NAME:parameter/moment`, without the prefix if the replica has no
+name (`paceline train`). Tensors of other objects are named `NAME.key`, kind "extra".
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from paceline.base.errors import UserError
+from paceline.base.ownership import Slice
+from paceline.checkpoint.encode import decode, encode
+from paceline.checkpoint.manifest import Kind
+from paceline.replica import generators
+from paceline.replica.mistakes import plain
+from paceline.replica.share import Share
+from paceline.world.calls import place
+
+if TYPE_CHECKING:
+    from paceline.optim.optimizer import ParamSlice
+    from paceline.replica.loop import BegunFrom
+    from paceline.replica.replica import Replica
+
+Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor]]  # reads from a checkpoint
+
+
+# ---- a replica ----
+
+
+class ReplicaContents:
+    """A replica's weights, buffers, optimizer state and settings. `prefix` starts every name."""
+
+    def __init__(self, replica: "Replica", name: str):
+        self.replica, self.prefix = replica, f"{name}:" if name else ""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The unsharded shapes of parameters and buffers."""
+        model = self.replica.model
+        named = {**dict(model.named_parameters()), **self.replica.buffers()}
+        return {self._kept_name(name): tuple(tensor.shape) for name, tensor in named.items()}
+
+    def weights(self) -> dict[Slice, torch.Tensor]:
+        """This rank's weights or shards of them, not copied."""
+        self.replica.wait_for_params()
+        found = self.replica.sync.weights()
+        return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
+
+    def buffers(self) -> dict[Slice, torch.Tensor]:
+        """All buffers; equal on all ranks."""
+        named = self.replica.buffers().items()
+        return {Slice(self._kept_name(name), 0, buffer.numel()): _flat(buffer) for name, buffer in named}
+
+    def state(self) -> tuple[dict[Slice, torch.Tensor], dict[str, tuple[int, ...]], dict[str, Any]]:
+        """This rank's optimizer state: tensors, the shapes that differ from their parameter's, and numbers."""
+        tensors: dict[Slice, torch.Tensor] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        numbers: dict[str, Any] = {}
+        for part, optimizer, _ in self.replica.updates.owned():
+            for key, value in optimizer.state.get(part.parameter, {}).items():
+                name = f"{self._kept_name(part.name)}/{key}"
+                kind = _kind_of(key, value, part)
+                if kind == "moment":
+                    tensors[Slice(name, part.start, part.stop)] = _flat(value)
+                elif kind == "number":
+                    numbers[name] = value.item() if isinstance(value, torch.Tensor) else value
+                elif kind == "tensor":
+                    tensors[Slice(name, 0, value.numel())] = _flat(value)
+                    shapes[name] = tuple(value.shape)
+        return tensors, shapes, numbers
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the manifest's entry: optimizer settings, data position, loss scale."""
+        replica = self.replica
+        return {
+            "num_steps": replica.num_steps,
+            "strategy": replica.strategy,
+            "optimizers": [type(optimizer).__name__ for optimizer in replica.optimizers],
+            "groups": [[_settings(group) for group in optimizer.param_groups] for optimizer in replica.optimizers],
+            "total_before": replica.total_before,
+            "scaler": {"scale": replica.scaler.scale, "num_finite": replica.scaler.num_finite},
+            "positions": [_position(share, replica.begun_from) for share in replica.shares],
+        }
+
+    def check(self, where: str, kept: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+        """Raises UserError if the checkpoint has another model or other optimizers, before anything is changed. stored:
+        name of a weight -> shape and dtype."""
+        mine = self.shapes()
+        there = {name: tuple(spec["shape"]) for name, spec in stored.items() if name.startswith(self.prefix)}
+        if different := [name for name in [*mine, *there] if mine.get(name) != there.get(name)]:
+            name = different[0]
+            said = [f"{list(shapes[name])}" if name in shapes else "not there" for shapes in (there, mine)]
+            raise UserError(
+                f"{where} is of another model: {name.removeprefix(self.prefix)} is {said[0]} in it and {said[1]} here",
+                reach="world",
+            )
+        optimizers = self.replica.optimizers
+        names = [type(optimizer).__name__ for optimizer in optimizers]
+        if kept["optimizers"] != names:
+            raise UserError(f"{where} has the state of {kept['optimizers']}, and here are {names}", reach="world")
+        for name, optimizer, groups in zip(names, optimizers, kept["groups"], strict=True):
+            if len(groups) != (here := len(optimizer.param_groups)):
+                raise UserError(
+                    f"{where} has {len(groups)} parameter groups of {name}, and here are {here}", reach="world"
+                )
+
+    def take_weights(self, receive: Receive) -> None:
+        """Fills weights and buffers from the checkpoint. Collective."""
+        replica = self.replica
+        held = {**self.weights(), **self.buffers()}
+        # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
+        buffers = replica.buffers()
+        tensors = buffers if replica.sync.shards_weights else {**dict(replica.model.named_parameters()), **buffers}
+        targets = {self._kept_name(name): tensor.detach() for name, tensor in tensors.items()}
+        found = receive("weights", {item: tensor.dtype for item, tensor in held.items()})
+        for item, tensor in held.items():
+            target = targets.get(item.name, tensor)
+            target.copy_(found[item].view_as(target))
+        replica.statistics.remember()
+
+    def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+        """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""
+        by_parameter: dict[str, list[str]] = {}
+        for name in [*stored, *numbers]:
+            by_parameter.setdefault(name.rpartition("/")[0], []).append(name)
+        for optimizer in self.replica.optimizers:
+            optimizer.state.clear()
+        wanted: dict[Slice, tuple[ParamSlice, Any, tuple[int, ...]]] = {}
+        for part, optimizer, group in self.replica.updates.owned():
+            for name in by_parameter.get(self._kept_name(part.name), []):
+                if name in numbers:
+                    key, number = name.rpartition("/")[2], _number(optimizer, group, part, numbers[name])
+                    optimizer.state.setdefault(part.parameter, {})[key] = number
+                elif (shape := tuple(stored[name]["shape"])) == tuple(part.shape):
+                    wanted[Slice(name, part.start, part.stop)] = part, optimizer, tuple(part.parameter.shape)
+                else:
+                    wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, shape
+        found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
+        for item, (part, optimizer, shape) in wanted.items():
+            tensor = found[item].to(part.parameter.device).view(shape)
+            optimizer.state.setdefault(part.parameter, {})[item.name.rpartition("/")[2]] = tensor
+
+    def take_facts(self, kept: Mapping[str, Any]) -> None:
+        """Restores optimizer settings, number of steps, data positions and loss scale."""
+        replica = self.replica
+        for optimizer, groups in zip(replica.optimizers, kept["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in settings.items():
+                    if isinstance(group.get(key), torch.Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(value, list) else value
+        replica.num_steps, replica.total_before = kept["num_steps"], kept["total_before"]
+        replica.scaler.scale, replica.scaler.num_finite = kept["scaler"]["scale"], kept["scaler"]["num_finite"]
+        replica.positions = list(kept["positions"])
+        for share in replica.shares:
+            if replica.positions:
+                share.load_state_dict(replica.positions.pop(0))
+
+    def _kept_name(self, name: str) -> str:
+        return self.prefix + plain(name)
+
+
+def not_kept(replica: "Replica") -> str:
+    """Returns the first optimizer state on this rank that a checkpoint cannot hold; empty if there is none."""
+    held = {part.parameter for part in replica.updates.slices}
+    for optimizer in replica.optimizers:
+        for owner in optimizer.state:
+            if not isinstance(owner, torch.Tensor) or owner not in held:
+                return f"{type(optimizer).__name__} has state of {owner!r:.40}, which is none of its parameters"
+    for part, optimizer, _ in replica.updates.owned():
+        for key, value in optimizer.state.get(part.parameter, {}).items():
+            if _kind_of(key, value, part) is None:
+                return f"{type(optimizer).__name__}'s state {key} of {part.name} is a {type(value).__name__}"
+    return ""
+
+
+def _kind_of(key: str, value: Any, part: "ParamSlice") -> Literal["moment", "number", "tensor"] | None:
+    """How an optimizer state is stored: sharded like its parameter, as a number, or complete; None: not at all."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and key != "step" and value.shape == part.parameter.shape:
+        return "moment"
+    if isinstance(value, int | float | str | None) or (is_tensor and value.dim() == 0):
+        return "number"
+    return "tensor" if is_tensor and part.stop - part.start == math.prod(part.shape) else None
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if isinstance(value, int | float | str | list | tuple | torch.Tensor | None)
+        and key != "params"
+        and not (isinstance(value, torch.Tensor) and value.numel() != 1)
+    }
+
+
+def _position(share: Share, begun: "BegunFrom | None") -> dict[str, Any]:
+    """The data position at the beginning of the current step, or now."""
+    return begun.position if begun is not None and begun.batches is share else share.state_dict()
+
+
+def dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
+    """Returns the dtype of a tensor from its manifest entry."""
+    dtype: torch.dtype = getattr(torch, spec["dtype"])
+    return dtype
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _number(optimizer: Any, group: Mapping[str, Any], part: "ParamSlice", value: Any) -> Any:
+    """Returns a number of the state, such as Adam's step, on the device that torch's rule gives it."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(value, float):
+        return value
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(value, dtype=torch.float32, device=part.parameter.device if on_device else "cpu")
+
+
+# ---- anything with a state ----
+
+
+def check_object(name: str, thing: Any) -> None:
+    """Raises UserError for an object that has no state to save."""
+    has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    if not (isinstance(thing, dict | torch.Generator) or has_state):
+        raise UserError(
+            f"{place()}: {name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(): give a "
+            "Replica, a module, a schedule, a generator, what paceline.share returned, or a dict of JSON values"
+        )
+
+
+def kept_of(name: str, thing: Any, begun: "BegunFrom | None") -> tuple[Any, dict[str, torch.Tensor]]:
+    """Returns (JSON, tensors by name) of an object. begun: the data position at the beginning of the current step.
+    Raises UserError if its state has anything but JSON values, tensors and arrays."""
+    if isinstance(thing, torch.Generator):
+        return generators.text_of(thing), {}
+    if isinstance(thing, Share):
+        state: Any = _position(thing, begun)
+    else:
+        state = thing if isinstance(thing, dict) else thing.state_dict()
+    try:
+        return encode(state, name)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{place()}: {name} cannot be kept: its state is to be made of numbers, texts, lists, dicts and tensors; "
+            f"it is a {type(thing).__name__}"
+        ) from None
+
+
+def restore_to(thing: Any, kept: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Restores an object from what `kept_of` returned."""
+    if isinstance(thing, torch.Generator):
+        thing.set_state(generators.state_of(kept))
+    elif isinstance(thing, dict):
+        thing.clear()
+        thing.update(decode(kept, tensors))
+    else:
+        thing.load_state_dict(decode(kept, tensors))

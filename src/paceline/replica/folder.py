@@ -1,0 +1,201 @@
+"""Saving and restoring several objects together, in a folder that any number of ranks may share."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.base import ownership
+from paceline.base.errors import UserError
+from paceline.base.ownership import Slice
+from paceline.checkpoint import load
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.manifest import Kind
+from paceline.checkpoint.writers import find_writers, open_saver
+from paceline.replica import contents, generators
+from paceline.replica.contents import ReplicaContents, dtype_of
+from paceline.replica.loop import BegunFrom
+from paceline.replica.mistakes import listed, warn
+from paceline.replica.replica import Replica
+from paceline.world.calls import place
+
+_States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
+
+
+class CheckpointFolder:
+    """The checkpoints in one folder: `begin` writes one during training, `find` and `take` restore one. Collective."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        replicas: Mapping[str, Replica],
+        others: Mapping[str, Any],
+        keeps_generators: bool,
+    ):
+        """folder: exists on rank 0's host. others: objects that are equal on all ranks. keeps_generators: also save the
+        global random generators. Collective."""
+        self._replicas = {name: ReplicaContents(replica, name) for name, replica in replicas.items()}
+        self._others, self._keeps_generators = dict(others), keeps_generators
+        self._main = next(iter(replicas.values()))
+        self.world, self._group = self._main.world, self._main.world.group
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.progress: Callable[[], None] = lambda: None
+        """Called every second or so while a checkpoint is verified and read."""
+        self.before_publishing: Callable[[], object] = lambda: None
+        """Called in rank 0's writing thread when all parts are written, before the checkpoint is published."""
+        self.writers, token = find_writers(self._group, folder)
+        self._everyone_sees = len(self.writers) == self.world.world_size
+        self.saver = open_saver(
+            self._group,
+            self.checkpoints,
+            config,
+            self.writers,
+            token,
+            is_sharded=any(replica.sync.shards_state for replica in replicas.values()),
+            before_publishing=lambda: self.before_publishing(),
+        )
+        for replica in replicas.values():
+            replica.copies.append(self.saver.wait_copied)
+
+    # ---- save ----
+
+    def begin(self, step: int, facts: Mapping[str, Any], states: _States | None = None) -> None:
+        """Starts a save as of this step, with facts at the top of the manifest; no other may be under way. Collective.
+        states: of the other objects, if known. Raises UserError on all ranks if something cannot be saved."""
+        objects, extras = self._states_of_others() if states is None else states
+        mine: dict[Kind, dict[Slice, torch.Tensor]] = {"weights": {}, "optimizer": {}, "extra": {}}
+        shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in extras.items()}
+        numbers: dict[str, Any] = {}
+        for each in self._replicas.values():
+            sync = each.replica.sync
+            # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
+            buffers = {item: tensor.clone() for item, tensor in each.buffers().items()}
+            weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
+            mine["weights"] |= self._my_part(buffers) | (weights if sync.shards_weights else self._my_part(weights))
+            mine["optimizer"] |= state if sync.shards_state else self._my_part(state)
+            shapes |= each.shapes() | own_shapes
+            numbers |= own_numbers
+        copies = {Slice(name, 0, tensor.numel()): tensor.reshape(-1).clone() for name, tensor in extras.items()}
+        mine["extra"] = self._my_part(copies)
+        by_rank = self._gather_facts(shapes, numbers)
+        texts = [row["generators"] for row in by_rank if self._keeps_generators]
+        manifest = {
+            **facts,
+            "world_size": self.world.world_size,
+            "versions": {"paceline": __version__, "torch": torch.__version__},
+            "numbers": {name: value for row in by_rank for name, value in row["numbers"].items()},
+            "replicas": {name: each.facts() for name, each in self._replicas.items()},
+            "objects": objects,
+            "generators": texts[:1] if len(set(texts)) == 1 else texts,
+        }
+        shapes = {name: tuple(shape) for row in by_rank for name, shape in row["shapes"].items()}
+        self.saver.begin(step, mine, shapes, manifest)
+
+    def _gather_facts(self, shapes: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the facts of each rank's state. Collective. Raises UserError on all if a state cannot be saved."""
+        states: generators.States | None = generators.states(self.world.device)
+        problems = [contents.not_kept(each.replica) for each in self._replicas.values()]
+        if (begun := self._begun_from()) is not None:
+            states = begun.states
+            problems.append("" if states else "this step began before paceline.Checkpoints was made")
+        mine = {
+            "problem": next(filter(None, problems), ""),
+            "shapes": dict(shapes) if self.world.is_main or self._main.sync.shards_state else {},
+            "numbers": dict(numbers),
+            "generators": generators.to_text(states) if self._keeps_generators and states else "",
+        }
+        rows = [json.loads(text) for text in self._group.share_text(json.dumps(mine))]
+        if problem := next(filter(None, (row["problem"] for row in rows)), ""):
+            raise UserError(f"{place()}: {problem}, and cannot be kept", reach="world")
+        return rows
+
+    def _begun_from(self) -> BegunFrom | None:
+        """Returns where the current unfinished step began, of any replica; None between steps."""
+        return next((r.replica.begun_from for r in self._replicas.values() if r.replica.begun_from is not None), None)
+
+    def _states_of_others(self) -> _States:
+        kept: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, thing in self._others.items():
+            kept[name], own = contents.kept_of(name, thing, self._begun_from())
+            tensors |= own
+        return kept, tensors
+
+    def _my_part(self, tensors: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        """Returns this rank's equal part of tensors that all ranks have; none if it does not see the folder."""
+        if self.world.rank not in self.writers:
+            return {}
+        by_name = {item.name: tensor for item, tensor in tensors.items()}
+        number = self.writers.index(self.world.rank)
+        mine = ownership.cut(tensors, len(self.writers))[number]
+        mine += [item for item in tensors if not number and not item.num_elements]
+        return {item: by_name[item.name][item.start : item.stop] for item in mine}
+
+    # ---- restore ----
+
+    def find(self, step: int | None = None) -> load.Found | None:
+        """Returns (folder, manifest, problems of newer ones) of the newest complete checkpoint, or of `step`; None if
+        nothing was ever saved. Collective; every byte is verified."""
+        try:
+            return load.agree(
+                self._group, self.checkpoints, step, everyone_sees=self._everyone_sees, progress=self.progress
+            )
+        except load.NothingSaved:
+            return None
+
+    def take(self, path: Path, manifest: dict[str, Any]) -> None:
+        """Fills all objects from this checkpoint. Collective."""
+        self._require_fits(path, manifest)
+
+        def receive(kind: Kind, wanted: Mapping[Slice, torch.dtype]) -> dict[Slice, torch.Tensor]:
+            return load.receive(self._group, path, manifest, kind, wanted, self._everyone_sees, self.progress)
+
+        stored = manifest["tensors"]
+        try:
+            for each in self._replicas.values():
+                each.take_weights(receive)
+                each.take_state(receive, stored["optimizer"], manifest["numbers"])
+            extras = {Slice(n, 0, math.prod(spec["shape"])): dtype_of(spec) for n, spec in stored["extra"].items()}
+            flats = receive("extra", extras)
+            tensors = {item.name: flat.view(stored["extra"][item.name]["shape"]) for item, flat in flats.items()}
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{path} does not fit these models and optimizers: {error}", reach="world") from error
+        for name, each in self._replicas.items():
+            each.take_facts(manifest["replicas"][name])
+        for name, thing in self._others.items():
+            try:
+                contents.restore_to(thing, manifest["objects"][name], tensors)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}: {name} does not take back what was saved of it: {error}") from error
+        if texts := manifest["generators"]:  # in a larger world, new ranks get the last one's
+            text = texts[min(self.world.rank, len(texts) - 1)]
+            generators.put_back(generators.from_text(text), self.world.device)
+
+    def _require_fits(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Raises UserError on all ranks if the checkpoint has other objects, before anything is changed."""
+        if "replicas" not in manifest:
+            raise UserError(
+                f"{path} is of format {manifest['format']}, which an earlier paceline wrote and this one does not "
+                "resume. Resume with that version, or begin anew with its weights in another folder: `paceline train "
+                f"--init-from {self.folder}`, in a script paceline.load_weights({str(self.folder)!r})",
+                reach="world",
+            )
+        for name, each in self._replicas.items():
+            if name not in manifest["replicas"]:
+                raise UserError(
+                    f"{path} has {listed(list(manifest['replicas']))}, and no replica {name}", reach="world"
+                )
+            each.check(str(path), manifest["replicas"][name], manifest["tensors"]["weights"])
+        if missing := [name for name in self._others if name not in manifest["objects"]]:
+            raise UserError(f"{path} was saved without {listed(missing)}", reach="world")
+        left = [n for n in (*manifest["replicas"], *manifest["objects"]) if n not in {**self._replicas, **self._others}]
+        if left:
+            warn(
+                f"{listed(left)} was saved and is not restored: give it to paceline.Checkpoints, or it begins anew",
+                self.world,
+            )

@@ -1,0 +1,130 @@
+"""The global random generators of a process: torch's, the device's, numpy's and Python's, as text and back."""
+
+import base64
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.base.seeds import key
+from paceline.world.group import Group
+
+States = tuple[Any, ...]
+_CPU = torch.device("cpu")
+_NUMPY = np.random.MT19937(0)  # replaces numpy's global generator inside `seeded`
+
+
+def states(device: torch.device) -> States:
+    """Returns the states of the global generators."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device, np.random.get_state(), random.getstate()
+
+
+def put_back(found: States, device: torch.device) -> None:
+    """Restores the states that `states` returned."""
+    torch.set_rng_state(found[0])
+    if found[1] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(found[1], device)
+    np.random.set_state(found[2])
+    random.setstate(found[3])
+
+
+def digest(device: torch.device) -> int:
+    """Returns a hash of torch's states, at least 1."""
+    on_cpu, on_device, *_ = states(device)
+    return zlib.crc32(on_cpu.numpy().data, 0 if on_device is None else zlib.crc32(on_device.numpy().data)) or 1
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Restores the global generators at the end, so that draws inside have no effect outside."""
+    before = states(device)
+    try:
+        yield
+    finally:
+        put_back(before, device)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws inside, on the CPU, depend on the seed alone; afterwards the global generators are as before, except the
+    second half of a pair that numpy's randn may have cached. Half as slow as `aside`."""
+    outside = torch.get_rng_state(), np.random.mtrand.get_bit_generator(), random.getstate()
+    np.random.mtrand.set_bit_generator(_NUMPY)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(outside[0])
+        np.random.mtrand.set_bit_generator(outside[1])
+        random.setstate(outside[2])
+
+
+def drawn_with(seed: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Yields the items of an iterator that draws from global generators seeded with `seed` while it starts and
+    advances. Between items the script's own generators are in place."""
+    with seeded(seed):
+        own = states(_CPU)
+    items: Iterator[Any] | None = None
+    while True:
+        with aside(_CPU):
+            put_back(own, _CPU)
+            items = begin() if items is None else items
+            found = list(islice(items, 1))
+            own = states(_CPU)
+        if not found:
+            return
+        yield found[0]
+
+
+def agree(group: Group, device: torch.device) -> None:
+    """Copies rank 0's global generators to all ranks. Collective."""
+    mine = to_text(states(device))
+    rows = group.share_integers([key(mine)])
+    if any(row != rows[0] for row in rows):
+        put_back(from_text(group.broadcast_json(mine)), device)
+
+
+def to_text(found: States) -> str:
+    """Returns the states as JSON, about 16 kB."""
+    cpu, on_device, (name, keys, position, has_gauss, gauss), (version, words, next_gauss) = found
+    return json.dumps(
+        {
+            "torch": _text(bytes(cpu.numpy())),
+            "cuda": None if on_device is None else _text(bytes(on_device.numpy())),
+            "numpy": [name, _text(keys.tobytes()), int(position), int(has_gauss), float(gauss)],
+            "random": [version, _text(np.array(words, dtype=np.uint32).tobytes()), next_gauss],
+        }
+    )
+
+
+def from_text(text: str) -> States:
+    """Returns the states that `to_text` wrote."""
+    found = json.loads(text)
+    name, keys, position, has_gauss, gauss = found["numpy"]
+    version, words, next_gauss = found["random"]
+    numpy_state = (name, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, gauss)
+    python_state = (version, tuple(np.frombuffer(base64.b64decode(words), dtype=np.uint32).tolist()), next_gauss)
+    on_device = None if found["cuda"] is None else state_of(found["cuda"])
+    return state_of(found["torch"]), on_device, numpy_state, python_state
+
+
+def text_of(generator: torch.Generator) -> str:
+    return _text(bytes(generator.get_state().numpy()))
+
+
+def state_of(text: str) -> torch.Tensor:
+    """Returns the state that `text_of` wrote, for `set_state`."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

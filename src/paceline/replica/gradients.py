@@ -1,0 +1,118 @@
+"""The gradients of a replica, from a backward pass to the update, summed over ranks by a strategy (sync/).
+
+Between a backward pass and `reduce`, `.grad` holds only a part of the sum. An `Unfinished` replaces it there, and
+reading or changing it is an error.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from paceline.base.errors import UserError
+from paceline.replica import mistakes
+from paceline.replica.unfinished import Unfinished, unfinished
+from paceline.sync.buckets import hooked
+from paceline.sync.strategy import Strategy
+from paceline.world.calls import place
+
+
+class Gradients:
+    """The gradients of one model on this rank."""
+
+    def __init__(self, model: nn.Module, make_strategy: Callable[[], Strategy]):
+        """make_strategy: called after the first hooks, which find mistakes. It may replace the model's parameters
+        (fsdp)."""
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        for parameter in trained_parameters(model).values():
+            parameter.grad = None  # an earlier backward pass would be added to the first step
+            hooked(parameter, self._on_gradient)
+        self.sync = make_strategy()
+        self.trained = trained_parameters(model)
+        self._hidden: list[torch.Tensor | None] | None = None  # while stand-ins replace the gradients
+        self._stand_ins: list[torch.Tensor] = []
+        self._arrived: set[torch.Tensor] = set()  # parameters that got a gradient in this backward pass
+        self._in_backward = False
+        self._is_first_step = True
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool, for_this_model: bool) -> None:
+        """Makes one backward pass; call `reveal` before. is_last: this rank's last in this step, so each full bucket
+        starts its all-reduce. for_this_model: computes no gradients for other models in the loss's graph."""
+        inputs = list(self.trained.values()) if for_this_model else None
+        self._arrived.clear()
+        self._in_backward = True
+        try:
+            with self.sync.accumulate(last=is_last):
+                loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise UserError(
+                f"{place()}: weights, or a tensor of the forward pass, were changed in place between forward and "
+                "backward, perhaps by another replica's step.finish() or a buffer that a second forward updates: make "
+                f"the forward pass after that, or add the losses up for one backward ({error})"
+            ) from error
+        finally:
+            self._in_backward = False
+        if inputs is not None and self._is_first_step and len(self._arrived) < len(inputs):
+            mistakes.check_reentrant(loss)
+        self._hide()
+
+    def reduce(self) -> tuple[list[torch.Tensor], list[bool]]:
+        """Returns the flat gradients that this rank updates with, summed over ranks, and which of the `trained`
+        parameters this rank used. Collective."""
+        self._is_first_step = False
+        used = [parameter.grad is not None for parameter in self.trained.values()]
+        return self.sync.reduce(), used
+
+    def expose(self, divisor: float) -> None:
+        """After `reduce`: makes every `.grad` the complete gradient, divided by `divisor`. Collective."""
+        flats = self.sync.full_gradients()
+        if divisor != 1.0:
+            torch._foreach_mul_(flats, 1.0 / divisor)
+
+    def reveal(self) -> None:
+        """Replaces the stand-ins by the gradients. Raises UserError for a replaced stand-in or a frozen parameter."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            is_same = True
+            for parameter, stand_in, gradient in zip(self.trained.values(), self._stand_ins, hidden, strict=True):
+                is_same = is_same and parameter.grad is stand_in
+                parameter.grad = gradient
+            if not is_same:
+                raise UserError(unfinished())
+        if unfrozen := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            raise UserError(
+                f"{place()}: {mistakes.listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
+                "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
+            )
+
+    def _hide(self) -> None:
+        self._hidden = [parameter.grad for parameter in self.trained.values()]
+        if not self._stand_ins:
+            self._stand_ins = [Unfinished.like(parameter) for parameter in self.trained.values()]
+        for parameter, stand_in in zip(self.trained.values(), self._stand_ins, strict=True):
+            parameter.grad = stand_in
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Called by autograd with each gradient. Raises UserError for gradients that ranks cannot sum."""
+        if parameter in self._arrived:
+            name = next(name for name, known in self.trained.items() if known is parameter)
+            raise UserError(
+                f"{place()}: the gradient of {name} came twice in one backward, the second time after its sum was on "
+                "the way: say use_reentrant=False to torch.utils.checkpoint"
+            )
+        self._arrived.add(parameter)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise UserError(
+                f"{place()}: a gradient is sparse, and ranks sum dense ones: say sparse=False to the embedding"
+            )
+        if not self._in_backward:
+            raise UserError(
+                f"{place()}: a gradient came without step.backward: say step.backward(loss) for loss.backward(), "
+                "and requires_grad_(False) for a model that another loss only passes through"
+            )
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

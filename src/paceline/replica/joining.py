@@ -1,0 +1,232 @@
+"""Joining the world from a script, and leaving it: at the end, by an exception, or by a signal."""
+
+import atexit
+import contextlib
+import gc
+import io
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import ClassVar, NoReturn
+
+from paceline.base.errors import EXIT_FAILED, PacelineError, UserError
+from paceline.record.console import print_error
+from paceline.world.calls import LEAVE, place
+from paceline.world.config import ParallelConfig
+from paceline.world.group import SPEAKS_FIRST_S, PeerLost
+from paceline.world.runtime import World, open_world
+from paceline.world.watchdog import Verdict, Watchdog
+
+_EXIT_HANDLERS_S = 5.0
+
+
+def join(config: ParallelConfig | None = None) -> World:
+    """Returns this process's World: from torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE ...), from an open
+    process group of torch.distributed, or of one process. Call it before making the model; a second call returns the
+    same World.
+
+    The world is left at the end of `with paceline.join() as world:`, by `world.leave()`, or when the script ends; a
+    process group that was open before stays open. Then `join` may be called again.
+
+    `config.strategy` and fields about training steps are not read. A watchdog ends ranks that have waited for each
+    other for `config.timeout_s` seconds, or at once if they called different functions.
+
+    An uncaught exception ends this rank at once, so that the others notice: UserError and RunError print one message,
+    others a traceback. Exit status 2 for a UserError, else 1.
+
+    Raises UserError for a wrong interface, device or port, or another config than in the first call; RunError if ranks
+    do not meet.
+    """
+    current = _Membership.current
+    if current is not None and current.world is not None:
+        if config not in (None, current.config):
+            raise UserError(f"{place()}: this process has joined with another ParallelConfig; leave that world first")
+        return current.world
+    config = config or ParallelConfig()
+    config.check()
+    _Membership.current = membership = _Membership(config)
+    try:
+        return membership.enter()
+    except BaseException:
+        if not membership.is_rank():  # it may be called again, say with another config
+            _Membership.current = None
+        raise
+
+
+def at_leaving(call: Callable[[], None]) -> None:
+    """Calls `call` before the world is left, such as to wait for the last save."""
+    if _Membership.current is not None:
+        _Membership.current.before_leaving.append(call)
+
+
+@dataclass
+class _Membership:
+    """This process in its world, from `join` until it leaves."""
+
+    config: ParallelConfig
+    open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    world: World | None = None
+    watchdog: Watchdog | None = None
+    before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
+    hook_before: Callable[..., object] = field(default_factory=lambda: _script_hook())
+
+    current: ClassVar["_Membership | None"] = None  # one per process
+
+    def enter(self) -> World:
+        sys.excepthook = self.on_exception
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child imports its parent's script
+            raise UserError(
+                f"{place()}: this is a worker process, which reads the script from its top: put what the script does "
+                'beneath `if __name__ == "__main__":`'
+            )
+        self.world = world = self.open.enter_context(open_world(self.config))
+        # init_process_group has wrapped the hook; its wrapper prints after the inner hook, which never returns.
+        sys.excepthook = self.on_exception
+        if world.world_size > 1:
+            world.group.set_timeout(self.config.timeout_s + SPEAKS_FIRST_S)
+            self.watchdog = self.open.enter_context(_make_watchdog(world, self.config.timeout_s))
+        for warning in world.warnings:
+            world.say(f"warning: {warning}")
+        world.exits.append(self.leave)
+        atexit.register(self.leave_at_exit)
+        return world
+
+    def is_rank(self) -> bool:
+        """Whether there are other ranks, which notice an error when this process ends."""
+        return "RANK" in os.environ or (self.world is not None and self.world.world_size > 1)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leaves the world after a last meeting of all ranks; the watchdog names a missing rank. With an error there is
+        no collective, because the others may be anywhere; they notice when this rank ends. sys.exit() is no error."""
+        if _Membership.current is not self or os.getpid() != self.process:  # already left, or a child of os.fork
+            return
+        assert self.world is not None
+        if error is not None and not isinstance(error, SystemExit):
+            if not self.is_rank():  # the caller may catch it
+                self._close(error)
+            return
+        try:
+            for call in self.before_leaving:
+                call()
+            self.world.calls.note(LEAVE)
+            self.world.group.barrier()
+        except BaseException as failure:
+            if self.is_rank():
+                self.end(failure)
+            self._close(failure)
+            raise
+        self._let_go()
+        self.open.close()
+
+    def leave_at_exit(self) -> None:
+        """Runs at exit, where Python would print an exception and still exit with status 0."""
+        try:
+            self.leave()
+        except BaseException as error:
+            self.end(error, at_exit=True)
+
+    def _close(self, error: BaseException) -> None:
+        """Leaves a world of one after an error. Finishes a save under way."""
+        for call in self.before_leaving if _Membership.current is self else ():
+            with contextlib.suppress(Exception):
+                call()
+        self._let_go()
+        with contextlib.suppress(BaseException):
+            self.open.__exit__(type(error), error, None)
+
+    def _let_go(self) -> None:
+        if _Membership.current is self:
+            _Membership.current = None
+        atexit.unregister(self.leave_at_exit)
+        if sys.excepthook == self.on_exception and self.is_rank():
+            sys.excepthook = self.hook_before
+
+    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Replaces sys.excepthook."""
+        if os.getpid() != self.process:
+            self.hook_before(kind, error, trace)
+            return
+        if not isinstance(error, PacelineError | KeyboardInterrupt) or os.environ.get("PACELINE_DEBUG") == "1":
+            self.hook_before(kind, error, trace)
+        self.end(error)
+
+    def end(self, error: BaseException, at_exit: bool = False) -> NoReturn:
+        """Prints the message and ends this process without a collective. at_exit: other exit handlers have run."""
+        status = error.exit_status if isinstance(error, PacelineError) else EXIT_FAILED
+        status = 130 if isinstance(error, KeyboardInterrupt) else status
+        self._print(error)
+        atexit.unregister(self.leave_at_exit)
+        if not self.is_rank():  # one process ends normally: exit handlers run, files are written
+            self._close(error)
+            if not at_exit:
+                _flush_files()
+                raise SystemExit(status)
+        with contextlib.suppress(BaseException):
+            self.open.__exit__(type(error), error, None)
+        if not at_exit:  # exit handlers of trackers may hang: they get some seconds
+            handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+            with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread during exit
+                handlers.start()
+                handlers.join(_EXIT_HANDLERS_S)
+        _flush_files()
+        os._exit(status)
+
+    def _print(self, error: BaseException) -> None:
+        """Prints a PacelineError as one message; other errors have printed their traceback."""
+        if not isinstance(error, PacelineError):
+            return
+        text = str(error)
+        if isinstance(error, PeerLost) and self.watchdog is not None:
+            missing = self.watchdog.find_missing()
+            text = f"{text}. {missing.message}" if missing else text
+        # Asked after that: a killed process closes its connections a moment before it counts as dead.
+        if text and self._speaks(error):
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone: `| head`
+                own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
+                print_error(f"{own}error: {text}")
+
+    def _speaks(self, error: PacelineError) -> bool:
+        """Whether this rank prints the error. An error that all ranks see is printed by the first rank that is alive;
+        once ranks have met, an error of reach "host" may be seen by one rank only."""
+        if self.world is None:
+            return error.reach != "host" or os.environ.get("LOCAL_RANK", "0") == "0"
+        if error.reach != "world":
+            return True
+        host = self.world.peers[self.world.rank].host
+        living = (peer.rank for peer in self.world.peers if peer.host != host or peer.is_alive)
+        return self.world.rank == next(living, self.world.rank)
+
+
+def _script_hook() -> Callable[..., object]:
+    """Returns the sys.excepthook that is not ours."""
+    owner = getattr(sys.excepthook, "__self__", None)
+    return owner.hook_before if isinstance(owner, _Membership) else sys.excepthook
+
+
+def _flush_files() -> None:
+    """Flushes files that the script left open: os._exit does not."""
+    for found in gc.get_objects():
+        if issubclass(type(found), io.TextIOWrapper | io.BufferedWriter):
+            with contextlib.suppress(Exception):
+                found.flush()
+
+
+def _make_watchdog(world: World, timeout_s: float) -> Watchdog:
+    def print_verdict(verdict: Verdict) -> None:
+        if world.rank == verdict.speaker(world.world_size):
+            print_error(f"error: {verdict.message}")
+
+    return Watchdog(
+        world.peers,
+        world.rank,
+        world.store,
+        timeout_s=timeout_s,
+        waiting_for=lambda: world.group.waiting_for,
+        on_verdict=print_verdict,
+        calls=world.calls,
+    )

@@ -1,0 +1,268 @@
+"""Mistakes that would stay silent in data-parallel scripts, found before or in the first step, with the script's line.
+
+Others are found elsewhere: calls that not all ranks make, by the watchdog (world/calls.py); wrong averages, and
+backward passes outside the replica, by the step (step.py).
+"""
+
+import gc
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.base.errors import UserError
+from paceline.replica.batch import tensors_in
+from paceline.sync.replicas import differences
+from paceline.world.calls import caller, place
+from paceline.world.runtime import World
+
+if TYPE_CHECKING:
+    from paceline.replica.replica import Replica
+
+_SHOWN = 3  # names in a message
+COMPILED = "_orig_mod."  # torch.compile's prefix of parameter names
+
+
+def warn(text: str, world: World) -> None:
+    frame = caller()
+    if world.rank == 0 and frame is not None:
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def check_model(model: nn.Module, optimizers: Sequence[Any], strategy: str, world: World) -> None:
+    """Raises UserError if model or optimizers cannot be replicated; warns of parameters that no optimizer has."""
+    _check_modules(model)
+    if not is_on_the_host(model, strategy, world):
+        _check_device(model, world)
+    for optimizer in optimizers:
+        _check_optimizer(optimizer)
+    _check_parameters(model, optimizers, world)
+
+
+def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
+    """Whether an `fsdp` model is in host memory; it may be too large for the device before it is sharded."""
+    on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return strategy == "fsdp" and on_host and world.device.type != "cpu"
+
+
+def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], whole: Mapping[str, float]) -> None:
+    """Raises UserError if the strategy cannot shard the model. whole: parameters that one rank must update
+    completely."""
+    own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
+    if strategy in ("zero", "fsdp") and own:
+        raise UserError(
+            f"{place()}: strategy {strategy} shards the state of optimizers of torch.optim, which keep it by "
+            f"parameter, and {listed(own)} may keep it otherwise: take strategy ddp"
+        )
+    parameters = dict(model.named_parameters())
+    scalars = [name for name, parameter in parameters.items() if not parameter.dim()]
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    for names, why in (
+        (list(whole), "the optimizer of {} needs all elements of a parameter at once: take strategy zero"),
+        (scalars, "{} is a single number, which has no rows: make it of shape [1], or take strategy zero"),
+        (frozen, "{} is frozen, and only trainable weights are saved: take strategy zero, or train all of them"),
+    ):
+        if strategy == "fsdp" and names:
+            raise UserError(f"{place()}: strategy fsdp shards parameters by rows, and {why.format(listed(names))}")
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raises UserError if a module synchronises by itself, or is already sharded."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers) or type(module).__name__ == "FullyShardedDataParallel":
+            where = f"its part {name} is" if name else "it is"
+            raise UserError(
+                f"{place()}: the model is wrapped: {where} a {type(module).__name__}, which synchronises by itself "
+                "and prefixes every name that is saved. Give the module inside it (`.module`)"
+            )
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise UserError(
+                f"{place()}: the model is sharded already, by fully_shard or an earlier Replica with strategy fsdp: "
+                "make model, optimizer and Replica again"
+            )
+
+
+def _check_device(model: nn.Module, world: World) -> None:
+    for name, parameter in model.named_parameters():
+        here, there = world.device, parameter.device
+        if there.type != here.type or (None not in (there.index, here.index) and there.index != here.index):
+            raise UserError(
+                f"{place()}: {name} is on {there}, and this rank computes on {here}: say "
+                "`model.to(world.device)` first, then make the optimizer"
+            )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises UserError if it is no optimizer, or needs several backward passes for an update."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "base_optimizer"):
+        raise UserError(
+            f"{place()}: {name} makes several backward passes in a step (by a closure, or as SAM and Lookahead wrap "
+            "another optimizer), and each would have to be synchronised: take one that makes one"
+        )
+    if not all(hasattr(optimizer, attribute) for attribute in ("param_groups", "state", "step")):
+        raise UserError(f"{place()}: a {name} is no optimizer: it has no param_groups, state and step()")
+
+
+def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World) -> None:
+    """Raises UserError if optimizers have foreign parameters, or one twice; warns of parameters that none has."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    others = sum(parameter not in names for parameter in given)
+    if others:
+        raise UserError(
+            f"{place()}: {others} of the optimizer's {len(given)} parameters are not the model's: it was made "
+            "before the model was moved, wrapped, tied or loaded with new parameters. Make the optimizer after that, "
+            "from model.parameters()"
+        )
+    if len(set(given)) < len(given):
+        raise UserError(f"{place()}: a parameter is in two groups or two optimizers, and would be updated twice")
+    idle = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(given)]
+    if idle:
+        warn(f"no optimizer has {listed(idle)}: give them to one, or say requires_grad_(False)", world)
+
+
+def check_same_start(model: nn.Module, world: World) -> None:
+    """Raises UserError on all ranks if models differ in shape; warns if rank 0's values replace others. Collective."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    mine = [f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in {**parameters, **buffers}.items()]
+    texts = world.group.share_text(" ".join(mine))
+    other = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if other:
+        raise UserError(
+            f"{place()}: rank {listed(other)} made another model than rank 0: names, shapes or number formats differ. "
+            "All ranks must make the same model, from the same settings",
+            reach="world",
+        )
+    tensors = {name: tensor.detach() for name, tensor in [*parameters.items(), *buffers.items()]}
+    found = differences(tensors, world.group, quick=True)
+    seeds = [row[0] for row in world.group.share_integers([torch.initial_seed() % (1 << 63)])]
+    if not found:
+        return
+    why = "the seeds are the same, so a rank read other weights, or drew more random numbers before"
+    if len(set(seeds)) > 1:
+        ranks = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds[:4]))
+        why = f"torch's seed before the model was made differs by rank ({ranks}); seed alike there"
+    names = listed([difference.name for difference in found])
+    warn(f"weights differ between ranks before training ({names}): {why}. All ranks start with rank 0's", world)
+
+
+def check_scaled(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -> None:
+    """Raises UserError if a GradScaler has scaled the loss. Warns in the first step if the loss was divided by the
+    number of micro-batches, this rank's or all ranks'. The loss's last operation shows both."""
+    made_by = loss.grad_fn
+    factor = getattr(made_by, "_saved_other", None)
+    if made_by is None or not isinstance(factor, torch.Tensor) or factor.numel() != 1:
+        return
+    if factor.dtype == torch.float32 and made_by.name() == "MulBackward0" and _is_scale(factor):
+        raise UserError(
+            f"{place()}: the loss was scaled by a GradScaler, which looks at one rank's gradients alone: take "
+            'scaler.scale, unscale_, step and update away, and say Replica(..., dtype="float16"), which scales for all '
+            "ranks together"
+        )
+    if made_by.name() != "DivBackward0" or num_micro_batches == 1 or replica.num_steps or factor.requires_grad:
+        return
+    size, divisor = replica.world.world_size, float(factor)
+    if divisor == num_micro_batches or (num_micro_batches - 1) * size < divisor <= num_micro_batches * size:
+        warn(
+            f"the loss is divided by {divisor:g}, the number of micro-batches of the step, and the replica averages "
+            "over the global batch already: take that division away, or the gradient is that much too small",
+            replica.world,
+        )
+
+
+def check_reentrant(loss: torch.Tensor) -> None:
+    """Raises UserError if the loss passed through a reentrant checkpoint: a backward pass restricted to one replica's
+    parameters does not reach those inside."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UserError(
+                f"{place()}: the loss passed through torch.utils.checkpoint with use_reentrant=True, and where there "
+                "are several replicas no gradient comes out of it: say use_reentrant=False"
+            )
+        nodes += [before for before, _ in node.next_functions]
+
+
+def _is_scale(factor: torch.Tensor) -> bool:
+    """Whether this tensor is a GradScaler's scale. Slow (it searches all objects), so called only if a loss was
+    multiplied by a one-element tensor."""
+    scales = (getattr(thing, "_scale", None) for thing in gc.get_objects() if isinstance(thing, torch.amp.GradScaler))
+    return any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
+
+
+def tell_of_batch_norm(model: nn.Module, world: World) -> list[torch.Tensor]:
+    """Returns the running statistics of batch norms, which are averaged over ranks after each step; warns that each
+    rank normalises by its own batch."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    own = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
+    if own and world.world_size > 1:
+        warn(
+            f"{len(own)} batch norms normalise with what is in one rank's micro-batch, so the curve depends on the "
+            "number of ranks; their running statistics are averaged over ranks after each step. On GPUs "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them one; group or layer norms need none",
+            world,
+        )
+    return [buffer for norm in norms for buffer in norm.buffers()]
+
+
+def digest_of(batch: object) -> int:
+    """Returns a hash of a micro-batch, at least 1; 0 if it has no tensor."""
+    found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors_in(batch)]
+    return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
+
+
+def tell_of_same_rows(first_digests: Sequence[int], world: World) -> None:
+    """Warns if ranks began with the same micro-batch, as with unshared loaders. first_digests: by rank; 0: none."""
+    alike = [rank for rank, digest in enumerate(first_digests) if digest and first_digests.count(digest) > 1]
+    if alike:
+        warn(
+            f"ranks {listed(alike)} began with the same micro-batch, and each should have rows of its own. Use "
+            "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
+            world,
+        )
+
+
+def tell_of_prefix(model: nn.Module, world: World) -> None:
+    """Makes a compiled model warn when its state_dict has torch.compile's prefix, which no other program expects."""
+    if any(COMPILED in name for name, _ in model.named_parameters()):
+        model.register_state_dict_post_hook(_TellOfPrefix(world))  # type: ignore[no-untyped-call]
+
+
+class _TellOfPrefix:
+    """The hook. A copy of the model gets one without a world, since a world cannot be copied; it never warns."""
+
+    def __init__(self, world: World | None = None):
+        self._world = world
+
+    def __call__(self, module: nn.Module, state: Mapping[str, object], prefix: str, _: object) -> None:
+        if self._world is not None and not prefix and any(name.startswith(COMPILED) for name in state):
+            warn(
+                f"names of this state begin with {COMPILED}, which torch.compile put there; a model that is not "
+                "compiled will not load it. Take replica.state_dict()",
+                self._world,
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TellOfPrefix, ()
+
+
+def plain(name: str) -> str:
+    """Returns a parameter's name without torch.compile's prefix."""
+    return name.replace(COMPILED, "")
+
+
+def listed(items: Sequence[object]) -> str:
+    """Returns the first few items as text for a message."""
+    shown = ", ".join(map(str, items[:_SHOWN]))
+    return shown if len(items) <= _SHOWN else f"{shown} and {len(items) - _SHOWN} more"

@@ -1,0 +1,107 @@
+"""What a step reports: its loss, and each rank's times."""
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.base.clock import clip_intervals, union_ms
+from paceline.replica.trouble import Trouble
+from paceline.world.device import DeviceClock, Stamp
+from paceline.world.group import Group
+
+
+class StepTimes(NamedTuple):
+    """The parts of one rank's step."""
+
+    data_ms: float
+    forward_ms: float
+    backward_ms: float
+    optim_ms: float  # clipping and update
+    comm_ms: float  # with at least one collective under way
+    exposed_comm_ms: float  # the rank waited for a collective
+    comm_bytes: float  # sent by this rank
+    step_ms: float  # from the step's beginning until the read
+
+    @property
+    def compute_ms(self) -> float:
+        """Time before the rank had to wait for other ranks' gradients."""
+        return self.data_ms + self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of a step; the same on all ranks, except `times`."""
+
+    loss: float
+    """Mean over the whole global batch."""
+    grad_norm: float
+    """Norm of the mean loss's gradient, before clipping."""
+    weight: float
+    """Weight of the global batch: samples, or the sum of the weights given to `backward`."""
+    skipped: Trouble | None
+    """Set if a gradient was not finite, so that no rank updated."""
+    stop_reason: str | None
+    """Why to stop, once a rank's stop flag is set: "SIGTERM on rank 0". See Replica.steps."""
+    shared: list[list[float]]
+    """The numbers given as `share`, by rank."""
+    times: StepTimes
+    """Times of this rank."""
+    by_rank: list[StepTimes]
+    """Times of each rank until the ranks shared them: after the update if the step was given its total, else before."""
+
+
+class Exchanged(NamedTuple):
+    """What each rank all-gathers once a step, besides its times, the parameters it used, and `share`."""
+
+    loss_sum: float  # sum of losses times weights
+    weight: float
+    vote: float  # stop flag
+    least_rows: float  # of its unweighted micro-batches; -1: none
+    most_rows: float
+    digest: float  # of the first micro-batch of the first step
+    drawn_from: float  # digest of the global generators after Step.draw; 0: not used
+
+
+class StepClock:
+    """Marks the ends of a step's parts, read when the device has done their work."""
+
+    def __init__(self, clock: DeviceClock, group: Group):
+        self._clock, self._group = clock, group
+        self._began_s = time.perf_counter()
+        self._start = clock.stamp()
+        self._marks: list[tuple[str, Stamp]] = []
+        self._transfers: list[tuple[float, float]] = []
+        self._waits: list[tuple[float, float]] = []
+        self._num_bytes = 0.0
+
+    def end(self, part: str) -> None:
+        """Ends the current part, named `part`."""
+        self._marks.append((part, self._clock.stamp()))
+
+    def times(self) -> StepTimes:
+        """Returns the times until now, after waiting for the device. Waiting for other ranks counts as exposed
+        communication only. Takes the group's traffic."""
+        self._clock.finish()
+        traffic = self._group.take_traffic()
+        self._transfers += [self._span(t.start, t.end) for t in traffic.transfers if t.end is not None]
+        self._waits += [self._span(*wait) for wait in traffic.waits]
+        self._num_bytes += sum(transfer.num_bytes for transfer in traffic.transfers)
+        spent = dict.fromkeys(("data", "forward", "backward", "reduce", "optim"), 0.0)
+        before = 0.0
+        for part, stamp in self._marks:
+            now = self._clock.ms(self._start, stamp)
+            spent[part] += now - before - sum(end - start for start, end in clip_intervals(self._waits, before, now))
+            before = now
+        return StepTimes(
+            data_ms=spent["data"],
+            forward_ms=spent["forward"],
+            backward_ms=spent["backward"],
+            optim_ms=spent["reduce"] + spent["optim"],
+            comm_ms=union_ms([*self._transfers, *self._waits]),  # a rank may wake a moment after a transfer ends
+            exposed_comm_ms=sum(end - start for start, end in self._waits),
+            comm_bytes=self._num_bytes,
+            step_ms=(time.perf_counter() - self._began_s) * 1e3,
+        )
+
+    def _span(self, start: Stamp, end: Stamp) -> tuple[float, float]:
+        return self._clock.ms(self._start, start), self._clock.ms(self._start, end)

@@ -1,0 +1,313 @@
+"""A source of samples, sharded over ranks: each rank reads its own part of every batch and nothing else.
+
+    batches = paceline.share(loader, world)            # a DataLoader, a data set, or a function
+    for step in replica.steps(batches):                # one pass over the batches is an epoch
+        for x, y in step:                              # this rank's micro-batches of the step
+            ...
+
+A step has the same samples at any number of ranks, and the same micro-batches if micro_batch_size is given. sources.py
+reads each kind of source; orders.py decides the order of samples.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+
+from paceline.base.errors import UserError
+from paceline.replica.batch import Batch
+from paceline.replica.mistakes import warn
+from paceline.replica.orders import Drawn, SeededOrder, Split, kind, order_of, short
+from paceline.replica.sources import Collate, DatasetSource, FunctionSource, LaneSource, Source, StreamSource
+from paceline.world.calls import place
+from paceline.world.runtime import World
+
+
+def share(
+    source: Any,
+    world: World,
+    *,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    micro_batches: int | None = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_last: bool | None = None,
+    collate_fn: Collate | None = None,
+) -> "Share":
+    """Returns this rank's part of the source's batches. Every rank calls it with the same arguments.
+
+    source: one of
+
+    - a DataLoader over a map-style data set. Its batch_size is that of all ranks together. Workers, collate_fn,
+      pin_memory, timeout and the rest are kept; each rank has as many workers as it says, no two have the same seed,
+      and worker_init_fn gets the worker's number among those of all ranks. The order is the loader's own, from the same
+      draws of the global generator. Samplers other than torch's SequentialSampler and RandomSampler draw complete
+      batches on every rank, with the same random numbers, and ranks compare them.
+    - a map-style data set: anything with a length and an item for each number below it, also a list, an array or a
+      tensor of rows. Read in this process. A shuffled order is a permutation computed from (seed, epoch).
+    - an IterableDataset, or a DataLoader over one, with its workers. Every rank reads all of the stream and keeps its
+      part, and a resume reads up to where it stopped. The stream must be the same on all ranks.
+    - a function (lane, num_lanes) -> iterator of samples: for streams, packing, generation. It is called for each row
+      of the batch, `num_lanes` in all; row b of every batch is the next sample of lane b, and a rank runs the lanes of
+      its rows. A parameter named `epoch` or `seed` is given those. When a lane ends batches get smaller; the pass ends
+      with the last lane. A resume draws the samples before it again.
+    - a function without parameters that draws one micro-batch at random (nanoGPT's get_batch), with micro_batches= of a
+      step over all ranks. Every rank draws all of them, with the same numbers, and keeps its own, so they should cost
+      little. The first is drawn before the step begins, as by a loop that fetches one ahead. A pass never ends.
+
+    batch_size: samples in a step, all ranks together; needed for all but a DataLoader, which has its own.
+    micro_batch_size: samples in a micro-batch, but for the last of a batch; None: the batch divided by the ranks.
+    shuffle: whether each epoch has its own order, a function of (seed, epoch); None: yes for a data set.
+    drop_last: whether an incomplete batch at the end of an epoch is left out; None: no.
+    collate_fn: makes a micro-batch of a list of samples; None: torch's default.
+
+    Collective: the ranks compare what they were given. Raises UserError, with the script's line, if a source cannot be
+    shared, if arguments contradict each other, or, on all ranks, if ranks differ.
+    """
+    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "micro_batches": micro_batches}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise UserError(f"{place()}: {name} is {value}; it is at least 1")
+    world.calls.note("share")
+    given = _Arguments(world, batch_size, micro_batch_size, micro_batches, shuffle, seed, drop_last, collate_fn)
+    made = _source(source, given)
+    _require_same_everywhere(world, {**made.facts, "micro_batch_size": micro_batch_size})
+    return Share(made, world)
+
+
+class Share:
+    """This rank's micro-batches, step by step. Each `for` starts a new pass, as over a DataLoader; `replica.steps`
+    resumes an unfinished one."""
+
+    def __init__(self, source: Source, world: World) -> None:
+        """Called by `share`."""
+        self._source, self._world = source, world
+        self.epoch = 0
+        """Completed passes."""
+        self.step = 0
+        """Steps yielded in the current pass."""
+        self.dataset: Any = source.data
+        """The DataLoader's data set, the data set, or the function."""
+        self.is_endless = source.is_endless
+        """Whether a pass never ends (a function that draws micro-batches)."""
+        self._pass = 0  # number of the current pass, counting unfinished ones
+        self._drawn: Drawn | None = None  # for the current pass; None: not begun
+        self._is_loaded = False  # position from a checkpoint; the next `for` resumes there
+        self._is_left = False  # the current pass must not be resumed
+        self._iterator = 0  # number of the newest iterator; older ones must not continue
+
+    def __len__(self) -> int:
+        """Steps in a pass. Raises TypeError if not known: for a function and some samplers."""
+        if self._source.num_steps < 0:
+            raise TypeError("how many steps a pass has is known at its end: the source does not say it")
+        return self._source.num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields this rank's micro-batches of each step, which may be none. Starts a new pass, except that the first
+        after `load_state_dict` resumes.
+
+        Collective at the start of a pass; for samplers, streams and functions in each step, too: 16 bytes a rank.
+        """
+        if not self._is_loaded:
+            self.leave()
+        number = self._iterator + 1
+        try:
+            yield from self.resumed()
+        except GeneratorExit:  # `break`
+            if number == self._iterator:
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Called after `break`: the next pass starts anew. A checkpoint still has the position of this one."""
+        self._is_left = self._drawn is not None
+
+    def resumed(self) -> Iterator[Batch]:
+        """Yields the remaining batches of the current pass; of a new one if none is open."""
+        if self._is_left:
+            self._pass, self.step, self._drawn = self._pass + 1, 0, None
+        self._is_loaded = self._is_left = False
+        self._iterator += 1
+        number = self._iterator
+        self._world.calls.note("share")
+        if self._drawn is None:
+            self._drawn = self._source.begin(self._pass)
+        for batch in self._source.steps(self._pass, self.step, self._drawn):
+            self.step += 1
+            yield batch
+            if number != self._iterator:
+                raise UserError(f"{place()}: this pass lost its place: another one over the same batches was begun")
+            batch.drain()
+        self._pass, self.epoch, self.step, self._drawn = self._pass + 1, self.epoch + 1, 0, None
+
+    def flat(self) -> Iterator[Any]:
+        """Yields this rank's micro-batches of one pass, not grouped by step: for reading without training."""
+        for batch in self:
+            yield from batch.draw()
+
+    def peek(self) -> Any:
+        """Returns a sample micro-batch, to look at shapes, without using it up."""
+        return self._source.peek()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position and a description of the source; JSON, the same on all ranks at the same step."""
+        position = {"epoch": self.epoch, "pass": self._pass, "step": self.step, "drawn": self._drawn}
+        return {**position, "of": dict(self._source.facts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next pass begin at this state's position; world size and micro-batch size may differ. Raises
+        UserError, naming the difference, for another source, batch size or seed."""
+        try:
+            epoch, number, step = int(state["epoch"]), int(state["pass"]), int(state["step"])
+            drawn, of = state["drawn"], dict(state["of"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{place()}: this is not the position of a share: {short(state)}") from error
+        for name, mine in self._source.facts.items():
+            if of.get(name) != mine:
+                raise UserError(
+                    f"{place()}: the saved position is one with {name} {short(of.get(name))}, here it is "
+                    f"{short(mine)}, so the order would differ; give what was given then, or start from the beginning"
+                )
+        self.epoch, self._pass, self.step, self._drawn = epoch, number, step, drawn
+        self._is_loaded, self._is_left = True, False
+        self._iterator += 1
+
+
+# ---- from arguments to a source ----
+
+_LANES = (
+    "`def samples(lane, num_lanes)`, which returns an iterator over every num_lanes-th file or document from the "
+    "lane-th on, and with it batch_size="
+)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of `share`."""
+
+    world: World
+    batch_size: int | None
+    micro_batch_size: int | None
+    micro_batches: int | None
+    shuffle: bool | None
+    seed: int
+    drop_last: bool | None
+    collate_fn: Collate | None
+
+    def refuse(self, why: str, *names: str) -> None:
+        """Raises UserError if one of these arguments was given."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise UserError(f"{place()}: share was given {name}={getattr(self, name)!r}, and {why}")
+
+    def need_batch_size(self) -> int:
+        if self.batch_size is None:
+            raise UserError(f"{place()}: share needs batch_size=, the samples in a step over all ranks")
+        return self.batch_size
+
+    def split(self, batch_size: int | None) -> Split:
+        """Returns a Split for batches of this size. Raises UserError if the argument differs from the loader's."""
+        if self.batch_size not in (None, batch_size):
+            self.refuse(f"the DataLoader has batch_size={batch_size}, that of all ranks together", "batch_size")
+        return Split(self.world, self.micro_batch_size, batch_size)
+
+
+def _source(source: Any, given: _Arguments) -> Source:
+    is_dataset = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, type)
+    if isinstance(source, Share):
+        raise UserError(f"{place()}: this source was shared before; give share the data set or the DataLoader itself")
+    if isinstance(source, Mapping | str | bytes):
+        raise UserError(
+            f"{place()}: a {kind(source)} is no list of samples: give what has an item for each number from 0 on, "
+            "such as a torch TensorDataset of the columns, or one split of several"
+        )
+    if callable(source) and not is_dataset and not isinstance(source, DataLoader | IterableDataset):
+        return _of_function(source, given)
+    given.refuse("that goes with a function that draws micro-batches", "micro_batches")
+    if isinstance(source, DataLoader):
+        return _of_loader(source, given)
+    if not is_dataset and not isinstance(source, IterableDataset):
+        raise UserError(
+            f"{place()}: a {kind(source)} cannot be shared: it has no length and no item for each number, so every "
+            f"rank would draw all of it. Give a function instead, {_LANES}"
+        )
+    size, drop_last = given.need_batch_size(), bool(given.drop_last)
+    loader: DataLoader[Any] = DataLoader(source, size, drop_last=drop_last, collate_fn=given.collate_fn)
+    if isinstance(source, IterableDataset):
+        given.refuse("the order of a stream is its own", "shuffle")
+        return _of_stream(loader, given)
+    order = SeededOrder(len(source), size, drop_last, given.shuffle is not False, given.seed)
+    return DatasetSource(order, given.world, given.split(size), given.seed, loader, draws_worker_seed=False)
+
+
+def _of_function(function: Any, given: _Arguments) -> Source:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+        given.refuse("that goes with a function that draws micro-batches", "micro_batches")
+        given.refuse("the order of lanes is the function's own", "shuffle")
+        size = given.need_batch_size()
+        facts = {"batch_size": size, "drop_last": bool(given.drop_last), "seed": given.seed}
+        return LaneSource(function, given.world, given.split(size), given.collate_fn or default_collate, **facts)
+    given.refuse("a function without parameters draws micro-batches itself", "shuffle", "drop_last", "collate_fn")
+    given.refuse("a function draws complete micro-batches; micro_batches= says how many in a step", "batch_size")
+    if given.micro_batches is None:
+        raise UserError(
+            f"{place()}: {kind(function)} takes no parameters, so it draws a micro-batch a call: say micro_batches=, "
+            "those of a step over all ranks (its gradient accumulation steps, times its ranks)"
+        )
+    return FunctionSource(function, given.world, given.micro_batches)
+
+
+def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
+    given.refuse("a DataLoader says that itself: set it there", "shuffle", "drop_last", "collate_fn")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UserError(
+            f"{place()}: {kind(loader)} has an __iter__ of its own, which share would not use; give a torch "
+            "DataLoader, or its data set"
+        )
+    if loader.batch_sampler is None:
+        raise UserError(
+            f"{place()}: the DataLoader has batch_size=None, so share cannot know what a sample is: give it a "
+            "batch_size, or the sampler of batches as batch_sampler="
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return _of_stream(loader, given)
+    sampler: Any = loader.batch_sampler
+    while sampler is not None:
+        if isinstance(sampler, DistributedSampler):
+            raise UserError(
+                f"{place()}: the DataLoader has a {kind(sampler)}, which splits samples over ranks, and so does "
+                "share: take it away, with batch_size= as that of all ranks together and shuffle=True where it shuffled"
+            )
+        sampler = getattr(sampler, "sampler", None)
+    order = order_of(loader, given.seed)
+    return DatasetSource(order, given.world, given.split(order.batch_size), given.seed, loader, draws_worker_seed=True)
+
+
+def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Source:
+    if given.world.world_size > 1:
+        warn(
+            f"{kind(loader.dataset)} is an IterableDataset, whose samples have no numbers: each of "
+            f"{given.world.world_size} ranks reads all of it and keeps its part. To read it once give share a function "
+            f"{_LANES}",
+            given.world,
+        )
+    return StreamSource(loader, given.world, given.split(loader.batch_size))
+
+
+def _require_same_everywhere(world: World, facts: dict[str, Any]) -> None:
+    """Raises UserError on all ranks if one shares another source. Collective."""
+    by_rank = [json.loads(text) for text in world.group.share_text(json.dumps(facts))]
+    for rank, there in enumerate(by_rank):
+        here = by_rank[0]
+        for name in [*here, *there]:
+            if here.get(name) != there.get(name):
+                raise UserError(
+                    f"{place()}: ranks share different things: {name} is {short(here.get(name))} on rank 0 and "
+                    f"{short(there.get(name))} on rank {rank}; give share the same on all ranks, and it splits it",
+                    reach="world",
+                )

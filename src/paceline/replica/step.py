@@ -1,0 +1,333 @@
+"""One update, top to bottom: micro-batches -> losses -> gradients -> sums over ranks -> update.
+
+    step = replica.step(batch)                   # or: for step in replica.steps(loader)
+    for x, y in step:                            # this rank's micro-batches; none perhaps
+        step.backward(criterion(model(x), y))    # all-reduce overlaps with the last one's backward pass
+    result = step.finish(max_norm=1.0)           # every rank calls it
+
+Gradients are sums, never means of means. Each micro-batch's mean loss is multiplied by its weight (the number of
+samples or tokens), and the sum over all micro-batches of all ranks is divided by the total weight. Backward divides by
+the total if it is given, else by an estimate: the last step's total, scaled by the batch's rows if known. After
+backward the ranks learn the true total, and clipping multiplies by estimate / total. That is 1, and rounds nothing, if
+weights are rows or batches are alike.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.base.errors import UserError
+from paceline.optim.clip import clip_
+from paceline.replica import generators, mistakes
+from paceline.replica.batch import Batch, num_rows
+from paceline.replica.passes import Pass, passes
+from paceline.replica.result import Exchanged, StepClock, StepResult, StepTimes
+from paceline.replica.trouble import Trouble, whose_trouble
+from paceline.world.calls import place
+
+if TYPE_CHECKING:
+    from paceline.replica.replica import Replica
+
+
+class Step:
+    """One update. Every rank makes it; a rank without a micro-batch only calls `finish`."""
+
+    def __init__(self, replica: "Replica", batch: Batch, total: float | None = None):
+        """Use Replica.step or Replica.steps. total: weight of the global batch, if known."""
+        self.number = replica.num_steps + 1
+        """The number of this update, from 1."""
+        self.rows: range | None = None
+        """Rows of the global batch in the current micro-batch; None: not known."""
+        self._replica, self._batch = replica, batch
+        self._clock = StepClock(replica.clock, replica.world.group)
+        self._is_total_given, self._total = total is not None, total
+        self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
+        self._weight = 0.0  # of this rank's micro-batches so far
+        self._loss_sum: torch.Tensor | None = None  # sum of losses times weights
+        self._unweighted: set[int] = set()  # numbers of rows of micro-batches without a weight
+        self._draws: list[torch.Tensor] = []  # for the whole batch, in the order of draws; reused by all micro-batches
+        self._num_draws = 0  # of the current micro-batch
+        is_first = replica.num_steps == 0 and total is None and batch.rows is None
+        self._digest = mistakes.digest_of(batch.given[0]) if is_first and batch.given else 0
+        self._is_iterating = False
+        # The current pass. A script may call backward for its only micro-batch without iterating over the step.
+        only = Pass(None, None, num_rows(batch.given[0]) if batch.given else None, is_real=True, is_last=True)
+        self._current: Pass | None = only if len(batch) <= 1 else None
+        self._has_loss = False  # the current micro-batch had a backward pass
+        self._stage = "backward"  # then "launched", "reduced", "over"
+        self._unused: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        """This rank's number of micro-batches."""
+        return len(self._batch)
+
+    @property
+    def is_begun(self) -> bool:
+        return self._loss_sum is not None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields this rank's micro-batches, on its device, under autocast if the replica has a `dtype`; with fsdp then
+        dummies of weight 0, so that all ranks make equally many passes."""
+        replica = self._replica
+        replica.at("data")
+        for one in passes(self._batch, replica.sync, replica.world):
+            self._current, self.rows, self._has_loss, self._num_draws = one, one.rows, False, 0
+            self._clock.end("data")
+            replica.at("forward")
+            self._is_iterating = True
+            try:
+                with replica.precision():
+                    yield one.micro_batch
+            finally:  # also if the script breaks the loop
+                self._is_iterating = False
+            if self._current is not None:
+                raise UserError(
+                    f"{place()}: a micro-batch had no step.backward(loss)"
+                    + (" that was its last: leave more=True out of that" if self._has_loss else "")
+                )
+        if self._loss_sum is None:
+            self._clock.end("data")
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | None = None, *, more: bool = False, is_sum: bool = False
+    ) -> None:
+        """Makes a backward pass from the micro-batch's mean loss, a scalar.
+
+        weight: number of items in the mean, such as unmasked tokens; None: the micro-batch's rows if known, else 1.
+        more: another backward of this micro-batch follows; the step's loss is the sum of both. is_sum: the loss is a
+        sum over `weight` items, not their mean.
+
+        Communicates only during the last pass of the last micro-batch. Raises UserError for mistakes that would train
+        wrongly.
+        """
+        replica, current = self._replica, self._require_micro_batch()
+        self._check_loss(loss)
+        weight = self._weight_of(current, weight)
+        factor = float(current.is_real) if is_sum else weight
+        is_last = current.is_last and not more
+        self._clock.end("forward")
+        replica.backward(loss * (factor * replica.scaler.scale / self._divisor), is_last)
+        self._clock.end("backward")
+        term = loss.detach() if is_sum else loss.detach().to(replica.exact_dtype) * weight
+        term = term if current.is_real else term * 0
+        self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
+        self._has_loss = True
+        if is_last:
+            self._stage = "launched"
+        if not more:
+            self._weight += weight
+            self._current = None
+
+    def finish(self, max_norm: float = 0.0, *, share: Sequence[float] = ()) -> StepResult:
+        """Sums gradients over ranks, clips them, updates the model and clears the gradients. Collective: called once a
+        step, also by a rank without a micro-batch.
+
+        max_norm: gradients are shrunk to this global norm; 0: the norm is only measured. share: a few numbers of this
+        rank; `result.shared` has all ranks', without another collective. If a gradient is not finite, no rank updates.
+        Raises UserError on all ranks if micro-batches of different sizes would have equal weight.
+        """
+        replica, sync = self._replica, self._replica.sync
+        replica.world.calls.note("Step.finish", replica)
+        self._require_complete("finish")
+
+        # ---- sum over ranks, clip ----
+        if self._stage == "reduced":  # the script may have changed them
+            gradients, scale = sync.changed_gradients(), 1.0
+            if share and not self._is_total_given:
+                self._shared = replica.world.group.share(list(map(float, share)))
+        else:
+            gradients = self._sum_gradients(share)
+            scale = self._scale()
+        norm = clip_(gradients, max_norm, scale, sync.total)
+        self._clock.end("reduce")
+
+        # ---- update this rank's part ----
+        replica.at("update")
+        trouble = None
+        if math.isfinite(norm):
+            replica.update(self._unused)
+        else:
+            trouble = whose_trouble(sync, replica.world.group)
+        replica.scaler.observe(trouble is not None)
+        self._clock.end("optim")
+
+        # ---- publish the weights ----
+        replica.at("publish")
+        sync.publish()
+        if self._is_total_given:
+            replica.at("exchange")
+            self._exchange([], share)
+        return self._close(norm, trouble)
+
+    def reduce(self) -> None:
+        """Sums the gradients over ranks, for scripts that read or change them; else `finish` does it. Collective.
+
+        Afterwards `.grad` is the gradient of the mean loss over the global batch, on all ranks; a script may change it
+        before `finish`. With zero this costs an all-gather of the gradients; with fsdp `.grad` is a DTensor, one shard
+        on each rank.
+        """
+        self._replica.world.calls.note("Step.reduce", self._replica)
+        self._require_complete("reduce")
+        self._sum_gradients(())
+        self._replica.gradients.expose(self._scale())
+        self._stage = "reduced"
+
+    def draw(self, function: Callable[..., torch.Tensor], *size: int, **options: Any) -> torch.Tensor:
+        """Returns this micro-batch's rows of a random tensor for the whole global batch, on this rank's device: row r
+        of the global batch gets the same numbers at any number of ranks.
+
+        step.draw(torch.randn, 100) has shape (rows of this micro-batch, 100). `function(rows, *size, **options)` is
+        called once a step on each rank for all rows, and must draw from the CPU's global generator, which ranks seed
+        alike. Raises UserError if the source does not say which rows these are.
+        """
+        if self.rows is None or self._batch.num_rows is None:
+            raise UserError(
+                f"{place()}: step.draw is used in `for ... in step` over what paceline.share or replica.steps deals "
+                "out: only then a micro-batch knows its rows"
+            )
+        if self._num_draws == len(self._draws):
+            self._draws.append(function(self._batch.num_rows, *size, **options))
+        self._num_draws += 1
+        mine = self._draws[self._num_draws - 1][self.rows.start : self.rows.stop]
+        return mine.to(self._replica.world.device)
+
+    # ---- inside ----
+
+    def _sum_gradients(self, share: Sequence[float]) -> list[torch.Tensor]:
+        """Returns this rank's flat gradients, summed over ranks, along with the total weight if unknown. Collective."""
+        replica = self._replica
+        replica.gradients.reveal()
+        replica.updates.check_groups()
+        replica.at("reduce")
+        gradients, used = replica.gradients.reduce()
+        replica.world.calls.travelling = None
+        if not self._is_total_given:
+            self._learn_total(used, share)
+        return gradients
+
+    def _learn_total(self, used: Sequence[bool], share: Sequence[float]) -> None:
+        """All-gathers weights and used parameters; raises UserError on all ranks for mistakes that these show."""
+        replica = self._replica
+        flags = np.packbits(np.array(used, dtype=bool))  # 8 parameters a number
+        by_rank = self._exchange([float(byte) for byte in flags], share)
+        anywhere = np.bitwise_or.reduce(np.array(by_rank, dtype=np.uint8), axis=0)
+        names = list(replica.gradients.trained)
+        is_used = np.unpackbits(anywhere, count=len(names))
+        self._unused = [name for name, flag in zip(names, is_used, strict=True) if not flag]
+        sizes = {int(size) for row in self._rows for size in (row.least_rows, row.most_rows) if size >= 0}
+        if len(sizes) > 1:
+            raise UserError(
+                f"{place()}: micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
+                "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
+                reach="world",
+            )
+        mistakes.tell_of_same_rows([int(row.digest) for row in self._rows], replica.world)
+        self._total = math.fsum(row.weight for row in self._rows)
+        if not self._total:
+            raise UserError(f"{place()}: no rank had a micro-batch in this step", reach="world")
+        if names and len(self._unused) == len(names):
+            raise UserError(
+                f"{place()}: no gradient of this step reached a parameter of the replica's model: its parameters were "
+                "replaced since (assign=True, a new module), or the loss is another model's",
+                reach="world",
+            )
+
+    def _exchange(self, flags: Sequence[float], share: Sequence[float]) -> list[list[float]]:
+        """Makes the step's one small all-gather, 8 bytes a number. Returns the flags by rank."""
+        replica = self._replica
+        loss_sum = 0.0 if self._loss_sum is None else float(self._loss_sum)
+        times = self._clock.times()
+        mine = Exchanged(
+            loss_sum=loss_sum,
+            weight=self._weight,
+            vote=replica.stop.vote if replica.stop is not None else 0.0,
+            least_rows=min(self._unweighted, default=-1),
+            most_rows=max(self._unweighted, default=-1),
+            digest=float(self._digest),
+            drawn_from=float(generators.digest(replica.world.device)) if self._draws else 0.0,
+        )
+        rows = [iter(row) for row in replica.world.group.share([*mine, *times, *flags, *map(float, share)])]
+        self._rows = [Exchanged(*islice(row, len(mine))) for row in rows]
+        self._times = [StepTimes(*islice(row, len(times))) for row in rows]
+        by_rank = [list(islice(row, len(flags))) for row in rows]
+        self._shared = [list(row) for row in rows]
+        return by_rank
+
+    def _scale(self) -> float:
+        """Returns the divisor of the summed gradients: loss scale, and true total / estimate."""
+        assert self._total is not None
+        return self._replica.scaler.scale * self._total / self._divisor
+
+    def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
+        assert self._total is not None
+        self._stage = "over"
+        rows, total = self._rows, self._total
+        if not self._is_total_given:
+            self._replica.total_before = total / (self._batch.num_rows or 1)
+        self._replica.end_step(self._weight / total, rows)
+        return StepResult(
+            loss=math.fsum(row.loss_sum for row in rows) / total,
+            grad_norm=norm,
+            weight=total,
+            skipped=trouble,
+            stop_reason=self._replica.stop_reason,
+            shared=self._shared,
+            times=self._clock.times(),
+            by_rank=self._times,
+        )
+
+    # ---- checks ----
+
+    def _require_complete(self, verb: str) -> None:
+        """Raises UserError if it is too early, or too late, for `finish` or `reduce`."""
+        if self._stage == "over" or (verb == "reduce" and self._stage == "reduced"):
+            raise UserError(f"{place()}: step.{verb}() was called twice for one step")
+        if self._is_iterating:
+            raise UserError(
+                f"{place()}: step.{verb}() is inside the loop over the step's micro-batches, where a rank that has "
+                "fewer of them would call it less often: call it after that loop, once a step"
+            )
+        if self._stage == "backward" and (self._loss_sum is not None or len(self)):
+            raise UserError(
+                f"{place()}: step.{verb}() came before the last micro-batch had its step.backward(loss): go through "
+                "all of `for ... in step` first"
+            )
+
+    def _require_micro_batch(self) -> Pass:
+        """Returns the pass that backward is for; raises UserError if there is none."""
+        if self._stage != "backward":
+            raise UserError(
+                f"{place()}: step.backward was called again after the last one of step {self.number}: say more=True to "
+                "all but the last of several losses, or add them up; and call step.finish() once after the loop"
+            )
+        if self._current is None:
+            done = "had its step.backward already: say more=True to all but the last, or add the losses up"
+            none = "was not drawn: go through them by `for ... in step`"
+            raise UserError(f"{place()}: this micro-batch {done if self._is_iterating else none}")
+        return self._current
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            shape = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise UserError(f"{place()}: the loss is {shape}; backward needs the mean, a tensor of one number")
+        if not loss.requires_grad:
+            raise UserError(
+                f"{place()}: the loss depends on no weight that is trained: it was computed under torch.no_grad(), "
+                "detached, or all its weights are frozen"
+            )
+        mistakes.check_scaled(loss, len(self), self._replica)
+
+    def _weight_of(self, current: Pass, weight: float | None) -> float:
+        if not current.is_real:
+            return 0.0
+        if weight is None and current.rows is None and current.num_rows is not None:
+            self._unweighted.add(current.num_rows)
+        if weight is None:
+            weight = 1.0 if current.rows is None else len(current.rows)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UserError(f"{place()}: the weight of a micro-batch is {weight}; it is a number of samples or tokens")
+        return float(weight)

@@ -1,0 +1,65 @@
+"""Stopping early: a signal or a time limit on any rank sets its stop flag; ranks all-gather the flags each step."""
+
+import signal
+import time
+from types import FrameType, TracebackType
+
+import psutil
+
+from paceline.base.early import STOP_SIGNALS, stopped_early
+from paceline.base.errors import Stopped
+
+_TIME_LIMIT = -1.0  # the vote of a rank that is past its time limit
+
+
+class StopRequest:
+    """While open, SIGINT, SIGTERM, SIGUSR1 and SIGHUP set the stop flag instead of ending the process; so does a
+    process age of `after_s` seconds (0: no limit).
+
+    Until `is_training` is set, a signal ends the process at once by Stopped: there is nothing to save yet. A SIGHUP
+    that is ignored (nohup) stays ignored. A second SIGINT raises KeyboardInterrupt. During a collective Python delays
+    the handler.
+    """
+
+    def __init__(self, after_s: float = 0.0, is_training: bool = True) -> None:
+        self.is_training = is_training
+        self._signal: str | None = None
+        age_s = time.time() - psutil.Process().create_time()
+        self._deadline_s = time.monotonic() + after_s - age_s if after_s else float("inf")
+        self._previous: dict[int, object] = {}
+
+    @property
+    def vote(self) -> float:
+        """This rank's stop flag: a signal's number, -1 for the time limit, 0 if not set."""
+        if self._signal is not None:
+            return float(signal.Signals[self._signal])
+        return _TIME_LIMIT if time.monotonic() >= self._deadline_s else 0.0
+
+    def __enter__(self) -> "StopRequest":
+        for number in STOP_SIGNALS:
+            if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        before, self._signal = self._signal, signal.Signals(number).name
+        # A library may swallow this exception: the signal is recorded first, and stops the run after a step.
+        if number == signal.SIGINT and (before == "SIGINT" or not self.is_training):
+            raise KeyboardInterrupt
+        if not self.is_training:
+            raise Stopped(stopped_early(self._signal), reach="world")
+
+
+def why_to_stop(votes: list[float]) -> str | None:
+    """Returns the reason of all ranks' votes: "SIGTERM on rank 0, 1"; None if no flag is set."""
+    by_reason: dict[str, list[str]] = {}
+    for rank, vote in enumerate(votes):
+        if vote:
+            reason = "train.stop-after" if vote == _TIME_LIMIT else signal.Signals(int(vote)).name
+            by_reason.setdefault(reason, []).append(str(rank))
+    return "; ".join(f"{reason} on rank {', '.join(ranks)}" for reason, ranks in by_reason.items()) or None

@@ -1,0 +1,115 @@
+"""The tables and the plot of `paceline bench link`."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from paceline.base import units
+from paceline.record.console import Console, facts, table
+from paceline.tools.bench.link import Host, LinkReport, Pair
+
+
+def show(report: LinkReport, console: Console) -> None:
+    """Prints the report."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    world = [("world", f"{_where(report)} ({versions})")]
+    console.say(facts(world + [(f"host {host.name}", _host(host, report.backend)) for host in report.hosts]))
+    console.say()
+    console.say(_pairs(report))
+    slowest = report.slowest
+    console.say(f"the slowest pair: {_between(slowest)}, {_mb(slowest.bytes_per_s)} MB/s\n")
+    console.say(_collectives(report))
+    if left_out := [num_bytes for found in report.collectives for num_bytes in found.left_out_bytes]:
+        console.say(f"left out, for lack of time (--time-budget): {units.size(min(left_out))} and more\n")
+    console.say(_fits(report))
+    console.say(_model(report))
+    model = report.model
+    how = "by the fit; not measured, for lack of time (--time-budget)" if model.alone_s is None else "measured alone"
+    console.say(f"prediction: comm_ms of a training step, strategy ddp: {_ms(model.predicted_s)} ms ({how})")
+
+
+def _where(report: LinkReport) -> str:
+    num_hosts = len(report.hosts)
+    return f"{report.world_size} ranks on {num_hosts} host{'s'[: num_hosts > 1]}, backend {report.backend}"
+
+
+def _host(host: Host, backend: str) -> str:
+    ranks = f"rank{'s'[: len(host.ranks) > 1]} {', '.join(map(str, host.ranks))}"
+    if not host.interface:
+        return f"{ranks}; {backend} chooses the interface, and does not say which"
+    return f"{ranks}, interface {host.interface}"
+
+
+def _between(pair: Pair) -> str:
+    return "{} and {}".format(*pair.hosts) if len(set(pair.hosts)) > 1 else "ranks {} and {}".format(*pair.ranks)
+
+
+def _pairs(report: LinkReport) -> Table:
+    rows = [
+        [_between(pair), f"{pair.latency_s * 1e6:.0f}", _mb(pair.bytes_per_s), f"{pair.bytes_per_s * 8 / 1e9:.3f}"]
+        for pair in report.pairs
+    ]
+    columns = ["between", "latency us", "each way, both busy, MB/s", "Gbit/s"]
+    return table(f"Between two ranks, through {report.backend}", columns, rows)
+
+
+def _collectives(report: LinkReport) -> Table:
+    """A row for each size; a dash if there was no time for it."""
+    rows = []
+    for num_bytes in sorted({time.num_bytes for found in report.collectives for time in found.times}):
+        row = [units.size(num_bytes)]
+        for found in report.collectives:
+            cell = next((time for time in found.times if time.num_bytes == num_bytes), None)
+            row += [_ms(cell.seconds), _mb(cell.bus_bytes_per_s)] if cell else ["-", "-"]
+        rows.append(row)
+    columns = ["size"] + [text for found in report.collectives for text in (f"{found.name}\nms", "bus\nMB/s")]
+    return table("Collectives (size and bus bandwidth as in nccl-tests)", columns, rows)
+
+
+def _fits(report: LinkReport) -> Table:
+    columns = ["time = alpha + size / beta", "alpha us", "beta MB/s", "off by, mean"]
+    fits = [(found.name, found.fit) for found in report.collectives]
+    rows = [
+        [name, f"{line.alpha_s * 1e6:.0f}", _mb(line.beta_bytes_per_s), f"{line.residual_frac:.1%}"]
+        for name, line in fits
+    ]
+    return table("Latency and bandwidth of the collectives", columns, rows)
+
+
+def _model(report: LinkReport) -> Table:
+    model, link = report.model, report.slowest.bytes_per_s
+    num_buckets = len(model.bucket_bytes)
+    rows = [
+        [f"computed: {units.size(model.wire_bytes)} a rank over the link's {_mb(link)} MB/s", _ms(model.computed_s)],
+        ["by the fit, one bucket after the other", _ms(model.fitted_s)],
+        ["measured alone, all buckets under way", "not measured" if model.alone_s is None else _ms(model.alone_s)],
+    ]
+    size = f"{units.size(model.gradient_bytes)}, {num_buckets} bucket{'s'[: num_buckets > 1]}"
+    return table(f"All-reduce of {units.count(model.parameters)} parameters: {size}", ["once a step", "ms"], rows)
+
+
+def write_plot(report: LinkReport, path: Path) -> None:
+    """Writes a self-contained page: bus bandwidth over size, a line for each collective."""
+    from plotly import graph_objects as go  # type: ignore[import-untyped, unused-ignore]
+
+    figure = go.Figure()
+    for found in report.collectives:
+        rates = [time.bus_bytes_per_s / 1e6 for time in found.times]
+        figure.add_scatter(x=[time.num_bytes for time in found.times], y=rates, mode="lines+markers", name=found.name)
+    link = report.slowest.bytes_per_s / 1e6
+    figure.add_hline(y=link, line_dash="dash", annotation_text=f"the slowest link: {link:.1f} MB/s")
+    every = sorted({time.num_bytes for found in report.collectives for time in found.times})
+    figure.update_xaxes(type="log", title="size of the buffer", tickvals=every, ticktext=list(map(units.size, every)))
+    figure.update_yaxes(type="log", title="bus bandwidth, MB/s of payload", dtick=1)
+    figure.update_layout(title=f"Collectives, {_where(report)}", template="plotly_white")
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}"
+
+
+def _mb(bytes_per_s: float) -> str:
+    mb = bytes_per_s / 1e6
+    return f"{mb:.1f}" if mb < 1000 else f"{mb:.0f}"

@@ -1,0 +1,287 @@
+"""Shows the measurements of `paceline bench scaling`: rows, tables, sentences, JSON, and a plot."""
+
+import importlib
+import json
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import rich.table
+import torch
+
+from paceline import __version__
+from paceline.base import units
+from paceline.record.console import table
+from paceline.tools.bench.scaling import WARM_UP_STEPS, Found, Kind, Sample, Setup, World
+from paceline.world.cores import usable_cores
+
+_LEAST_STRAIGHT = 0.9  # of the ideal; below it the last line names the cause
+COLUMNS = [
+    *("world", "tokens/s", "of ideal", "machine", "sync", "step ms"),
+    *("computed", "all-reduce", "exposed", "spread"),
+]
+LEGEND = (
+    "of ideal: of as many single ranks as there are, each with the same threads on cores of its own; it is machine "
+    "(what as many separate runs at once reach) times sync (what being one world costs on top). computed: a rank's "
+    "bytes at the measured bandwidth of the link; all-reduce: a collective was under way; exposed: a rank stood still "
+    "for it; spread: between the first rank and the last to have their gradients. Milliseconds a step."
+)
+# Okabe and Ito's colours, which all kinds of colour vision can distinguish.
+_INK = {"ideal": "#000000", "separate runs at once": "#999999", "one world": "#0072B2", "hosts of a lab": "#D55E00"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One world against its ideal: medians over the rounds. If it could not be measured, only `problem` is valid."""
+
+    kind: Kind
+    label: str
+    ranks: int
+    hosts: int
+    rate: str
+    batch: int
+    shares_cores: bool
+    problem: str = ""
+    tokens_per_s: float = 0.0
+    rounds_tokens_per_s: tuple[float, ...] = ()
+    ideal_tokens_per_s: float = 0.0
+    efficiency: float | None = None  # of the ideal, a fraction; None: other kind of device
+    machine: float | None = None  # the separate ranks, of the ideal
+    step_ms: float = 0.0
+    comm_ms: float = 0.0
+    exposed_ms: float = 0.0
+    spread_ms: float = 0.0
+    comm_bytes: float = 0.0
+    link_bytes_per_s: float | None = None
+
+    @property
+    def synchronisation(self) -> float | None:
+        """The ranks of one world, of the separate ranks, a fraction."""
+        return self.efficiency / self.machine if self.efficiency is not None and self.machine else None
+
+    @property
+    def computed_comm_ms(self) -> float | None:
+        """Time of the bytes at the link's bandwidth."""
+        return 1e3 * self.comm_bytes / self.link_bytes_per_s if self.link_bytes_per_s and self.ranks > 1 else None
+
+    @property
+    def exposed_frac(self) -> float:
+        return self.exposed_ms / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def spread_frac(self) -> float:
+        return self.spread_ms / self.step_ms if self.step_ms else 0.0
+
+
+def tabulate(setup: Setup, found: Found) -> dict[Kind, list[Row]]:
+    return {kind: [_row(setup, found, kind, world) for world in setup.table(kind)] for kind in setup.kinds}
+
+
+def _row(setup: Setup, found: Found, kind: Kind, world: World) -> Row:
+    row = Row(
+        kind=kind,
+        label=world.label,
+        ranks=world.ranks,
+        hosts=world.hosts,
+        rate=world.rate,
+        batch=world.batch,
+        shares_cores=bool(setup.cores) and world.ranks > setup.num_places,
+    )
+    samples = found.samples.get(world, [])
+    if world in found.problems or not samples:
+        return replace(row, problem=found.problems.get(world, "not measured"))
+    # Ratios within a round, measured minutes apart; then their median.
+    ideals = [min(world.ranks, setup.num_places) * one.tokens_per_s for one in found.samples[setup.alone]]
+    apart = found.samples.get(setup.apart(world.ranks), [])
+    measured = ("tokens_per_s", "step_ms", "comm_ms", "exposed_ms", "spread_ms", "comm_bytes")
+    medians: dict[str, Any] = {
+        name: float(statistics.median(getattr(sample, name) for sample in samples)) for name in measured
+    }
+    is_comparable = world.device == setup.device
+    return replace(
+        row,
+        rounds_tokens_per_s=tuple(sample.tokens_per_s for sample in samples),
+        ideal_tokens_per_s=statistics.median(ideals),
+        efficiency=_ratio(samples, ideals) if is_comparable else None,
+        machine=_ratio(apart, ideals) if is_comparable and apart else None,
+        link_bytes_per_s=found.links.get((world.hosts, world.rate)),
+        **medians,
+    )
+
+
+def _ratio(samples: list[Sample], ideals: list[float]) -> float:
+    return statistics.median(sample.tokens_per_s / ideal for sample, ideal in zip(samples, ideals, strict=False))
+
+
+# ---- words ----
+
+
+def where_it_bends(rows: Sequence[Row]) -> str:
+    """Describes one table: up to which size it follows the ideal, or the main cause of each world's loss."""
+    kind = rows[0].kind
+    compared = [row for row in rows if row.efficiency is not None and row.ranks > 1 and not row.problem]
+    if not compared:
+        return f"{kind} scaling: no world of several ranks was measured"
+    bent = [row for row in compared if (row.efficiency or 0.0) < _LEAST_STRAIGHT]
+    if not bent:
+        last = compared[-1]
+        return f"{kind} scaling does not bend up to {last.label}: {last.efficiency:.0%} of the ideal"
+    reasons = "; ".join(f"at {row.label} ({row.efficiency:.0%} of the ideal): {_cause(row)}" for row in bent)
+    return f"{kind} scaling bends {reasons}"
+
+
+def _cause(row: Row) -> str:
+    """Returns the main cause of this row's loss against its ideal."""
+    if row.shares_cores:
+        return f"{row.ranks} ranks share the cores of fewer, so that each more is one more to wait for"
+    machine = 1 - (row.machine or 1.0)
+    waits = max(0.0, row.exposed_frac - row.spread_frac)
+    rest = 1 - (row.efficiency or 0.0) - machine - row.exposed_frac
+    what = "the network" if row.hosts > 1 else "the other ranks' gradients"
+    causes = {
+        f"a step waits {waits:.0%} of its time for {what}: {_all_reduce(row)}": waits,
+        f"a step waits {row.spread_frac:.0%} of its time for the rank that is last": row.spread_frac,
+        f"it is the machine that the ranks share, not their synchronisation: {row.ranks} separate runs at once reach "
+        f"{row.machine or 0:.0%}": machine,
+        f"{rest:.0%} of a step go to what ranks neither divide nor wait for: the update, a step's fixed costs, and "
+        "carrying gradients on cores that compute": rest,
+    }
+    return max(causes, key=lambda cause: causes[cause])
+
+
+def _all_reduce(row: Row) -> str:
+    hidden = _ms(max(0.0, row.comm_ms - row.exposed_ms))
+    computed = f" ({_ms(row.computed_comm_ms)} by the link's bandwidth)" if row.computed_comm_ms else ""
+    size = units.size(row.comm_bytes)
+    return f"a rank's {size} take {_ms(row.comm_ms)} ms{computed}, of which compute hides {hidden}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def remarks(setup: Setup, tables: dict[Kind, list[Row]]) -> list[str]:
+    """Returns the lines below the tables: marks, worlds that could not be measured, and where scaling bends."""
+    rows = [row for kind in tables for row in tables[kind]]
+    marks = [f"* more ranks than cores: the ideal is that of {setup.num_places}"]
+    problems = {row.label: row.problem for row in rows if row.problem}
+    return [
+        *marks[: any(row.shares_cores for row in rows)],
+        *(f"{label} could not be measured: {problem}" for label, problem in problems.items()),
+        *map(where_it_bends, tables.values()),
+    ]
+
+
+# ---- tables, JSON, a plot ----
+
+
+def terminal_table(setup: Setup, kind: Kind, rows: Sequence[Row]) -> rich.table.Table:
+    return table(_title(setup, kind), COLUMNS, list(map(_cells, rows)))
+
+
+def _title(setup: Setup, kind: Kind) -> str:
+    if kind == "strong":
+        return f"Strong scaling: {setup.batch} sequences a step, divided by the ranks"
+    return f"Weak scaling: {setup.batch} sequences a step and rank"
+
+
+def _cells(row: Row) -> list[str]:
+    label = row.label + (" *" if row.shares_cores else "")
+    if row.problem:
+        return [label, "not measured", *[""] * (len(COLUMNS) - 2)]
+    fractions = ["" if f is None else f"{f:.0%}" for f in (row.efficiency, row.machine, row.synchronisation)]
+    cells = [label, f"{row.tokens_per_s:,.0f}", *fractions, f"{row.step_ms:.1f}"]
+    if row.ranks == 1:
+        return [*cells, *[""] * 4]
+    computed = "" if row.computed_comm_ms is None else f"{row.computed_comm_ms:.1f}"
+    exposed = f"{row.exposed_ms:.1f} ({row.exposed_frac:.0%})"
+    return [*cells, computed, f"{row.comm_ms:.1f}", exposed, f"{row.spread_ms:.1f}"]
+
+
+def markdown(setup: Setup, found: Found) -> str:
+    """Returns tables, remarks, and how to reproduce the measurement."""
+    tables = tabulate(setup, found)
+    lines = []
+    for kind, rows in tables.items():
+        cells = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1), *map(_cells, rows)]
+        lines += [f"**{_title(setup, kind)}**", "", *("| " + " | ".join(row) + " |" for row in cells), ""]
+    lines += [f"{remark[0].upper()}{remark[1:]}." for remark in remarks(setup, tables)]
+    how = (
+        f"{_machine()}; {setup.threads} thread{'s'[: setup.threads > 1]} a rank, "
+        f"{'pinned' if setup.cores else 'not pinned'}; medians of {setup.rounds} round{'s'[: setup.rounds > 1]} of "
+        f"{setup.steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of warm-up, worlds in turn"
+    )
+    return "\n".join([*lines, "", f"{how}: `{_command()}`", ""])
+
+
+def as_json(setup: Setup, found: Found) -> str:
+    """Returns all results, with units in the names."""
+    tables = tabulate(setup, found)
+    derived = ("synchronisation", "computed_comm_ms", "exposed_frac", "spread_frac")
+    made = {
+        "command": _command(),
+        "version": __version__,
+        "machine": _machine(),
+        "seconds": round(found.seconds, 1),
+        "threads": setup.threads,
+        "cores": list(setup.cores),
+        "rounds": setup.rounds,
+        "steps": setup.steps,
+        "warm_up_steps": WARM_UP_STEPS,
+        "config": asdict(setup.config),
+        "rows": [
+            asdict(row) | {name: getattr(row, name) for name in derived} for kind in tables for row in tables[kind]
+        ],
+        "sentences": [where_it_bends(rows) for rows in tables.values()],
+    }
+    return json.dumps(made, indent=1) + "\n"
+
+
+def plot_html(setup: Setup, found: Found) -> str:
+    """Returns a self-contained page with a plot for each kind: tokens/s over ranks, and the ideal line."""
+    objects = importlib.import_module("plotly.graph_objects")  # an optional extra
+    tables = tabulate(setup, found)
+    titles = [_title(setup, kind) for kind in tables]
+    figure = importlib.import_module("plotly.subplots").make_subplots(cols=len(tables), subplot_titles=titles)
+    for column, rows in enumerate(tables.values(), start=1):
+        for name, points in _lines(rows).items():
+            style = {"color": _INK[name], "dash": {"ideal": "dash", "separate runs at once": "dot"}.get(name, "solid")}
+            ranks, tokens_per_s = zip(*points, strict=True)
+            line = objects.Scatter(name=name, x=ranks, y=tokens_per_s, line=style, showlegend=column == 1)
+            figure.add_trace(line, row=1, col=column)
+        figure.update_xaxes(title_text="ranks", rangemode="tozero", tickvals=[row.ranks for row in rows], col=column)
+    figure.update_yaxes(title_text="tokens a second", rangemode="tozero")
+    figure.update_layout(template="plotly_white", title=f"{_machine()}<br><sup>{_command()}</sup>")
+    page: str = figure.to_html(include_plotlyjs=True)
+    return page
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Name -> ranks and tokens/s, of lines that have points."""
+    rows = [row for row in rows if row.efficiency is not None and not row.problem]
+    here = [row for row in rows if row.hosts == 1]
+    separate = [row for row in here if row.machine or row.ranks == 1]
+    lines = {
+        "ideal": sorted({(row.ranks, row.ideal_tokens_per_s) for row in rows}),
+        "separate runs at once": [(row.ranks, row.ideal_tokens_per_s * (row.machine or 1.0)) for row in separate],
+        "one world": [(row.ranks, row.tokens_per_s) for row in here],
+        "hosts of a lab": [(row.ranks, row.tokens_per_s) for row in rows if row.hosts > 1],
+    }
+    return {name: points for name, points in lines.items() if points}
+
+
+def _command() -> str:
+    return shlex.join(["paceline", *sys.argv[1:]])
+
+
+def _machine() -> str:
+    """Names the processor, its cores and torch's version."""
+    cores, info = usable_cores(), Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{[*names, platform.machine()][0]}, {cores} core{'s'[: cores > 1]}, torch {torch.__version__}"

@@ -1,0 +1,238 @@
+"""Reads a model from a folder of transformers, a repository on the hub, or nanoGPT's ckpt.pt.
+
+JSON and safetensors cannot run code. nanoGPT's file is a pickle, read by torch's restricted reader, which accepts only
+tensors, numbers, text and containers.
+"""
+
+import json
+import os
+import pickle
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, processors
+from torch import Tensor
+
+from paceline.base.errors import UserError
+from paceline.data.tokenizer import DOCUMENT_TOKENS, FILE, Tokenizer
+from paceline.model.config import ModelConfig
+from paceline.tools.hub import tensors
+from paceline.tools.hub.configs import read_config
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_VOCAB, _MERGES, _SPECIAL = "vocab.json", "merges.txt", "special_tokens_map.json"
+_FROM_HUB = (CONFIG, "model*.safetensors", _INDEX, FILE, _VOCAB, _MERGES, _SPECIAL)
+# Makes torch.load unrestricted. In torch 2.10 to 2.13 weights_only=True takes precedence, but torch does not promise
+# it.
+_UNRESTRICTED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_YES = ("1", "y", "yes", "true")  # as torch reads it
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # prefixes of DDP and torch.compile, in any order
+_NANOGPT_SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Source:
+    model: ModelConfig
+    weights: dict[str, Tensor]  # every parameter by our name, float32 on the CPU
+    tokenizer: Tokenizer | None
+    remark: str = ""  # why there is no tokenizer, if the source has one
+
+
+def read_source(spec: str) -> Source:
+    """Returns the model that `spec` names: a folder, a ckpt.pt, or ORG/NAME on the hub. Raises UserError, naming the
+    file, if a file is missing, damaged, unknown, or of a model that we cannot compute."""
+    path = Path(os.path.expanduser(spec))
+    if path.is_dir():
+        return _read_folder(path)
+    if path.is_file():
+        return _read_nanogpt(path)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.pt)", spec):
+        return _read_folder(_fetch(spec))
+    raise UserError(
+        f"there is no {spec}: give a folder with {CONFIG} and {WEIGHTS}, nanoGPT's ckpt.pt, or ORG/NAME on the hub"
+    )
+
+
+def _read_folder(folder: Path) -> Source:
+    if not (folder / CONFIG).is_file():
+        if (folder / "config.toml").is_file():
+            quoted = shlex.quote(str(folder))
+            raise UserError(f"{folder} is a run folder already: `paceline train --init-from {quoted}` fine-tunes it")
+        raise UserError(f"{folder} has no {CONFIG}, so it is not a folder that transformers saved")
+    model = read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
+    theirs = _read_weights(folder)
+    if model.arch == "gpt2":
+        theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    layout = tensors.gpt2_layout if model.arch == "gpt2" else tensors.llama_layout
+    weights = tensors.from_theirs(model, layout, theirs, str(folder))
+    return Source(model, weights, *_read_tokenizer(folder, model))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return found
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a folder, from one file or from the shards in its index."""
+    if (folder / WEIGHTS).is_file():
+        return _read_safetensors(folder / WEIGHTS)
+    if not (folder / _INDEX).is_file():
+        pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        found = f"only {', '.join(pickled)}, which can run code when read" if pickled else "no weights"
+        raise UserError(
+            f"{folder} has {found}; paceline reads {WEIGHTS}. Where the folder is trusted, transformers writes it: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    listed = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(_is_file_name(name) for name in listed.values()):
+        raise UserError(f"{folder / _INDEX}: its weight_map does not say in which files of the folder the tensors are")
+    theirs: dict[str, Tensor] = {}
+    for name in sorted(set(listed.values())):
+        theirs |= _read_safetensors(folder / name)
+    if missing := sorted(set(listed) - set(theirs)):
+        raise UserError(f"{folder}: {listed[missing[0]]} lacks {missing[0]}, which {_INDEX} says is in it")
+    return theirs
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and "/" not in name and "\\" not in name
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise UserError(f"{path} cannot be read as safetensors: {reason}") from None
+
+
+def _read_tokenizer(folder: Path, model: ModelConfig) -> tuple[Tokenizer | None, str]:
+    """Returns the tokenizer, or None and the reason: the weights can be used without it."""
+    try:
+        if (folder / FILE).is_file():
+            tokenizer = Tokenizer.load(folder / FILE)
+        elif (folder / _VOCAB).is_file() and (folder / _MERGES).is_file():
+            tokenizer = _from_merges(folder)
+        else:
+            return None, ""
+    except UserError as error:
+        return None, str(error)
+    if tokenizer.vocab_size > model.vocab_size:
+        return None, f"its ids reach {tokenizer.vocab_size - 1}, and the model has {model.vocab_size} only"
+    return tokenizer, ""
+
+
+def _from_merges(folder: Path) -> Tokenizer:
+    """Returns GPT-2's tokenizer from the two files of older formats."""
+    try:
+        model = models.BPE.from_file(str(folder / _VOCAB), str(folder / _MERGES))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{folder / _VOCAB} and {_MERGES} cannot be read: {error}") from None
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    special = set(DOCUMENT_TOKENS)
+    if (folder / _SPECIAL).is_file():
+        for value in _read_json(folder / _SPECIAL).values():
+            token = value.get("content") if isinstance(value, dict) else value
+            special |= {token} if isinstance(token, str) else set()
+    made.add_special_tokens(sorted(token for token in special if made.token_to_id(token) is not None))
+    return Tokenizer(made.to_str(pretty=True))
+
+
+def _fetch(repository: str) -> Path:
+    """Returns the repository's folder in the hub's cache, without pickles, fetched first if missing."""
+    try:
+        from huggingface_hub import snapshot_download  # an optional extra, and slow to import
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    except ImportError:
+        raise UserError(
+            f"there is no folder {repository} here, and to fetch it from the hub: pip install 'paceline[hub]'"
+        ) from None
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(_FROM_HUB)))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{repository} on the hub is gated: accept its terms there and log in (`hf auth login`)"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repository} is neither a folder here nor on the hub; if it is private, log in (`hf auth login`)"
+        ) from error
+    except Exception as error:  # of the hub, its HTTP client or the system; no common class
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{repository} is no folder here, and could not be fetched from the hub ({type(error).__name__}: "
+            f"{reason}); what was fetched is kept: try again, or give a folder"
+        ) from error
+
+
+def _read_nanogpt(path: Path) -> Source:
+    found = _load_restricted(path)
+    arguments, theirs = found.get("model_args"), found.get("model")
+    if not isinstance(arguments, dict) or not isinstance(theirs, dict):
+        raise UserError(f"{path} is not nanoGPT's: it has no `model` beside `model_args`")
+    if not all(isinstance(tensor, Tensor) for tensor in theirs.values()):
+        raise UserError(f"{path}: its `model` has more than tensors")
+    model = _nanogpt_config(arguments, str(path))
+    plain = {_WRAPPERS.sub("", str(name)).removeprefix("transformer."): theirs[name] for name in theirs}
+    if len(plain) < len(theirs):
+        raise UserError(f"{path}: its `model` has tensors twice, with and without the prefixes of DDP or torch.compile")
+    return Source(model, tensors.from_theirs(model, tensors.nanogpt_layout, plain, str(path)), None)
+
+
+def _nanogpt_config(arguments: Mapping[str, Any], where: str) -> ModelConfig:
+    for name in _NANOGPT_SIZES:
+        if type(arguments.get(name)) is not int or arguments[name] < 1:
+            raise UserError(f"{where}: model_args has {name} = {arguments.get(name)!r}; it must be above 0")
+    model = ModelConfig(
+        arch="gpt2",
+        n_layer=arguments["n_layer"],
+        n_head=arguments["n_head"],
+        n_embd=arguments["n_embd"],
+        n_positions=arguments["block_size"],
+        vocab_size=arguments["vocab_size"],
+        bias=bool(arguments.get("bias", True)),
+        gelu="exact",  # as nn.GELU()
+        head="tied",
+    )
+    model.check()
+    return model
+
+
+def _load_restricted(path: Path) -> dict[str, Any]:
+    """Returns the content of a torch.save file, always by torch's restricted reader."""
+    if os.environ.get(_UNRESTRICTED, "").lower() in _YES:
+        raise UserError(f"{_UNRESTRICTED} is set: it asks torch to run what files of weights say. Unset it")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))  # the function that the pickle calls
+        named = f" (it names {match[1]})" if match else ""
+        raise UserError(
+            f"{path} is not a file of weights alone, and nothing in it was run{named}; "
+            f"paceline reads nanoGPT's ckpt.pt, or a folder with {WEIGHTS}"
+        ) from None
+    except Exception as error:  # a damaged file can raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} cannot be read, and nothing in it was run: {type(error).__name__}: {reason}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not nanoGPT's: it holds a {type(found).__name__}")
+    return found

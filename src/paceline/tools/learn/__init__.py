@@ -1,0 +1,1 @@
+"""Lessons that run: communication of data-parallel training, slowly enough to watch."""

@@ -1,0 +1,1 @@
+"""Shows the records of runs as one self-contained HTML page with plots."""

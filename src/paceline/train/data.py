@@ -1,0 +1,54 @@
+"""The data of a run, and functions on micro-batches of a language model."""
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.base import seeds
+from paceline.config import Config
+from paceline.data.blend import Blend
+from paceline.data.cache import cache_dir, ensure_datasets
+from paceline.data.loader import MicroBatch
+from paceline.data.prefetch import Prefetcher
+from paceline.data.prepare import Report
+from paceline.data.sequences import PackedRows, Sequences
+from paceline.world.cores import usable_cores
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The training and the validation sequences of a run."""
+
+    blend: Blend
+    training: Sequences
+    validation: Sequences
+
+    @property
+    def cropped_frac(self) -> float | None:
+        """The share of training tokens that packing crops, of the data set with the highest; None for windows."""
+        return max((part.cropped_frac for part in self.training.parts if isinstance(part, PackedRows)), default=None)
+
+
+def open_data(config: Config, report: Report) -> TrainingData:
+    """Returns the data; first prepares text, which may take a while. All processes of a host may call it at once.
+    Raises UserError if data is missing, damaged, of another vocabulary, or shorter than one sequence."""
+    data = config.data
+    folders = ensure_datasets(data, report, usable_cores())
+    weights = [weight for _, weight in data.parts]
+    blend = Blend.open(list(zip(folders, weights, strict=True)), config.model.vocab_size)
+    training = blend.training(data.seq_len, packing=data.packing, mask_documents=data.mask_documents, cache=cache_dir())
+    return TrainingData(blend, training, blend.validation(data.seq_len, mask_documents=data.mask_documents))
+
+
+def dropout_keys(probability: float, micro_batch: MicroBatch, seed: int) -> torch.Tensor | None:
+    """Returns (batch,) int64: a dropout key for each sequence, from the run's seed and the sequence's position in the
+    run, so that masks do not depend on the rank; None without dropout."""
+    if probability == 0.0:
+        return None
+    return micro_batch.positions + (seeds.key(seed, "dropout") >> 8)  # leaves room for positions: keys stay in 63 bits
+
+
+def dummy_micro_batch(loader: Prefetcher) -> MicroBatch:
+    """Returns one sequence with weight 0: FSDP needs equally many forward passes on all ranks."""
+    tokens = torch.zeros(1, loader.seq_len, dtype=torch.int64, device=loader.device)
+    return MicroBatch(tokens, tokens, tokens[:, 0], tokens.int())

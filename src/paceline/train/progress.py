@@ -1,0 +1,24 @@
+"""The progress of a run."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """A resume needs only this, the weights and the optimizer state: the order of data follows from the step."""
+
+    step: int = 0  # updates made
+    tokens: int = 0
+    elapsed_s: float = 0.0  # training time, rank 0's
+    skips_in_row: int = 0
+    val_loss: float | None = None  # of exactly this step; None: not evaluated
+    best_val_loss: float | None = None
+
+    @property
+    def is_best(self) -> bool:
+        """Whether this step's validation loss is the lowest so far."""
+        return self.val_loss is not None and self.val_loss == self.best_val_loss
+
+    def restore(self, saved: dict[str, float | None]) -> None:
+        """Takes the values of a checkpoint."""
+        vars(self).update(vars(Progress(**saved)))  # type: ignore[arg-type]

@@ -1,0 +1,176 @@
+"""Records a run: a row of metrics for each step, events, a trace, and lines on the console."""
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch.profiler
+
+from paceline.base import units
+from paceline.model import cost
+from paceline.record.console import Console, rate
+from paceline.record.folder import RunFolder
+from paceline.record.rows import EvalRow, StepRow
+from paceline.record.stragglers import Over, Stragglers
+from paceline.record.summary import Totals
+from paceline.replica.result import StepResult
+from paceline.replica.trouble import Trouble
+from paceline.train.progress import Progress
+from paceline.train.resolve import Settings
+from paceline.world.runtime import World
+
+
+class Recorder:
+    """Rank 0's records and console lines; other ranks keep their logs only."""
+
+    def __init__(
+        self, world: World, folder: RunFolder, console: Console, settings: Settings, world_peak: float | None
+    ) -> None:
+        """world_peak: FLOP/s of all ranks together; None: not known."""
+        self.hosts = [peer.host for peer in world.peers]  # by rank
+        self.totals, self.stragglers = Totals(), Stragglers(settings.plan.num_sequences())
+        self.evaluation: EvalRow | None = None  # the last one
+        self._world, self._folder, self._console = world, folder, console
+        self._settings, self._config, self._peak = settings, settings.config, world_peak
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Appends to events.jsonl, on rank 0."""
+        if self._world.is_main:
+            self._folder.append_event(kind, **facts)
+
+    def step(self, progress: Progress, result: StepResult, lr: float, loss_scale: float) -> None:
+        """Records and shows a step that has just ended."""
+        row = self._row(progress, result, lr)
+        if result.skipped:
+            self.event("skipped step", step=row.step, loss_scale=loss_scale, **dataclasses.asdict(result.skipped))
+            self._console.say(f"step {row.step} made no update: {result.skipped} was not finite", style="yellow")
+        if row.step % self._config.log.every == 0:
+            self._append(row)
+        if self.totals.has_warmed_up and row.step != self._config.train.profile:
+            self.totals.add(row)
+            self._report_stragglers(row)
+        self.totals.has_warmed_up = True
+        num_steps = self._settings.num_steps
+        validation = f"  val {self.evaluation.val_loss:.3f}" if self.evaluation else ""
+        left = units.duration(self._seconds_left(progress, row))
+        self._console.advance(
+            progress.elapsed_s if num_steps is None else row.step,
+            f"step {row.step}" if num_steps is None else f"step {row.step}/{num_steps}",
+            f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {left}",
+        )
+
+    def evaluated(self, row: EvalRow) -> None:
+        """Records and shows an evaluation."""
+        self.evaluation = row
+        self._append(row)
+        self._console.say(f"step {row.step}: {shown(row)}")
+
+    @contextlib.contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Traces its body by torch's profiler, on every rank, if `step` is train.profile's. Each rank writes
+        RUN/profile/step-K-rank-R.json on its host. If that fails, training continues."""
+        if step != self._config.train.profile:
+            yield
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # stops its messages on stderr
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+            yield
+        path = self._folder.path / "profile" / f"step-{step:08d}-rank-{self._world.rank:05d}.json"
+        try:
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            profiler.export_chrome_trace(str(path))
+            path.chmod(0o600)
+        except (OSError, RuntimeError) as error:
+            self._console.say(f"the trace of step {step} could not be written to {path}: {error}", style="yellow")
+            return
+        self.event("profile", step=step, path=f"profile/{path.name}")
+        self._console.say(f"traced step {step}: open {path.parent} in https://ui.perfetto.dev (a file a rank)")
+
+    def _row(self, progress: Progress, result: StepResult, lr: float) -> StepRow:
+        times, by_rank = result.times, result.by_rank
+        step_ms = times.step_ms
+        tokens_per_s = self._settings.tokens_per_step / step_ms * 1e3
+        flops_per_s = tokens_per_s * cost.flops_per_token(self._config.model, self._config.data.seq_len)
+        return StepRow(
+            step=progress.step,
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped is not None,
+            tokens=progress.tokens,
+            step_ms=step_ms,
+            tokens_per_s=tokens_per_s,
+            mfu=flops_per_s / self._peak if self._peak else None,
+            compute_ms=times.compute_ms,
+            data_ms=times.data_ms,
+            forward_ms=times.forward_ms,
+            backward_ms=times.backward_ms,
+            comm_ms=times.comm_ms,
+            exposed_comm_ms=times.exposed_comm_ms,
+            optim_ms=times.optim_ms,
+            other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
+            comm_bytes=round(times.comm_bytes),
+            world_size=self._world.world_size,
+            rank_step_ms=[each.step_ms for each in by_rank],
+            rank_compute_ms=[each.compute_ms for each in by_rank],
+            rank_data_ms=[each.data_ms for each in by_rank],
+            rank_forward_ms=[each.forward_ms for each in by_rank],
+            rank_backward_ms=[each.backward_ms for each in by_rank],
+            rank_exposed_comm_ms=[each.exposed_comm_ms + max(0.0, step_ms - each.step_ms) for each in by_rank],
+            rank_optim_ms=[each.optim_ms for each in by_rank],
+        )
+
+    def _report_stragglers(self, row: StepRow) -> None:
+        for found in self.stragglers.observe(row.step, row.parts()):
+            rank, host = found.rank, self.hosts[found.rank]
+            if isinstance(found, Over):
+                self.event("straggler over", step=row.step, rank=rank, host=host, cost_s=round(found.cost_s, 3))
+                self._console.say(f"rank {rank} ({host}) is as fast as the others again; it cost {found.cost_s:.1f} s")
+                continue
+            facts = {"phase": found.phase, "ms": round(found.ms, 2), "median_ms": round(found.median_ms, 2)}
+            self.event("straggler", step=row.step, rank=rank, host=host, since_step=found.since_step, **facts)
+            self._console.say(
+                f"rank {rank} ({host}) is slow since step {found.since_step}: its {found.phase} takes {found.ms:.1f} "
+                f"ms, the median rank {found.median_ms:.1f} ms; all wait for it",
+                style="yellow",
+            )
+
+    def _seconds_left(self, progress: Progress, row: StepRow) -> float:
+        if self._settings.num_steps is None:
+            return max(0.0, self._config.train.time_budget - progress.elapsed_s)
+        mean_ms = self.totals.mean("step_ms") if self.totals.num_steps else row.step_ms
+        return (self._settings.num_steps - row.step) * mean_ms / 1e3
+
+    def _append(self, row: StepRow | EvalRow) -> None:
+        if self._world.is_main:
+            # JSON has no NaN or infinity, and most readers fail on them: null.
+            values = dataclasses.asdict(row).items()
+            self._folder.append_metrics(
+                {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in values
+                }
+            )
+
+
+def shown(row: EvalRow) -> str:
+    """Returns an evaluation's values as text."""
+    text = f"validation loss {row.val_loss:.4f}"
+    return text if row.val_bpb is None else f"{text}, {row.val_bpb:.4f} bits per byte"
+
+
+def cause_of(troubles: list[Trouble | None], hosts: list[str]) -> str:
+    """Returns advice on gradients that were not finite, from the last steps."""
+    ranks = {tuple(trouble.ranks or ()) for trouble in troubles if trouble is not None}
+    if len(ranks) == 1 and len(only := next(iter(ranks))) == 1 and len(hosts) > 1:
+        return (
+            f"rank {only[0]} ({hosts[only[0]]}) alone brought them, in each of these steps: look at its memory, its "
+            "device and its data, or go on without that host"
+        )
+    return "lower --optim.lr, or use --train.dtype bfloat16 or float32"

@@ -1,0 +1,151 @@
+"""Resuming a run from a checkpoint, or beginning one."""
+
+import contextlib
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.base import faults, units
+from paceline.base.errors import RunError, UserError
+from paceline.checkpoint import retention
+from paceline.config import to_toml
+from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
+from paceline.train.meet import Setup
+from paceline.train.progress import Progress
+from paceline.world.group import from_rank_0
+
+
+def restore_or_begin(setup: Setup) -> None:
+    """Restores the newest complete checkpoint, or the requested one, whose later records are then dropped; without
+    checkpoints starts at step 0. Collective."""
+    resumes = setup.request.resume or setup.request.goes_on
+    if resumes and _restore(setup):
+        return
+    reached = setup.folder.forget_after(0) if setup.world.is_main else 0
+    facts: dict[str, Any] = {"world_size": setup.world.world_size, "hosts": setup.recorder.hosts}
+    facts |= {"version": __version__, "torch": torch.__version__, **({"reached": reached} if reached else {})}
+    setup.recorder.event("start", **facts)
+    if resumes:
+        setup.console.say("nothing had been saved yet: this run begins again at step 0\n", style="yellow")
+
+
+def _restore(setup: Setup) -> bool:
+    """Restores the replica and the progress; returns False if nothing was ever saved."""
+    checkpoints, console, progress = setup.checkpoints, setup.console, setup.progress
+    checkpoints.progress = lambda: setup.watchdog.enter("restore", 0)
+    found = checkpoints.find(setup.request.resume_step)
+    if found is None:
+        _require_never_saved(setup)
+        return False
+    path, manifest, problems = found
+    for problem in problems:
+        console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
+        setup.recorder.event("damaged checkpoint", problem=problem)
+    changed = _require_same_run(setup, path, manifest)
+    faults.strike("restore", manifest["step"] + 1)
+    checkpoints.take(path, manifest)
+    progress.restore(manifest["progress"])
+    reached = _forget_later_steps(setup)
+    _take_val_losses(setup)
+    if setup.config.checkpoint.keep_best and progress.is_best and setup.world.is_main:
+        with contextlib.suppress(OSError):  # an earlier attempt may have died before marking this checkpoint
+            retention.mark(checkpoints.checkpoints, progress.step, progress.best_val_loss or 0.0)
+    before, now = manifest["world_size"], setup.world.world_size
+    facts: dict[str, Any] = {"from_world_size": before, "world_size": now, "hosts": setup.recorder.hosts}
+    facts |= {"changed": changed} if changed else {}
+    setup.recorder.event("resume", step=progress.step, reached=reached, **facts)
+    console.say(
+        f"resumed at step {progress.step} ({units.count(progress.tokens)} tokens seen); saved by "
+        f"{before} rank{'s'[: before != 1]}, now {now}; {setup.settings.plan.global_batch_size} sequences a step "
+        "as before\n"
+    )
+    return True
+
+
+def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Changes:
+    """Returns and prints how the config differs from the checkpoint's. Raises UserError on all ranks if the sequences
+    of steps or the model would change, or the end was passed."""
+    config, where = setup.folder.config, f"the checkpoint of step {manifest['step']}"
+    if not manifest["data"]:
+        raise UserError(
+            f"{path} was imported; fine-tune it: paceline train --init-from {shlex.quote(setup.folder.shown)}",
+            reach="world",
+        )
+    found = changes(manifest["config"], setup.config)
+    by_hand = {name: values for name, values in found.items() if makes_another_run(name)}
+    if broken := {name: values for name, values in by_hand.items() if changes_curve(name)}:
+        raise UserError(
+            f"{config} is not that of {where}: {_shown(broken)}; the steps to come would belong to another run. Put "
+            "back what was there, or start a new run with `paceline train`",
+            reach="world",
+        )
+    horizon = [f"{name} {found[name][1]}" for name in HORIZONS if name in found and found[name][1]]
+    if horizon and setup.share_done(Progress(**manifest["progress"])) > 1.0:
+        raise UserError(
+            f"the end of the run ({', '.join(horizon)}) is behind {where}: nothing would be trained. Give a later one, "
+            "or an earlier checkpoint by --step",
+            reach="world",
+        )
+    if by_hand:
+        setup.console.say(
+            f"{config} was changed since {where}: {_shown(by_hand)}. The run continues with what it says now",
+            style="yellow",
+        )
+    if manifest["data"] != setup.data.blend.fingerprint:
+        raise UserError(
+            f"{path} was trained on other data than {setup.data.blend.name}: the order of its sequences would not go "
+            "on. Give the same data by --data.path, or start a new run",
+            reach="world",
+        )
+    return found
+
+
+def _shown(found: Changes) -> str:
+    return ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in found.items())
+
+
+def _require_never_saved(setup: Setup) -> None:
+    """Raises RunError on all ranks if the run's checkpoints are gone: no silent start from step 0. Collective."""
+    if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):
+        raise RunError(
+            f"checkpoints of this run have been saved, and {setup.folder.checkpoints} has none: is its disk mounted? "
+            "Nothing was changed",
+            reach="world",
+        )
+
+
+def _forget_later_steps(setup: Setup) -> int:
+    """Sets later checkpoints aside and drops later records. Returns the last step reached. Collective."""
+    folder, step = setup.folder, setup.progress.step
+
+    def forget() -> tuple[list[str], int]:
+        try:
+            folder.write_setup(to_toml(setup.config), setup.data.blend.tokenizer_json)
+            # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
+            return retention.set_aside(folder.checkpoints, step), folder.forget_after(step)
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
+
+    later, reached = from_rank_0(setup.group, forget)
+    if later:
+        setup.console.say(f"set aside as superseded: {', '.join(later)}")
+    return reached
+
+
+def _take_val_losses(setup: Setup) -> None:
+    """Takes validation losses from the records: a checkpoint is saved before its evaluation. Collective."""
+    progress, losses = setup.progress, dict[int, float]()
+    if setup.world.is_main:
+        with contextlib.suppress(OSError), setup.folder.metrics.open(errors="replace") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # another kind of row, or a damaged one
+                    row = json.loads(line) if '"val_loss"' in line else {}
+                    if math.isfinite(row["val_loss"]):
+                        losses[int(row["step"])] = float(row["val_loss"])
+    best = min(losses.values(), default=progress.best_val_loss)
+    progress.val_loss, progress.best_val_loss = setup.group.broadcast_json([losses.get(progress.step), best])

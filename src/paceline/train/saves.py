@@ -1,0 +1,203 @@
+"""Decides when a run is saved, the same on all ranks; each rank writes its part while training continues.
+
+A save copies tensors during the next forward and backward pass, which change none of them, and writes the copies during
+later steps. Two saves never overlap: one that comes due meanwhile waits until an all-gather of a step shows that none
+is under way. Training waits for the disk only for the best weights so far, at the end, and briefly if writing takes a
+large part of the interval between saves.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from paceline.base import units
+from paceline.base.errors import RunError
+from paceline.checkpoint import retention
+from paceline.checkpoint.save import Outcome
+from paceline.checkpoint.steps import list_steps
+from paceline.train.check import Checks
+from paceline.train.meet import Setup
+from paceline.train.progress import Progress
+from paceline.world.group import SPEAKS_FIRST_S
+
+_DISK_TIMEOUT_S = 600.0  # 10 GB at 17 MB/s; writers wait for each other as long
+_SAY_EVERY_S = 10.0  # while others wait for rank 0
+_RETRY_EVERY_S = 5.0  # after a failed last save
+# If saves are less than _OFTEN_S apart, training waits for each, at most _WAIT_S, so that a crash repeats one interval.
+_OFTEN_S, _WAIT_S = 4.0, 1.0
+
+
+class Saves:
+    """The saves of one run, on one rank."""
+
+    def __init__(self, setup: Setup, checks: Checks) -> None:
+        self._setup, self._checks = setup, checks
+        self._config, self._group, self._progress = setup.config.checkpoint, setup.group, setup.progress
+        self._folder, self._saver = setup.checkpoints.checkpoints, setup.checkpoints.saver
+        self.any_rank_saving = False  # as of the last step's all-gather
+        self._is_pending = False  # a save was due while another was under way
+        self._saved_at_s = setup.progress.elapsed_s  # training time at the start of the last save
+        self._saved_step = setup.progress.step  # of the newest checkpoint
+        self._best: tuple[int, float] | None = None  # step and loss of the best one, while it is written
+
+    def save_if_due(self) -> None:
+        """Starts a save of this step if one is due, by its number or by the time since the last save."""
+        every, every_s, progress = self._config.every, self._config.every_s, self._progress
+        if every:
+            self._save(is_due=progress.step % every == 0)
+        else:
+            self._save(is_due=every_s > 0 and progress.elapsed_s - self._saved_at_s >= every_s)
+
+    def _save(self, is_due: bool) -> None:
+        """Starts a save of this step if one is due or pending."""
+        self.report()
+        if is_due and self.any_rank_saving and not self._is_pending:  # printed once per pending save
+            self._setup.console.say(
+                f"step {self._progress.step}: the last checkpoint is still being written, the next one waits for it. "
+                "The disk is slower than the interval between checkpoints asks for",
+                style="yellow",
+            )
+            self._setup.recorder.event("checkpoint postponed", step=self._progress.step)
+        self._is_pending = self._is_pending or is_due
+        if self._is_pending and not self.any_rank_saving:
+            is_often = self._progress.elapsed_s - self._saved_at_s < _OFTEN_S
+            self._begin(self._progress)
+            if is_often and self._setup.world.is_main:  # the others wait for rank 0 in the next step
+                self._saver.finish(within_s=_WAIT_S)
+
+    def save_best(self) -> None:
+        """Keeps this step as the best so far: its checkpoint that was just started, or a new one."""
+        assert self._progress.val_loss is not None
+        if self._saved_step == self._progress.step:
+            self._best = self._progress.step, self._progress.val_loss
+            self.report()
+            return
+        if self.any_rank_saving:
+            with self._disk_timeout():
+                self._finish()
+                self._group.barrier()
+            self.any_rank_saving = False
+        self._save(is_due=True)
+
+    def save_and_wait(self, progress: Progress) -> None:
+        """Saves as of `progress` and waits until it is on the disk. Collective. If the disk fails, retries for
+        checkpoint.retry-s, then raises RunError on all ranks.
+
+        Sets checkpoints of later steps aside, so that this one is the newest.
+        """
+        began_s, is_again = time.monotonic(), False
+        while (problem := self._try(progress, is_again)) is not None:
+            left_s = self._config.retry_s - (time.monotonic() - began_s)
+            is_over, newest = self._group.broadcast_json([left_s <= 0, self._newest()])
+            if is_over:
+                raise RunError(
+                    f"training reached step {progress.step}, and its last checkpoint could not be saved: {problem}. "
+                    f"{newest}. Make room and go on by `paceline resume {self._setup.folder.shown}`",
+                    reach="world",
+                )
+            if not is_again:
+                self._setup.console.say(
+                    f"this is the last checkpoint of the run. {newest}. Make room: it is tried again every "
+                    f"{_RETRY_EVERY_S:.0f} s, for {units.duration(left_s)} (--checkpoint.retry-s)",
+                    style="red",
+                )
+            is_again = True
+            self._sleep(min(_RETRY_EVERY_S, max(0.0, left_s)))
+
+    def report(self, is_again: bool = False) -> Outcome | None:
+        """Prints and records the result of a save once, and returns it; the failure of a retry goes to the log only."""
+        outcome = self._saver.take_outcome()
+        if outcome is not None and self._setup.world.is_main:
+            self._record(outcome, is_again)
+        if self._best is not None and not self._saver.is_busy:
+            if self._setup.world.is_main:
+                with contextlib.suppress(OSError):  # the failed checkpoint was already reported
+                    retention.mark(self._folder, *self._best)
+            self._best = None
+        return outcome
+
+    def _record(self, outcome: Outcome, is_again: bool) -> None:
+        recorder, console, step = self._setup.recorder, self._setup.console, outcome.step
+        if outcome.problem and is_again:
+            console.log(f"the checkpoint of step {step}: {outcome.problem}")
+        elif outcome.problem:
+            console.say(f"the checkpoint of step {step} could not be saved: {outcome.problem}", style="red")
+            recorder.event("checkpoint failed", step=step, error=outcome.problem)
+        else:
+            recorder.event("checkpoint", step=step, seconds=round(outcome.seconds, 3), bytes=outcome.num_bytes)
+        if outcome.remark:
+            console.say(outcome.remark, style="yellow")
+            recorder.event("checkpoints gone", step=step, remark=outcome.remark)
+
+    def _begin(self, progress: Progress) -> None:
+        """Starts a save of weights and state as of `progress`. Collective. Raises RunError, before anything is saved,
+        if replicas differ."""
+        due_steps = self._due_steps(progress)
+        self._is_pending = False
+        self._saved_at_s, self._saved_step = self._progress.elapsed_s, progress.step
+        if self._setup.config.parallel.check_every:
+            self._checks.replicas(before_save=True)
+        self._setup.at("save")
+        facts = {
+            "progress": dataclasses.asdict(progress),
+            "val_loss": progress.val_loss,
+            "due_steps": due_steps,
+            "data": self._setup.data.blend.fingerprint,
+            "config": dataclasses.asdict(self._setup.config),
+        }
+        self._setup.checkpoints.begin(progress.step, facts)
+        self._group.take_traffic()
+
+    def _due_steps(self, progress: Progress) -> list[int]:
+        """The steps of this checkpoint: its own, and those that came due while the last was being written."""
+        every, begun_at = self._config.every, self._saver.begun_at
+        if not self._is_pending or not every or begun_at is None:
+            return [progress.step]
+        return [*range((begun_at // every + 1) * every, progress.step, every), progress.step]
+
+    def _try(self, progress: Progress, is_again: bool) -> str | None:
+        """Saves and waits. Returns the problem; None: it is on the disk. Collective."""
+        with self._disk_timeout():
+            self._finish()
+            self.report()
+            if self._setup.world.is_main and progress.step < self._progress.step:
+                with contextlib.suppress(OSError):  # if the disk fails here, the save reports it
+                    retention.set_aside(self._folder, progress.step)
+            self._begin(progress)
+            self._finish()
+            outcome = self.report(is_again)
+            problem: str | None = self._group.broadcast_json(
+                outcome.problem if outcome else "its writer did not finish"
+            )
+        return problem
+
+    def _finish(self) -> None:
+        """Waits for the save under way on this rank; meanwhile the watchdog sees progress."""
+        began_s, said_s = time.monotonic(), _SAY_EVERY_S
+        while self._saver.is_busy and (waited_s := time.monotonic() - began_s) < _DISK_TIMEOUT_S:
+            self._setup.watchdog.enter("save", self._progress.step)
+            self._saver.finish(within_s=0.2)
+            if waited_s > said_s:
+                self._setup.console.say(f"saving the checkpoint of step {self._saver.begun_at}: {waited_s:.0f} s")
+                said_s *= 2
+        self._saver.finish()
+
+    def _sleep(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            self._setup.watchdog.enter("save", self._progress.step)
+            time.sleep(0.2)
+
+    def _newest(self) -> str:
+        steps = list_steps(self._folder) if self._setup.world.is_main else []
+        return f"The newest checkpoint is of step {steps[-1]}" if steps else "Nothing was saved before"
+
+    @contextlib.contextmanager
+    def _disk_timeout(self) -> Iterator[None]:
+        """Lengthens the ranks' timeout: a slow disk is no hang."""
+        usual_s = self._group.timeout_s
+        self._group.set_timeout(max(usual_s, _DISK_TIMEOUT_S + SPEAKS_FIRST_S))
+        yield
+        self._group.set_timeout(usual_s)
+        self._group.take_traffic()

@@ -1,0 +1,147 @@
+"""Finds who blocks a world, from what one rank knows. Pure: nothing here waits or asks the store.
+
+The first answer that applies is used:
+
+    1. ranks that are dead, or ended with an error              (processes of this host; last beats of all)
+    2. scripts that called different verbs                      (none is killed: all end)
+    3. the store, if it does not answer                         (its host or the link is gone)
+    4. ranks whose beats have stopped                           (stopped, or their host or link is gone)
+    5. ranks that stand still and wait for nobody               (data, a disk, an endless loop)
+    6. ranks that wait in another collective than most others   (their order differs)
+    7. nobody: all wait in the same one                         (the network between them)
+
+A rank that still makes progress, however slowly, is never blamed. While there is one, 6 and 7 do not apply.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from paceline.world.beats import Beat
+from paceline.world.calls import LEAVE, first_difference
+from paceline.world.peer import Peer
+
+Blame = list[tuple[int | None, str]]  # rank (None: no rank is at fault), message
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one rank knows of all."""
+
+    peers: Sequence[Peer]
+    me: int
+    beats: Mapping[int, Beat]  # by rank, this one included; a rank that has not begun has none
+    ages_s: Mapping[int, float]  # by other rank: how long its beat has not changed
+    has_listened: bool
+    missing_store: str | None  # its name, if it does not answer
+    beat_s: float
+
+    @property
+    def others(self) -> list[Peer]:
+        return [peer for peer in self.peers if peer.rank != self.me]
+
+    def is_here(self, peer: Peer) -> bool:
+        """Whether it is a process of this host. A pid alone is not enough: pids are used again."""
+        return peer.boot_id == self.peers[self.me].boot_id and peer.born_ticks > 0
+
+    def last_beat(self, rank: int) -> str:
+        """Returns the end of a sentence about a silent rank, whose last beat may be older than its last step."""
+        if rank not in self.beats:
+            return ""
+        return f"; last heard of up to {self.beat_s:g} s before that, in {self.beats[rank].where_with_stack}"
+
+
+def find_blame(known: Known, silent_s: float, still_s: float) -> Blame:
+    """Returns the first answer. Ranks count as silent after silent_s, as standing still after still_s."""
+    return (
+        dead(known)
+        or different_calls(known)
+        or _store_missing(known)
+        or _silent(known, silent_s)
+        or _standing(known, still_s)
+        or _in_different_collectives(known, still_s)
+    )
+
+
+def dead(known: Known) -> Blame:
+    """Ranks that ended with an error, and processes of this host that are dead."""
+    found: Blame = []
+    for peer in known.others:
+        beat = known.beats.get(peer.rank)
+        if beat and beat.state == "failed":
+            found.append((peer.rank, f"{peer.shown} ended with an error in {beat.where}: {beat.error}"))
+        elif (beat is None or beat.state == "runs") and known.is_here(peer) and not peer.is_alive:
+            found.append((peer.rank, f"{peer.shown} is gone{known.last_beat(peer.rank)}"))
+    return found
+
+
+def different_calls(known: Known) -> Blame:
+    """Returns what each rank called, if ranks of a script called different verbs."""
+    by_rank = [known.beats[rank].calls if rank in known.beats else [] for rank in range(len(known.peers))]
+    difference = first_difference(by_rank)
+    if difference is None:
+        return []
+    number, called = difference
+    found: Blame = [(None, f"ranks called different verbs, and would wait for each other for ever (call {number})")]
+    for rank, (verb, where) in called.items():
+        what = f"came to {where}" if verb == LEAVE else f"called {verb} at {where}"
+        found.append((None, f"{known.peers[rank].shown} {what}"))
+    return found
+
+
+def _store_missing(known: Known) -> Blame:
+    """The store, and the stopped processes of this host, one of which may hold the store."""
+    if known.missing_store is None:
+        return []
+    found: Blame = [(None, f"{known.missing_store} does not answer: its process, its host or the way there is gone")]
+    stopped = [peer for peer in known.others if known.is_here(peer) and _is_stopped(peer)]
+    return found + [(p.rank, f"{p.shown} is stopped by a signal{known.last_beat(p.rank)}") for p in stopped]
+
+
+def _silent(known: Known, silent_s: float) -> Blame:
+    """Ranks whose beat has not changed for silent_s."""
+    found: Blame = []
+    for peer in known.others if known.has_listened else ():
+        if peer.rank not in known.beats:
+            found.append((peer.rank, f"{peer.shown} has not begun"))
+        elif known.beats[peer.rank].state == "runs" and (age_s := known.ages_s[peer.rank]) >= silent_s:
+            stopped = " is stopped by a signal, and" if known.is_here(peer) and _is_stopped(peer) else ""
+            text = f"{peer.shown}{stopped} has not answered for at least {age_s:.0f} s"
+            found.append((peer.rank, text + known.last_beat(peer.rank)))
+    return found
+
+
+def _standing(known: Known, still_s: float) -> Blame:
+    return [
+        (
+            rank,
+            f"{known.peers[rank].shown} has made no progress for {beat.still_s:.0f} s; "
+            f"it is in {beat.where_with_stack}",
+        )
+        for rank, beat in sorted(known.beats.items())
+        if beat.state == "runs" and beat.waits_for is None and beat.still_s >= still_s
+    ]
+
+
+def _in_different_collectives(known: Known, still_s: float) -> Blame:
+    """If all ranks wait: those in another collective than most; nobody if all wait in the same one."""
+    beats = dict(sorted(known.beats.items()))
+    if any(beat.state != "runs" or beat.waits_for is None or beat.still_s < still_s for beat in beats.values()):
+        return []
+    (most, count), *rest = Counter(beat.where for beat in beats.values()).most_common()
+    if not rest:
+        return [(None, f"all ranks stand still in {most}: the network between them fails, or is very slow")]
+    texts = {rank: f"{known.peers[rank].shown} is in {beat.where}" for rank, beat in beats.items()}
+    if 2 * count <= len(beats):
+        return [(None, "ranks wait in different collectives"), *((None, text) for text in texts.values())]
+    return [(rank, f"{texts[rank]}, and most ranks in {most}") for rank in beats if beats[rank].where != most]
+
+
+def _is_stopped(peer: Peer) -> bool:
+    """Whether a signal has stopped this process of this host."""
+    with contextlib.suppress(psutil.Error):
+        return peer.is_alive and psutil.Process(peer.pid).status() == psutil.STATUS_STOPPED
+    return False

@@ -1,0 +1,393 @@
+"""Plants 40 mistakes in the core, one at a time, and runs the tests that should catch each.
+
+    python tests/mutations.py               # all
+    python tests/mutations.py zero order    # those with one of these words in the name or the file
+
+For each, `src` is copied, the mistake is made in the copy, and the tests run with PYTHONPATH at it; ranks of tests are
+forked from the same process, so they import the copy, too. Before that the tests run once on the code as it is. Exit
+status 1: these fail, a text to replace does not occur exactly once, or fewer than 38 of 40 mistakes are caught.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_SURVIVE = 2
+_TESTS_FAILED = 1  # pytest's exit status; a higher one: it could not run them
+_TIMEOUT_S = 120  # of one test: a mistake may make ranks wait for each other
+
+
+class Mutation(NamedTuple):
+    """One mistake: in `file` of src/paceline, `old`, which occurs there once, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # below tests/
+
+
+PLAN = ("data/test_batch_plan.py",)
+ORDER = ("data/test_order.py",)
+LOADER = ("data/test_loader.py",)
+STRATEGIES = ("sync/test_strategies.py",)
+REPLICAS = ("sync/test_replicas.py",)
+GROUP = ("world/test_group.py",)
+TWO_RANKS = ("replica/test_replica.py::test_two_ranks_and_what_has_its_own_ways",)
+SHARE = ("replica/test_share.py",)
+OPTIMIZER = ("optim/test_optimizer.py",)
+CLIP_AND_SCHEDULE = ("optim/test_clip_and_schedule.py",)
+DAMAGE = ("checkpoint/test_whole_or_absent.py",)
+PARTS = ("checkpoint/test_parts.py",)
+RESOLVE = ("train/test_resolve.py",)
+
+MUTATIONS = (
+    # ---- which sequences, in which order ----
+    Mutation(
+        "one rank too many has an extra micro-batch",
+        "data/plan.py",
+        "share + (rank < extra))",
+        "share + (rank <= extra))",
+        PLAN,
+    ),
+    Mutation(
+        "the order ignores the epoch",
+        "data/order.py",
+        'seed_key("order", seed, number)',
+        'seed_key("order", seed, 0)',
+        ORDER,
+    ),
+    Mutation(
+        "all data sets of a mixture have one order",
+        "data/order.py",
+        'return seed if number == 0 else seed_key("order", seed, "source", number)',
+        "return seed",
+        LOADER,
+    ),
+    Mutation(
+        "targets are the tokens themselves",
+        "data/loader.py",
+        "torch.from_numpy(block[:, 1:].astype(np.int64))",
+        "torch.from_numpy(block[:, :-1].astype(np.int64))",
+        LOADER,
+    ),
+    Mutation(
+        "each step reads the first step's sequences",
+        "data/loader.py",
+        "begin = within * self._per_step - self._first",
+        "begin = -self._first",
+        LOADER,
+    ),
+    # ---- gradients over ranks ----
+    Mutation(
+        "no all-reduce",
+        "sync/naive.py",
+        "self._group.all_reduce(parameter.grad)",
+        "self._group.barrier()",
+        STRATEGIES,
+    ),
+    Mutation(
+        "a missed wait for the sum",
+        "sync/buckets.py",
+        "            bucket.transfer.wait()\n",
+        "",
+        STRATEGIES,
+    ),
+    Mutation(
+        "a gradient of the step before",
+        "sync/buckets.py",
+        "view.zero_()",
+        "pass",
+        STRATEGIES,
+    ),
+    Mutation(
+        "a skipped all-gather of the weights",
+        "sync/zero.py",
+        "bucket.gathering = self._group.start_all_gather(bucket.values, bucket.borders)",
+        "bucket.gathering = None",
+        STRATEGIES,
+    ),
+    Mutation(
+        "a slice ends an element early",
+        "sync/zero.py",
+        "min(self.span[1], offset + parameter.numel())",
+        "min(self.span[1] - 1, offset + parameter.numel())",
+        STRATEGIES,
+    ),
+    Mutation(
+        "gradients of fsdp are halved",
+        "sync/fsdp.py",
+        "set_gradient_divide_factor(1.0)",
+        "set_gradient_divide_factor(2.0)",
+        TWO_RANKS,
+    ),
+    Mutation(
+        "repaired by the rank that differs",
+        "sync/replicas.py",
+        "group.broadcast(tensors[difference.name], difference.model_rank)",
+        "group.broadcast(tensors[difference.name], difference.minority[0])",
+        REPLICAS,
+    ),
+    Mutation(
+        "a broadcast from rank 0 instead of the source",
+        "world/group.py",
+        "dist.broadcast(tensor, source)",
+        "dist.broadcast(tensor, 0)",
+        GROUP,
+    ),
+    # ---- a step ----
+    Mutation(
+        "the wrong divisor: the estimate over the total",
+        "replica/step.py",
+        "self._replica.scaler.scale * self._total / self._divisor",
+        "self._replica.scaler.scale * self._divisor / self._total",
+        TWO_RANKS,
+    ),
+    Mutation(
+        "masked tokens count: the weight given is ignored",
+        "replica/step.py",
+        "if weight is None:\n",
+        "if weight is None or current.rows is not None:\n",
+        TWO_RANKS,
+    ),
+    Mutation(
+        "an update with a gradient that is not finite",
+        "replica/step.py",
+        "if math.isfinite(norm):",
+        "if norm:",
+        TWO_RANKS,
+    ),
+    Mutation(
+        "a vote to stop is not counted",
+        "replica/step.py",
+        "vote=replica.stop.vote if replica.stop is not None else 0.0",
+        "vote=0.0",
+        ("train/test_ends.py::test_stop_after_counts_from_the_start_of_the_process",),
+    ),
+    Mutation(
+        "unused parameters count as used",
+        "replica/gradients.py",
+        "used = [parameter.grad is not None for parameter",
+        "used = [True for parameter",
+        TWO_RANKS,
+    ),
+    Mutation(
+        "exposed gradients are multiplied by the divisor",
+        "replica/gradients.py",
+        "torch._foreach_mul_(flats, 1.0 / divisor)",
+        "torch._foreach_mul_(flats, divisor)",
+        ("replica/test_reduced_gradients.py",),
+    ),
+    Mutation(
+        "state that there was is cut at the wrong border",
+        "replica/updates.py",
+        "value.reshape(-1)[part.start : part.stop]",
+        "value.reshape(-1)[: part.stop - part.start]",
+        ("replica/test_updates.py",),
+    ),
+    # ---- sources of a script ----
+    Mutation(
+        "a resumed pass begins anew",
+        "replica/share.py",
+        "self._source.steps(self._pass, self.step, self._drawn)",
+        "self._source.steps(self._pass, 0, self._drawn)",
+        SHARE,
+    ),
+    Mutation(
+        "drop_last drops a complete batch",
+        "replica/orders.py",
+        "(batch_size - 1 if drop_last else 0)",
+        "(batch_size if drop_last else 0)",
+        SHARE,
+    ),
+    Mutation(
+        "all ranks take the first micro-batches that a function drew",
+        "replica/sources.py",
+        "[found[rows.start][0] for rows in self._split(self._count)]",
+        "[found[index][0] for index, _ in enumerate(self._split(self._count))]",
+        ("replica/test_steps_of_shares.py",),
+    ),
+    # ---- an update, a loss ----
+    Mutation(
+        "bias correction stays that of the first update",
+        "optim/adamw.py",
+        'group["step"] += 1',
+        'group["step"] = 1',
+        OPTIMIZER,
+    ),
+    Mutation(
+        "momentum in the place of one minus momentum",
+        "optim/muon.py",
+        "buffer.lerp_(matrix.grad, 1 - momentum)",
+        "buffer.lerp_(matrix.grad, momentum)",
+        OPTIMIZER,
+    ),
+    Mutation(
+        "a clip factor upside down",
+        "optim/clip.py",
+        "factor *= max_norm / norm",
+        "factor *= norm / max_norm",
+        CLIP_AND_SCHEDULE,
+    ),
+    Mutation(
+        "a stale learning rate",
+        "train/loop.py",
+        'group["lr"] = lr',
+        'group["lr"] = group["lr"] or lr',
+        ("train/test_switches.py",),
+    ),
+    Mutation(
+        "a chunk's weight gradient is not scaled",
+        "model/loss.py",
+        "grad_weight_VC * grads[0]",
+        "grad_weight_VC",
+        ("model/test_loss.py",),
+    ),
+    Mutation(
+        "dropout ignores the run's seed",
+        "train/data.py",
+        'seeds.key(seed, "dropout")',
+        'seeds.key("dropout")',
+        ("train/test_dropout_keys.py",),
+    ),
+    # ---- checkpoints ----
+    Mutation(
+        "a checksum is not compared",
+        "checkpoint/manifest.py",
+        'if sha256_of(folder / name, progress) != manifest["files"][name]["sha256"]:',
+        "if not sha256_of(folder / name, progress):",
+        DAMAGE,
+    ),
+    Mutation(
+        "gaps between slices are no fault",
+        "checkpoint/manifest.py",
+        "if item.start != reached:",
+        "if item.start < reached:",
+        PARTS,
+    ),
+    Mutation(
+        "a checkpoint is renamed before its files are synced",
+        "checkpoint/shards.py",
+        "            os.fsync(descriptor)\n",
+        "",
+        DAMAGE,
+    ),
+    Mutation(
+        "a wrong border of what is read",
+        "checkpoint/load.py",
+        "found[item][part.start - item.start : part.stop - item.start]",
+        "found[item][part.start - entry.item.start : part.stop - entry.item.start]",
+        PARTS,
+    ),
+    Mutation(
+        "tensors may change before they are copied",
+        "checkpoint/save.py",
+        "        self._thread.start()\n",
+        "        self._thread.start()\n        self._copied.set()\n",
+        ("checkpoint/test_saving_goes_on_behind.py",),
+    ),
+    Mutation(
+        "one checkpoint fewer stays",
+        "checkpoint/retention.py",
+        "[: -config.keep]",
+        "[: 1 - config.keep]",
+        DAMAGE,
+    ),
+    Mutation(
+        "an optimizer's moments are lost on resume",
+        "replica/contents.py",
+        "tensor = found[item].to(part.parameter.device).view(shape)",
+        "tensor = torch.zeros_like(found[item]).to(part.parameter.device).view(shape)",
+        ("replica/test_kept_together.py::test_one_process_goes_on_to_the_bit",),
+    ),
+    Mutation(
+        "replicas that differ are saved",
+        "replica/checkpoints.py",
+        "if found := compared(mine, self._group):",
+        "if found := compared(mine, self._group)[:0]:",
+        ("replica/test_checkpoints.py::test_where_ranks_differ_nothing_is_saved_and_it_is_said",),
+    ),
+    # ---- what a run decides ----
+    Mutation(
+        "the memory of the rank that has most decides",
+        "train/resolve.py",
+        "free = min(each.free_bytes for each in facts)",
+        "free = max(each.free_bytes for each in facts)",
+        RESOLVE,
+    ),
+    Mutation(
+        "a horizon in tokens ends a step early",
+        "train/resolve.py",
+        "max(1, math.ceil(tokens / tokens_per_step))",
+        "max(1, int(tokens / tokens_per_step))",
+        RESOLVE,
+    ),
+    Mutation(
+        "saves come a step late",
+        "train/saves.py",
+        "progress.step % every == 0",
+        "progress.step % every == 1",
+        ("train/test_switches.py::test_checkpoints_come_when_asked_and_the_newest_stay",),
+    ),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the mutations with one of these words; all where there is none. Returns the exit status."""
+    chosen = [each for each in MUTATIONS if not words or any(word in f"{each.name} {each.file}" for word in words)]
+    if not chosen:
+        print(f"no mutation has one of these words: {' '.join(words)}")
+        return 1
+    wrong = [each for each in chosen if (ROOT / "src/paceline" / each.file).read_text().count(each.old) != 1]
+    for each in wrong:
+        print(f"{each.file} does not have exactly once: {each.old!r} ({each.name})")
+    if wrong:
+        return 1
+    with tempfile.TemporaryDirectory(prefix="paceline-mutations-") as folder:
+        os.environ.setdefault("PACELINE_TEST_CACHE", f"{folder}/cache")
+        status, failed = _run_tests(_copy(Path(folder, "as-it-is")), {test for each in chosen for test in each.tests})
+        if status:
+            print(f"the tests fail on the code as it is: {failed}")
+            return 1
+        num_survivors = 0
+        for number, each in enumerate(chosen, start=1):
+            source = _copy(Path(folder, str(number)))
+            file = source / "paceline" / each.file
+            file.write_text(file.read_text().replace(each.old, each.new))
+            status, failed = _run_tests(source, each.tests)
+            num_survivors += status != _TESTS_FAILED
+            result = f"caught by {failed}" if status == _TESTS_FAILED else f"SURVIVED (pytest's exit status {status})"
+            print(f"{number:2} {each.file:25} {each.name:60} {result}", flush=True)
+            shutil.rmtree(source)
+    print(f"{len(chosen) - num_survivors} of {len(chosen)} caught")
+    return int(num_survivors > MAY_SURVIVE)
+
+
+def _copy(to: Path) -> Path:
+    return shutil.copytree(ROOT / "src", to, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+
+
+def _run_tests(source: Path, tests: Sequence[str] | set[str]) -> tuple[int, str]:
+    """Runs the tests with `source` in the place of src, up to the first failure. Returns pytest's exit status and the
+    test that failed."""
+    flags = ("-x", "-q", "-m", "not long", "-p", "no:cacheprovider", "--tb=no", f"--timeout={_TIMEOUT_S}")
+    ended = subprocess.run(
+        (sys.executable, "-m", "pytest", *flags, *(f"tests/{test}" for test in sorted(tests))),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", ended.stdout, re.MULTILINE)
+    return ended.returncode, failed[1] if failed else ended.stdout[-2000:] + ended.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""What a terminal is shown: text and no orders to it, lines no wider than they need to be."""
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from paceline.record.console import Console, facts, print_error, printable, table
+
+ALL = "".join(map(chr, range(0x180)))
+
+
+def test_control_characters_are_shown_as_escapes() -> None:
+    assert printable("a\x1b[31mb\x07\r\n\tc\x7f\x9b é ☃ 🚀\x00") == "a\\x1b[31mb\\x07\\x0d\n\tc\\x7f\\x9b é ☃ 🚀\\x00"
+    left = {character for character in printable(ALL) if unicodedata.category(character) == "Cc"}
+    assert left == {"\n", "\t"}
+    assert all(character in printable(ALL) for character in ALL if unicodedata.category(character) != "Cc")
+
+
+def test_what_is_said_holds_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    console = Console(0)
+    console.open_log(tmp_path / "rank.log")
+    console.say("a \x1b]0;title\x07 [bold]sample[/]\x9b2J")
+    print_error("error: \x1b[2J of a file's name")
+    console.close()
+    out, err = capfd.readouterr()
+    assert "a \\x1b]0;title\\x07 [bold]sample[/]\\x9b2J" in out
+    assert err == "error: \\x1b[2J of a file's name\n"
+    for text in (out, (tmp_path / "rank.log").read_text()):
+        assert "\\x1b]0;title" in text
+        assert "\x1b" not in text
+        assert "\x9b" not in text
+
+
+def test_a_pipe_gets_narrow_tables_and_whole_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = "a path that is to stay in one line: " + "/folder" * 30
+    console = Console(0)
+    console.open_log(tmp_path / "rank.log")
+    console.say(table("Times", ["part", "rank 0", "rank 1"], [["data", "1.0", "x"], ["forward", "2.0", ""]]))
+    console.say(facts([("chosen", "words " * 40), ("world", "2 ranks")]))
+    console.say(line)
+    console.say()
+    console.say("the last one")
+    console.close()
+    out = capfd.readouterr().out
+    assert out == (tmp_path / "rank.log").read_text()
+    lines = out.split("\n")
+    assert lines[-4:] == [line, "", "the last one", ""]
+    assert not [text for text in lines if text != text.rstrip()]
+    assert 80 <= max(len(text) for text in lines if text != line) <= 100

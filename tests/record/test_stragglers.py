@@ -1,0 +1,135 @@
+"""A slow rank is named with what it is slow in; nobody is named for noise, for having more to do, or for waiting."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from program import TINY, rows, run, steps
+
+from paceline.data.plan import BatchPlan
+from paceline.record.stragglers import PER_SEQUENCE, PER_STEP, Over, Slow, Stragglers
+
+pytestmark = pytest.mark.alone
+
+USUAL = {"data": 0.5, "forward": 10.0, "backward": 20.0, "optimizer": 3.0, "other": 0.5}  # ms; per sequence, per step
+
+
+def loads(plan: BatchPlan) -> list[int]:
+    return [sum(map(len, plan.micro_batches(rank))) for rank in range(plan.world_size)]
+
+
+def times(plan: BatchPlan, draw: random.Random, slower: dict[tuple[int, str], float]) -> dict[str, list[float]]:
+    """One step's milliseconds by phase and rank: what each rank computes, with 8% of noise."""
+    parts: dict[str, list[float]] = {phase: [] for phase in (*PER_SEQUENCE, *PER_STEP)}
+    for rank in range(plan.world_size):
+        count = sum(len(positions) for positions in plan.micro_batches(rank))
+        for phase in parts:
+            ms = USUAL[phase] * (count if phase in PER_SEQUENCE else 1)
+            parts[phase].append(ms * slower.get((rank, phase), 1.0) * draw.lognormvariate(0, 0.08))
+    return parts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_noise_and_uneven_shares_name_nobody(world_size: int) -> None:
+    plan, draw = BatchPlan(12, 2, world_size), random.Random(0)  # 7 ranks: one of them has nothing to compute
+    stragglers = Stragglers(loads(plan))
+    for step in range(1, 501):
+        jump = {(draw.randrange(world_size), "forward"): 3.0} if step % 4 == 0 else {}  # now and then anyone is slow
+        assert stragglers.observe(step, times(plan, draw, jump)) == []
+    assert stragglers.cost_ms == 0
+    assert stragglers.summary() == []
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("phase", [*PER_SEQUENCE, "optimizer"])
+def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase: str) -> None:
+    plan, draw = BatchPlan(4 * world_size, 2, world_size), random.Random(world_size)
+    stragglers = Stragglers(loads(plan))
+    count = sum(len(positions) for positions in plan.micro_batches(rank))
+    usual_ms = USUAL[phase] * (count if phase in PER_SEQUENCE else 1)
+    factor = 1 + 50 * count / usual_ms  # two and a half times as slow
+    expected_ms, found, named_at = 0.0, [], 0
+    for step in range(1, 101):
+        slower = {(rank, phase): factor} if 30 < step <= 70 else {}
+        parts = times(plan, draw, slower)
+        found += stragglers.observe(step, parts)
+        if slower and named_at and step > named_at:
+            expected_ms += usual_ms * (factor - 1)
+        named_at = named_at or (step if found else 0)
+    slow, over = found
+    assert isinstance(slow, Slow)
+    assert (slow.rank, slow.phase) == (rank, phase)
+    assert named_at <= 40
+    assert 31 <= slow.since_step <= 33
+    assert slow.ms == pytest.approx(usual_ms * factor, rel=0.15)
+    assert slow.median_ms == pytest.approx(usual_ms, rel=0.15)
+    assert isinstance(over, Over)
+    assert over.rank == rank
+    assert over.cost_s == pytest.approx(expected_ms / 1e3, rel=0.2)
+    assert stragglers.cost_ms == pytest.approx(over.cost_s * 1e3, rel=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_a_little_slower_all_the_time_is_named_later(rank: int) -> None:
+    plan, draw = BatchPlan(12, 2, 3), random.Random(rank)
+    stragglers, found = Stragglers(loads(plan)), []
+    slower = {(rank, phase): 1.4 for phase in ("forward", "backward")}
+    for _ in range(200):
+        found += [(stragglers.num_steps, item) for item in stragglers.observe(0, times(plan, draw, slower))]
+    ((named_at, item),) = found
+    assert isinstance(item, Slow)
+    assert (item.rank, item.phase) == (rank, "backward")
+    assert 26 < named_at < 80
+
+
+def test_who_is_ready_with_the_others_is_not_slow_however_few_its_sequences() -> None:
+    stragglers = Stragglers(loads(BatchPlan(3, 1, 2)))  # 2 sequences and 1
+    alike = {phase: [5.0, 5.0] for phase in (*PER_SEQUENCE, *PER_STEP)}
+    assert all(stragglers.observe(step, alike) == [] for step in range(1, 61))
+
+
+def test_two_stretches_of_slowness_cost_what_each_took() -> None:
+    stragglers, found = Stragglers(loads(BatchPlan(6, 2, 3))), []
+    for step in range(1, 101):
+        is_slow = 10 < step <= 30 or 60 < step <= 80
+        fast = step > 90  # and later faster than the others, which earns nothing back
+        backward = [20.0, 20.0, 50.0 if is_slow else 10.0 if fast else 20.0]
+        others = {phase: [1.0, 1.0, 1.0] for phase in (*PER_SEQUENCE, *PER_STEP) if phase != "backward"}
+        found += stragglers.observe(step, others | {"backward": backward})
+    costs = [item.cost_s for item in found if isinstance(item, Over)]
+    assert costs == pytest.approx([0.39, 0.39])  # named after 7 of 20 steps, 30 ms in each of the other 13
+    assert stragglers.cost_ms == pytest.approx(780)
+
+
+@pytest.mark.long
+def test_a_slow_rank_of_a_real_run_is_told_and_recorded(tmp_path: Path) -> None:
+    fault = "rank=1 step=8 phase=data kind=sleep seconds=0.06 times=40"
+    out = tmp_path / "run"
+    flags = ("--nproc", "2", "--train.steps", "50", "--train.profile", "3", "--out", str(out))
+    ended = run("train", *TINY, *flags, env={"PACELINE_FAULTS": fault})
+    ended.require(0)
+    (found,) = [row for row in rows(out / "events.jsonl") if row["event"] == "straggler"]
+    assert (found["rank"], found["phase"]) == (1, "data")
+    assert found["since_step"] >= 4  # 8, or a step before it on a machine with other work
+    assert found["step"] <= 18
+    assert found["ms"] >= 45  # 60 and more, but for a noisy step in the window
+    assert "rank 1" in ended.out
+    assert "is slow since step" in ended.out
+    end = rows(out / "events.jsonl")[-1]
+    slept_s = 0.06 * (48 - found["step"])
+    assert slept_s * 0.8 <= end["straggler_cost_s"] <= slept_s * 3
+    assert "waiting for slow ranks" in ended.out
+    # Where a step went: the parts of each rank are its step, and the others' waiting is no time of their own.
+    for row in steps(out):
+        parts = ("rank_data_ms", "rank_forward_ms", "rank_backward_ms", "rank_exposed_comm_ms", "rank_optim_ms")
+        for rank in range(2):
+            known = sum(row[part][rank] for part in parts)
+            whole = max(row["step_ms"], row["rank_step_ms"][rank])
+            assert -0.02 * whole <= whole - known
+    slow = [row for row in steps(out) if 10 <= row["step"] <= 45]
+    assert all(row["rank_exposed_comm_ms"][0] > 40 > row["rank_data_ms"][0] for row in slow[:5])
+    traces = sorted((out / "profile").iterdir())
+    assert [path.name for path in traces] == [f"step-00000003-rank-0000{rank}.json" for rank in range(2)]
+    names = {event.get("name", "") for event in json.loads(traces[1].read_text())["traceEvents"]}
+    assert any("mm" in name for name in names), "the trace tells of matrix products"

@@ -1,0 +1,632 @@
+"""What a script saved comes back: at any world size and strategy the same curve, at its own to the bit; or not at all,
+and then it is said."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import Program
+from ranks import run_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import paceline
+from paceline.base.errors import RunError, UserError
+from paceline.checkpoint.manifest import list_steps
+from paceline.replica.checkpoints import Checkpoints, load_weights
+from paceline.replica.replica import Replica
+from paceline.replica.share import share
+from paceline.sync.replicas import overall
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment, detect
+from paceline.world.runtime import World, open_world
+
+HALF = 3  # steps before the save, and after it
+KINDS = ("adamw", "sgd", "muon")
+
+
+class Net(nn.Module):
+    """Tied weights, batch statistics that depend on data alone, a table that is not floating."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(9, 6)
+        self.inner = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(dropout)
+        self.never = nn.Linear(2, 2)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("allowed", torch.tensor([True, False, True]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(torch.tanh(self.inner(self.embed(tokens[:, :-1]))))
+        return cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def optimizers(kind: str, net: Net) -> list[torch.optim.Optimizer]:
+    if kind == "sgd":
+        return [torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)]
+    if kind == "adamw":
+        groups = [
+            {"params": [p for p in net.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)
+        ]
+        return [torch.optim.AdamW(groups, lr=0.02)]
+    rest = [p for p in net.parameters() if p is not net.inner.weight]
+    return [torch.optim.Muon([net.inner.weight], lr=0.02), torch.optim.NAdam(rest, lr=0.02)]
+
+
+@dataclass
+class Script:
+    """All that is saved, and the lines that a script has."""
+
+    world: World
+    kind: str
+    strategy: Any
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        net = Net(self.dropout)
+        made = optimizers(self.kind, net)
+        self.replica = Replica(net, made, self.world, strategy=self.strategy, bucket_mb=100 / 2**20)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(made[0], [2, 4, 5], 0.5)
+        data = torch.randint(0, 9, (40, 5), generator=torch.Generator().manual_seed(0))
+        self.batches = share(data, self.world, batch_size=6, micro_batch_size=1, seed=3)
+        self.noted: dict[str, Any] = {}
+        self.state = {"net": self.replica, "schedule": self.schedule, "batches": self.batches, "noted": self.noted}
+
+    def train(self, steps: int = HALF) -> list[float]:
+        losses = []
+        for step in self.replica.steps(self.batches, max_steps=self.replica.num_steps + steps):
+            for tokens in step:
+                step.backward(self.replica.model(tokens))
+            losses.append(step.finish(max_norm=1.0).loss)
+            self.schedule.step()
+        return losses
+
+    def checkpoints(self, folder: Path | str, **settings: Any) -> Checkpoints:
+        return Checkpoints(folder, **self.state, **settings)
+
+    def digest(self) -> str:
+        return overall(self.replica.state_dict())
+
+
+def combinations(world_size: int) -> Iterator[tuple[str, str]]:
+    for kind in KINDS:
+        for strategy in ("ddp", "zero", "fsdp"):
+            if strategy != "fsdp" or (kind != "muon" and 6 % world_size == 0):
+                yield kind, strategy
+
+
+def first_half(config: ParallelConfig, env: Environment, folder: str) -> dict[Any, Any]:
+    """Saves halfway, and goes on: (losses after the save, digest at the end) of the run that nobody interrupts."""
+    world = paceline.join(config)
+    found: dict[Any, Any] = {}
+    for kind, strategy in combinations(world.world_size):
+        script = Script(world, kind, strategy)
+        script.train()
+        script.noted.update(step=3, by="hand")
+        script.checkpoints(f"{folder}/{kind}-{strategy}").save()
+        found[kind, strategy] = script.train(), script.digest()
+    script = Script(world, "adamw", "ddp", dropout=0.5)
+    torch.manual_seed(100 + world.rank)
+    script.train()
+    script.checkpoints(f"{folder}/dropout").save()
+    found["dropout"] = script.train(), script.digest()
+    return found
+
+
+def second_half(world: World, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for kind in KINDS:
+        for saved in ("ddp", "zero", "fsdp"):
+            for _, strategy in (one for one in combinations(world.world_size) if one[0] == kind):
+                path = f"{folder}/{kind}-{saved}"
+                if Path(path).exists():
+                    found[kind, saved, strategy] = restored(world, path, kind, strategy)
+    script = Script(world, "adamw", "ddp", dropout=0.5)
+    checkpoints = script.checkpoints(f"{folder}/dropout")
+    checkpoints.restore()
+    checkpoints._end()  # as the end of the script: other ranks come to the folder
+    found["dropout"] = script.train(), script.digest()
+    return found
+
+
+def restored(world: World, path: str, kind: str, strategy: str) -> Any:
+    script = Script(world, kind, strategy)
+    checkpoints = script.checkpoints(path)
+    assert checkpoints.restore() == 3
+    assert script.noted == {"step": 3, "by": "hand"}
+    assert (script.replica.num_steps, script.schedule.last_epoch, script.batches.step) == (3, 3, 3)
+    checkpoints._end()  # as the end of the script: other ranks come to the folder
+    return script.train(), script.digest()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(first_half, 2, str(folder), opened=False, timeout_s=200)[0]
+
+
+def require_same_curves(found: dict[Any, Any], wanted: dict[Any, Any]) -> int:
+    """Returns how many are the same to the bit."""
+    num_same = 0
+    for key, (losses, digest) in found.items():
+        if key != "dropout":
+            kind, saved, strategy = key
+            assert losses == pytest.approx(wanted[kind, saved][0], abs=2e-6), key
+            num_same += saved == strategy and (losses, digest) == wanted[kind, saved]
+    return num_same
+
+
+@pytest.mark.long
+def test_one_process_goes_on(saved: tuple[Path, dict[Any, Any]]) -> None:
+    folder, wanted = saved
+    with alone() as world:
+        require_same_curves(second_half(world, str(folder)), wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_world_and_strategy_goes_on(saved: tuple[Path, dict[Any, Any]], world_size: int) -> None:
+    folder, wanted = saved
+    for found in run_ranks(second_half, world_size, str(folder), timeout_s=200):
+        num_same = require_same_curves(found, wanted)
+        if world_size == 2:
+            assert num_same == len(list(combinations(2)))
+            assert found["dropout"] == wanted["dropout"]
+
+
+def saved_where_rank_1_differs(world: World, folder: str) -> list[str]:
+    """What is said where weights differ, then where another object does, then by ranks that are equal again."""
+    model = nn.Linear(4, 2)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    average = {"weight": torch.zeros(3)}
+    checkpoints = Checkpoints(folder, net=replica, average=average)
+    replica.train(torch.ones(2, 4), lambda x: model(x).square().mean())
+    said = []
+    for tensor in (model.bias.data, average["weight"], torch.zeros(2)):
+        before = tensor.clone()
+        tensor[1] += world.rank
+        try:
+            checkpoints.save()
+            checkpoints.finish()
+            said.append("saved")
+        except RunError as error:
+            said.append(str(error))
+        tensor.copy_(before)
+    return said
+
+
+def test_where_ranks_differ_nothing_is_saved_and_it_is_said(tmp_path: Path) -> None:
+    weights, others, equal = zip(*run_ranks(saved_where_rank_1_differs, 2, str(tmp_path)), strict=True)
+    assert all(
+        "replicas are not equal, so nothing is saved: net:bias has 2 different values" in said for said in weights
+    )
+    assert all("nothing is saved: average.weight has 2 different values" in said for said in others)
+    assert equal == ("saved", "saved")
+    assert list_steps(tmp_path / "checkpoints") == [1]
+
+
+# ---- one process ----
+
+
+def alone() -> Any:
+    return open_world(ParallelConfig(device="cpu", threads=1), detect())
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with alone() as world:
+        yield world
+
+
+def kept(world: World, folder: Path, steps: int = 2, **settings: Any) -> Script:
+    """A script that saved after each of its steps, and ended."""
+    script = Script(world, "adamw", "ddp")
+    checkpoints = script.checkpoints(folder, **settings)
+    for _ in range(steps):
+        script.train(1)
+        checkpoints.save()
+    checkpoints._end()
+    return script
+
+
+def steps_in(folder: Path) -> list[int]:
+    return list_steps(folder / "checkpoints")
+
+
+def test_nothing_saved_yet_and_saved_before_the_first_step(world: World, tmp_path: Path) -> None:
+    script = Script(world, "adamw", "ddp")
+    checkpoints = script.checkpoints(tmp_path / "run")
+    assert checkpoints.restore() is None
+    for at in ([1, 2], [3]):  # no step in between
+        script.noted["at"] = at
+        checkpoints.save()
+    checkpoints._end()
+    other = Script(world, "adamw", "ddp")
+    assert other.checkpoints(tmp_path / "run").restore() == 0
+    assert other.noted == {"at": [3]}
+    assert other.train() == script.train()
+
+
+def test_an_old_folder_is_not_written_to_before_it_is_restored(world: World, tmp_path: Path) -> None:
+    """S1: what was just saved was pruned, and `latest` named a folder that was not there."""
+    kept(world, tmp_path, 4)
+    assert steps_in(tmp_path) == [3, 4]
+    again = Script(world, "adamw", "ddp")
+    checkpoints = again.checkpoints(tmp_path)
+    again.train(1)
+    for refused in (lambda: checkpoints.save(), lambda: checkpoints.save_every(1000)):
+        with pytest.raises(UserError, match=r"up to step 4.*has not restored.*call checkpoints.restore\(\)"):
+            refused()
+    assert steps_in(tmp_path) == [3, 4]
+    assert checkpoints.restore() == 4
+    assert checkpoints.save_every(1)
+    assert not checkpoints.save_every(3)
+    checkpoints._end()
+
+
+def test_checkpoints_that_are_made_in_the_middle_of_a_step_save_from_its_end_on(world: World, tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    for step in replica.steps(torch.ones(8, 4), batch_size=4):
+        if step.number == 1:
+            checkpoints = Checkpoints(tmp_path, net=replica)
+            with pytest.raises(UserError, match="this step began before"):
+                checkpoints.save()
+        for x in step:
+            step.backward(model(x).mean())
+        step.finish()
+        checkpoints.save()
+    checkpoints._end()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_an_older_step_goes_on_and_what_it_saves_stays(world: World, tmp_path: Path) -> None:
+    """S1: checkpoints of another course of the run, with higher steps, pushed out those of this one."""
+    kept(world, tmp_path, 4, keep=3)
+    flip(next((tmp_path / "checkpoints/step-00000004").glob("weights*")))
+    script = Script(world, "adamw", "ddp")
+    checkpoints = script.checkpoints(tmp_path)
+    assert checkpoints.restore() == 3
+    script.train(2)
+    checkpoints.save()
+    checkpoints._end()
+    assert (tmp_path / "checkpoints/latest").read_text().strip() == "step-00000005"
+    assert steps_in(tmp_path) == [3, 5]
+
+
+def test_how_many_stay_is_said_by_arguments(world: World, tmp_path: Path) -> None:
+    """S3: two stayed, always, and nobody said so."""
+    script = Script(world, "sgd", "ddp")
+    checkpoints = script.checkpoints(tmp_path, keep=2, keep_every=4, keep_best=True)
+    for step in range(1, 9):
+        script.train(1)
+        checkpoints.save(val_loss=abs(step - 3.1))
+    checkpoints._end()
+    assert steps_in(tmp_path) == [3, 4, 7, 8]
+    assert (tmp_path / "checkpoints/best").read_text().strip() == "step-00000003"
+    with pytest.raises(UserError, match="keep is 1"):
+        script.checkpoints(tmp_path, keep=1)
+
+
+def test_a_step_that_is_saved_twice_has_what_was_given_last(world: World, tmp_path: Path) -> None:
+    """With other weights it is written again; with the same it learns its validation loss, and nothing is written."""
+    script = Script(world, "sgd", "ddp")
+    checkpoints = script.checkpoints(tmp_path, keep_best=True)
+    for _ in range(2):
+        script.train(1)
+        checkpoints.save()
+    checkpoints.finish()
+    written = (tmp_path / "checkpoints/step-00000002/manifest.json").stat().st_mtime_ns
+    checkpoints.save(val_loss=torch.tensor(1.5))
+    checkpoints.finish()
+    assert (tmp_path / "checkpoints/step-00000002/manifest.json").stat().st_mtime_ns == written
+    assert (tmp_path / "checkpoints/best").read_text().strip() == "step-00000002"
+    with torch.no_grad():
+        script.replica.model.inner.weight.add_(1)
+    checkpoints.save()
+    checkpoints._end()
+    torch.testing.assert_close(load_weights(tmp_path)["inner.weight"], script.replica.state_dict()["inner.weight"])
+
+
+def test_a_damaged_newest_is_passed_over_and_none_whole_changes_nothing(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept(world, tmp_path)
+    newest, older = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 1))
+    flip(next(newest.glob("weights*")))
+    script = Script(world, "adamw", "ddp")
+    assert script.checkpoints(tmp_path).restore() == 1
+    assert script.replica.num_steps == 1
+    assert "passed over a damaged checkpoint: step-00000002" in capsys.readouterr().out
+    flip(next(older.glob("optimizer*")))
+    script = Script(world, "adamw", "ddp")
+    before = script.digest()
+    with pytest.raises(RunError, match=r"no checkpoint in .* is complete, nothing was changed"):
+        script.checkpoints(tmp_path).restore()
+    assert script.digest() == before
+    assert script.batches.step == 0
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(world: World, tmp_path: Path) -> None:
+    kept(world, tmp_path)
+
+    def refused(script: Script, match: str, **more: Any) -> None:
+        before = script.digest()
+        with pytest.raises(UserError, match=match):
+            Checkpoints(tmp_path, **(script.state | more)).restore()
+        assert script.digest() == before
+
+    refused(Script(world, "sgd", "ddp"), r"has the state of \['AdamW'\], and here are \['SGD'\]")
+    refused(Script(world, "adamw", "ddp"), "was saved without other", other=nn.Linear(1, 1))
+    refused(Script(world, "adamw", "ddp"), "no replica second", second=Script(world, "adamw", "ddp").replica)
+    refused(Script(world, "adamw", "ddp"), "batches is a int, which has no state_dict", batches=3)
+    script = Script(world, "adamw", "ddp")
+    script.replica.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    refused(script, "has 2 parameter groups of AdamW, and here are 3")
+    script = Script(world, "adamw", "ddp")
+    script.replica.model.add_module("more", nn.Linear(2, 2))
+    refused(script, r"another model: more.weight is not there in it and \[2, 2\] here")
+    with pytest.raises(UserError, match="schedule does not take back what was saved of it"):
+        Checkpoints(tmp_path, **(Script(world, "adamw", "ddp").state | {"schedule": nn.Linear(1, 1)})).restore()
+
+
+def test_values_that_are_not_json_are_refused_with_the_line(world: World, tmp_path: Path) -> None:
+    script = Script(world, "sgd", "ddp")
+    for value in ({1, 2}, object(), {"deep": [b"bytes"]}):
+        checkpoints = script.checkpoints(tmp_path, metric={"value": value})
+        with pytest.raises(UserError, match=r"test_checkpoints.py:\d+: metric cannot be kept"):
+            checkpoints.save()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+class StackingMuon(torch.optim.Optimizer):
+    """As autoresearch's: the momentum of a group's matrices in one tensor, under the first of them; a step by group."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            matrices = group["params"]
+            state = self.state[matrices[0]]
+            gradients = torch.stack([matrix.grad for matrix in matrices])
+            state.setdefault("momentum", torch.zeros_like(gradients)).lerp_(gradients, 0.1)
+            state["norm"] = state.get("norm", 0.0) + float(gradients.norm())
+            for matrix, update in zip(matrices, state["momentum"], strict=True):
+                matrix.sub_(update, alpha=group["lr"] / (1 + state["norm"]))
+
+
+def stacked(world: World, seed: int, make: Any, strategy: Any = "ddp") -> Replica:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    return Replica(model, make(model.parameters()), world, strategy=strategy)
+
+
+def stacked_steps(replica: Replica) -> list[float]:
+    return [replica.train(torch.ones(2, 3) * k, lambda x: replica.model(x).square().mean()).loss for k in range(3)]
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, StackingMuon])
+def test_state_of_other_shapes_and_by_group_is_kept(world: World, tmp_path: Path, make: Any) -> None:
+    """D7: refused at the first save, after hours."""
+    one = stacked(world, 0, make)
+    stacked_steps(one)
+    checkpoints = Checkpoints(tmp_path, net=one)
+    checkpoints.save()
+    wanted = stacked_steps(one)
+    other = stacked(world, 1, make)
+    Checkpoints(tmp_path, net=other).restore()
+    assert stacked_steps(other) == wanted
+
+
+def test_state_by_group_is_refused_when_the_replica_is_made(world: World) -> None:
+    """D7: with the strategies that would divide it."""
+    for strategy in ("zero", "fsdp"):
+        with pytest.raises(
+            UserError, match=r"test_checkpoints.py:\d+: .*StackingMuon may keep it otherwise: take.* ddp"
+        ):
+            stacked(world, 0, StackingMuon, strategy)
+    with pytest.raises(UserError, match=r"needs all elements of a parameter at once"):
+        stacked(world, 0, torch.optim.Adafactor, "fsdp")
+
+
+def test_state_that_has_no_place_is_named_after_the_first_step(world: World, tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.state["all"] = {"count": 1}  # type: ignore[index]
+
+    replica = stacked(world, 0, lambda parameters: Odd(parameters, lr=0.1))
+    with pytest.warns(UserWarning, match=r"Odd has state of 'all', which is none of its parameters, so a checkpoint"):
+        stacked_steps(replica)
+    with pytest.raises(UserError, match=r"test_checkpoints.py:\d+: Odd has state of 'all'"):
+        Checkpoints(tmp_path, net=replica).save()
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop", "SGD"]
+)
+def test_any_optimizer_and_a_number_of_its_own_go_on_to_the_bit(world: World, tmp_path: Path, name: str) -> None:
+    def made(seed: int, strategy: Any) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
+        model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return Replica(model, optimizer, world, strategy=strategy), schedule
+
+    def steps(replica: Replica, schedule: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss_of = lambda x: ((replica.model(x) * replica.model.scale).square().mean(), 2)  # noqa: E731
+            losses.append(replica.train(torch.ones(2, 4), loss_of).loss)
+            schedule.step()
+        return losses
+
+    one = made(0, "zero")
+    steps(*one)
+    Checkpoints(tmp_path, net=one[0], schedule=one[1]).save()
+    wanted = steps(*one)
+    other = made(1, "ddp")
+    Checkpoints(tmp_path, net=other[0], schedule=other[1]).restore()
+    assert steps(*other) == wanted
+
+
+def test_a_folder_in_use_is_refused(world: World, tmp_path: Path) -> None:
+    holder = "import filelock, sys; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=1); input()"
+    command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UserError, match="in use by another process"):
+            Script(world, "sgd", "ddp").checkpoints(tmp_path)
+        process.kill()
+
+
+def test_what_was_restored_from_one_folder_is_saved_in_another(world: World, tmp_path: Path) -> None:
+    first = Script(world, "adamw", "ddp")
+    first.train()
+    first.checkpoints(tmp_path / "pretrained").save()
+    second = Script(world, "adamw", "ddp")
+    old = second.checkpoints(tmp_path / "pretrained")
+    assert old.restore() == 3
+    second.checkpoints(tmp_path / "tuned").save()
+    third = Script(world, "adamw", "ddp")
+    assert third.checkpoints(tmp_path / "pretrained").restore() == 3
+    with pytest.raises(UserError, match=r"pretrained was given to another paceline.Checkpoints since"):
+        old.save()
+
+
+def test_odd_tensors_are_trained_and_kept(world: World, tmp_path: Path) -> None:
+    """Double precision, memory formats, batch norms, a buffer without an element, a parameter without one."""
+
+    def made(seed: int) -> Replica:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 1))
+        model = model.to(memory_format=torch.channels_last)
+        model.register_buffer("none", torch.zeros(0, 3))
+        model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+        model.register_parameter("exact", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+        return Replica(model, torch.optim.AdamW(model.parameters(), lr=0.1), world)
+
+    def step(replica: Replica, seed: int) -> float:
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+        loss_of = lambda x: replica.model(x).square().mean() * replica.model.exact.prod()  # noqa: E731
+        return replica.train(x, loss_of, max_norm=1.0).loss
+
+    one = made(0)
+    step(one, 0)
+    before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    checkpoints = Checkpoints(tmp_path, net=one)
+    checkpoints.save()
+    one.model(torch.ones(2, 3, 4, 4))  # a forward may come while weights are still being copied
+    checkpoints.finish()
+    other = made(1)
+    assert Checkpoints(tmp_path, net=other).restore() == 1
+    assert overall(other.state_dict()) == overall(before)
+    one.model.load_state_dict(before)
+    assert step(other, 1) == step(one, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_is_said_and_training_goes_on(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("mounts are not allowed here")
+    try:
+        script = Script(world, "adamw", "ddp")
+        checkpoints = script.checkpoints(disk)
+        script.train(1)
+        checkpoints.save()
+        checkpoints.finish()
+        fill(disk / "ballast")
+        script.train(1)
+        checkpoints.save()
+        assert len(script.train()) == HALF
+        with pytest.raises(RunError, match=r"the last checkpoint could not be saved: .*[Nn]o space"):
+            checkpoints.finish()
+        assert "the checkpoint of step 2 could not be saved" in capfd.readouterr().err
+        (disk / "ballast").unlink()
+        checkpoints.save()
+        checkpoints._end()
+        assert steps_in(disk)[-1] == 5
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", 0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+# ---- kill -9 ----
+
+SCRIPT = """\
+import sys, torch, paceline
+world = paceline.join(paceline.ParallelConfig(device="cpu", threads=1))
+torch.manual_seed(0)
+nets = [torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1)) for _ in range(2)]
+first, second = (paceline.Replica(n, torch.optim.AdamW(n.parameters(), lr=1e-3), world, strategy="zero") for n in nets)
+progress = {"done": 0}
+checkpoints = paceline.Checkpoints("run", first=first, second=second, progress=progress)
+checkpoints.restore()
+world.say("begins", first.num_steps, second.num_steps, progress["done"])
+while first.num_steps < 60:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(first.num_steps))
+    losses = [r.train(x[world.rank :: 2], lambda x: r.model(x).square().mean()).loss for r in (first, second)]
+    progress["done"] = first.num_steps
+    checkpoints.save()
+world.say("ends", *map(float.hex, losses))
+"""
+
+
+@pytest.mark.long
+def test_after_kill_9_at_any_moment_two_replicas_go_on_to_the_same_end(tmp_path: Path) -> None:
+    """S2, D2: two replicas were two folders, and a kill between them resumed them at different steps."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "../script.py")
+
+    def program(name: str) -> Program:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return Program(command=command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path / name)
+
+    def newest() -> int:
+        return max((int(path.name[5:]) for path in tmp_path.glob("killed/run/checkpoints/step-*")), default=0)
+
+    chance = random.Random(4)
+    for least in (1, 20):
+        with program("killed") as killed:
+            killed.wait_for(lambda least=least: newest() >= least)  # type: ignore[misc]
+            pids = killed.pids()
+            signal.sigtimedwait([], chance.uniform(0, 0.05))
+            killed.kill_all(pids)
+    with program("killed") as last:
+        ended = last.wait(100).require(0)
+    first, second, done = next(line.split()[1:] for line in ended.out.splitlines() if line.startswith("begins "))
+    assert int(first) >= 20
+    assert first == second == done
+    with program("straight") as straight:
+        assert straight.wait(100).require(0).out.split()[-2:] == ended.out.split()[-2:]

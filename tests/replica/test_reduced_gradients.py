@@ -1,0 +1,73 @@
+"""`step.reduce()`: afterwards each `.grad` is the gradient of the mean loss over the global batch, on all ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from paceline.replica.batch import Batch
+from paceline.replica.replica import Replica
+from paceline.world.runtime import World
+
+WEIGHTS = (3.0, 5.0, 1.0)  # of three micro-batches: on two ranks 4 and 5, and nobody knows 9 before the first backward
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def micro_batch(index: int) -> torch.Tensor:
+    return torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+
+
+def reduced(world: World, strategy: Any) -> list[dict[str, torch.Tensor]]:
+    """The gradients after `reduce`, and the weights after the update with half of them, in two steps."""
+    model, found = net(), []
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world, strategy=strategy)
+    for _ in range(2):
+        mine = range(len(WEIGHTS))[world.rank :: world.world_size]
+        step = replica.step(Batch([micro_batch(index) for index in mine]))
+        for index, x in zip(mine, step, strict=True):
+            step.backward(model(x).square().mean(), weight=WEIGHTS[index])
+        step.reduce()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({name: gradient.clone() for name, gradient in gradients.items()})
+        for gradient in gradients.values():
+            gradient.mul_(0.5)
+        step.finish()
+        found.append({name: tensor.clone() for name, tensor in replica.state_dict().items()})
+    return found
+
+
+def plain() -> list[dict[str, torch.Tensor]]:
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        losses = [model(micro_batch(index)).square().mean() * weight for index, weight in enumerate(WEIGHTS)]
+        (sum(losses) / sum(WEIGHTS)).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return found
+
+
+def with_each_strategy(world: World) -> dict[str, list[dict[str, torch.Tensor]]]:
+    return {strategy: reduced(world, strategy) for strategy in ("ddp", "zero", "naive")}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_are_those_of_the_global_batch_and_an_update_takes_what_was_made_of_them(world_size: int) -> None:
+    wanted = plain()
+    for rank in run_ranks(with_each_strategy, world_size):
+        for strategy, found in rank.items():
+            for number, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+                assert mine.keys() == other.keys()
+                for name, tensor in other.items():
+                    torch.testing.assert_close(mine[name], tensor, msg=f"{strategy}, {number}: {name}")

@@ -1,0 +1,85 @@
+"""The verbs of a World: the same answer on all ranks, for numbers and for tensors."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from paceline.world.config import ParallelConfig
+from paceline.world.env import detect
+from paceline.world.runtime import World, open_world
+
+
+def verbs(world: World) -> dict[str, Any]:
+    rank = world.rank
+    table = torch.tensor([[rank, 1], [2, -rank]])
+    own = torch.full((rank, 2), float(rank), dtype=torch.float64)  # rank 0 has none
+    given = table.clone()
+    found: dict[str, Any] = {
+        "sum": world.sum(0.1 * rank),
+        "sum of a table": world.sum(table),
+        "sum of flags": world.sum(torch.tensor([rank == 0, True])),
+        "max": world.max(rank - 5),
+        "max of a table": world.max(table),
+        "mean": world.mean(rank),
+        "weighted": world.mean(float(rank), weight=rank),
+        "weighted tensor": world.mean(torch.tensor([1.0, rank]), weight=rank + 1),
+        "nothing": world.mean(math.nan, weight=0),
+        "nobody's nan": world.mean(torch.tensor([math.nan if rank else 1.0]), weight=int(rank == 0)),
+        "gather": world.gather(rank * 2),
+        "gathered scalars": world.gather(torch.tensor(rank)),
+        "gathered rows": world.gather(own),
+        "is as it was": torch.equal(table, given),
+    }
+    world.barrier()
+    began = time.monotonic()
+    with world.main_first():
+        if world.is_main:
+            time.sleep(0.5)
+        found["came after the main one"] = world.is_main or time.monotonic() - began > 0.4
+    return found
+
+
+def expected(size: int) -> dict[str, Any]:
+    ranks, weight = range(size), size * (size + 1) / 2
+    return {
+        "sum": math.fsum(0.1 * rank for rank in ranks),
+        "sum of a table": torch.tensor([[sum(ranks), size], [2 * size, -sum(ranks)]]),
+        "sum of flags": torch.tensor([1, size]),
+        "max": size - 6.0,
+        "max of a table": torch.tensor([[size - 1, 1], [2, 0]]),
+        "mean": sum(ranks) / size,
+        "weighted": sum(rank * rank for rank in ranks) / sum(ranks) if size > 1 else math.nan,
+        "weighted tensor": torch.tensor([1.0, sum(rank * (rank + 1) for rank in ranks) / weight]),
+        "nothing": math.nan,
+        "nobody's nan": torch.tensor([1.0]),
+        "gather": [2.0 * rank for rank in ranks],
+        "gathered scalars": [torch.tensor(rank) for rank in ranks],
+        "gathered rows": [torch.full((rank, 2), float(rank), dtype=torch.float64) for rank in ranks],
+        "is as it was": True,
+        "came after the main one": True,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_verbs_give_the_same_on_all_ranks(size: int) -> None:
+    if size == 1:
+        with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
+            rows = [verbs(world)]
+    else:
+        rows = run_ranks(verbs, size, timeout_s=100)
+    for row in rows:
+        for name, wanted in expected(size).items():
+            if isinstance(wanted, float):
+                assert row[name] == pytest.approx(wanted, nan_ok=True), name
+            else:
+                torch.testing.assert_close(row[name], wanted, msg=name)
+
+
+def test_one_rank_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+    with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
+        world.say("said", world.world_size)
+    assert capfd.readouterr().out == "said 1\n"

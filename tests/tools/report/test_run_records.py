@@ -1,0 +1,165 @@
+"""Records as they are found: of resumed runs, cut short, older, or not what they should be."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from paceline.base.errors import UserError
+from paceline.data.plan import BatchPlan
+from paceline.tools.report.curves import buckets, in_buckets, lower_median, slowness
+from paceline.tools.report.facts import Summary
+from paceline.tools.report.read import Records, read_run
+
+
+def folder(path: Path, rows: list[Any], events: list[Any] = ()) -> Path:  # type: ignore[assignment]
+    """A run folder with these lines; what is text stands there as it is."""
+    path.mkdir(exist_ok=True)
+    (path / "config.toml").write_text("")
+    for name, lines in (("metrics", rows), ("events", events)):
+        texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
+        (path / f"{name}.jsonl").write_text("".join(texts))
+    return path
+
+
+def row(step: int, loss: float | None = 1.0, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "tokens": 100 * step, "step_ms": 10.0, "world_size": 1} | more
+
+
+def read(path: Path, *args: Any) -> Records:
+    return read_run(folder(path / "run", *args))
+
+
+def test_a_step_that_was_made_again_stands_there_once(tmp_path: Path) -> None:
+    first = [row(step, 9.0, rank_step_ms=[9.0]) for step in range(1, 25)]
+    again = [row(step, 1.0, rank_step_ms=[1.0, 1.0]) for step in range(21, 23)]
+    records = read(tmp_path, [*first, {"step": 20, "val_loss": 3}, {"step": 24, "val_loss": 4}, *again])
+    assert records.steps["step"].tolist() == list(range(1, 23))
+    assert records.steps["loss"].tolist() == [9.0] * 20 + [1.0] * 2
+    assert records.evaluations["step"].tolist() == [20]  # the one at 24 was of steps that are no more
+    assert records.ranks["rank_step_ms"].shape == (22, 2)
+    assert np.isnan(records.ranks["rank_step_ms"][:20, 1]).all()
+
+
+def test_what_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> None:
+    broken = ['{"step": 2, "lo', "\n", "[1]\n", '{"loss": 3}\n', '{"step": -1}\n', "[" * 5000 + "\n"]
+    rows = [row(1), *broken[1:], row(2, None), row(3, "x", step_ms=10**400), broken[0]]  # type: ignore[arg-type]
+    records = read(tmp_path, rows, ["nonsense\n", {"event": 3}, {"event": "start"}, '{"event": "en'])
+    assert records.steps["step"].tolist() == [1, 2, 3]
+    assert records.num_unreadable == 5 + 2  # a last line without its end is being written
+    assert math.isnan(records.steps["loss"][1])
+    assert math.isnan(records.steps["step_ms"][2])
+    assert [event["event"] for event in records.events] == ["start"]
+
+
+def test_columns_that_come_and_go_are_missing_where_they_are_not(tmp_path: Path) -> None:
+    records = read(tmp_path, [row(1), row(2, mfu=0.5, rank_data_ms=[1, 2]), row(3), row(4, rank_data_ms=[3])])
+    assert np.array_equal(records.steps["mfu"], [np.nan, 0.5, np.nan, np.nan], equal_nan=True)
+    expected = [[np.nan, np.nan], [1, 2], [np.nan, np.nan], [3, np.nan]]
+    assert np.array_equal(records.ranks["rank_data_ms"], expected, equal_nan=True)
+    assert np.isnan(records.steps["lr"]).all()
+    assert records.ranks["rank_optim_ms"].shape == (4, 2)
+
+
+def test_rows_every_few_steps_stand_for_those_between(tmp_path: Path) -> None:
+    records = read(tmp_path, [row(10), row(20), row(25)])
+    assert records.training_s().tolist() == pytest.approx([0.1, 0.2, 0.25])
+    work = [row(step, rank_compute_ms=[100.0, 200.0], world_size=2) for step in (10, 20, 25)]
+    assert Summary(read(tmp_path, work)).ranks_text().endswith("training would take 2.5s less.")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run folder"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_records_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> None:
+    path = folder(tmp_path / "run", [row(1)])
+    (path / name).unlink()
+    (path / name).mkdir()
+    with pytest.raises(UserError, match=rf"cannot read .*run/{name}: Is a directory"):
+        read_run(path)
+
+
+@given(
+    arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e6, 1e6) | st.just(math.nan)),
+    st.integers(1, 60),
+)
+def test_buckets_lose_no_row_and_no_extreme(values: "np.ndarray[Any, Any]", most: int) -> None:
+    edges = buckets(len(values), most)
+    curve = in_buckets(values, edges)
+    assert len(curve.mean) == min(most, len(values))
+    assert edges[0] == 0
+    assert edges[-1] == len(values)
+    assert np.ptp(np.diff(edges)) <= 1
+    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+        known = [value for value in values[start:stop] if not math.isnan(value)]
+        if not known:
+            assert math.isnan(curve.mean[i])
+            continue
+        assert (curve.low[i], curve.high[i]) == (min(known), max(known))
+        assert curve.mean[i] == pytest.approx(math.fsum(known) / len(known), abs=1e-6)
+
+
+def test_slowness_is_against_the_lower_median_of_the_ranks_there_are() -> None:
+    work = np.array([[10.0, 30.0, math.nan], [10.0, 20.0, 40.0], [5.0, math.nan, math.nan]])
+    assert lower_median(work).tolist() == [10, 20, 5]
+    assert np.array_equal(slowness(work), [[0, 2, np.nan], [0, 0, 1], [0, np.nan, np.nan]], equal_nan=True)
+
+
+def test_what_stragglers_cost_is_added_up_over_attempts(tmp_path: Path) -> None:
+    slow = {"event": "straggler", "rank": 1, "host": "b", "phase": "data", "ms": 9, "median_ms": 3, "since_step": 2}
+    events = [
+        {"event": "start", "world_size": 2, "hosts": ["a", "b"]},
+        slow | {"step": 8},
+        {"event": "straggler over", "step": 12, "rank": 1, "cost_s": 2.5},
+        {"event": "failed", "step": 14},  # this attempt had no end that says what it cost
+        {"event": "resume", "step": 10, "reached": 14, "world_size": 2},
+        slow | {"step": 16, "since_step": 11},
+        {"event": "end", "step": 18, "reason": "signal", "straggler_cost_s": 4.0},
+        {"event": "resume", "step": 18, "reached": 18, "world_size": 2},
+        slow | {"step": 25, "since_step": 20},
+    ]
+    summary = Summary(read(tmp_path, [row(step) for step in range(1, 31)], events))
+    assert summary.straggler_cost_s == 6.5
+    assert [(slow.since_step, slow.until_step) for slow in summary.slow] == [(2, 12), (11, 18), (20, 30)]
+    assert summary.slow[0].text == (
+        "rank 1 (host b) was slow in steps 2 to 12: data took it 9 ms, the median rank 3 ms; it cost 2.5s"
+    )
+    assert summary.restarts == (2, 4)
+    assert summary.status == ("open", "no end is recorded: still running, or cut short")
+
+
+def test_the_slowest_rank_is_named_with_its_share(tmp_path: Path) -> None:
+    rows = []
+    for step in range(1, 101):
+        work = [50.0, 50.0, 50.0 if step % 5 else 49.0]
+        work[1 if step > 17 else 0] += 50  # rank 1 in 83 steps of 100
+        rows.append(row(step, rank_compute_ms=work, rank_step_ms=work, world_size=3))
+    events = [{"event": "start", "world_size": 3, "hosts": ["a", "b", "c"]}]
+    said = Summary(read(tmp_path, rows, events)).ranks_text()  # the first step warms up
+    assert said.startswith("Rank 1 (host b) was the slowest in 84% of the steps, and then takes 100% longer")
+    assert said.endswith("training would take 5.0s less.")  # 99 steps of 50 ms
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world", "is_uneven"),
+    [(12, 2, 3, False), (12, 2, 4, True), (12, 5, 1, False), (12, 5, 2, True), (12, 6, 2, False), (2, 4, 2, True)],
+)
+def test_a_batch_that_does_not_divide_over_the_ranks_is_told_of(
+    tmp_path: Path, batch: int, micro: int, world: int, is_uneven: bool
+) -> None:
+    """Against the plan that deals it out."""
+    plan = BatchPlan(batch, micro, world)
+    counts = {sum(map(len, plan.micro_batches(rank))) for rank in range(world)}
+    path = folder(tmp_path / "run", [row(1, world_size=world)])
+    (path / "config.toml").write_text(f"[train]\nglobal_batch_size = {batch}\ndevice_batch_size = {micro}\n")
+    assert Summary(read_run(path)).is_uneven == is_uneven == (len(counts) > 1)

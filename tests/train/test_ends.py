@@ -1,0 +1,417 @@
+"""How runs end: stopped, crashed, in an evaluation. What is saved by then, and what is said."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import TINY, Program, digest, losses, run, steps
+from ranks import run_ranks
+from whole_runs import STEPS, evaluations, events, saved, status_of, tiny, words
+
+from paceline.base.early import stopped_early
+from paceline.base.errors import RunError, Stopped, UserError
+from paceline.base.faults import Injected
+from paceline.checkpoint import manifest as mf
+from paceline.config import Config
+from paceline.launch.signals import has_handler
+from paceline.train import evaluate as evaluate_module
+from paceline.train import loop as loop_module
+from paceline.train import saves as saves_module
+from paceline.train.loop import train
+from paceline.train.request import Request
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+
+# At this rate the validation loss only grows after the first step.
+GROWING = {"optim__lr": 0.3, "optim__warmup_steps": 3, "optim__min_lr_frac": 1.0}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed, evaluated every two steps."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    assert status_of(folder, tiny(train__eval_every=2)) == 0
+    return folder
+
+
+# ---- what is saved, and when ----
+
+
+def test_a_crash_in_the_last_evaluation_loses_nothing(tmp_path: Path, straight: Path) -> None:
+    """A1. The last checkpoint is there before the last evaluation begins; a resume evaluates and ends."""
+    folder = tmp_path / "run"
+    with pytest.raises(Injected):
+        status_of(folder, tiny(train__eval_every=2), f"rank=0 step={STEPS + 1} phase=evaluate kind=raise")
+    assert saved(folder) == [STEPS]
+    assert STEPS not in evaluations(folder)
+    assert status_of(folder, tiny(train__eval_every=2), resume=True) == 0
+    assert evaluations(folder) == evaluations(straight)
+    assert losses(folder) == losses(straight)
+    assert digest(folder) == digest(straight)
+
+
+def test_a_kill_in_an_evaluation_resumes_at_its_step(tmp_path: Path, straight: Path) -> None:
+    """A1. Where a save was due at the step that is evaluated, the save comes first."""
+    folder = tmp_path / "run"
+    flags = (*TINY[2:], "--train.steps", str(STEPS), "--train.eval-every", "2", "--checkpoint.every", "4")
+    killed = "rank=0 step=5 phase=evaluate kind=sleep seconds=3; rank=0 step=5 phase=evaluate kind=kill"
+    with Program("train", "--preset", "tiny", *flags, "--out", str(folder), env={"PACELINE_FAULTS": killed}) as program:
+        program.wait().require(-signal.SIGKILL)
+    assert saved(folder) == [4]
+    assert sorted(evaluations(folder)) == [2]
+    assert status_of(folder, tiny(train__eval_every=2, checkpoint__every=4), resume=True) == 0
+    assert [event["step"] for event in events(folder, "resume")] == [4]
+    assert sorted(evaluations(folder)) == [2, 4, 6]
+    assert evaluations(folder) == pytest.approx(evaluations(straight), abs=1e-5)
+
+
+def test_saves_come_by_the_clock_and_the_banner_says_when_the_first_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A1. By default, too: a crash never loses more than the interval."""
+    assert Config().checkpoint.every == 0
+    assert Config().checkpoint.every_s > 0
+    status_of(tmp_path / "a", tiny(train__steps=1))
+    assert "every 10m00s of training, and at the end; the first after 10m00s" in words(capsys.readouterr().out)
+    slow = "rank=0 step=3 phase=data kind=sleep seconds=3"
+    status_of(tmp_path / "b", tiny(checkpoint__every_s=3.0), slow)
+    assert events(tmp_path / "b", "checkpoint")[0]["step"] == 3
+    status_of(tmp_path / "c", tiny(checkpoint__every=5))
+    assert "every 5 steps, and at the end; the first at step 5" in words(capsys.readouterr().out)
+
+
+def best_of(folder: Path) -> tuple[str, float]:
+    """What `best` names, and the validation loss that is noted there."""
+    name = (folder / "checkpoints/best").read_text().strip()
+    noted = folder / "checkpoints" / name / "val_loss.json"
+    manifest = json.loads((folder / "checkpoints" / name / "manifest.json").read_text())
+    return name, float(json.loads(noted.read_text()) if noted.exists() else manifest["val_loss"])
+
+
+def test_the_best_and_multiples_stay_beside_the_newest(tmp_path: Path) -> None:
+    """A1. Saves and evaluations of the same steps: the best is among the first, saved before it was evaluated."""
+    folder = tmp_path / "run"
+    kept = {"checkpoint__keep_every": 4, "checkpoint__keep_best": True}
+    config = tiny(checkpoint__every=1, train__eval_every=1, train__steps=8, **kept, **GROWING)
+    slow = "; ".join(f"rank=0 step={step} phase=data kind=sleep seconds=0.3" for step in (2, 3, 4))
+    assert status_of(folder, config, slow) == 0
+    found = evaluations(folder)
+    best = min(found, key=lambda step: found[step])
+    assert best < 7
+    assert best_of(folder) == (f"step-{best:08d}", found[best])
+    assert saved(folder) == sorted({best, 4, 7, 8})
+
+
+def test_the_best_is_marked_where_the_run_died_before_it_was(tmp_path: Path) -> None:
+    """A1. The evaluation is in the records, the mark beside the checkpoint is not."""
+    folder = tmp_path / "run"
+    config = tiny(checkpoint__keep_best=True, train__eval_every=6)
+    assert status_of(folder, config) == 0
+    before = best_of(folder)
+    assert before == (f"step-{STEPS:08d}", evaluations(folder)[STEPS])
+    (folder / "checkpoints/best").unlink()
+    (folder / f"checkpoints/step-{STEPS:08d}/val_loss.json").unlink()
+    assert status_of(folder, tiny(checkpoint__keep_best=True, train__steps=STEPS + 2), resume=True) == 0
+    assert best_of(folder)[1] == min(evaluations(folder).values())
+    assert saved(folder)[0] == STEPS
+
+
+# ---- stopped at an evaluation ----
+
+
+def test_a_stop_at_an_evaluation_step_evaluates_it_after_the_resume(tmp_path: Path, straight: Path) -> None:
+    """C7. And keep-best keeps it: the step that is stopped at is the best of the whole run."""
+    folder = tmp_path / "run"
+    changes = {"train__eval_every": 1, "checkpoint__keep_best": True, "train__steps": 4, **GROWING}
+    assert status_of(folder, tiny(**changes, train__stop_at_step=1)) == 75
+    assert evaluations(folder) == {}
+    assert status_of(folder, tiny(**changes), resume=True) == 0
+    found = evaluations(folder)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert min(found, key=lambda step: found[step]) == 1
+    assert best_of(folder) == ("step-00000001", found[1])
+
+
+def test_the_last_line_says_the_step_that_was_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A3. It was stopped at step 5, and evaluated at step 4."""
+    assert status_of(tmp_path / "run", tiny(train__eval_every=4, train__stop_at_step=5)) == 75
+    said = words(capsys.readouterr().out)
+    assert re.search(r"validation loss [\d.]+, [\d.]+ bits per byte at step 4, ", said)
+    assert "stopping at step 5 (train.stop-at-step): saving" in said
+
+
+LONG_EVALUATION = ("--train.eval-every", "4", "--train.eval-sequences", "2800", "--train.steps", "8")
+
+
+@pytest.mark.long
+def test_a_signal_in_a_long_evaluation_ends_at_its_step_and_a_resume_evaluates_it(tmp_path: Path) -> None:
+    """A2. On rank 1 alone; the reason reads the same on the terminal, in the events and in the report."""
+    folder = tmp_path / "run"
+    with Program("train", *TINY, *LONG_EVALUATION, "--nproc", "2", "--out", str(folder)) as program:
+        program.wait_for(lambda: len(steps(folder)) == 4)
+        time.sleep(0.2)
+        os.kill(program.ranks()[1], signal.SIGTERM)
+        ended = program.wait(30).require(75)
+    assert len(steps(folder)) == 4, "no further step"
+    assert evaluations(folder) == {}
+    reason = "SIGTERM on rank 1"
+    assert f"stopping at step 4 ({reason}): saving" in ended.out
+    assert f"stopped at step 4 ({reason}); everything is saved" in ended.out
+    assert [event["reason"] for event in events(folder, "end")] == [reason]
+    assert saved(folder) == [4]
+    run("resume", str(folder), "--train.stop-at-step", "5").require(75)
+    assert list(evaluations(folder)) == [4]
+    run("report", str(folder), "--out", str(tmp_path / "report.html"), cwd=tmp_path).require()
+    assert "stopped: train.stop-at-step" in (tmp_path / "report.html").read_text()
+
+
+def test_a_signal_in_the_last_evaluation_leaves_only_that_to_the_resume(tmp_path: Path, straight: Path) -> None:
+    """A2. All steps are made and saved."""
+    folder = tmp_path / "run"
+    config = tiny(train__eval_every=2)
+
+    def ask() -> None:
+        while len(steps(folder)) < STEPS or not (folder / f"checkpoints/step-{STEPS:08d}").exists():
+            time.sleep(0.002)
+        time.sleep(0.5)  # in the fault's sleep
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert status_of(folder, config, f"rank=0 step={STEPS + 1} phase=evaluate kind=sleep seconds=2") == 75
+    thread.join()
+    assert [event["reason"] for event in events(folder, "end")] == ["SIGTERM on rank 0"]
+    assert sorted(evaluations(folder)) == [2, 4]
+    assert status_of(folder, config, resume=True) == 0
+    assert evaluations(folder) == evaluations(straight)
+
+
+def test_what_takes_long_at_the_end_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B14. A save and an evaluation; others than rank 0 can only wait for it."""
+    monkeypatch.setattr(saves_module, "_SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(evaluate_module, "_SAY_EVERY_S", 0.5)
+    slow = (
+        f"rank=0 step={STEPS} phase=save.write kind=sleep seconds=2; "
+        f"rank=0 step={STEPS + 1} phase=evaluate kind=sleep seconds=1"
+    )
+    assert status_of(tmp_path / "run", tiny(), slow) == 0
+    said = words(capsys.readouterr().out)
+    assert re.search(rf"saving the checkpoint of step {STEPS}: \d+ s", said)
+    assert re.search(rf"evaluating step {STEPS}: \d+ of 64 sequences after \d+ s", said)
+
+
+# ---- before the first step ----
+
+
+def ask_when_ready(program: Program, number: signal.Signals, num_ranks: int, after_s: float) -> None:
+    """Sends the signal to the command when each rank takes signals, and so many seconds later."""
+
+    def are_ready() -> bool:
+        pids = program.ranks().values() if num_ranks > 1 else [program.pid]
+        return len(pids) == num_ranks and all(has_handler(pid, signal.SIGTERM) for pid in pids)
+
+    program.wait_for(are_ready)
+    time.sleep(after_s)
+    os.kill(program.pid, number)
+
+
+@pytest.fixture(scope="module")
+def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text whose preparation takes much longer than tests wait."""
+    path = tmp_path_factory.mktemp("data") / "long.txt"
+    lines = "".join(f"{number} {number * 7919 % 10007} is a line of text\n" for number in range(200_000))
+    with path.open("w") as file:
+        for _ in range(20):
+            file.write(lines)
+    return path
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_signal_while_data_is_prepared(
+    tmp_path: Path, long_text: Path, nproc: int, number: signal.Signals, status: int
+) -> None:
+    """A7. Nothing was saved: a queue that starts again on 75 starts it again."""
+    flags = ("--data.path", str(long_text), "--out", str(tmp_path / "run"), "--nproc", str(nproc))
+    with Program("train", *TINY, *flags, env={"PACELINE_CACHE": str(tmp_path / "cache")}) as program:
+        ask_when_ready(program, number, nproc, after_s=1.0)
+        ended = program.wait(30).require(status)
+        program.wait_until_gone(5)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert ended.err.count("\n") == 1, "one line"
+    expected = "stopped by SIGTERM before training began" if status == 75 else "interrupted"
+    assert ended.err.startswith(expected)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_to_a_rank_that_waits_for_the_others(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """A7. A rank of a world whose second one never comes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    flags = ("--parallel.interface", "lo", "--out", str(tmp_path / "run"))
+    with Program("train", *TINY, *flags, env={**world, **address}) as program:
+        ask_when_ready(program, number, 1, after_s=2.0)
+        program.wait(30).require(status)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("library", ["", "numpy", "torch", "libtorch_python"])
+def test_a_signal_at_once(tmp_path: Path, library: str, number: signal.Signals, status: int) -> None:
+    """A7. As soon as the process takes signals, and while each of these libraries is imported."""
+
+    def is_there() -> bool:
+        is_ready = has_handler(program.pid, signal.SIGTERM)
+        return is_ready and library in Path(f"/proc/{program.pid}/maps").read_text()
+
+    with Program("train", *TINY, "--out", str(tmp_path / "run")) as program:
+        program.wait_for(is_there)
+        os.kill(program.pid, number)
+        ended = program.wait(30).require(status)
+    assert ended.err == f"{'interrupted' if status == 130 else stopped_early('SIGTERM')}\n"
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_whose_exception_a_library_swallows_stops_after_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Between meeting and training; Python ignores what a destructor or a weak reference's callback raises."""
+    meet = loop_module.meet
+
+    def signalled(*args: Any) -> Any:
+        with contextlib.suppress(Stopped, KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        return meet(*args)
+
+    monkeypatch.setattr(loop_module, "meet", signalled)
+    assert status_of(tmp_path / "run", tiny()) == 75
+    assert saved(tmp_path / "run") == [1]
+
+
+def test_a_signal_between_meeting_and_the_first_step_and_the_same_command_again(tmp_path: Path) -> None:
+    """A7. In a restore: the checkpoint stays as it is. A run that never trained begins in its folder."""
+    folder = tmp_path / "run"
+    assert status_of(folder, tiny(train__stop_at_step=2)) == 75
+    slow = "rank=0 step=3 phase=restore kind=sleep seconds=20"
+    with Program("resume", str(folder), "--nproc", "2", env={"PACELINE_FAULTS": slow}) as program:
+        program.wait_for(lambda: len(program.ranks()) == 2 and (folder / "ranks/rank-00001.log").exists())
+        ask_when_ready(program, signal.SIGTERM, 2, after_s=3.0)
+        ended = program.wait(30).require(75)
+        program.wait_until_gone(5)
+    assert "stopped by SIGTERM before training began" in ended.err
+    assert saved(folder) == [2]
+    assert status_of(folder, tiny(), resume=True) == 0
+    assert len(losses(folder)) == STEPS
+
+
+def test_a_checkpoint_of_the_former_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Its weights are read all the same."""
+    folder = tmp_path / "run"
+    assert status_of(folder, tiny(train__stop_at_step=2)) == 75
+    path = folder / "checkpoints/step-00000002/manifest.json"
+    manifest = json.loads(path.read_bytes())
+    for name in ("replicas", "objects", "generators", "numbers"):
+        del manifest[name]
+    del manifest["tensors"]["extra"]
+    path.write_bytes(mf.seal({**manifest, "format": 2, "num_updates": 2, "scaler": {"scale": 1.0, "num_finite": 0}}))
+    with pytest.raises(UserError) as told:
+        status_of(folder, tiny(), resume=True)
+    assert "is of format 2, which an earlier paceline wrote and this one does not resume" in str(told.value)
+    assert f"paceline train --init-from {folder}" in str(told.value)
+    assert saved(folder) == [2]
+    status_of(tmp_path / "on", tiny(train__init_from=str(folder), model__vocab_size=512, model__n_positions=64))
+    assert run("sample", str(folder), "--tokens", "3", cwd=tmp_path).require().out
+
+
+# ---- gradients that are not finite ----
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_before_them(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    nan = "; ".join(f"rank=0 step={step} kind=nan" for step in (4, 5))
+    with pytest.raises(RunError, match=r"not finite in 2 steps in a row, up to step 5; .* is saved as step 3") as told:
+        status_of(folder, tiny(train__max_skips=2), nan)
+    advice = "Try this: lower --optim.lr, or use --train.dtype bfloat16 or float32"
+    assert str(told.value).endswith(advice), "one rank: it may be the recipe, or the machine"
+    assert saved(folder) == [3]
+    assert events(folder)[-1]["event"] == "failed"
+    assert status_of(folder, tiny(), resume=True) == 0
+    assert [event["step"] for event in events(folder, "resume")] == [3]
+
+
+# ---- slow, and no hang ----
+
+
+def slow_sample(_: ParallelConfig, env: Environment, folder: Path) -> int:
+    """Each token of the sample takes a while, all of them much longer than a rank may be silent."""
+    generate = evaluate_module.generate
+    tighten = loop_module.Training._tighten_timeouts
+
+    def slowly(*args: object, **kwargs: object) -> Iterator[int]:
+        for token in generate(*args, **kwargs):  # type: ignore[arg-type]
+            time.sleep(0.5)
+            yield token
+
+    def tighten_at_once(training: loop_module.Training, step_s: float) -> None:
+        tighten(training, min(step_s, 0.1))  # ten of the first step would be waited for
+
+    evaluate_module.generate = slowly  # type: ignore[assignment]
+    loop_module.Training._tighten_timeouts = tighten_at_once  # type: ignore[method-assign]
+    first_s = time.monotonic()
+    config = tiny(train__steps=2, train__eval_every=-1, train__sample_tokens=8, parallel__step_timeout_s=1.0)
+    status = train(Request(config, folder), env)
+    assert time.monotonic() - first_s > 4
+    return status
+
+
+def test_a_slow_sample_is_no_hang(tmp_path: Path) -> None:
+    """C9. Four seconds, where a second of silence ends a run; the other rank waits at the end of the world."""
+    assert run_ranks(slow_sample, 2, tmp_path / "run", opened=False, timeout_s=90) == [0, 0]
+    assert events(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_stop_after_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
+    """C15. This process is older than that already: after the first step the time is over."""
+    folder = tmp_path / "run"
+    assert status_of(folder, tiny(train__stop_after=0.5)) == 75
+    assert len(steps(folder)) == 1
+    assert [event["reason"] for event in events(folder, "end")] == ["train.stop-after on rank 0"]
+    assert (folder / "checkpoints/latest").read_text().strip() == "step-00000001"
+
+
+# ---- what is said at the start ----
+
+
+def test_epochs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B15. Of a small set many, of a large one a part of one."""
+    text = tmp_path / "small.txt"
+    text.write_text("".join(f"{number} is a number, and this is a line about it\n\n" for number in range(2000)))
+    status_of(tmp_path / "a", tiny(train__steps=2))
+    assert re.search(r"2 steps = 1.54k tokens = 0.04% of an epoch of this data", words(capsys.readouterr().out))
+    status_of(tmp_path / "b", tiny(train__steps=60, data__path=str(text), train__eval_every=-1))
+    found = re.search(r"60 steps = [\d.]+k tokens = ([\d.]+) epochs of this data", words(capsys.readouterr().out))
+    assert found is not None
+    assert float(found[1]) > 1
+
+
+@pytest.mark.long
+def test_unequal_parts_of_the_batch_are_said_with_a_micro_batch_that_balances(tmp_path: Path) -> None:
+    """A12. Twelve sequences in micro-batches of 3 on three ranks: rank 0 has two of them."""
+    flags = ("--train.steps", "1", "--train.eval-every", "-1", "--nproc", "3", "--out", str(tmp_path / "run"))
+    said = words(run("train", *TINY, *flags, "--train.device-batch-size", "3").require().out)
+    assert "rank 0 computes 6 sequences of a step, rank 2 3, and waiting takes 33% of all ranks' time" in said
+    assert "--train.device-batch-size 2 would divide it better" in said
