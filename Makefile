@@ -20,9 +20,9 @@ train: setup  ## the main job: a model on this machine's cores, in under three m
 test: setup  ## all but the tests that take more than ten seconds each; two files at a time
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
-test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands
-	$(BIN)/python -m pytest -m "long and not alone" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "long and alone"
+test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands; a failed one is run again, and listed
+	$(BIN)/python -m pytest -m "long and not alone" -n 2 --dist loadfile --reruns 1 -rR
+	$(BIN)/python -m pytest -m "long and alone" --reruns 1 -rR
 
 check: setup  ## lint, format, types, import contract
 	$(BIN)/ruff check src tests bench examples docs

@@ -155,7 +155,7 @@ def train(group: Group, strategy: str, name: str, donor: Snapshot | None = None)
             weights = {n: weight.clone() for n, weight in sync.full_weights().items()}
             seen.half_way = Snapshot(weights, state, optimizer.num_updates)
     sync.wait_for_params()
-    seen.sent_bytes = sum(transfer.num_bytes for transfer in group.take_traffic().transfers)
+    seen.sent_bytes = group.take_traffic().num_bytes
     seen.weights = {n: weight.clone() for n, weight in sync.full_weights().items()}
     seen.own_weights = {item: weight.clone() for item, weight in sync.weights().items()}
     plain = build(MODELS[name], 1, "cpu").named_parameters()

@@ -19,7 +19,7 @@ class StepTimes(NamedTuple):
     optim_ms: float  # clipping and update
     comm_ms: float  # with at least one collective under way
     exposed_comm_ms: float  # the rank waited for a collective
-    comm_bytes: float  # sent by this rank
+    comm_bytes: float  # sent by this rank in transfers that began in this step
     step_ms: float  # from the step's beginning until the read
 
     @property
@@ -85,7 +85,7 @@ class StepClock:
         traffic = self._group.take_traffic()
         self._transfers += [self._span(t.start, t.end) for t in traffic.transfers if t.end is not None]
         self._waits += [self._span(*wait) for wait in traffic.waits]
-        self._num_bytes += sum(transfer.num_bytes for transfer in traffic.transfers)
+        self._num_bytes += traffic.num_bytes
         spent = dict.fromkeys(("data", "forward", "backward", "reduce", "optim"), 0.0)
         before = 0.0
         for part, stamp in self._marks:

@@ -69,7 +69,7 @@ class Group(ABC):
 
     @abstractmethod
     def take_traffic(self) -> Traffic:
-        """Returns the transfers that ended since the last call; those under way are returned once they have ended."""
+        """Returns the traffic since the last call; a transfer under way is returned once it has ended."""
 
     @abstractmethod
     def set_timeout(self, seconds: float) -> None:
@@ -125,18 +125,18 @@ class LocalGroup(Group):
         self._clock = DeviceClock(device)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
-        return Transfer(self._clock, 0)
+        return Transfer(self._clock)
 
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
-        return Transfer(self._clock, 0)
+        return Transfer(self._clock)
 
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
-        return Transfer(self._clock, 0)
+        return Transfer(self._clock)
 
     def start_messages(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
         if sends or receives:
             raise ValueError("rank 0 is alone: there is nobody to send to")
-        return Transfer(self._clock, 0)
+        return Transfer(self._clock)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None: ...
 
@@ -205,11 +205,11 @@ class DistributedGroup(Group):
         if self.rank in (*sends, *receives):
             raise ValueError(f"rank {self.rank} has no messages for itself")
         name = "messages between ranks"
-        transfer = Transfer(self._clock, sum(tensor.nbytes for tensor in sends.values()))
+        transfer, num_bytes = Transfer(self._clock), sum(tensor.nbytes for tensor in sends.values())
         with lost_peers_named(self.rank, name):
             works = post(sends, receives, is_nccl=self._is_nccl)
         # Finished in the caller's thread: switching threads would add latency.
-        return self._counted(transfer, name, lambda: self._finish(works))
+        return self._counted(transfer, num_bytes, name, lambda: self._finish(works))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         with self._timed("a broadcast", tensor):
@@ -224,7 +224,7 @@ class DistributedGroup(Group):
         over: list[Transfer] = []
         for transfer in known.transfers:
             (over if transfer.is_over else self._traffic.transfers).append(transfer)
-        return Traffic(over, known.waits)
+        return Traffic(known.num_bytes, over, known.waits)
 
     def set_timeout(self, seconds: float) -> None:
         assert dist.group.WORLD is not None
@@ -250,22 +250,22 @@ class DistributedGroup(Group):
     ) -> Transfer:
         """Begins a collective of torch's. Gloo runs it in its own threads; on a GPU it runs in our stream."""
         if self._stream is None:
-            transfer = Transfer(self._clock, num_bytes)
+            transfer = Transfer(self._clock)
             with lost_peers_named(self.rank, name):
                 work = begin(tensor)
             assert work is not None
             work.get_future().add_done_callback(lambda _: transfer.record_end())
-            return self._counted(transfer, name, work.wait)
+            return self._counted(transfer, num_bytes, name, work.wait)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream), lost_peers_named(self.rank, name):
-            transfer = StreamTransfer(self._clock, num_bytes)
+            transfer = StreamTransfer(self._clock)
             work = begin(tensor)
             assert work is not None
             work.wait()  # makes this stream, not the host, wait for NCCL's stream
             transfer.record_end()
         end: Any = transfer.end
-        return self._counted(transfer, name, lambda: torch.cuda.current_stream(self.device).wait_event(end))
+        return self._counted(transfer, num_bytes, name, lambda: torch.cuda.current_stream(self.device).wait_event(end))
 
     def _exchange(
         self,
@@ -279,7 +279,7 @@ class DistributedGroup(Group):
         `then`. Every pair of ranks takes part, so all notice at once when a rank dies."""
         self._num_exchanges += 1
         tag = self._num_exchanges % (1 << 20)  # ranks with a different order fail instead of mixing data
-        transfer = Transfer(self._clock, num_bytes)
+        transfer = Transfer(self._clock)
         with lost_peers_named(self.rank, name):
             works = post(sends, receives, is_nccl=False, tag=tag)
 
@@ -288,7 +288,7 @@ class DistributedGroup(Group):
             then()
             transfer.record_end()
 
-        return self._counted(transfer, name, self._background.submit(run).result)
+        return self._counted(transfer, num_bytes, name, self._background.submit(run).result)
 
     def _finish(self, works: list[dist.Work]) -> None:
         """Waits for sends and receives; a second call does nothing."""
@@ -296,21 +296,23 @@ class DistributedGroup(Group):
             work.wait(*self._patience)
         works.clear()
 
-    def _counted(self, transfer: Transfer, name: str, wait: Callable[[], object]) -> Transfer:
+    def _counted(self, transfer: Transfer, num_bytes: float, name: str, wait: Callable[[], object]) -> Transfer:
         def finish() -> None:
             with self._waiting(name):
                 wait()
 
         transfer.finish = finish
+        self._traffic.num_bytes += num_bytes
         self._traffic.transfers.append(transfer)
         return transfer
 
     @contextmanager
     def _timed(self, name: str, tensor: torch.Tensor) -> Iterator[None]:
-        transfer = Transfer(self._clock, tensor.nbytes * (self.size - 1))
+        transfer = Transfer(self._clock)
         with self._waiting(name):
             yield
         transfer.record_end()
+        self._traffic.num_bytes += tensor.nbytes * (self.size - 1)
         self._traffic.transfers.append(transfer)
 
     @contextmanager

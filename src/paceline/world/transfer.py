@@ -15,8 +15,7 @@ from paceline.world.device import DeviceClock, Stamp
 class Transfer:
     """A collective under way. The group sets `finish`."""
 
-    def __init__(self, clock: DeviceClock, num_bytes: float):
-        self.num_bytes = num_bytes  # sent by this rank
+    def __init__(self, clock: DeviceClock):
         self.start: Stamp = clock.stamp()
         self.end: Stamp | None = None
         self.finish: Callable[[], None] = lambda: None  # returns when the result may be used
@@ -48,8 +47,10 @@ class StreamTransfer(Transfer):
 
 @dataclass
 class Traffic:
-    """The transfers that finished in an interval, and when this rank was blocked in them."""
+    """What a rank sends in transfers that began in an interval, the transfers that finished in it, and when this rank
+    was blocked in them."""
 
+    num_bytes: float = 0.0
     transfers: list[Transfer] = field(default_factory=list)
     waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
 

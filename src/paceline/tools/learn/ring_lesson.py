@@ -104,7 +104,7 @@ def _advance(group: Group, ring: Ring, done: list[Step], sent: list[int]) -> Gri
     """Takes the last of these steps, records the bytes it sent, and returns every rank's values. Collective."""
     group.take_traffic()  # discard the lesson's own
     ring.take(done[-1])
-    sent += [int(transfer.num_bytes) for transfer in group.take_traffic().transfers]
+    sent.append(int(group.take_traffic().num_bytes))
     return marked(_cells(group, ring, done), done[-1], arrived=True)
 
 
