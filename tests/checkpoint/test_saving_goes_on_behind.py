@@ -257,6 +257,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_after_kill_9_of_a_writer_at_any_phase_the_one_before_is_used_and_the_next_save_works(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITERS, str(tmp_path)]
     here = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}

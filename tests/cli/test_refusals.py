@@ -249,6 +249,7 @@ def test_more_ranks_than_memory_holds_are_refused(place: Path, verb: tuple[str, 
     assert f"({usable_cores()}) or GPUs" in ended.err
 
 
+@pytest.mark.long
 def test_more_ranks_than_cores_are_warned_of(place: Path) -> None:
     too_many = usable_cores() + 1
     if too_many > 8:

@@ -81,6 +81,7 @@ def folders(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
+@pytest.mark.long
 def test_the_embedded_corpus_end_to_end(cache: Path) -> None:
     heard = Heard()
     began = time.perf_counter()

@@ -140,6 +140,7 @@ def cuts_alike(description: Json, codes: Iterable[int]) -> bool:
     return np.array_equal(Encoder(tokenizer, "tiktoken").encode(text), tokenizer.encode(text))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "single digits", "gpt4o"])
 def test_the_patterns_cut_alike_around_every_code_point(name: str, content: Callable[[str], Json]) -> None:
     """All below the Han of the higher planes, which are long blocks of letters; of these and of what nobody assigned
@@ -258,6 +259,7 @@ def merge_lists(draw: st.DrawFn) -> Json:
     return content
 
 
+@pytest.mark.long
 def test_what_is_proven_is_so_for_any_merges() -> None:
     """The law of this file. Half of the drawn lists and more are not provable, and some of these do differ."""
     counts = {"proven": 0, "differ": 0}

@@ -143,6 +143,7 @@ def test_where_a_document_is_cut_every_pattern_has_a_border(text: str) -> None:
         assert borders >= set(places(text)), cutter
 
 
+@pytest.mark.long
 def test_programs_are_cut_into_the_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours are cut apart as they are together; 400 bytes of signs, which have no such place, are passed over."""
     monkeypatch.setattr(text_module, "SLICE_BYTES", 400)

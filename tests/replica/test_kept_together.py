@@ -212,6 +212,7 @@ def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
         assert found == [(2.0**15, 1)] * 2
 
 
+@pytest.mark.long
 def test_saving_and_restoring_take_time_in_proportion_to_the_parameters(tmp_path: Path) -> None:
     """S11: ten times as many took a hundred times as long."""
     with alone() as world:

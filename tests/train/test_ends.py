@@ -302,6 +302,7 @@ def test_a_signal_whose_exception_a_library_swallows_stops_after_the_first_step(
     assert saved(tmp_path / "run") == [1]
 
 
+@pytest.mark.long
 def test_a_signal_between_meeting_and_the_first_step_and_the_same_command_again(tmp_path: Path) -> None:
     """A7. In a restore: the checkpoint stays as it is. A run that never trained begins in its folder."""
     folder = tmp_path / "run"

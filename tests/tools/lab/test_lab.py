@@ -312,6 +312,7 @@ def shares(program: Program, host: str) -> list[float]:
 # ---- runs ----
 
 
+@pytest.mark.long
 def test_two_hosts_train_as_one_machine_does(tmp_path: Path) -> None:
     ended = lab("--hosts", "2", "--rate", "1gbit", "--", "train", *TINY, "--out", "run", cwd=tmp_path).require(0)
     start, *_, end = rows(tmp_path / "run" / "events.jsonl")
