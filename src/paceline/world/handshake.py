@@ -39,6 +39,8 @@ class Facts:
     address: str  # at which Gloo will listen; empty: another backend
     interfaces: str
     backend: str
+    device: str
+    versions: dict[str, str]  # of libraries that must be the same
 
 
 class Board:
@@ -132,11 +134,18 @@ def _difference(present: list[Facts]) -> str:
                 f"{other.peer.shown} belongs to job '{other.job}', and {zero.peer.shown} to '{zero.job}'; "
                 "give each job a MASTER_PORT of its own"
             )
+        for name, version in zero.versions.items():
+            if other.versions[name] != version:
+                return (
+                    f"{other.peer.shown} has {name} {other.versions[name]}, and {zero.peer.shown} {name} {version}: "
+                    "their results would differ. Install the same version on all hosts"
+                )
         if other.backend != zero.backend:
             return (
-                f"{other.peer.shown} would communicate by {other.backend}, and {zero.peer.shown} by {zero.backend}: a "
-                "host without a visible GPU takes gloo. Make the GPU visible there, or give all ranks "
-                "--parallel.device cpu or --parallel.backend gloo"
+                f"{other.peer.shown} computes on {other.device} and would communicate by {other.backend}, and "
+                f"{zero.peer.shown} on {zero.device} by {zero.backend}: a host without a visible GPU takes gloo. Make "
+                "the GPU visible there, or give all ranks --parallel.device cpu, or --parallel.backend gloo, with "
+                "which CPUs and GPUs train together"
             )
     if len({facts.network for facts in present}) > 1:
         for facts in present:
