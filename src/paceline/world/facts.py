@@ -11,6 +11,7 @@ import torch
 
 from paceline.world.device import choose_dtype, cpu_name
 from paceline.world.group import Group
+from paceline.world.handshake import numbers_text
 from paceline.world.memory import free_memory
 
 
@@ -68,7 +69,7 @@ def unequal_kinds(facts: Sequence[RankFacts]) -> str:
     if len(ranks_of) == 1:
         return ""
     return "; ".join(
-        f"{kind} on rank {', '.join(map(str, ranks))} ({', '.join(dict.fromkeys(facts[r].host for r in ranks))})"
+        f"{kind} on rank {numbers_text(ranks)} ({', '.join(list(dict.fromkeys(facts[r].host for r in ranks))[:4])})"
         for kind, ranks in ranks_of.items()
     )
 

@@ -6,7 +6,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -87,6 +87,13 @@ class World:
         """Prints on rank 0, at once; does nothing on other ranks. Takes print's arguments: `print = world.say`."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
+
+    def is_first(self, but: Collection[int] = ()) -> bool:
+        """Whether this is the first rank that is alive, as far as its host knows, and not among `but`: the one to print
+        what all ranks see."""
+        host = self.peers[self.rank].host
+        living = (peer.rank for peer in self.peers if peer.host != host or peer.is_alive)
+        return self.rank == next((rank for rank in living if rank not in but), self.rank)
 
     def leave(self) -> None:
         """Leaves the world: waits for the last save, then for all ranks. Collective. A process group that the script
