@@ -24,6 +24,7 @@ from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.world.env import is_loopback
 from paceline.world.peer import Peer
 
+_READ_S = 1.0  # for other processes to read why they are refused; a dead one never does
 _SETTLED_S = 5.0  # then keys of dead processes are gone, and an unanswered rank looks for a complete world
 
 
@@ -174,9 +175,13 @@ def numbers_text(ranks: list[int]) -> str:
 
 
 def _refuse(board: Board, error: PacelineError, nonces: list[str]) -> NoReturn:
-    """Posts to the waiting processes why there will be no world, and raises it."""
+    """Posts to the waiting processes why there will be no world, and raises it when they have read it: the store may
+    end with this process."""
     for nonce in nonces:
         board.post(f"refusal/{nonce}", {"message": str(error), "is_user": isinstance(error, UserError)})
+    deadline = time.monotonic() + _READ_S
+    while time.monotonic() < deadline and any(board.read(f"refusal/{nonce}") for nonce in nonces):
+        time.sleep(0.02)
     raise error
 
 
@@ -226,6 +231,7 @@ def _raise_refusal(board: Board, me: Facts) -> None:
     """Raises the problem that another rank found with this one, or with the world."""
     refusal = board.read(f"refusal/{me.nonce}")
     if refusal is not None:
+        board.remove(f"refusal/{me.nonce}")
         raise (UserError if refusal["is_user"] else RunError)(refusal["message"], reach="world")
 
 
