@@ -50,7 +50,7 @@ def test_strategies_that_repeat_the_update_are_refused(tmp_path: Path, strategy:
 def test_replicas_are_equal_for_300_steps_also_after_ranks_change_places(
     tmp_path: Path, optimizer: str, limits: dict[str, str]
 ) -> None:
-    flags = ("--train.steps", "300", "--optim.name", optimizer, "--optim.grad-clip", "0.5")
+    flags = ("--train.steps", "300", "--optim.name", optimizer, "--optim.lr", "1e-3", "--optim.grad-clip", "0.5")
     alike = trained(
         tmp_path / "alike", *flags, "--train.stop-at-step", "60", envs=(ALIKE, ALIKE), status=EXIT_RESUMABLE
     )

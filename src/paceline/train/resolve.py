@@ -155,7 +155,7 @@ def _micro_batch(config: Config, facts: Sequence[RankFacts], choices: list[Choic
     if train.device_batch_size:
         return train.device_batch_size
     if any(each.device == "cuda" for each in facts):
-        free = min(each.free_bytes for each in facts)
+        least = min(each.free_bytes for each in facts)
         state = _state_bytes(config, len(facts))[config.parallel.strategy]
         per_sequence = seq_len * cost.activation_bytes(
             config.model,
@@ -163,7 +163,7 @@ def _micro_batch(config: Config, facts: Sequence[RankFacts], choices: list[Choic
             compute_bytes=getattr(torch, train.dtype).itemsize,
             checkpoint=train.activation_checkpoint,
         )
-        largest, why = int((free * _MEMORY_SHARE - state) / per_sequence), f"{units.size(free)} free a rank"
+        largest, why = int((least * _MEMORY_SHARE - state) / per_sequence), f"{units.size(least)} free a rank"
     else:
         largest, why = _CPU_MICRO_BATCH_TOKENS // seq_len, f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
     share = math.ceil(train.global_batch_size / len(facts))
