@@ -17,12 +17,13 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
@@ -37,7 +38,7 @@ _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0")
 _COMMAND = (sys.executable, "-m", "paceline")
 # Beginnings of environment variables that Python or torch read once: with them the command is no fork.
-_READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "PYTHON", "TMPDIR", "TORCH")
+_READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "ONEDNN", "PYTHON", "TMPDIR", "TORCH")
 _GONE = (psutil.Error, ProcessLookupError, PermissionError)  # a process that ends while it is looked at
 DEADLINE_S = 120.0  # for a command that is to end; machines are shared
 
@@ -229,6 +230,32 @@ def run(
         ended = program.wait(deadline_s)
         program.wait_until_gone(5.0)
     return ended
+
+
+def start_ranks(
+    arguments_by_rank: Sequence[tuple[str, ...]],
+    env_by_rank: Sequence[Mapping[str, str]],
+    command: tuple[str, ...] = _COMMAND,
+    deadline_s: float = 60,
+) -> list[Ended]:
+    """Starts ranks as a cluster's own scripts do, by the environment alone, and returns how each ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": str(len(env_by_rank)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        programs = [
+            stack.enter_context(Program(*arguments, command=command, env={**world, "RANK": str(rank), **env}))
+            for rank, (arguments, env) in enumerate(zip(arguments_by_rank, env_by_rank, strict=True))
+        ]
+        return [program.wait(deadline_s) for program in programs]
+
+
+def one_message(endings: Iterable[Ended]) -> str:
+    """All ranks refused with status 2, and one of them said why, in one line. Returns the line."""
+    lines = [line for ended in endings for line in ended.require(2).err.splitlines() if line.strip()]
+    assert len(lines) == 1, lines
+    return lines[0]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -97,6 +97,7 @@ def _scenarios() -> dict[str, Scenario]:
         "flip-before-a-save": (3, plain("rank=1 step=6 kind=flip", parallel__check_every=100)),
         "repair": (3, plain(flip, parallel__repair=True)),
         "repair-of-2": (2, plain(flip, parallel__repair=True)),
+        "repair-again": (3, plain(f"{flip}; rank=1 step=6 kind=flip", parallel__repair=True)),
         "full-at-a-writer": (2, plain(f"{WAITS}; rank=1 step=4 phase=save.write kind=full")),
         "slow-disk": (
             2,
@@ -261,6 +262,15 @@ def test_a_flipped_bit_is_repaired_where_most_agree(made: Made) -> None:
     (end,) = made.ends("repair-of-2")
     assert "no value has a majority" in end
     assert not made.events("repair-of-2", "repaired")
+
+
+def test_what_differs_at_two_comparisons_in_a_row_is_not_repaired_again(made: Made) -> None:
+    (end,) = made.ends("repair-again")
+    assert end.startswith(
+        f"RunError: replicas are not equal at step 6: {FIRST} has 2 different values (rank 1 differs)"
+    )
+    assert "They differed at the comparison before, too" in end
+    assert [event["step"] for event in made.events("repair-again", "repaired")] == [5]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])

@@ -1,44 +1,18 @@
 """The law: ranks that would train different models train none, and the message names ranks and both values."""
 
-import contextlib
 import re
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 import pytest
-from program import TINY, Ended, Program, losses, steps
+from program import TINY, Ended, Program, losses, one_message, start_ranks, steps
 
 import paceline
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def by_hand(out: Path, flags_by_rank: list[tuple[str, ...]], env_by_rank: list[dict[str, str]]) -> list[Ended]:
-    """Starts ranks as a cluster's own scripts do, by the environment alone, and returns how each ended."""
-    world = {"WORLD_SIZE": str(len(flags_by_rank)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with contextlib.ExitStack() as stack:
-        programs = [
-            stack.enter_context(
-                Program("train", *TINY, "--out", str(out), *flags, env={**world, "RANK": str(rank), **env})
-            )
-            for rank, (flags, env) in enumerate(zip(flags_by_rank, env_by_rank, strict=True))
-        ]
-        return [program.wait(60) for program in programs]
-
-
-def one_message(endings: list[Ended]) -> str:
-    """All ranks refused with status 2, and one of them said why, in one line. Returns the line."""
-    for ended in endings:
-        ended.require(2)
-    lines = [line for ended in endings for line in ended.err.splitlines() if line.strip()]
-    assert len(lines) == 1, lines
-    return lines[0]
+    return start_ranks([("train", *TINY, "--out", str(out), *flags) for flags in flags_by_rank], env_by_rank)
 
 
 @pytest.mark.long
@@ -103,7 +77,7 @@ def test_versions_that_differ_are_refused(tmp_path: Path) -> None:
     init = other / "paceline" / "__init__.py"
     init.write_text(init.read_text().replace(f'"{paceline.__version__}"', '"99.0"'))
     said = one_message(by_hand(tmp_path / "run", [(), (), ()], [{}, {}, {"PYTHONPATH": str(other)}]))
-    assert re.search(rf'paceline version: "{paceline.__version__}" on rank 0, 1; "99.0" on rank 2', said)
+    assert re.search(rf"rank 2 \(.*\) has paceline 99\.0, and rank 0 \(.*\) paceline {paceline.__version__}", said)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,18 +1,37 @@
 """Choices that a run makes by itself: a function of the config and of the facts of all ranks."""
 
+import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.data.blend import Blend
 from paceline.model import cost
-from paceline.train.agree import RankFacts
 from paceline.train.resolve import Settings, resolve
+from paceline.world.facts import RankFacts
 
 SEQ_LEN = 64
+BLEND = cast(Blend, SimpleNamespace(vocab_size=100))
+FACTS = RankFacts(
+    host="a",
+    device="cpu",
+    backend="gloo",
+    processor="a processor",
+    instructions="AVX512",
+    rounding="1234",
+    threads=1,
+    threads_reason="one core",
+    free_bytes=1e9,
+    dtype="float32",
+    dtype_reason="a reason",
+)
 
 
 def settings_of(free_bytes: list[float], dtypes: tuple[str, ...] = ("float32",), **changes: Any) -> Settings:
@@ -22,18 +41,8 @@ def settings_of(free_bytes: list[float], dtypes: tuple[str, ...] = ("float32",),
     for name, value in changes.items():
         section, field = name.split("__")
         config = config.replace(section, **{field: value})
-    facts = [
-        RankFacts(
-            device="cpu",
-            dtype=dtypes[rank % len(dtypes)],
-            dtype_reason="a reason",
-            free_bytes=free,
-            threads=1,
-            threads_reason="one core",
-        )
-        for rank, free in enumerate(free_bytes)
-    ]
-    return resolve(config, cast(Blend, SimpleNamespace(vocab_size=100)), facts)
+    facts = [replace(FACTS, free_bytes=free, dtype=dtypes[rank % len(dtypes)]) for rank, free in enumerate(free_bytes)]
+    return resolve(config, BLEND, facts)
 
 
 def test_the_strategy_is_the_simplest_that_fits_on_the_rank_with_the_least_memory() -> None:
@@ -62,3 +71,57 @@ def test_ranks_with_different_number_formats_compute_in_float32() -> None:
     assert settings_of([1e9] * 2, ("bfloat16",)).config.train.dtype == "bfloat16"
     assert settings_of([1e9] * 2, formats).config.train.dtype == "float32"
     assert settings_of([1e9] * 2, formats, train__dtype="float16").config.train.dtype == "float16"
+
+
+ANY_RANK = st.builds(
+    replace,
+    st.just(FACTS),
+    host=st.sampled_from("ab"),
+    device=st.sampled_from(("cpu", "cuda")),
+    instructions=st.sampled_from(("AVX512", "DEFAULT")),
+    rounding=st.sampled_from(("1234", "5678")),
+    threads=st.integers(1, 64),
+    free_bytes=st.floats(0, 1e12),
+    dtype=st.sampled_from(("float32", "bfloat16", "float16")),
+)
+
+
+@given(
+    st.lists(ANY_RANK, min_size=1, max_size=16),
+    st.sampled_from(("auto", "ddp", "zero", "fsdp", "naive")),
+    st.sampled_from(("auto", "bfloat16")),
+    st.sampled_from(("adamw", "muon")),
+    st.integers(1, 200),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_facts_give_one_possible_choice_or_one_refusal(
+    facts: list[RankFacts], strategy: Any, dtype: Any, optimizer: Any, batch: int
+) -> None:
+    """What `resolve` reads is its arguments, which are equal on all ranks: so a second call, as a second rank makes it,
+    and one with the ranks in another order decide alike."""
+    config = Config().replace("model", n_layer=2, n_head=2, n_embd=32).replace("data", seq_len=SEQ_LEN)
+    config = config.replace("train", global_batch_size=batch, steps=5, dtype=dtype)
+    config = config.replace("parallel", strategy=strategy).replace("optim", name=optimizer)
+    is_unequal = len({each.kind for each in facts}) > 1
+    is_staged = any(each.device == "cuda" for each in facts)  # the backend is gloo
+    if (is_unequal and strategy in ("ddp", "naive")) or (is_staged and strategy == "fsdp"):
+        for order in (facts, facts[::-1]):
+            with pytest.raises(UserError, match=f"strategy {strategy}") as refusal:
+                resolve(config, BLEND, order)
+            assert refusal.value.reach == "world"
+        return
+    found, again, reversed_ = (resolve(config, BLEND, order) for order in (facts, list(facts), facts[::-1]))
+    assert found == again
+    assert (found.config, found.plan) == (reversed_.config, reversed_.plan)
+    chosen, plan = found.config.parallel.strategy, found.plan
+    assert chosen == strategy or strategy == "auto"
+    assert not (is_unequal and chosen in ("ddp", "naive", "auto"))
+    assert not (is_staged and chosen == "fsdp")
+    assert plan.device_batch_size >= 1
+    parts = [plan.micro_batches(rank) for rank in range(len(facts))]
+    assert [place for part in itertools.chain(*parts) for place in part] == list(range(batch))
+    assert (
+        dtype == "bfloat16"
+        or found.config.train.dtype == "float32"
+        or {each.dtype for each in facts} == {found.config.train.dtype}
+    )

@@ -20,6 +20,7 @@ from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
 from paceline.world.group import Group, LocalGroup, PeerLost, Traffic, from_rank_0
 from paceline.world.runtime import World
+from paceline.world.staged import StagedGroup
 
 OPS = {"sum": np.sum, "min": np.min, "max": np.max}
 SHAPES = [(1,), (7,), (3, 5), (1000,), (0,)]
@@ -196,11 +197,19 @@ def on_ranks(world: World) -> Row:
     return exercise(world.group), timing(world.group), slow_peer(world.group)
 
 
-@pytest.fixture(scope="module", params=["local", 1, 2, 3, 4], ids=lambda size: f"world-{size}")
+def on_staged_ranks(world: World) -> Row:
+    """Every second rank sends through host memory, as one on a GPU does; its tensors are the CPU's here."""
+    group = world.group if world.rank % 2 else StagedGroup(world.device, 30.0)
+    return exercise(group), timing(group), slow_peer(group)
+
+
+@pytest.fixture(scope="module", params=["local", "staged", 1, 2, 3, 4], ids=lambda size: f"world-{size}")
 def answers(request: pytest.FixtureRequest) -> list[Row]:
     if request.param == "local":
         group = LocalGroup(torch.device("cpu"))
         return [(exercise(group), timing(group), slow_peer(group))]
+    if request.param == "staged":
+        return run_ranks(on_staged_ranks, 3)
     return run_ranks(on_ranks, request.param)
 
 

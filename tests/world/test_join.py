@@ -205,7 +205,7 @@ def test_ranks_of_different_backends_are_refused_before_a_process_group_starts(a
     """C4: a host whose GPU is not visible took Gloo, the others NCCL, and after 300 s they "could not connect"."""
     rows = Ranks(*(place(rank, 2, agents_store.port) for rank in range(2)), backend_of={0: "nccl"}).ended()
     assert [row[1] for row in rows] == ["UserError"] * 2
-    says = r"rank 1 \(.*\) would communicate by gloo, and rank 0 \(.*\) by nccl: .*--parallel.backend gloo"
+    says = r"rank 1 \(.*\) computes on cpu and would communicate by gloo, and rank 0 \(.*\) on cpu by nccl: "
     assert all(re.search(says, row[2]) and row[3] < 10 for row in rows), rows
 
 

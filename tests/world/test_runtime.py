@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from ranks import RanksFailed, run_ranks
 from paceline.base.errors import RunError, UserError
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
+from paceline.world.facts import RankFacts, unequal_kinds
 from paceline.world.group import LocalGroup, PeerLost
-from paceline.world.runtime import open_world
+from paceline.world.runtime import World, open_world
 
 
 class Deliberate(Exception):
@@ -45,6 +47,31 @@ def succeeds(config: ParallelConfig, env: Environment) -> tuple[Any, bool]:
         place = (world.rank, world.world_size, world.backend, world.threads, dist.is_initialized())
         world.group.barrier()
     return place, dist.is_initialized()
+
+
+def who_is_first(world: World) -> tuple[bool, bool, bool]:
+    """With all ranks alive, with rank 0 dead, and with rank 0 to blame."""
+    dead = replace(world.peers[0], born_ticks=world.peers[0].born_ticks + 1)
+    return world.is_first(), replace(world, peers=(dead, *world.peers[1:])).is_first(), world.is_first((0,))
+
+
+def test_the_first_rank_that_lives_prints_what_all_see() -> None:
+    assert run_ranks(who_is_first, 3) == [(True, False, False), (False, True, True), (False, False, False)]
+
+
+def facts_of(world: World) -> tuple[RankFacts, ...]:
+    return world.facts
+
+
+def test_every_rank_knows_the_facts_of_all() -> None:
+    first, second = run_ranks(facts_of, 2)
+    assert first == second
+    assert [each.device for each in first] == ["cpu", "cpu"]
+    assert [each.backend for each in first] == ["gloo", "gloo"]
+    assert not unequal_kinds(first), "processes of one machine round alike"
+    other = replace(first[1], rounding="other", host="b")
+    text = unequal_kinds((first[0], other))
+    assert f"{first[0].kind} on rank 0 ({first[0].host}); {other.kind} on rank 1 (b)" == text
 
 
 def opens_by_a_wrong_variable(config: ParallelConfig, env: Environment) -> str:

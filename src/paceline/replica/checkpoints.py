@@ -28,8 +28,9 @@ from paceline.replica import contents
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.joining import at_leaving
 from paceline.replica.replica import Replica
-from paceline.sync.replicas import compared, digests
+from paceline.sync.replicas import compared, digests, take_rounding_of_rank_0
 from paceline.world.calls import place
+from paceline.world.facts import unequal_kinds
 from paceline.world.group import Group, from_rank_0
 
 _OPEN: dict[Path, "Checkpoints"] = {}  # by folder: a notebook cell that runs again makes them again
@@ -110,6 +111,9 @@ class Checkpoints(CheckpointFolder):
         states = self._states_of_others()
         for each in self._replicas.values():
             each.replica.average_statistics()
+        if unequal_kinds(self.world.facts):
+            buffers = [buffer for each in self._replicas.values() for buffer in each.replica.buffers().values()]
+            take_rounding_of_rank_0([*states[1].values(), *buffers], self._group, self.world.device)
         content = f"{self._require_equal(states[1])} {states[0]}"
         facts = {"val_loss": None if val_loss is None else float(val_loss), "content": zlib.crc32(content.encode())}
         if self.world.is_main:

@@ -180,26 +180,21 @@ class _Membership:
         """Prints a PacelineError as one message; other errors have printed their traceback."""
         if not isinstance(error, PacelineError):
             return
-        text = str(error)
-        if isinstance(error, PeerLost) and self.watchdog is not None:
-            missing = self.watchdog.find_missing()
-            text = f"{text}. {missing.message}" if missing else text
+        text, culprits = str(error), tuple[int, ...]()
+        if isinstance(error, PeerLost) and self.watchdog is not None and (missing := self.watchdog.find_missing()):
+            text, culprits = f"{text}. {missing.message}", missing.culprits
         # Asked after that: a killed process closes its connections a moment before it counts as dead.
-        if text and self._speaks(error):
+        if text and self._speaks(error, culprits):
             with contextlib.suppress(OSError, ValueError):  # the reader is gone: `| head`
                 own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
                 print_error(f"{own}error: {text}")
 
-    def _speaks(self, error: PacelineError) -> bool:
-        """Whether this rank prints the error. An error that all ranks see is printed by the first rank that is alive;
-        once ranks have met, an error of reach "host" may be seen by one rank only."""
+    def _speaks(self, error: PacelineError, culprits: tuple[int, ...]) -> bool:
+        """Whether this rank prints the error. An error that all ranks see is printed by the first that is alive and not
+        to blame; once ranks have met, an error of reach "host" may be seen by one rank only."""
         if self.world is None:
             return error.reach != "host" or os.environ.get("LOCAL_RANK", "0") == "0"
-        if error.reach != "world":
-            return True
-        host = self.world.peers[self.world.rank].host
-        living = (peer.rank for peer in self.world.peers if peer.host != host or peer.is_alive)
-        return self.world.rank == next(living, self.world.rank)
+        return error.reach != "world" or self.world.is_first(culprits)
 
 
 def _script_hook() -> Callable[..., object]:

@@ -35,11 +35,12 @@ from paceline.replica.stopping import StopRequest, why_to_stop
 from paceline.replica.trouble import poison_a_gradient
 from paceline.replica.updates import Updates
 from paceline.sync.buckets import release
-from paceline.sync.make import make_strategy
+from paceline.sync.make import check_strategy, make_strategy
 from paceline.sync.replicas import broadcast_parameters
 from paceline.world.calls import Calls, place
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
+from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +57,7 @@ class Replica:
         optimizer: Any,
         world: World,
         *,
-        strategy: Literal["ddp", "zero", "fsdp", "naive"] = "ddp",
+        strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 10.0,
@@ -65,16 +66,19 @@ class Replica:
 
         model: any module, compiled or not, on `world.device`. optimizer: one or several, of torch.optim or with the
         same `param_groups`, `state` and `step()`. strategy: `zero` shards the optimizer state, `fsdp` also weights and
-        gradients. dtype: autocast of the loop over micro-batches; `float16` scales the loss. blocks: modules that run
-        one after the other, such as a transformer's layers. With `zero` their weights are gathered during the forward
-        pass (call `wait_for_params` before you read weights between steps), with `fsdp` one block at a time. bucket_mb:
-        MiB of gradients in one collective.
+        gradients; `auto` is `zero` if processors round differently, else `ddp`. dtype: autocast of the loop over
+        micro-batches; `float16` scales the loss. blocks: modules that run one after the other, such as a transformer's
+        layers. With `zero` their weights are gathered during the forward pass (call `wait_for_params` before you read
+        weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one collective.
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
         world.calls.note("Replica")
         if dtype not in _DTYPES:
             raise UserError(f"{place()}: dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
+        if strategy == "auto":
+            strategy = "zero" if unequal_kinds(world.facts) else "ddp"
+        check_strategy(strategy, world.facts)
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clock = DeviceClock(world.device)

@@ -2,13 +2,15 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from paceline.world.group import Group
+
+_ROUNDING = 1e-4  # of a tensor's largest value
 
 
 def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[str, int]:
@@ -83,6 +85,19 @@ def repair(found: list[Difference], tensors: Mapping[str, torch.Tensor], group: 
     for difference in found:
         assert difference.model_rank is not None
         group.broadcast(tensors[difference.name], difference.model_rank)
+
+
+def take_rounding_of_rank_0(tensors: Iterable[torch.Tensor], group: Group, device: torch.device) -> None:
+    """Replaces tensors by rank 0's where they differ by rounding only, as averages of weights do that unequal
+    processors computed. Others stay as they are, and are found by a comparison. Collective. device: of the group."""
+    for tensor in tensors:
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        theirs = tensor.detach().to(device, copy=True)
+        group.broadcast(theirs)
+        theirs = theirs.to(tensor.device)
+        if (tensor - theirs).abs().max() <= _ROUNDING * theirs.abs().max():
+            tensor.detach().copy_(theirs)
 
 
 def broadcast_parameters(model: nn.Module, group: Group) -> None:

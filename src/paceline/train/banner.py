@@ -1,17 +1,22 @@
 """The summary of all settings at the start of a run, and suggested commands at its end."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.base import units
 from paceline.config import Config
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
-from paceline.record.console import Console, facts
+from paceline.record.console import Console, facts, table
 from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
 from paceline.world.device import Peak
+from paceline.world.facts import RankFacts
+from paceline.world.handshake import numbers_text
 from paceline.world.runtime import World
+
+_HOST_COLUMNS = ["host", "ranks", "device", "processor", "instructions", "rounding", "threads", "free a rank", "dtype"]
 
 
 def start(console: Console, world: World, settings: Settings, data: TrainingData, peak: Peak, folder: str) -> None:
@@ -22,7 +27,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
     num_ranks = _plural(world.world_size, "rank")
     rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
     rows = {
-        "world": f"{num_ranks} on {world.device.type}, {world.backend_text}, {_plural(world.threads, 'thread')} a rank",
+        "world": f"{num_ranks} on {_devices(world)}, {world.backend_text}, {_plural(world.threads, 'thread')} a rank",
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
@@ -41,6 +46,8 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
     }
     chosen = [("chosen", f"{choice.what}: {choice.why}  [{choice.flag}]") for choice in settings.choices]
     console.say(facts([*rows.items(), *chosen]))
+    if hosts := _hosts(world.facts):
+        console.say(table("Hosts differ", _HOST_COLUMNS, hosts))
     console.say()
     if warning := _imbalance(plan):
         console.say(f"{warning}\n", style="yellow")
@@ -49,9 +56,28 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
 def start_again(console: Console, world: World, settings: Settings, folder: str) -> None:
     """Prints only what may have changed, when the launcher has restarted the ranks."""
     console.say(
-        f"{_plural(world.world_size, 'rank')} on {world.device.type}, {world.backend_text}; "
+        f"{_plural(world.world_size, 'rank')} on {_devices(world)}, {world.backend_text}; "
         f"{settings.plan.global_batch_size} sequences a step; run folder {folder}"
     )
+
+
+def _devices(world: World) -> str:
+    return " and ".join(sorted({each.device for each in world.facts}))
+
+
+def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:
+    """Returns a row for each host, or part of it, with facts of its own; none if all hosts are alike."""
+    ranks_by: dict[tuple[str, ...], dict[str, list[int]]] = {}
+    for rank, each in enumerate(all_facts):
+        what = each.device, each.processor, each.instructions, each.rounding, str(each.threads), each.dtype
+        ranks_by.setdefault(what, {}).setdefault(each.host, []).append(rank)
+    if len(ranks_by) == 1:
+        return []
+    return [
+        [host, numbers_text(ranks), *what[:5], units.size(min(all_facts[rank].free_bytes for rank in ranks)), what[5]]
+        for what, by_host in ranks_by.items()
+        for host, ranks in by_host.items()
+    ]
 
 
 def _data_text(data: TrainingData, config: Config) -> str:

@@ -15,6 +15,7 @@ class Checks:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._has_repaired = False  # at the last comparison
         self._before: dict[str, int] | None = None  # digests of the optimizer state, until the next update
 
     def replicas(self, before_save: bool = False) -> None:
@@ -22,7 +23,8 @@ class Checks:
         Collective.
 
         Raises RunError on every rank, naming ranks and a tensor, if they differ. Before a save, which must be fast,
-        compares only the weights by a quick digest: different state changes the weights in the next update.
+        compares only the weights by a quick digest: different state changes the weights in the next update. Differences
+        in two comparisons in a row are no flipped bit, and are not repaired.
         """
         setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
         fault, step = setup.at("check"), setup.progress.step
@@ -35,8 +37,10 @@ class Checks:
             text += f", and {len(found) - 1} tensors more" if len(found) > 1 else ""
             setup.recorder.event("replicas differ", step=step, tensors=[str(difference) for difference in found[:20]])
             repairs = setup.config.parallel.repair
-            if not repairs or any(difference.model_rank is None for difference in found):
+            if not repairs or self._has_repaired or any(difference.model_rank is None for difference in found):
                 advice = "" if repairs or not found[0].minority else " (--parallel.repair copies the majority's)"
+                if self._has_repaired:
+                    advice = ". They differed at the comparison before, too: a rank computes otherwise than the others"
                 raise RunError(
                     f"{text}. Nothing was saved since they differ; resume from the newest checkpoint{advice}",
                     reach="world",
@@ -44,6 +48,7 @@ class Checks:
             repair(found, tensors, group)
             setup.console.say(f"{text}. Repaired: they have the majority's values now", style="yellow")
             setup.recorder.event("repaired", step=step)
+        self._has_repaired = bool(found)
         group.take_traffic()
         if not before_save:
             self._before = digests(optimizer_state(setup.replica))

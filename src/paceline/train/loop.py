@@ -97,12 +97,11 @@ def _failure_recorded(setup: Setup) -> Iterator[None]:
 
 
 def _with_missing_rank(error: PeerLost, setup: Setup) -> PeerLost:
-    """Adds the watchdog's facts about the missing rank to the error, on one rank."""
+    """Adds the watchdog's facts about the missing rank to the error, which the first of the other ranks prints."""
     missing = setup.watchdog.find_missing()
-    if missing is None:
-        return type(error)(str(error), reach="world")
-    speaks = missing.speaker(setup.world.world_size) == setup.world.rank
-    return type(error)(f"{error}. {missing.message}", reach="rank" if speaks else "world")
+    text, culprits = (f"{error}. {missing.message}", missing.culprits) if missing else (str(error), ())
+    # Asked after that: a killed process closes its connections a moment before it counts as dead.
+    return type(error)(text, reach="rank" if setup.world.is_first(culprits) else "world")
 
 
 class Training:

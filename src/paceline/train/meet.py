@@ -25,7 +25,7 @@ from paceline.replica.scaler import LossScaler
 from paceline.replica.stopping import StopRequest
 from paceline.replica.trouble import flip_a_bit
 from paceline.train import banner
-from paceline.train.agree import gather_facts
+from paceline.train.agree import require_alike
 from paceline.train.data import TrainingData
 from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
@@ -84,7 +84,8 @@ class Setup:
 def meet(request: Request, world: World, data: TrainingData, console: Console, stop: StopRequest) -> Setup:
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
-    settings = resolve(request.config, data.blend, gather_facts(world, request.config, data.blend))
+    require_alike(world.group, request.config, data.blend)
+    settings = resolve(request.config, data.blend, world.facts)
     config = settings.config
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints

@@ -12,7 +12,8 @@ from paceline.data.blend import Blend
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
 from paceline.optim.config import require_some_left, scaled_with_batch
-from paceline.train.agree import RankFacts
+from paceline.sync.make import check_strategy, sends_gpu_memory_by_gloo
+from paceline.world.facts import RankFacts, unequal_kinds
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
 _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation, and the optimizer's temporaries
@@ -51,7 +52,8 @@ class Settings:
 
 def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Settings:
     """Returns the settings: a pure function of the config, the data and the facts of all ranks, so the same on all.
-    Raises UserError if weight decay would remove more than the complete weight."""
+    Raises UserError if weight decay would remove more than the complete weight, or if the ranks' processors cannot use
+    the given strategy together."""
     choices = _device_choices(config, facts[0])
     config = config.replace(
         "model",
@@ -78,7 +80,7 @@ def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Setting
 
 
 def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
-    """Choices that rank 0 made when it opened the world."""
+    """Choices that rank 0 made when it opened the world; the banner shows other hosts' where they differ."""
     found = []
     if config.parallel.device == "auto":
         why = {"cuda": "a GPU for each local rank", "mps": "an Apple GPU", "cpu": "no GPU for each local rank"}
@@ -152,9 +154,8 @@ def _micro_batch(config: Config, facts: Sequence[RankFacts], choices: list[Choic
     train, seq_len = config.train, config.data.seq_len
     if train.device_batch_size:
         return train.device_batch_size
-    on_gpus = [each.free_bytes for each in facts if each.device == "cuda"]
-    if on_gpus:
-        free = min(on_gpus)
+    if any(each.device == "cuda" for each in facts):
+        least = min(each.free_bytes for each in facts)
         state = _state_bytes(config, len(facts))[config.parallel.strategy]
         per_sequence = seq_len * cost.activation_bytes(
             config.model,
@@ -162,7 +163,7 @@ def _micro_batch(config: Config, facts: Sequence[RankFacts], choices: list[Choic
             compute_bytes=getattr(torch, train.dtype).itemsize,
             checkpoint=train.activation_checkpoint,
         )
-        largest, why = int((free * _MEMORY_SHARE - state) / per_sequence), f"{units.size(free)} free on the GPU"
+        largest, why = int((least * _MEMORY_SHARE - state) / per_sequence), f"{units.size(least)} free a rank"
     else:
         largest, why = _CPU_MICRO_BATCH_TOKENS // seq_len, f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
     share = math.ceil(train.global_batch_size / len(facts))
@@ -173,20 +174,22 @@ def _micro_batch(config: Config, facts: Sequence[RankFacts], choices: list[Choic
 
 
 def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
-    """The strategy: as given, or the simplest that fits into the memory of all ranks."""
+    """The strategy: as given, or the simplest that keeps replicas equal and fits into the memory of all ranks."""
+    check_strategy(config.parallel.strategy, facts)
     if config.parallel.strategy != "auto":
         return config.parallel.strategy
-    needed = _state_bytes(config, len(facts))
+    needed, kinds = _state_bytes(config, len(facts)), unequal_kinds(facts)
     free = min(each.free_bytes for each in facts)
     room = f"{units.size(free)} free a rank"
     if len(facts) == 1:
         chosen, why = "ddp", "one rank"
     elif config.optim.name == "muon":
         chosen, why = "zero", "Muon's update is dealt out over the ranks"
-    elif needed["ddp"] <= free * _MEMORY_SHARE:
+    elif not kinds and needed["ddp"] <= free * _MEMORY_SHARE:
         chosen, why = "ddp", f"weights, gradients and state take {units.size(needed['ddp'])} of {room}"
-    elif needed["zero"] <= free * _MEMORY_SHARE:
+    elif needed["zero"] <= free * _MEMORY_SHARE or sends_gpu_memory_by_gloo(facts):
         chosen, why = "zero", f"ddp would take {units.size(needed['ddp'])} of {room}, a share of the state fits"
+        why = f"processors round differently: {kinds}" if kinds else why
     else:
         chosen, why = "fsdp", f"even with shared state {units.size(needed['zero'])} would not fit in {room}"
     choices.append(Choice(f"strategy {chosen}", why, "--parallel.strategy"))

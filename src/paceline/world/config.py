@@ -14,7 +14,8 @@ class ParallelConfig:
     strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto"
     """ddp: every rank updates everything. zero: each rank updates its share and holds that optimizer state. fsdp:
     weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. auto: the first of
-    ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive."""
+    ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive, and where processors round
+    differently."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

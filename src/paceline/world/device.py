@@ -158,7 +158,7 @@ def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
     """Returns the larger of `measured` and the stored FLOP/s, and stores it. The file's name has all it depends on."""
     machine = {
         "host": socket.gethostname(),
-        "processor": _processor(),
+        "processor": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "dtype": dtype,
@@ -179,7 +179,8 @@ def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
     return measured
 
 
-def _processor() -> str:
+def cpu_name() -> str:
+    """Returns the name of this machine's processor."""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
         if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
@@ -229,6 +230,7 @@ class DeviceClock:
         """Returns the milliseconds from start to end. On CUDA call `finish` first: both must have happened."""
         if isinstance(start, float) and isinstance(end, float):
             return (end - start) * 1e3
+        end.synchronize()  # type: ignore[attr-defined]  # a thread may just have recorded it
         return float(start.elapsed_time(end))  # type: ignore[attr-defined]
 
     def finish(self) -> None:

@@ -24,6 +24,7 @@ from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.world.env import is_loopback
 from paceline.world.peer import Peer
 
+_READ_S = 1.0  # for other processes to read why they are refused; a dead one never does
 _SETTLED_S = 5.0  # then keys of dead processes are gone, and an unanswered rank looks for a complete world
 
 
@@ -39,6 +40,8 @@ class Facts:
     address: str  # at which Gloo will listen; empty: another backend
     interfaces: str
     backend: str
+    device: str
+    versions: dict[str, str]  # of libraries that must be the same
 
 
 class Board:
@@ -132,11 +135,18 @@ def _difference(present: list[Facts]) -> str:
                 f"{other.peer.shown} belongs to job '{other.job}', and {zero.peer.shown} to '{zero.job}'; "
                 "give each job a MASTER_PORT of its own"
             )
+        for name, version in zero.versions.items():
+            if other.versions[name] != version:
+                return (
+                    f"{other.peer.shown} has {name} {other.versions[name]}, and {zero.peer.shown} {name} {version}: "
+                    "their results would differ. Install the same version on all hosts"
+                )
         if other.backend != zero.backend:
             return (
-                f"{other.peer.shown} would communicate by {other.backend}, and {zero.peer.shown} by {zero.backend}: a "
-                "host without a visible GPU takes gloo. Make the GPU visible there, or give all ranks "
-                "--parallel.device cpu or --parallel.backend gloo"
+                f"{other.peer.shown} computes on {other.device} and would communicate by {other.backend}, and "
+                f"{zero.peer.shown} on {zero.device} by {zero.backend}: a host without a visible GPU takes gloo. Make "
+                "the GPU visible there, or give all ranks --parallel.device cpu, or --parallel.backend gloo, with "
+                "which CPUs and GPUs train together"
             )
     if len({facts.network for facts in present}) > 1:
         for facts in present:
@@ -165,9 +175,13 @@ def numbers_text(ranks: list[int]) -> str:
 
 
 def _refuse(board: Board, error: PacelineError, nonces: list[str]) -> NoReturn:
-    """Posts to the waiting processes why there will be no world, and raises it."""
+    """Posts to the waiting processes why there will be no world, and raises it when they have read it: the store may
+    end with this process."""
     for nonce in nonces:
         board.post(f"refusal/{nonce}", {"message": str(error), "is_user": isinstance(error, UserError)})
+    deadline = time.monotonic() + _READ_S
+    while time.monotonic() < deadline and any(board.read(f"refusal/{nonce}") for nonce in nonces):
+        time.sleep(0.02)
     raise error
 
 
@@ -217,6 +231,7 @@ def _raise_refusal(board: Board, me: Facts) -> None:
     """Raises the problem that another rank found with this one, or with the world."""
     refusal = board.read(f"refusal/{me.nonce}")
     if refusal is not None:
+        board.remove(f"refusal/{me.nonce}")
         raise (UserError if refusal["is_user"] else RunError)(refusal["message"], reach="world")
 
 

@@ -7,8 +7,10 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
+import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from paceline import __version__
 from paceline.base.clock import within
 from paceline.base.errors import RunError
 from paceline.base.net import listen, require_loopback
@@ -39,18 +41,18 @@ class Joined:
     store: Store  # of this world only; open while somebody refers to it
 
 
-def join_world(env: Environment, interface: str, backend: str, timeout_s: float) -> Joined:
+def join_world(env: Environment, interface: str, backend: str, device: str, timeout_s: float) -> Joined:
     """Returns the world when all ranks have come.
 
-    Raises UserError on all ranks if two processes come as one rank, if world sizes, jobs or backends differ, or if
-    other hosts cannot reach Gloo's address; RunError, naming the missing ranks, after `timeout_s`.
+    Raises UserError on all ranks if two processes come as one rank, if world sizes, jobs, versions or backends differ,
+    or if other hosts cannot reach Gloo's address; RunError, naming the missing ranks, after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
 
     def join() -> Joined:
         store = _open_store(env, interface, timeout_s)
         board = Board(PrefixStore(_ROOT, store))
-        me = _facts(env, interface, backend)
+        me = _facts(env, interface, backend, device)
         meet, until = (gather_ranks, deadline) if env.rank == 0 else (join_rank_0, deadline + _LAST_WORD_S)
         generation, peers = meet(board, me, until)
         inner = PrefixStore(f"{_ROOT}/{generation}", store)
@@ -136,7 +138,7 @@ def _reach(env: Environment, interface: str, timeout_s: float) -> str:
         time.sleep(0.1)
 
 
-def _facts(env: Environment, interface: str, backend: str) -> Facts:
+def _facts(env: Environment, interface: str, backend: str, device: str) -> Facts:
     named = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     return Facts(
         nonce=secrets.token_hex(12),
@@ -147,4 +149,6 @@ def _facts(env: Environment, interface: str, backend: str) -> Facts:
         address=transfer_address(named) if backend == "gloo" else "",
         interfaces=interfaces_text(),
         backend=backend,
+        device=device,
+        versions={"torch": torch.__version__.split("+")[0], "paceline": __version__},
     )

@@ -6,7 +6,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,9 +26,11 @@ from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
+from paceline.world.facts import RankFacts, gather_facts
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
 from paceline.world.join import Joined, is_held, join_open_group, join_world
 from paceline.world.peer import Peer, this_process
+from paceline.world.staged import StagedGroup
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
 Number = TypeVar("Number", float, torch.Tensor)
@@ -54,12 +56,12 @@ class World:
     """`gloo`, `nccl`, or `none` for one process without a launcher."""
     threads: int
     """CPU threads of this rank."""
-    threads_reason: str
-    """Where that number comes from."""
     group: Group
     """The collectives and messages between ranks."""
     peers: tuple[Peer, ...]
     """All processes of the world, by rank."""
+    facts: tuple[RankFacts, ...]
+    """What each rank computes with, by rank."""
     generation: str
     """A random name of this attempt; empty for one process without a launcher."""
     store: Store | None
@@ -85,6 +87,13 @@ class World:
         """Prints on rank 0, at once; does nothing on other ranks. Takes print's arguments: `print = world.say`."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
+
+    def is_first(self, but: Collection[int] = ()) -> bool:
+        """Whether this is the first rank that is alive, as far as its host knows, and not among `but`: the one to print
+        what all ranks see."""
+        host = self.peers[self.rank].host
+        living = (peer.rank for peer in self.peers if peer.host != host or peer.is_alive)
+        return self.rank == next((rank for rank in living if rank not in but), self.rank)
 
     def leave(self) -> None:
         """Leaves the world: waits for the last save, then for all ranks. Collective. A process group that the script
@@ -188,8 +197,8 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         if not is_held(env.master_port):
             check_master(env, config.interface)
     device = choose_device(config.device, env.local_rank, env.local_world_size, env.world_size)
-    threads, reason = choose_threads(config.threads, env.local_world_size)
-    torch.set_num_threads(threads)
+    threads = choose_threads(config.threads, env.local_world_size)
+    torch.set_num_threads(threads[0])
     _keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -202,10 +211,10 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             local_world_size=env.local_world_size,
             device=device,
             backend=backend,
-            threads=threads,
-            threads_reason=reason,
+            threads=threads[0],
             group=group,
             peers=joined.peers if joined else (this_process(env),),
+            facts=gather_facts(group, device, backend, threads, env.local_world_size),
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
             warnings=(*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else (),
@@ -225,11 +234,11 @@ def _open_group(
     die_with_parent(int(launcher) if launcher else None)
     if backend == "gloo" and not config.interface:
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
-    joined = join_world(env, config.interface, backend, config.timeout_s)
+    joined = join_world(env, config.interface, backend, device.type, config.timeout_s)
     clean = False
     try:
         _open_process_group(config, env, device, backend, joined)
-        yield DistributedGroup(device, config.timeout_s), joined, backend
+        yield _make_group(device, backend, config.timeout_s), joined, backend
         clean = True
     finally:
         if dist.is_initialized():
@@ -244,10 +253,15 @@ def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
     try:
-        yield DistributedGroup(device, config.timeout_s), joined, backend
+        yield _make_group(device, backend, config.timeout_s), joined, backend
     finally:
         if dist.group.WORLD is not None:
             dist.group.WORLD.set_timeout(timeout)
+
+
+def _make_group(device: torch.device, backend: str, timeout_s: float) -> DistributedGroup:
+    is_staged = device.type == "cuda" and backend == "gloo"
+    return (StagedGroup if is_staged else DistributedGroup)(device, timeout_s)
 
 
 def _check_backend(config: ParallelConfig) -> None:

@@ -1,0 +1,86 @@
+"""What each rank computes with. Ranks all-gather these facts once, when the world opens; every automatic choice is a
+function of them, so all ranks choose alike."""
+
+import hashlib
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline.world.device import choose_dtype, cpu_name
+from paceline.world.group import Group
+from paceline.world.handshake import numbers_text
+from paceline.world.memory import free_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """The device of one rank, and its part of the host."""
+
+    host: str
+    device: str  # cpu, cuda, mps
+    backend: str  # gloo, nccl, none; the same on all ranks
+    processor: str  # the GPU's name, or the CPU's
+    instructions: str  # the CPU's vector instructions that torch uses, or the version of CUDA
+    rounding: str  # digest of some results on the CPU; empty on a GPU, where name and version decide
+    threads: int
+    threads_reason: str
+    free_bytes: float  # memory for this rank: of its GPU, or its part of the host's
+    dtype: str  # what "auto" means on this device
+    dtype_reason: str
+
+    @property
+    def kind(self) -> str:
+        """Names the kind of processor. Ranks of one kind round alike, so all of them may make the same update."""
+        if self.device == "cpu":
+            return f"CPU with {self.instructions}, rounding {self.rounding}"
+        return f"{self.processor}, {self.instructions}"
+
+
+def gather_facts(
+    group: Group, device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int
+) -> tuple[RankFacts, ...]:
+    """Returns every rank's facts, by rank. Collective. threads: of this rank, and why."""
+    is_cuda = device.type == "cuda"
+    dtype, dtype_reason = choose_dtype("auto", device)
+    mine = RankFacts(
+        host=socket.gethostname(),
+        device=device.type,
+        backend=backend,
+        processor=torch.cuda.get_device_name(device) if is_cuda else cpu_name(),
+        instructions=f"CUDA {torch.version.cuda}" if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        rounding=_rounding() if device.type == "cpu" else "",
+        threads=threads[0],
+        threads_reason=threads[1],
+        free_bytes=float(torch.cuda.mem_get_info(device)[0]) if is_cuda else free_memory() / local_world_size,
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_reason=dtype_reason,
+    )
+    return tuple(RankFacts(**json.loads(text)) for text in group.share_text(json.dumps(asdict(mine))))
+
+
+def unequal_kinds(facts: Sequence[RankFacts]) -> str:
+    """Returns which ranks have which kind of processor, as text; empty if all have the same."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in enumerate(facts):
+        ranks_of.setdefault(each.kind, []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    return "; ".join(
+        f"{kind} on rank {numbers_text(ranks)} ({', '.join(list(dict.fromkeys(facts[r].host for r in ranks))[:4])})"
+        for kind, ranks in ranks_of.items()
+    )
+
+
+def _rounding() -> str:
+    """Returns a digest of operations that optimizers use. It differs between vector units with and without fused
+    multiply-add, and between code paths of MKL and oneDNN, which choose them by vendor and model. The number of threads
+    does not change it."""
+    whole = torch.arange(1, 32769)
+    a, b = (whole * 7919 % 10007).float() / 9973, (whole * 104729 % 7919).float() / 7907 - 0.5
+    results = [a.sqrt(), a.exp(), a.lerp(b, 0.1), a.add(b, alpha=0.3), a.addcdiv(b, a + 1, value=0.3), b.norm()]
+    x, y = a.view(64, 512), b.view(512, 64)
+    flat = torch.cat([each.flatten() for each in (*results, x @ y, (x.bfloat16() @ y.bfloat16()).float())])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:6]
