@@ -269,6 +269,8 @@ class Step:
         if not self._is_total_given:
             self._replica.total_before = total / (self._batch.num_rows or 1)
         self._replica.end_step(self._weight / total, rows)
+        if self._batch.observe is not None:
+            self._batch.observe(self._times)
         return StepResult(
             loss=math.fsum(row.loss_sum for row in rows) / total,
             grad_norm=norm,
