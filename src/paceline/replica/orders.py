@@ -80,15 +80,17 @@ class Split:
         batch = Batch(
             draw, rows=plan.micro_batches(self._rank), num_rows=num_rows, passes=plan.passes, stand_in=stand_in
         )
-        batch.observe = partial(self.observe, at, plan)
+        batch.observe = self.observer(at, plan)
         return batch
 
-    def observe(self, at: StepOfPass, plan: BatchPlan, times: Sequence[StepTimes]) -> None:
+    def observer(self, at: StepOfPass, plan: BatchPlan) -> Callable[[Sequence[StepTimes]], None] | None:
+        """Returns the function that takes the times of a step; None if the shares stay."""
+        return None if self._balancer is None else partial(self._observe, at, plan)
+
+    def _observe(self, at: StepOfPass, plan: BatchPlan, times: Sequence[StepTimes]) -> None:
         """Takes the ranks' times of a step, the same on all ranks, and perhaps changes the shares of later steps."""
-        change = self._balancer and self._balancer.observe(plan.num_sequences(), times)
-        if change:
-            assert self._read_ahead is not None
-            assert self._say is not None
+        assert self._balancer and self._say and self._read_ahead is not None
+        if change := self._balancer.observe(plan.num_sequences(), times):
             number, step = at
             self._shares.append(((number, step + 1 + self._read_ahead), change.shares))
             self._say(f"paceline: the ranks' shares of a batch are now {listed(change.shares)}: {change.why}")

@@ -255,7 +255,7 @@ class FunctionSource(Source):
             self._last = self.data()
             draw = partial(self._draw, self._last, mine)
             batch = Batch(draw, count=len(mine), passes=plan.passes, stand_in=self.peek)
-            batch.observe = partial(self.split.observe, (number, step), plan)
+            batch.observe = self.split.observer((number, step), plan)
             yield batch
 
     def _equalise_generators(self) -> None:

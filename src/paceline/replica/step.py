@@ -38,6 +38,11 @@ class Step:
 
     def __init__(self, replica: "Replica", batch: Batch, total: float | None = None):
         """Use Replica.step or Replica.steps. total: weight of the global batch, if known."""
+        if batch.observe is not None and replica.sync.lockstep:
+            raise UserError(
+                f'{place()}: shares="auto" needs each rank\'s own time, and with strategy fsdp ranks wait for each '
+                "other inside every pass: give numbers, or take strategy zero"
+            )
         self.number = replica.num_steps + 1
         """The number of this update, from 1."""
         self.rows: range | None = None
