@@ -89,7 +89,9 @@ class Split:
 
     def _observe(self, at: StepOfPass, plan: BatchPlan, times: Sequence[StepTimes]) -> None:
         """Takes the ranks' times of a step, the same on all ranks, and perhaps changes the shares of later steps."""
-        assert self._balancer and self._say and self._read_ahead is not None
+        assert self._balancer is not None
+        assert self._say is not None
+        assert self._read_ahead is not None
         if change := self._balancer.observe(plan.num_sequences(), times):
             number, step = at
             self._shares.append(((number, step + 1 + self._read_ahead), change.shares))
