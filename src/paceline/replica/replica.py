@@ -115,7 +115,7 @@ class Replica:
         self.positions: list[dict[str, Any]] = []  # restored, for loaders that `steps` has not seen yet
         self._batch_share = 1.0 / world.world_size  # this rank's share of the last step's batch
         self._waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
-        self._by_source: dict[tuple[int, bool, Any], tuple[Any, Share]] = {}  # holds the source, so its id stays unique
+        self._by_source: dict[tuple[int, bool, str], tuple[Any, Share]] = {}  # holds the source, so its id stays unique
         self._all.add(self)
 
     # ---- training ----
@@ -308,7 +308,7 @@ class Replica:
         keep: checkpoints store its position."""
         if isinstance(source, Share):
             return source
-        key = id(source), keep, sharing.get("shares", ())
+        key = id(source), keep, str(sharing.get("shares"))
         known = self._by_source.get(key)
         if known is None:
             known = self._by_source[key] = (source, share(source, self.world, **sharing))
