@@ -7,15 +7,15 @@ from typing import Annotated
 
 import tyro
 
-from paceline.cli.flags import base_config, parse, require_one_way, without
-from paceline.cli.start import start
+from paceline.cli.flags import base_config, parse, require_one_way
+from paceline.cli.start import HostFlags, start
 from paceline.config import Config, load_file, preset_names, supersede
 from paceline.data.config import DataConfig
 from paceline.train.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArguments:
+class TrainArguments(HostFlags):
     """Train a model. Precedence: defaults, --preset, --config, flags."""
 
     preset: str = ""
@@ -52,8 +52,7 @@ def main(arguments: list[str]) -> int:
         Path(parsed.config).stem if parsed.config else source.name if source else config.model.arch
     )
     request = Request(config, Path(parsed.out) if parsed.out else None, name)
-    rest = without(arguments, "--nproc", "--max-restarts")
-    return start(request, parsed.nproc, parsed.max_restarts, ["train", *rest])
+    return start(request, parsed.nproc, parsed.max_restarts, parsed, ["train", *arguments])
 
 
 def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: list[str]) -> Config:
