@@ -25,7 +25,7 @@ from paceline.base.status import Status
 from paceline.launch.copying import Copies, Take
 from paceline.launch.options import HostsOptions
 from paceline.launch.peers import Member, Peers, Roster, State, ended_well
-from paceline.launch.place import Order, Place, Settled, Verdict
+from paceline.launch.place import Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records
 from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
@@ -207,7 +207,7 @@ class Hosts:
 
     # ---- after an attempt ----
 
-    def settle(self, found: dict[int, Status], ends: dict[int, int]) -> Settled | None:
+    def collect(self, found: dict[int, Status], ends: dict[int, int]) -> Collected | None:
         """Tells the others how the ranks of this host ended; returns how all have, or None if another host leads."""
         roster = self._state.roster
         assert roster is not None
@@ -233,7 +233,7 @@ class Hosts:
             found |= {int(rank): Status(**status) for rank, status in state.ranks["found"].items()}
             ends |= {int(rank): code for rank, code in state.ranks["ends"].items()}
         names = tuple(self._name(node) for node in lost)
-        return Settled(found, ends, names, self._asked_to_stop(states), self._takes_in)
+        return Collected(found, ends, names, self._asked_to_stop(states), self._takes_in)
 
     def host_of(self, rank: int) -> str:
         """Returns the name of the host that had this rank."""

@@ -24,7 +24,7 @@ from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, Pacelin
 from paceline.base.net import require_loopback
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
 from paceline.launch.job import ATTEMPT, JOB
-from paceline.launch.place import LOOPBACK, Order, Place, Settled, Verdict
+from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
 from paceline.launch.say import say
 from paceline.launch.scratch import scratch
@@ -38,7 +38,7 @@ class Group(Protocol):
 
     def meet(self, failures: list[Failure]) -> Place | Verdict: ...
     def order(self) -> Order: ...
-    def settle(self, found: dict[int, Status], ends: dict[int, int]) -> Settled | None: ...
+    def collect(self, found: dict[int, Status], ends: dict[int, int]) -> Collected | None: ...
     def host_of(self, rank: int) -> str: ...
     def conclude(self, status: int, message: str = "") -> None: ...
     def close(self) -> None: ...
@@ -145,15 +145,15 @@ class _Attempts:
             self._num_repeated += max(0, before - began_at)
         if self.signals.is_urgent:
             raise KeyboardInterrupt
-        settled = self.group.settle(read_statuses(statuses), ends)
-        if settled is None:
+        collected = self.group.collect(read_statuses(statuses), ends)
+        if collected is None:
             return None
-        self._stop = self.signals.first or (signal.Signals[settled.stop] if settled.stop else None)
-        return self._judge(place, settled)
+        self._stop = self.signals.first or (signal.Signals[collected.stop] if collected.stop else None)
+        return self._judge(place, collected)
 
-    def _judge(self, place: Place, settled: Settled) -> _Ended | None:
-        found, ends = settled.found, settled.ends
-        if 0 in found and found[0].is_good and settled.lost:  # rank 0 ends last: the run is saved
+    def _judge(self, place: Place, collected: Collected) -> _Ended | None:
+        found, ends = collected.found, collected.ends
+        if 0 in found and found[0].is_good and collected.lost:  # rank 0 ends last: the run is saved
             ended = _Ended(found[0].code)
         elif self._stop and not any(status.is_failure for status in found.values()):
             is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
@@ -162,10 +162,10 @@ class _Attempts:
             ended = _judge(found, ends, place.world_size, self._stop)
         else:
             ended = _judge(found, ends, place.world_size, self._stop)
-        if ended.status == EXIT_RESUMABLE and settled.takes_in and not self._stop:
+        if ended.status == EXIT_RESUMABLE and collected.takes_in and not self._stop:
             return None
-        if ended.status == EXIT_FAILED and settled.lost and not self._stop:
-            what = f"lost {' and '.join(settled.lost)}"
+        if ended.status == EXIT_FAILED and collected.lost and not self._stop:
+            what = f"lost {' and '.join(collected.lost)}"
             self._records.close(what, was_said=False)
             say(f"{what}, after step {self._records.last_step()}")
             return None

@@ -37,7 +37,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Collected:
     """How the ranks of all hosts ended."""
 
     found: dict[int, Status]
@@ -61,8 +61,8 @@ class OneHost:
     def order(self) -> Order:
         return ""
 
-    def settle(self, found: dict[int, Status], ends: dict[int, int]) -> Settled | None:
-        return Settled(found, ends)
+    def collect(self, found: dict[int, Status], ends: dict[int, int]) -> Collected | None:
+        return Collected(found, ends)
 
     def host_of(self, rank: int) -> str:
         return socket.gethostname()
