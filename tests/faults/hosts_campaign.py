@@ -10,6 +10,7 @@ last checkpoint on both. Prints a line for each run and a table of the times. Li
 
 import argparse
 import json
+import os
 import random
 import signal
 import statistics
@@ -80,10 +81,10 @@ class Machine:
         if way != "cable":
             self.start()
 
-    def world_size(self) -> int:
-        """Returns the world size of the last step in this host's records, as its own ranks or a copy wrote it."""
+    def last(self) -> tuple[int, int]:
+        """Returns (step, world size) of the last step in this host's records, as its own ranks or a copy wrote it."""
         found = steps(self.folder) if (self.folder / "metrics.jsonl").exists() else []
-        return found[-1]["world_size"] if found else 0
+        return (found[-1]["step"], found[-1]["world_size"]) if found else (0, 0)
 
 
 def make(hit: Hit, hosts: list[Host], base: Path, straight: list[float]) -> None:
@@ -99,12 +100,14 @@ def make(hit: Hit, hosts: list[Host], base: Path, straight: list[float]) -> None
         victim.lose(hit.way)
         lost_s = time.monotonic()
         if hit.at_step:
-            hit.on_s = _until(lambda: survivor.world_size() == 1, survivor, lost_s)
+            hit.on_s = _until(lambda: survivor.last()[1] == 1, survivor, lost_s)
         time.sleep(max(0.0, lost_s + hit.away_s - time.monotonic()))
         victim.come_back(hit.way)
         came_s = time.monotonic()
-        both = lambda: any(machine.world_size() == 2 for machine in machines)  # noqa: E731
-        hit.back_s = _until(both, survivor, came_s) if hit.on_s else None
+        if hit.on_s:
+            alone = max(machine.last()[0] for machine in machines)
+            is_back = lambda: any(step > alone and size == 2 for step, size in (m.last() for m in machines))  # noqa: E731
+            hit.back_s = _until(is_back, survivor, came_s)
         for machine in machines:
             ended = machine.program.wait(_DEADLINE_S)
             if ended.status:
@@ -167,6 +170,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first run")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # hosts share the cores
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves no host behind
     base = Path(tempfile.mkdtemp(prefix="hosts-campaign-"))
     straight, hits = undisturbed(base), []

@@ -31,6 +31,7 @@ from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
 
 _LOOK_EVERY_S = 0.05
+_LOOK_IN_RECORDS_S = 0.5
 _COME_S = 5.0  # for a host to take its place in a new roster
 _TAKE_IN_EVERY_S = 10.0  # a host that comes and goes must not keep the others from training
 _SAY_AFTER_S = 2.0
@@ -47,7 +48,8 @@ class Hosts:
         self._peers = Peers(options.addresses, options.node, run, self._own)
         self._copies = Copies(self._peers, run, take, self._records.newest_checkpoint, self._source)
         self._posted_s = 0.0  # monotonic; when the latest roster began here
-        self._began_at = 0  # the last step then
+        self._saved_then, self._reached_then = -1, 0  # the newest checkpoint and the last step in the records then
+        self._looked_s = 0.0
         self._took_in_s = float("-inf")
         self._takes_in = False
 
@@ -67,7 +69,8 @@ class Hosts:
                 return found
             is_quiet = all(state.phase == "waiting" for state in others.values())
             asked = self._asked_to_stop(others)
-            if asked and (self._state.roster is None or (is_quiet and self._leads(others))):
+            is_shared = any(state.roster == self._state.roster for state in others.values() if state.roster)
+            if asked and (not is_shared or (is_quiet and self._leads(others))):
                 return Verdict(EXIT_RESUMABLE, stop=asked)
             if not is_quiet:
                 began_s = now
@@ -153,7 +156,8 @@ class Hosts:
             if len(nodes) < len(self._options.addresses) or roster.number > 1:
                 names = ", ".join(map(self._name, nodes))
                 say(f"training on {len(nodes)} of {len(self._options.addresses)} hosts: {names}")
-        self._posted_s, self._began_at, self._takes_in = time.monotonic(), self._records.last_step(), False
+        self._posted_s, self._takes_in = time.monotonic(), False
+        self._saved_then, self._reached_then = self._own().step, self._records.last_step()
         self._note(phase="running", roster=roster, ranks=None)
         address = self._options.addresses[roster.leader.node][0]
         return Place(first, self._state.num_ranks, world_size, address, roster.port, listener, roster.number - 1)
@@ -197,9 +201,11 @@ class Hosts:
         known = {member.node for member in roster.members}
         new = [n for n, s in alive.items() if n not in known and s.job == self._state.job and s.phase != "over"]
         now = time.monotonic()
-        if not new or self._takes_in or now - self._took_in_s < _TAKE_IN_EVERY_S:
+        not_before_s = max(self._took_in_s + _TAKE_IN_EVERY_S, self._looked_s + _LOOK_IN_RECORDS_S)
+        if self._takes_in or not new or now < not_before_s:
             return self._takes_in
-        if self._records.last_step() <= self._began_at:  # ranks do not train yet, or again
+        self._looked_s, reached = now, self._records.last_step()
+        if reached == self._reached_then or reached <= self._saved_then:  # ranks do not train yet
             return False
         say(f"host {self._name(new[0])} is back: saving, to take it in")
         self._takes_in, self._took_in_s = True, now

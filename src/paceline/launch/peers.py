@@ -23,7 +23,7 @@ from paceline.launch.restarts import Failure
 _ASK_EVERY_S = 0.5
 _ANSWER_S = 1.0
 _DEAD_S = 3.0  # without an answer: the host, its launcher or its cable is gone
-_READ_S = 10.0  # without a byte of a file
+_READ_S = 3.0  # without a byte of a file
 RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl")
 _SERVED = re.compile(r"checkpoints/step-\d{8,}/(manifest\.json|[a-z]+-\d{5}-of-\d{5}\.safetensors)")
 
