@@ -2,10 +2,11 @@
 
     python tests/faults/hosts_campaign.py --runs 20 --seed 1
 
-A host is lost by SIGKILL of everything on it, by its power (the cable is silent first), or by its cable alone; either
-host may be the one. It comes back after up to 4 s: the same command again, or the cable. Every run must end by itself
-on both hosts with the curve of the undisturbed run within 1e-4, each step once in the records of both hosts, and the
-last checkpoint on both. Prints a line for each run and a table of the times. Linux, as root.
+A host is lost by SIGKILL of everything on it, by its power (the cable is silent first), by its cable alone, or it
+sleeps like a closed laptop; either host may be the one. It comes back after up to 4 s: the same command again, the
+cable, or it wakes up. Every run must end by itself on both hosts with the curve of the undisturbed run within 1e-4,
+each step once in the records of both hosts, and the last checkpoint on both. Prints a line for each run and a table of
+the times. Linux, as root.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from namespaces import Host, two_hosts
 from program import TINY, Program, losses, run, steps
 
 STEPS, EVERY, TOLERANCE = 160, 20, 1e-4
-WAYS = ("kill", "power", "cable")
+WAYS = ("kill", "power", "cable", "sleep")
 PACE = "rank=0 step=1 phase=data kind=sleep seconds=0.04 times=1000 attempt=any"  # else it would end before the return
 FLAGS = (*TINY, "--train.steps", str(STEPS), "--checkpoint.every", str(EVERY))
 _DEADLINE_S = 180.0
@@ -70,16 +71,25 @@ class Machine:
         self.program = self._stack.enter_context(Program(command=command, env={"PACELINE_FAULTS": PACE}))
 
     def lose(self, way: str) -> None:
-        if way != "kill":
+        if way in ("power", "cable"):
             self.host.cable("down")
-        if way != "cable":
+        if way in ("kill", "power"):
             self.program.kill_all()
+        if way == "sleep":
+            self._signal(signal.SIGSTOP)
 
     def come_back(self, way: str) -> None:
-        if way != "kill":
+        if way in ("power", "cable"):
             self.host.cable("up")
-        if way != "cable":
+        if way in ("kill", "power"):
             self.start()
+        if way == "sleep":
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.program.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def last(self) -> tuple[int, int]:
         """Returns (step, world size) of the last step in this host's records, as its own ranks or a copy wrote it."""

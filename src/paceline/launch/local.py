@@ -65,6 +65,8 @@ def start_ranks(
     require_loopback()
     if not interface and (name := _interface_of(address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if address != LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ[JOB] = job or uuid.uuid4().hex
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
@@ -152,20 +154,18 @@ class _Attempts:
         return self._judge(place, collected)
 
     def _judge(self, place: Place, collected: Collected) -> _Ended | None:
-        found, ends = collected.found, collected.ends
-        if 0 in found and found[0].is_good and collected.lost:  # rank 0 ends last: the run is saved
-            ended = _Ended(found[0].code)
-        elif self._stop and not any(status.is_failure for status in found.values()):
+        found, ends, lost = collected.found, collected.ends, collected.lost
+        if self._stop and not any(status.is_failure for status in found.values()):
             is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
             if is_early or not any(status.is_good for status in found.values()):
                 return _Ended(self._stopped_before_training(self._stop))
-            ended = _judge(found, ends, place.world_size, self._stop)
-        else:
-            ended = _judge(found, ends, place.world_size, self._stop)
+        ended = _judge(found, ends, place.world_size, self._stop)
+        if lost and 0 in found and found[0].is_good:  # rank 0 ends last: the run is saved
+            ended = _Ended(found[0].code)
         if ended.status == EXIT_RESUMABLE and collected.takes_in and not self._stop:
             return None
-        if ended.status == EXIT_FAILED and collected.lost and not self._stop:
-            what = f"lost {' and '.join(collected.lost)}"
+        if ended.status == EXIT_FAILED and lost and not self._stop:
+            what = f"lost {' and '.join(lost)}"
             self._records.close(what, was_said=False)
             say(f"{what}, after step {self._records.last_step()}")
             return None
@@ -260,6 +260,7 @@ def _who_died(ranks: list[int], code: int, *, is_explained: bool) -> str:
     return f"{who} {'were' if len(ranks) > 1 else 'was'} killed by {name}{hint}"
 
 
-def _interface_of(address: str) -> str | None:
+def _interface_of(name: str) -> str | None:
+    address = socket.gethostbyname(name)
     found = psutil.net_if_addrs().items()
     return next((str(name) for name, known in found if any(a.address == address for a in known)), None)
