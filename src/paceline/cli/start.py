@@ -195,10 +195,17 @@ def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
     goes_on = is_own and (env.attempt > 0 or not (request.resume or is_complete))
     if not goes_on and not request.out:
         out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    is_over = env.attempt > 0 and last.get("event") == "end" and not is_complete and not has_launcher()
-    over = str(last["reason"]) if is_over else ""
+    is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete
+    over = str(last["reason"]) if is_ended and not _is_restart(str(last["reason"])) else ""
     resume_step = None if goes_on else request.resume_step
     return dataclasses.replace(request, out=out, job=job, goes_on=goes_on, resume_step=resume_step), over
+
+
+def _is_restart(reason: str) -> bool:
+    """Whether the launcher itself stopped the run, to start it again with a host that came."""
+    from paceline.world.torchrun import Torchrun  # imports torch: a second
+
+    return has_launcher() or (reason.startswith("SIGTERM") and Torchrun.of_this_process().is_dynamic)
 
 
 def _common_text(config: Config) -> str:
