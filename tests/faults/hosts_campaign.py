@@ -53,8 +53,9 @@ class Hit:
 def plan(number: int, seed: int) -> Hit:
     """Returns how run `number` is hit."""
     draw = random.Random(f"{seed} {number}")
-    at_step = draw.choice((0, *range(1, STEPS // 3)))
-    return Hit(number, draw.choice(WAYS), draw.randrange(2), at_step, draw.uniform(0, 2), draw.uniform(0, 4))
+    at_step = 0 if draw.random() < 0.2 else draw.randint(1, STEPS // 3)
+    after_s = draw.uniform(0, 2 if at_step else 6)
+    return Hit(number, draw.choice(WAYS), draw.randrange(2), at_step, after_s, draw.uniform(0, 4))
 
 
 class Machine:

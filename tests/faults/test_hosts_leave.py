@@ -66,6 +66,25 @@ def test_a_signal_to_one_host_stops_the_run_and_both_can_resume_it(
 
 
 @pytest.mark.long
+def test_a_rank_that_dies_is_a_failure_and_all_hosts_hear_of_it(tmp_path: Path) -> None:
+    """Two launchers on loopback. The first restart is allowed, the second failure ends the run."""
+    env = {"PACELINE_FAULTS": "rank=1 step=8 phase=forward kind=kill attempt=any"}
+    with ExitStack() as stack:
+        programs = []
+        for node in ("0", "1"):
+            place = ("--hosts", "127.0.0.1:29471,127.0.0.1:29472", "--node-rank", node, "--out", str(tmp_path / node))
+            flags = (*TINY, "--checkpoint.every", "5", "--max-restarts", "1", *place)
+            programs.append(stack.enter_context(Program("train", *flags, env=env)))
+        ends = [program.wait().require(1) for program in programs]
+    for ended in ends:
+        assert "rank 1 was killed by SIGKILL" in ended.err
+        assert "the run failed after 1 restart" in ended.err
+        assert "Traceback" not in ended.err
+    assert [row["event"] for row in rows(tmp_path / "0" / "events.jsonl")].count("failed") == 2
+    assert (tmp_path / "1" / "checkpoints" / "latest").read_text() == "step-00000005\n"
+
+
+@pytest.mark.long
 def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
     hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:

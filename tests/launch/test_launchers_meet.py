@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +29,13 @@ GOOD = Status(0)
 
 
 class Lab:
-    """Up to three hosts that have not started."""
+    """Hosts that have not started."""
 
-    def __init__(self, base: Path):
-        with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-            self.ports = [a.getsockname()[1], b.getsockname()[1]]
-        self.runs = [base / "a", base / "b"]
+    def __init__(self, base: Path, num_hosts: int = 2):
+        with ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num_hosts)]
+            self.ports = [server.getsockname()[1] for server in free]
+        self.runs = [base / name for name in "abc"[:num_hosts]]
         self.open: dict[int, Hosts] = {}
 
     def start(self, node: int, *, job: str = "job", least: int = 1, timeout_s: float = 30.0) -> Hosts:
@@ -95,6 +97,24 @@ def test_one_is_lost_the_other_goes_on_and_takes_it_in_again(lab: Lab) -> None:
     assert collected is not None
     assert collected.takes_in
     assert ranks(lab.meet(0, 1)) == [(1, 2, 2), (0, 2, 2)], "the host with the newest checkpoint leads"
+
+
+def test_three_hosts_without_one(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, 3)
+    first, second, third = (lab.start(node) for node in range(3))
+    assert ranks(lab.meet(0, 1, 2)) == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
+    second.close()
+    until(lambda: first.order() == "end")
+    with ThreadPoolExecutor() as pool:
+        collecting = pool.submit(first.collect, {}, {})
+        until(lambda: third.order() == "fail")
+        assert third.collect({}, {}) is None
+        collected = collecting.result(20)
+    assert collected is not None
+    assert [name.endswith(str(lab.ports[1])) for name in collected.lost] == [True]
+    assert ranks(lab.meet(0, 2)) == [(0, 2, 1), (1, 2, 1)]
+    first.close()
+    third.close()
 
 
 def test_the_newest_checkpoint_leads_and_the_other_host_gets_a_copy_of_it(lab: Lab) -> None:
