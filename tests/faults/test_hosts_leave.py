@@ -80,7 +80,6 @@ def test_a_rank_that_dies_is_a_failure_and_all_hosts_hear_of_it(tmp_path: Path) 
         assert "rank 1 was killed by SIGKILL" in ended.err
         assert "the run failed after 1 restart" in ended.err
         assert "Traceback" not in ended.err
-    assert [row["event"] for row in rows(tmp_path / "0" / "events.jsonl")].count("failed") == 2
     assert (tmp_path / "1" / "checkpoints" / "latest").read_text() == "step-00000005\n"
 
 

@@ -36,9 +36,13 @@ _STORE_HOST = "127.0.0.1"  # where --nproc's ranks meet
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostFlags:
-    """Flags of train and resume for hosts that may leave and come back."""
+class RankFlags:
+    """Flags of train and resume: where ranks run, and what happens when they end."""
 
+    nproc: str = "1"
+    """Ranks to start on this machine, or auto: one per core, at most 4. Under torchrun leave it out."""
+    max_restarts: int = 0
+    """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     hosts: str = ""
     """Train on these hosts, ADDRESS:PORT,ADDRESS:PORT: start the same command on each. One that is lost or taken away
     leaves the others training, and comes back when the command is started there again. No shared disk is needed: each
@@ -49,11 +53,11 @@ class HostFlags:
     """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
 
 
-def start(request: Request, nproc: str, max_restarts: int, flags: HostFlags, arguments: list[str]) -> int:
-    """Trains as this process, or as `nproc` local ranks of the command line `arguments`; returns the exit status.
+def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
+    """Trains as this process, or as local ranks of the command line `arguments`; returns the exit status.
     Everything that can be refused without starting a process or reading a corpus is refused first."""
     config = request.config
-    env, num_ranks = find_world(nproc, config.parallel, max_restarts, with_hosts=bool(flags.hosts))
+    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, with_hosts=bool(flags.hosts))
     hosts = _hosts(request, env, flags)
     if hosts:
         env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}")
@@ -78,7 +82,7 @@ def start(request: Request, nproc: str, max_restarts: int, flags: HostFlags, arg
             f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
         )
         print(f"warning: {text}", flush=True)
-    if num_ranks == 1 and not max_restarts and not hosts:
+    if num_ranks == 1 and not flags.max_restarts and not hosts:
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
 
@@ -89,10 +93,10 @@ def start(request: Request, nproc: str, max_restarts: int, flags: HostFlags, arg
     if not request.resume:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
     arguments = without(arguments, "--nproc", "--max-restarts", "--hosts", "--min-hosts", "--node-rank")
-    return _start_ranks(request, num_ranks, max_restarts, hosts, (sys.executable, "-m", "paceline", *arguments))
+    return _start_ranks(request, num_ranks, flags.max_restarts, hosts, (sys.executable, "-m", "paceline", *arguments))
 
 
-def _hosts(request: Request, env: Environment, flags: HostFlags) -> HostsOptions | None:
+def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions | None:
     """Returns the hosts of the run, if it has a list. Raises UserError if the flags cannot be used."""
     if not flags.hosts:
         if flags.min_hosts or flags.node_rank >= 0:
