@@ -146,6 +146,27 @@ def test_a_ranks_failure_is_known_on_all_hosts_and_the_end_of_the_run(lab: Lab) 
         ending.result(20)
 
 
+def test_the_run_ends_while_a_host_is_cut_off_and_that_host_takes_the_end(lab: Lab) -> None:
+    """Both have trained alone; the first came to the end before they met again."""
+    first, second = lab.start(0, timeout_s=0.1), lab.start(1, timeout_s=0.1)
+    for node, other in ((first, 1), (second, 0)):
+        alive = node._peers.alive
+        node._peers.alive = lambda other=other, alive=alive: {n: s for n, s in alive().items() if n != other}  # type: ignore[method-assign]
+    assert ranks(lab.meet(0, 1)) == [(0, 1, 0), (0, 1, 0)]
+    lab.save(0, 40)
+    lab.save(1, 20)
+    for node in (first, second):
+        del node._peers.alive  # type: ignore[method-assign]
+    with ThreadPoolExecutor() as pool:
+        ending = pool.submit(first.conclude, 0)
+        until(lambda: second.order() == "save")
+        assert second.collect({0: Status(75)}, {0: 0}) is not None
+        assert second.meet([]) == Verdict(0)
+        second.conclude(0)
+        ending.result(20)
+    assert Records(lab.runs[1]).newest_checkpoint() == 40
+
+
 def test_too_few_hosts_are_waited_for_and_then_refused(lab: Lab) -> None:
     with pytest.raises(RunError, match=r"1 of 2 are here, at least 2 must be; 127.0.0.1:\d+ \(Connection refused\)"):
         lab.start(0, least=2, timeout_s=1.0).meet([])

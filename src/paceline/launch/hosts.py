@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.base.errors import EXIT_RESUMABLE, RunError, UserError
+from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
 from paceline.base.net import listen
 from paceline.base.status import Status
 from paceline.launch.copying import Copies, Take
@@ -62,12 +62,14 @@ class Hosts:
         come in time, UserError if another host runs another command.
         """
         self._note(phase="waiting", failures=tuple(failures))
-        began_s, has_said = time.monotonic(), False
+        met_s = began_s = time.monotonic()
+        has_said = False
         while not self._signals.is_urgent:
             others, now = self._others(), time.monotonic()
             if found := self._verdict(others) or self._adopt(others, failures):
                 return found
-            is_quiet = all(state.phase == "waiting" for state in others.values())
+            # What a host said before this one waited may have changed since.
+            is_quiet = all(s.phase == "waiting" and self._peers.heard_s(n) > met_s for n, s in others.items())
             asked = self._asked_to_stop(others)
             is_shared = any(state.roster == self._state.roster for state in others.values() if state.roster)
             if asked and (not is_shared or (is_quiet and self._leads(others))):
@@ -105,12 +107,21 @@ class Hosts:
         return {node: state for node, state in alive.items() if state.job == self._state.job}
 
     def _verdict(self, others: Mapping[int, State]) -> Verdict | None:
-        mine = self._state.roster
+        """Returns how the run ended: by the hosts of this one's last attempt, or complete, by any."""
         for state in others.values():
-            if state.phase == "over" and state.roster and (mine is None or state.roster.id == mine.id):
+            if (
+                state.phase == "over"
+                and state.roster
+                and self._is_bound(state.status, state.roster, self._state.roster)
+            ):
                 self._note(roster=state.roster)
                 return Verdict(state.status, state.message)
         return None
+
+    @staticmethod
+    def _is_bound(status: int, theirs: Roster, mine: Roster | None) -> bool:
+        """Whether the end of an attempt, `theirs`, ends the run for a host whose last attempt is `mine`."""
+        return status == EXIT_DONE or mine in (None, theirs)
 
     def _adopt(self, others: Mapping[int, State], failures: list[Failure]) -> Place | None:
         """Returns this host's place in a roster that another one has posted, if there is a new one."""
@@ -199,7 +210,7 @@ class Hosts:
 
     def _should_take_in(self, roster: Roster, alive: Mapping[int, State]) -> bool:
         known = {member.node for member in roster.members}
-        new = [n for n, s in alive.items() if n not in known and s.job == self._state.job and s.phase != "over"]
+        new = [n for n, s in alive.items() if n not in known and s.job == self._state.job and s.status == EXIT_DONE]
         now = time.monotonic()
         not_before_s = max(self._took_in_s + _TAKE_IN_EVERY_S, self._looked_s + _LOOK_IN_RECORDS_S)
         if self._takes_in or not new or now < not_before_s:
@@ -257,9 +268,9 @@ class Hosts:
         if not leads:
             self._copies.finish()
         self._note(phase="over", status=status, message=message)
-        while leads and not self._signals.is_urgent:
+        while leads and roster and not self._signals.is_urgent:
             others = [s for s in self._peers.alive().values() if s.job == self._state.job and s.phase != "over"]
-            if not others:
+            if not any(self._is_bound(status, roster, other.roster) for other in others):
                 return
             time.sleep(_LOOK_EVERY_S)
 

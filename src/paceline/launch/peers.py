@@ -16,7 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from paceline.base.errors import EXIT_DONE
 from paceline.base.net import listen
+from paceline.base.status import Status
 from paceline.launch.options import Address
 from paceline.launch.restarts import Failure
 
@@ -64,7 +66,7 @@ class State:
     ranks: dict[str, Any] | None = None  # how its ranks ended in that attempt; None: they run
     stop: str = ""  # the signal by which its user asked to stop
     failures: tuple[Failure, ...] = ()  # of ranks, in all attempts
-    status: int = 0  # the run's exit status, if it is over
+    status: int = EXIT_DONE  # the run's exit status, if it is over
     message: str = ""  # the run's error, if it is over
 
     @classmethod
@@ -98,6 +100,10 @@ class Peers:
         now = time.monotonic()
         return {node: state for node, (state, at) in sorted(self._heard.items()) if now - at < _DEAD_S}
 
+    def heard_s(self, node: int) -> float:
+        """Returns when that host was asked for its latest state, monotonic."""
+        return self._heard[node][1] if node in self._heard else float("-inf")
+
     def open(self, node: int, name: str) -> http.client.HTTPResponse:
         """Returns a file of that host's run folder, to read. Raises FileNotFoundError, OSError or HTTPException."""
         return _get(self._addresses[node], name, _READ_S)
@@ -110,9 +116,10 @@ class Peers:
 
     def _ask(self, node: int) -> None:
         while True:
+            asked_s = time.monotonic()
             try:
                 with _get(self._addresses[node], "state", _ANSWER_S) as answer:
-                    self._heard[node] = State.read(answer.read()), time.monotonic()
+                    self._heard[node] = State.read(answer.read()), asked_s
             except ConnectionRefusedError as error:  # the launcher has ended, and its ranks with it
                 self._heard.pop(node, None)
                 self.problems[node] = error.strerror or "refused"
@@ -183,5 +190,5 @@ def _open(run: Path, name: str) -> BinaryIO | None:
 
 def ended_well(state: State) -> bool:
     """Whether all ranks of that host have finished, or stopped with their state saved."""
-    ends: Mapping[str, Any] = state.ranks["found"] if state.ranks else {}
-    return len(ends) == state.num_ranks and all(status["code"] in (0, 75) for status in ends.values())
+    found: Mapping[str, Any] = state.ranks["found"] if state.ranks else {}
+    return len(found) == state.num_ranks and all(Status(**status).is_good for status in found.values())
