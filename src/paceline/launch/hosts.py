@@ -210,6 +210,7 @@ class Hosts:
 
     def _should_take_in(self, roster: Roster, alive: Mapping[int, State]) -> bool:
         known = {member.node for member in roster.members}
+        # Not those that have failed or were stopped; one that has completed the run ends it here, too.
         new = [n for n, s in alive.items() if n not in known and s.job == self._state.job and s.status == EXIT_DONE]
         now = time.monotonic()
         not_before_s = max(self._took_in_s + _TAKE_IN_EVERY_S, self._looked_s + _LOOK_IN_RECORDS_S)
