@@ -18,15 +18,16 @@ from typing import Any
 from paceline.base.errors import PacelineError
 from paceline.base.status import note_status
 from paceline.launch.local import start_ranks
+from paceline.launch.place import OneHost
 
 _CODES = {"done": 0, "fail": 1, "user": 2, "saved": 75}
 
 
 def launch(run: Path, plan: dict[str, Any]) -> int:
     command = (sys.executable, __file__, "rank", str(run), json.dumps(plan))
-    options = {name: plan[name] for name in ("max_restarts", "port") if name in plan}
+    group = OneHost(plan["num_ranks"], plan.get("port", 0))
     try:
-        return start_ranks(plan["num_ranks"], command, run, **options)
+        return start_ranks(command, run, lambda _: group, max_restarts=plan.get("max_restarts", 0))
     except KeyboardInterrupt:
         return 130
     except PacelineError as error:

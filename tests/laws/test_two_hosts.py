@@ -1,19 +1,17 @@
 """The law at several hosts: network namespaces joined by a cable, each with its own name, interface and disk."""
 
 import contextlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import namespaces
 import pytest
+from namespaces import Host
 from program import TINY, Ended, Program, losses, rows, run, steps
 
 pytestmark = pytest.mark.alone
@@ -24,59 +22,13 @@ TIMEOUT_S = 5.0
 ALL_REDUCES = Path(__file__).parent.parent / "world" / "all_reduces.py"
 
 
-def sh(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@dataclass(frozen=True)
-class Host:
-    """A network namespace with a name of its own."""
-
-    name: str
-    interface: str
-    address: str
-
-    def inside(self, *command: str) -> tuple[str, ...]:
-        """Returns the command line that runs a command on this host, under its host name."""
-        script = f'hostname {self.name} && exec "$0" "$@"'
-        return ("ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", script, *command)
-
-    def received_bytes(self) -> int:
-        path = f"/sys/class/net/{self.interface}/statistics/rx_bytes"
-        return int(sh("ip", "netns", "exec", self.name, "cat", path))
-
-
 @pytest.fixture
 def two_hosts() -> Iterator[list[Host]]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("two hosts as network namespaces take root, `ip` and `unshare`")
-    tag = uuid.uuid4().hex[:6]
-    hosts = [Host(f"pl{tag}{x}", f"ve{tag}{x}", f"10.77.0.{i}") for i, x in enumerate("ab", start=1)]
-    resolvers = [Path("/etc/netns") / host.name for host in hosts]
-    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
     try:
-        try:
-            for host in hosts:
-                sh("ip", "netns", "add", host.name)
-            sh("ip", "link", "add", hosts[0].interface, "type", "veth", "peer", "name", hosts[1].interface)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
-        for host, resolver in zip(hosts, resolvers, strict=True):
-            resolver.mkdir(parents=True)
-            (resolver / "hosts").write_text(names)  # `ip netns exec` lays it over /etc/hosts
-            sh("ip", "link", "set", host.interface, "netns", host.name)
-            inside = ("ip", "-n", host.name)
-            sh(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            sh(*inside, "link", "set", host.interface, "up")
-            sh(*inside, "link", "set", "lo", "up")
-        yield hosts
-    finally:
-        for host, resolver in zip(hosts, resolvers, strict=True):
-            shutil.rmtree(resolver, ignore_errors=True)
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", host.interface], capture_output=True, check=False)
-        with contextlib.suppress(OSError):
-            Path("/etc/netns").rmdir()
+        with namespaces.two_hosts() as hosts:
+            yield hosts
+    except namespaces.Unavailable as why:
+        pytest.skip(str(why))
 
 
 def run_on(hosts: list[Host], folders: list[Path], rendezvous: dict[str, tuple[str, ...]], *flags: str) -> list[Ended]:
@@ -182,10 +134,6 @@ def wait_for_lives(node: Node, folder: Path, number: int) -> dict[str, Any]:
     return next(row for row in told(folder, "generation") if row["generation"] == mine)
 
 
-def cable(host: Host, state: str) -> None:
-    sh("ip", "-n", host.name, "link", "set", host.interface, state)
-
-
 @pytest.mark.long
 def test_a_host_comes_back_and_a_cable_breaks(two_hosts, tmp_path: Path) -> None:
     """One start sees it all: a host is lost and comes back, the cable is out for 2 s, and for good."""
@@ -208,14 +156,14 @@ def test_a_host_comes_back_and_a_cable_breaks(two_hosts, tmp_path: Path) -> None
         assert again["world_size"] == 2
         assert again["at_s"] - killed_s < 20  # 6.8 s on an idle machine: 3 to be missed, 2 to import torch
 
-        cable(two_hosts[1], "down")
+        two_hosts[1].cable("down")
         time.sleep(2)
-        cable(two_hosts[1], "up")
+        two_hosts[1].cable("up")
         back_s = time.monotonic()
         first.program.wait_for(lambda: told(tmp_path, "generation")[-1]["at_s"] > back_s, 20)
         assert told(tmp_path, "generation")[-1]["generation"] == again["generation"]  # survived: the same life
 
-        cable(two_hosts[1], "down")
+        two_hosts[1].cable("down")
         down_s = time.monotonic()
         pids = {0: first.ranks()[0], 1: second.ranks()[1]}
         for rank, node in enumerate((first, second)):

@@ -65,7 +65,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def verify(folder: Path, name: str, manifest: Mapping[str, Any], progress: Callable[[], object] = lambda: None) -> None:
     """Raises Damaged unless every byte of this file is as written. Calls `progress` every 8 MiB."""
-    with _as_damage(folder, name):
+    with _as_damage(folder.name, name):
         if sha256_of(folder / name, progress) != manifest["files"][name]["sha256"]:
             raise Damaged(f"{folder.name}: the bytes of {name} are not those that were written (sha256 differs)")
 
@@ -75,26 +75,34 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     element of every tensor once, and all files have its sizes."""
     if folder.is_symlink():
         raise Damaged(f"{folder.name} is a symbolic link, which is not followed: move the checkpoint itself here")
-    with _as_damage(folder, MANIFEST), shards.open_regular(folder / MANIFEST) as file:
+    with _as_damage(folder.name, MANIFEST), shards.open_regular(folder / MANIFEST) as file:
         if os.fstat(file.fileno()).st_size > _MAX_BYTES:
             raise Damaged(f"{folder.name}: {MANIFEST} has more than {_MAX_BYTES} bytes")
         raw = file.readall()
+    manifest = parse(raw, folder.name)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def parse(raw: bytes, name: str) -> dict[str, Any]:
+    """Returns the manifest of the checkpoint with this folder name. Raises Damaged unless it is as written, and lists
+    every element of every tensor once."""
+    with _as_damage(name, MANIFEST):
         manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] not in READABLE:
-            raise Damaged(f"{folder.name}: format {manifest['format']}, this paceline reads {FORMAT}")
+            raise Damaged(f"{name}: format {manifest['format']}, this paceline reads {FORMAT}")
         if seal(manifest) != raw:
-            raise Damaged(f"{folder.name}: {MANIFEST} is not as it was written (sha256 differs)")
-        if folder_name(manifest["step"]) != folder.name:
-            raise Damaged(f"{folder.name}: its {MANIFEST} is of step {manifest['step']}")
+            raise Damaged(f"{name}: {MANIFEST} is not as it was written (sha256 differs)")
+        if folder_name(manifest["step"]) != name:
+            raise Damaged(f"{name}: its {MANIFEST} is of step {manifest['step']}")
         check(manifest)
-    check_sizes(folder, manifest)
     return manifest
 
 
 def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Raises Damaged unless all files are regular files of the sizes in the manifest."""
     for name, facts in manifest["files"].items():
-        with _as_damage(folder, name), shards.open_regular(folder / name) as file:
+        with _as_damage(folder.name, name), shards.open_regular(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             if size != facts["bytes"]:
                 raise Damaged(f"{folder.name}: {name} has {size} bytes, its manifest says {facts['bytes']}")
@@ -151,13 +159,13 @@ def stored(manifest: Mapping[str, Any], kind: Kind) -> dict[str, list[tuple[str,
 
 
 @contextmanager
-def _as_damage(folder: Path, name: str) -> Iterator[None]:
+def _as_damage(folder: str, name: str) -> Iterator[None]:
     """Turns errors inside into Damaged for this file."""
     try:
         yield
     except FileNotFoundError:
-        raise Damaged(f"{folder.name}: no {name}") from None
+        raise Damaged(f"{folder}: no {name}") from None
     except OSError as error:
-        raise Damaged(f"{folder.name}: {name}: {error.strerror}") from None
+        raise Damaged(f"{folder}: {name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{folder.name}: {name} is unreadable ({error})") from None
+        raise Damaged(f"{folder}: {name} is unreadable ({error})") from None

@@ -97,6 +97,13 @@ def publish(
         mf.check_sizes(folder, manifest)  # the writers have compared the bytes
     except mf.Damaged as damage:
         raise OSError(str(damage)) from None
+    put_in_place(checkpoints, folder, step)
+    retention.prune(checkpoints, step, config)
+    return mf.num_bytes(manifest)
+
+
+def put_in_place(checkpoints: Path, folder: Path, step: int) -> None:
+    """Gives the folder of a complete checkpoint its name, and makes it the latest."""
     final = checkpoints / mf.folder_name(step)
     if final.exists():  # a damaged checkpoint of this step
         shutil.rmtree(retention.hide(final))
@@ -104,8 +111,6 @@ def publish(
     os.rename(folder, final)
     sync(checkpoints)
     retention.point(checkpoints, "latest", final.name)
-    retention.prune(checkpoints, step, config)
-    return mf.num_bytes(manifest)
 
 
 def _manifest(step: int, records: Sequence[Record], names: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:

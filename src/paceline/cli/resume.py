@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import parse, require_one_way, without
-from paceline.cli.start import start
+from paceline.cli.flags import parse, require_one_way
+from paceline.cli.start import RankFlags, start
 from paceline.config import Config, from_toml, supersede
 from paceline.record import folder as run_folder
 from paceline.train.changes import changes, makes_another_run
@@ -20,17 +20,13 @@ _CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was m
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeArguments:
+class ResumeArguments(RankFlags):
     """Resume a run from its newest complete checkpoint, on any number of ranks."""
 
     run: tyro.conf.Positional[str]
     """The run folder."""
     step: int = -1
     """The checkpoint of this step; -1: the newest complete one."""
-    nproc: str = "1"
-    """Ranks to start on this machine, or auto: one a core, at most 4. Under torchrun leave it out."""
-    max_restarts: int = 0
-    """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -43,8 +39,7 @@ def main(arguments: list[str]) -> int:
     _refuse_other_run(stored, config)
     config.check()
     request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
-    rest = without(arguments, "--nproc", "--max-restarts")
-    return start(request, parsed.nproc, parsed.max_restarts, ["resume", *rest])
+    return start(request, parsed, ["resume", *arguments])
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:

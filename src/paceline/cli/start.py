@@ -6,16 +6,21 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from paceline import __version__
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.parent import die_with_parent
-from paceline.base.status import LAUNCHER
+from paceline.base.status import LAUNCHER, has_launcher
 from paceline.checkpoint.steps import require_step
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
 from paceline.launch.job import job_name
+from paceline.launch.options import HostsOptions, read_hosts
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -30,11 +35,32 @@ _FIRST_S = 2.0  # torchrun ends all ranks as soon as one ends: rank 0 prints its
 _STORE_HOST = "127.0.0.1"  # where --nproc's ranks meet
 
 
-def start(request: Request, nproc: str, max_restarts: int, arguments: list[str]) -> int:
-    """Trains as this process, or as `nproc` local ranks of the command line `arguments`; returns the exit status.
+@dataclass(frozen=True, kw_only=True)
+class RankFlags:
+    """Flags of train and resume: where ranks run, and what happens when they end."""
+
+    nproc: str = "1"
+    """Ranks to start on this machine, or auto: one per core, at most 4. Under torchrun leave it out."""
+    max_restarts: int = 0
+    """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
+    hosts: str = ""
+    """Train on these hosts, ADDRESS:PORT,ADDRESS:PORT: start the same command on each. One that is lost or taken away
+    leaves the others training, and comes back when the command is started there again. No shared disk is needed: each
+    host keeps a copy of the newest checkpoint. Use a private network; launchers know no passwords."""
+    min_hosts: int = 0
+    """With --hosts: train as long as so many are there; 0: all of them."""
+    node_rank: int = -1
+    """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
+
+
+def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
+    """Trains as this process, or as local ranks of the command line `arguments`; returns the exit status.
     Everything that can be refused without starting a process or reading a corpus is refused first."""
     config = request.config
-    env, num_ranks = find_world(nproc, config.parallel, max_restarts)
+    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, with_hosts=bool(flags.hosts))
+    hosts = _hosts(request, env, flags)
+    if hosts:
+        env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}")
     if env.is_distributed:
         die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
@@ -56,36 +82,77 @@ def start(request: Request, nproc: str, max_restarts: int, arguments: list[str])
             f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
         )
         print(f"warning: {text}", flush=True)
-    if num_ranks == 1 and not max_restarts:
+    if num_ranks == 1 and not flags.max_restarts and not hosts:
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
 
         return train(request, env)
     for local_rank in range(num_ranks):
         choose_device(config.parallel.device, local_rank, num_ranks, num_ranks)
-    from paceline.launch.local import start_ranks
-
     assert request.out is not None
     if not request.resume:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
-    return start_ranks(
-        num_ranks,
-        (sys.executable, "-m", "paceline", *arguments),
-        request.out,
-        max_restarts=max_restarts,
-        port=config.parallel.port,
-        interface=config.parallel.interface,
-    )
+    arguments = without(arguments, "--nproc", "--max-restarts", "--hosts", "--min-hosts", "--node-rank")
+    return _start_ranks(request, num_ranks, flags.max_restarts, hosts, (sys.executable, "-m", "paceline", *arguments))
 
 
-def find_world(nproc: str, parallel: ParallelConfig, max_restarts: int = 0) -> tuple[Environment, int]:
+def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions | None:
+    """Returns the hosts of the run, if it has a list. Raises UserError if the flags cannot be used."""
+    if not flags.hosts:
+        if flags.min_hosts or flags.node_rank >= 0:
+            raise UserError("--min-hosts and --node-rank belong to a list of hosts; give it by --hosts")
+        return None
+    if env.is_distributed:
+        raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
+    if request.out is None:
+        raise UserError("--hosts needs --out, the run folder, by which a host that comes back finds its run")
+    if request.resume_step is not None:
+        raise UserError(
+            "--step with --hosts: the latest checkpoint of all hosts counts. Resume from that step on one host without "
+            "--hosts, and remove the run folder on the others"
+        )
+    parallel = request.config.parallel
+    found = read_hosts(flags.hosts, flags.node_rank, flags.min_hosts, parallel.timeout_s)
+    if parallel.fixed_shares() and found.least < len(found.addresses):
+        raise UserError(
+            f"parallel.shares {parallel.shares} has one number for each rank, and with --min-hosts {found.least} their "
+            "number may change; use --parallel.shares auto"
+        )
+    return found
+
+
+def _start_ranks(
+    request: Request, num_ranks: int, max_restarts: int, hosts: HostsOptions | None, command: tuple[str, ...]
+) -> int:
+    from paceline.launch.local import start_ranks
+    from paceline.launch.place import OneHost
+
+    out, config = request.out, request.config
+    assert out is not None
+    options: dict[str, Any] = {"max_restarts": max_restarts, "interface": config.parallel.interface}
+    if hosts is None:
+        return start_ranks(command, out, lambda _: OneHost(num_ranks, config.parallel.port), **options)
+    from paceline.checkpoint.copies import take
+    from paceline.launch.hosts import Hosts
+
+    job, checkpoints = request.job, run_folder.RunFolder(out).checkpoints
+    assert job is not None
+    options |= {"job": job, "address": hosts.addresses[hosts.node][0]}
+    copy = partial(take, checkpoints, config=config.checkpoint)
+    return start_ranks(command, out, lambda signals: Hosts(hosts, job, num_ranks, out, signals, copy), **options)
+
+
+def find_world(
+    nproc: str, parallel: ParallelConfig, max_restarts: int = 0, with_hosts: bool = False
+) -> tuple[Environment, int]:
     """Returns this process's environment, and how many ranks to start (1: itself). Raises UserError if impossible."""
     env = detect()
     num_ranks = _num_ranks(nproc, max_restarts, env)
     check_interface(parallel.interface)
-    world_size = env.world_size if env.is_distributed else num_ranks
-    check_size(world_size, parallel.expect_ranks)
-    parallel.check_num_ranks(world_size)
+    if not with_hosts:  # other hosts have more ranks, which check the number
+        world_size = env.world_size if env.is_distributed else num_ranks
+        check_size(world_size, parallel.expect_ranks)
+        parallel.check_num_ranks(world_size)
     check_master(env, parallel.interface)
     if not env.is_distributed:
         check_port(parallel.port, _STORE_HOST)
@@ -95,10 +162,12 @@ def find_world(nproc: str, parallel: ParallelConfig, max_restarts: int = 0) -> t
 def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelConfig) -> int:
     """Runs the command line `arguments`, which makes no run folder, as local ranks; returns the exit status."""
     from paceline.launch.local import start_ranks
+    from paceline.launch.place import OneHost
 
     command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # a launcher looks for its run's records
-        return start_ranks(num_ranks, command, Path(folder), port=parallel.port, interface=parallel.interface)
+        group = OneHost(num_ranks, parallel.port)
+        return start_ranks(command, Path(folder), lambda _: group, interface=parallel.interface)
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:
@@ -139,9 +208,17 @@ def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
     goes_on = is_own and (env.attempt > 0 or not (request.resume or is_complete))
     if not goes_on and not request.out:
         out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    over = str(last["reason"]) if env.attempt > 0 and last.get("event") == "end" and not is_complete else ""
+    is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete
+    over = str(last["reason"]) if is_ended and not _is_restart(str(last["reason"])) else ""
     resume_step = None if goes_on else request.resume_step
     return dataclasses.replace(request, out=out, job=job, goes_on=goes_on, resume_step=resume_step), over
+
+
+def _is_restart(reason: str) -> bool:
+    """Whether the launcher itself stopped the run, to start it again with a host that came."""
+    from paceline.world.torchrun import Torchrun  # imports torch: a second
+
+    return has_launcher() or (reason.startswith("SIGTERM") and Torchrun.of_this_process().is_dynamic)
 
 
 def _common_text(config: Config) -> str:

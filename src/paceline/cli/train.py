@@ -7,15 +7,15 @@ from typing import Annotated
 
 import tyro
 
-from paceline.cli.flags import base_config, parse, require_one_way, without
-from paceline.cli.start import start
+from paceline.cli.flags import base_config, parse, require_one_way
+from paceline.cli.start import RankFlags, start
 from paceline.config import Config, load_file, preset_names, supersede
 from paceline.data.config import DataConfig
 from paceline.train.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArguments:
+class TrainArguments(RankFlags):
     """Train a model. Precedence: defaults, --preset, --config, flags."""
 
     preset: str = ""
@@ -27,10 +27,6 @@ class TrainArguments:
     tokenizer. `paceline import` makes such a folder from a model of transformers or nanoGPT."""
     out: str = ""
     """The run folder, new; empty: runs/NAME-DATE-TIME."""
-    nproc: str = "1"
-    """Ranks to start on this machine, or auto: one per core, at most 4. Under torchrun leave it out."""
-    max_restarts: int = 0
-    """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -52,8 +48,7 @@ def main(arguments: list[str]) -> int:
         Path(parsed.config).stem if parsed.config else source.name if source else config.model.arch
     )
     request = Request(config, Path(parsed.out) if parsed.out else None, name)
-    rest = without(arguments, "--nproc", "--max-restarts")
-    return start(request, parsed.nproc, parsed.max_restarts, ["train", *rest])
+    return start(request, parsed, ["train", *arguments])
 
 
 def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: list[str]) -> Config:

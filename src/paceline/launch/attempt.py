@@ -1,7 +1,7 @@
 """One attempt: the ranks of this host, started by torch's elastic launcher and watched here.
 
 torch's own agent would wait 30 s for ranks that hang after a failure (2 s here), and turn signals into a failure; here
-the ranks get them and decide together. Each attempt has a new store, on loopback only, so that no rank reads the
+the ranks get them and decide together. Each attempt has a new store, on one address only, so that no rank reads the
 addresses of an earlier attempt.
 """
 
@@ -10,65 +10,74 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
 from torch.distributed.launcher.api import LaunchConfig
 
-from paceline.base.net import listen
 from paceline.base.status import read_statuses
+from paceline.launch.place import Order, Place
 from paceline.launch.signals import StopSignals, has_handler
 
-_HOST = "127.0.0.1"
 _LOOK_EVERY_S = 0.05
 _FAILURE_GRACE_S = 2.0  # for the other ranks: those that wait for the dead one notice within 0.1 s and print why
 _SAVE_GRACE_S = 60.0  # after a signal: to finish the step and save
 
 
 def run_attempt(
-    num_ranks: int, command: Sequence[str], job: str, port: int, signals: StopSignals, statuses: Path
+    place: Place,
+    command: Sequence[str],
+    job: str,
+    signals: StopSignals,
+    statuses: Path,
+    order: Callable[[], Order],
 ) -> dict[int, int]:
-    """Runs the command as ranks 0..num_ranks-1 until all have ended; none of their processes remains.
+    """Runs the command as this host's ranks until all have ended; none of their processes remains.
 
-    statuses: the folder in which ranks record how they end; a failed rank that has done so is not waited for. Returns
-    rank -> exit status (negative: the signal that killed it), in the order of the ends, without ranks killed here.
+    statuses: the folder in which ranks record how they end; a failed rank that has done so is not waited for. order:
+    asked all the time what the ranks are to do. Returns rank -> exit status (negative: the signal that killed it), in
+    the order of the ends, without ranks killed here.
     """
-    listener = listen(_HOST, port)
-    port = listener.getsockname()[1]
-    store = TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = None
+    if place.listener is not None:
+        fd = place.listener.detach()
+        store = TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     world = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.num_ranks),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun does
     }
+    ranks = range(place.first_rank, place.first_rank + place.num_ranks)
     logs = DefaultLogsSpecs(log_dir=str(statuses / "logs"))  # else it leaves a folder in /tmp
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `signals` handles them
     context = start_processes(
         "ranks",
         command[0],
-        args={rank: tuple(command[1:]) for rank in range(num_ranks)},
-        envs={rank: {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
+        args={local: tuple(command[1:]) for local in range(place.num_ranks)},
+        envs={local: {**world, "RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks)},
         logs_specs=logs,
         # torch's choice: if each rank has a GPU, the cores near it.
-        numa_options=LaunchConfig(1, 1, num_ranks, logs_specs=logs).numa_options,
+        numa_options=LaunchConfig(1, 1, place.num_ranks, logs_specs=logs).numa_options,
     )
     assert isinstance(context, SubprocessContext)
-    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    processes = {ranks[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
     try:
-        return _watch(processes, signals, statuses)
+        return _watch(processes, signals, statuses, order)
     finally:
         _kill(processes)
         context.close(signal.SIGKILL)
         del store  # it listens until here
 
 
-def _watch(processes: Mapping[int, subprocess.Popen[bytes]], signals: StopSignals, statuses: Path) -> dict[int, int]:
+def _watch(
+    processes: Mapping[int, subprocess.Popen[bytes]], signals: StopSignals, statuses: Path, order: Callable[[], Order]
+) -> dict[int, int]:
     """Passes signals on to the ranks; returns when all have ended or the rest is to be killed."""
     ends: dict[int, int] = {}
     was_passed_on, failed_s = False, float("inf")
@@ -77,19 +86,21 @@ def _watch(processes: Mapping[int, subprocess.Popen[bytes]], signals: StopSignal
             if rank not in ends and (code := process.poll()) is not None:
                 ends[rank] = code
         alive = [rank for rank in processes if rank not in ends]
-        if signals.first is not None and not was_passed_on:
+        ordered = order()
+        if (signals.first is not None or ordered == "save") and not was_passed_on:
             was_passed_on = True
             for rank in alive:
                 # Before training a rank has nothing to save, and Python would answer Ctrl-C with a traceback.
                 is_ready = has_handler(processes[rank].pid, signal.SIGTERM)
-                processes[rank].send_signal(signals.passed_on if is_ready else signal.SIGTERM)
+                is_asked = signals.first is not None and is_ready
+                processes[rank].send_signal(signals.passed_on if is_asked else signal.SIGTERM)
         found, now = read_statuses(statuses), time.monotonic()
-        if any(ends.values()) or not all(status.is_good for status in found.values()):
+        if ordered == "fail" or any(ends.values()) or not all(status.is_good for status in found.values()):
             failed_s = min(failed_s, now)
         is_overdue = signals.since_s is not None and now - signals.since_s > _SAVE_GRACE_S
         # A rank that has recorded its status has printed everything; the rest of its exit takes 0.7 s.
         is_over = failed_s <= now and (found.keys() >= set(alive) or now - failed_s > _FAILURE_GRACE_S)
-        if is_over or is_overdue or signals.is_urgent:
+        if is_over or is_overdue or signals.is_urgent or ordered == "end":
             break
         time.sleep(_LOOK_EVERY_S if alive else 0)
     return ends

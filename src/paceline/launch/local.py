@@ -1,60 +1,87 @@
 """`--nproc N --max-restarts M`: runs N ranks of this command on this machine; if one fails, all of them start again.
+With `--hosts` the ranks of other hosts belong to the run, too (hosts.py).
 
 Ranks record their exit statuses in a folder, because torch's launcher knows only success and failure: 75 ("saved, start
 me again") is neither. A later attempt runs the same command line; PACELINE_JOB tells its ranks which run folder is
 theirs, and they resume from it.
 """
 
-import contextlib
 import logging
 import os
 import shlex
 import signal
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError
+from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError
 from paceline.base.net import require_loopback
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
 from paceline.launch.job import ATTEMPT, JOB
+from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
+from paceline.launch.say import say
 from paceline.launch.scratch import scratch
 from paceline.launch.signals import StopSignals
 
 _INTERRUPTED = 130  # exit status of a rank that Ctrl-C ended
 
 
+class Group(Protocol):
+    """The hosts of a run."""
+
+    def meet(self, failures: list[Failure]) -> Place | Verdict: ...
+    def order(self) -> Order: ...
+    def collect(self, found: dict[int, Status], ends: dict[int, int]) -> Collected | None: ...
+    def host_of(self, rank: int) -> str: ...
+    def conclude(self, status: int, message: str = "") -> None: ...
+    def close(self) -> None: ...
+
+
 def start_ranks(
-    num_ranks: int,
     command: Sequence[str],
     run: Path,
+    open_group: Callable[[StopSignals], Group],
     *,
     max_restarts: int = 0,
-    port: int = 0,
+    job: str = "",
     interface: str = "",
+    address: str = LOOPBACK,
 ) -> int:
-    """Runs the command as ranks 0..num_ranks-1 of the run in this folder and returns their common exit status.
+    """Runs the command as the ranks of this host, of the run in this folder, and returns all ranks' common exit status.
 
-    After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. port: of the
-    ranks' store, on loopback; 0: any free one. Without an interface all other traffic also uses loopback.
+    After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. job: names
+    all attempts; empty: a random name. Without an interface ranks use the one that has this address.
 
     Raises UserError if loopback is down; RunError naming the rank that died without a message, or listing all attempts;
     KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
     """
     require_loopback()
-    if not interface and (loopback := _loopback()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    if not interface and (name := _interface_of(address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if address != LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ[JOB] = uuid.uuid4().hex
+    os.environ[JOB] = job or uuid.uuid4().hex
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its tracebacks would bury the rank's message
-    with StopSignals() as signals, scratch() as folder:
-        return _Attempts(num_ranks, command, run, max_restarts, port, signals, folder).run()
+    with StopSignals() as signals, scratch() as folder, closing(open_group(signals)) as group:
+        try:
+            status = _Attempts(command, run, max_restarts, group, signals, folder).run()
+        except PacelineError as error:
+            group.conclude(error.exit_status, str(error))
+            raise
+        except KeyboardInterrupt:
+            group.conclude(EXIT_RESUMABLE)
+            raise
+        group.conclude(status)
+        return status
 
 
 @dataclass
@@ -69,11 +96,10 @@ class _Ended:
 
 @dataclass
 class _Attempts:
-    num_ranks: int
     command: Sequence[str]
     run_folder: Path
     most: int  # restarts
-    port: int
+    group: Group
     signals: StopSignals
     scratch: Path
 
@@ -81,50 +107,81 @@ class _Attempts:
         self._records = Records(self.run_folder)
         self._begun_at = self._records.last_step()
         self._failures: list[Failure] = []
-        self._num_repeated = 0
+        self._num_repeated = self._num_attempts = self._world_size = 0
+        self._stop: signal.Signals | None = None  # the signal that ends the run
 
     def run(self) -> int:
         """Returns the common exit status. Raises RunError for what no rank has printed."""
         while True:
-            ended = self._attempt()
+            place = self.group.meet(self._failures)
+            if isinstance(place, Verdict):
+                return self._obey(place)
+            ended = self._attempt(place)
+            if ended is None:
+                continue
             if ended.status not in (EXIT_FAILED, _INTERRUPTED):
                 if number := len(self._failures):
-                    _say(f"{number} restart{'s'[: number != 1]}; {self._num_repeated} steps were made twice")
+                    say(f"{number} restart{'s'[: number != 1]}; {self._num_repeated} steps were made twice")
                 return ended.status
             self._failures.append(Failure(ended.what, self._records.last_step()))
             self._records.close(ended.what, ended.was_said)
-            delay = None if self.signals.first else delay_s(self._failures, self._begun_at, self.most)
+            delay = None if self._stop else delay_s(self._failures, self._begun_at, self.most)
             if delay is None:
                 return self._give_up(ended)
             self._announce(delay)
             if self.signals.wait(delay):
-                return self._stopped_before_training()
+                return self._stopped_before_training(self.signals.first)
 
-    def _attempt(self) -> _Ended:
+    def _attempt(self, place: Place) -> _Ended | None:
+        """Returns how one attempt ended; None if another host judges that, or only the hosts are to change."""
         from paceline.launch.attempt import run_attempt  # imports torch: a second
 
-        attempt = len(self._failures)
-        statuses = self.scratch / f"statuses-{attempt}"
+        self._num_attempts, self._world_size = self._num_attempts + 1, place.world_size
+        statuses = self.scratch / f"statuses-{self._num_attempts}"
         statuses.mkdir()
-        os.environ[STATUS_FOLDER], os.environ[ATTEMPT] = str(statuses), str(attempt)
+        os.environ[STATUS_FOLDER], os.environ[ATTEMPT] = str(statuses), str(place.attempt)
         before = self._records.last_step()
-        ends = run_attempt(self.num_ranks, self.command, os.environ[JOB], self.port, self.signals, statuses)
+        ends = run_attempt(place, self.command, os.environ[JOB], self.signals, statuses, self.group.order)
         began_at = self._records.began_at()
-        if attempt and began_at is not None:
+        if place.attempt and began_at is not None:
             self._num_repeated += max(0, before - began_at)
         if self.signals.is_urgent:
             raise KeyboardInterrupt
-        found = read_statuses(statuses)
-        if self.signals.first and not any(status.is_failure for status in found.values()):
+        collected = self.group.collect(read_statuses(statuses), ends)
+        if collected is None:
+            return None
+        self._stop = self.signals.first or (signal.Signals[collected.stop] if collected.stop else None)
+        return self._judge(place, collected)
+
+    def _judge(self, place: Place, collected: Collected) -> _Ended | None:
+        found, ends, lost = collected.found, collected.ends, collected.lost
+        if self._stop and not any(status.is_failure for status in found.values()):
             is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
             if is_early or not any(status.is_good for status in found.values()):
-                return _Ended(self._stopped_before_training())
-        return _judge(found, ends, self.num_ranks, self.signals.first)
+                return _Ended(self._stopped_before_training(self._stop))
+        ended = _judge(found, ends, place.world_size, self._stop)
+        if lost and 0 in found and found[0].is_good:  # rank 0 ends last: the run is saved
+            ended = _Ended(found[0].code)
+        if ended.status == EXIT_RESUMABLE and collected.takes_in and not self._stop:
+            return None
+        if ended.status == EXIT_FAILED and lost and not self._stop:
+            what = f"lost {' and '.join(lost)}"
+            self._records.close(what, was_said=False)
+            say(f"{what}, after step {self._records.last_step()}")
+            return None
+        return ended
+
+    def _obey(self, verdict: Verdict) -> int:
+        if verdict.message:
+            raise RunError(verdict.message)
+        if verdict.stop:
+            return self._stopped_before_training(signal.Signals[verdict.stop])
+        return verdict.status
 
     def _announce(self, delay: float) -> None:
         last, number = self._failures[-1], len(self._failures)
         when = f" in {delay:.0f} s" if delay else ""
-        _say(f"{last.what}, after step {last.reached}; restart {number} of {self.most}{when}")
+        say(f"{last.what}, after step {last.reached}; restart {number} of {self.most}{when}")
 
     def _give_up(self, ended: _Ended) -> int:
         """Returns the exit status after the last failure; raises RunError for what no rank has printed."""
@@ -133,7 +190,7 @@ class _Attempts:
             if not ended.was_said:
                 raise RunError(f"{self._death(ended)}{f'. {way_out}' if way_out else ''}")
             if way_out:
-                _say(way_out)
+                say(way_out)
             return ended.status
         lines = [f"attempt {k}: {failed.what}, after step {failed.reached}" for k, failed in enumerate(self._failures)]
         why = "three times in a row at the same step" if is_loop(self._failures) else f"after {self.most} restarts"
@@ -144,8 +201,9 @@ class _Attempts:
     def _death(self, ended: _Ended) -> str:
         """Returns who died, where and when, and which log says more."""
         reached = self._records.last_step()
-        text = f"{ended.what}, on {socket.gethostname()}" + (f", after step {reached}" if reached else "")
-        if self.num_ranks > 1:
+        where = socket.gethostname() if ended.rank is None else self.group.host_of(ended.rank)
+        text = f"{ended.what}, on {where}" + (f", after step {reached}" if reached else "")
+        if self._world_size > 1:
             text += "; the other ranks were stopped"
         log = self._records.log_of(ended.rank) if ended.rank is not None else None
         return f"{text}. The log of rank {ended.rank} is {log}" if log else text
@@ -157,13 +215,13 @@ class _Attempts:
             return f"The newest checkpoint is of step {newest}: {resume} resumes from there"
         return f"Nothing had been saved: {resume} begins again at step 0" if self._records.last_step() else ""
 
-    def _stopped_before_training(self) -> int:
+    def _stopped_before_training(self, by: signal.Signals | None) -> int:
         """Returns the exit status after a signal that came before any rank could act on it."""
-        assert self.signals.first is not None
-        if self.signals.first == signal.SIGINT and self._records.newest_checkpoint() is None:
+        assert by is not None
+        if by == signal.SIGINT and self._records.newest_checkpoint() is None:
             raise KeyboardInterrupt
         way_out = self._way_out() or "Nothing was saved: start the same command again"
-        _say(f"stopped by {self.signals.first.name} before training began. {way_out}")
+        say(f"stopped by {by.name} before training began. {way_out}")
         return EXIT_RESUMABLE
 
 
@@ -202,12 +260,7 @@ def _who_died(ranks: list[int], code: int, *, is_explained: bool) -> str:
     return f"{who} {'were' if len(ranks) > 1 else 'was'} killed by {name}{hint}"
 
 
-def _loopback() -> str | None:
+def _interface_of(name: str) -> str | None:
+    address = socket.gethostbyname(name)
     found = psutil.net_if_addrs().items()
-    return next((str(name) for name, known in found if any(a.address == "127.0.0.1" for a in known)), None)
-
-
-def _say(line: str) -> None:
-    """Prints a line of the launcher. A closed terminal does not end the run."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+    return next((str(name) for name, known in found if any(a.address == address for a in known)), None)

@@ -154,6 +154,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
             folder.write_setup(to_toml(config), blend.tokenizer_json)
+            folder.note_job(request.job)  # this host may have rank 0 in a later attempt
     goes_on, resume_step = answer["request"]
     return replace(request, goes_on=goes_on, resume_step=resume_step), folder, answer["is_new"]
 

@@ -1,0 +1,68 @@
+"""The list of a run's hosts, as `--hosts` gives it."""
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from paceline.base.errors import UserError
+from paceline.base.net import listen
+
+Address = tuple[str, int]  # host, port
+
+DEFAULT_PORT = 29400
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """The hosts of a run, and which of them this is."""
+
+    addresses: tuple[Address, ...]
+    node: int
+    least: int  # hosts, to train
+    timeout_s: float  # to wait for hosts at the start, and for the least number later
+
+
+def read_hosts(text: str, node: int, least: int, timeout_s: float) -> HostsOptions:
+    """Reads 'ADDRESS[:PORT],ADDRESS[:PORT]'. node: this host's place in the list; -1: the address that it has. Raises
+    UserError if the list cannot be used."""
+    pairs = [word.strip().rpartition(":") if ":" in word else (word.strip(), "", "") for word in text.split(",")]
+    if not all(host and (port or str(DEFAULT_PORT)).isdigit() for host, _, port in pairs):
+        raise UserError(f"--hosts is '{text}'; write it as 10.0.0.1:{DEFAULT_PORT},10.0.0.2:{DEFAULT_PORT}")
+    addresses = tuple((host, int(port or DEFAULT_PORT)) for host, _, port in pairs)
+    if len(set(addresses)) < max(2, len(addresses)):
+        raise UserError(f"--hosts is '{text}'; it lists two or more hosts, each once")
+    if not 0 <= least <= len(addresses):
+        raise UserError(f"--min-hosts is {least}, and --hosts lists {len(addresses)}; 0 means all")
+    own = [number for number, (host, _) in enumerate(addresses) if _is_own(host)]
+    if node >= len(addresses) or (node < 0 and len(own) != 1):
+        which = "several are" if own else "none is"
+        raise UserError(
+            f"--hosts is '{text}', and {which} an address of this machine ({socket.gethostname()}); tell it its place "
+            f"in the list by --node-rank, from 0 to {len(addresses) - 1}"
+        )
+    found = HostsOptions(addresses, own[0] if node < 0 else node, least or len(addresses), timeout_s)
+    _require_reachable(addresses, found.node)
+    return found
+
+
+def _is_own(host: str) -> bool:
+    try:
+        listen(host, 0).close()
+    except (UserError, OSError):
+        return False
+    return True
+
+
+def _require_reachable(addresses: tuple[Address, ...], node: int) -> None:
+    """Raises UserError if the others cannot reach this host by what the list says, or everybody could."""
+    name = addresses[node][0]
+    try:
+        address = ipaddress.ip_address(socket.gethostbyname(name))
+    except OSError as error:
+        raise UserError(f"--hosts has {name} for this host, which does not resolve: {error.strerror}") from None
+    is_test = all(host.startswith("127.") for host, _ in addresses)
+    if address.is_unspecified or (address.is_loopback and not is_test):
+        raise UserError(
+            f"--hosts has {name} for this host, which is {address} here: name the address at which the other hosts "
+            "reach it, as `ip addr` shows it"
+        )

@@ -1,0 +1,194 @@
+"""What launchers on other hosts say about themselves, and how to read their files: HTTP, requests only to read.
+
+Each launcher asks every other one for its state twice a second, and decides from what it has heard. Nothing is ever
+sent unasked, so a lost message is repeated by itself. No clock of another host is read.
+"""
+
+import http.client
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from paceline.base.errors import EXIT_DONE
+from paceline.base.net import listen
+from paceline.base.status import Status
+from paceline.launch.options import Address
+from paceline.launch.restarts import Failure
+
+_ASK_EVERY_S = 0.5
+_ANSWER_S = 1.0
+_DEAD_S = 3.0  # without an answer: the host, its launcher or its cable is gone
+_READ_S = 3.0  # without a byte of a file
+RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl")
+_SERVED = re.compile(r"checkpoints/step-\d{8,}/(manifest\.json|[a-z]+-\d{5}-of-\d{5}\.safetensors)")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host in a roster."""
+
+    node: int
+    start: str  # its launcher, see State
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Roster:
+    """One attempt: its hosts in the order of their ranks. The first leads: it has rank 0 and the ranks' store."""
+
+    id: str  # random
+    number: int  # 1: the first attempt
+    members: tuple[Member, ...]
+    port: int  # of the ranks' store, at the leader's address
+
+    @property
+    def leader(self) -> Member:
+        return self.members[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a launcher says about itself."""
+
+    job: str  # equal if the command is
+    start: str  # random: a launcher that was started again has another
+    num_ranks: int
+    step: int  # of its newest complete checkpoint; -1: none
+    phase: Literal["waiting", "running", "judging", "over"] = "waiting"
+    roster: Roster | None = None  # of its latest attempt
+    ranks: dict[str, Any] | None = None  # how its ranks ended in that attempt; None: they run
+    stop: str = ""  # the signal by which its user asked to stop
+    failures: tuple[Failure, ...] = ()  # of ranks, in all attempts
+    status: int = EXIT_DONE  # the run's exit status, if it is over
+    message: str = ""  # the run's error, if it is over
+
+    @classmethod
+    def read(cls, text: bytes) -> "State":
+        """Raises ValueError, KeyError or TypeError for anything else."""
+        found = json.loads(text)
+        if found["roster"] is not None:
+            members = tuple(Member(**member) for member in found["roster"].pop("members"))
+            found["roster"] = Roster(members=members, **found["roster"])
+        return cls(**{**found, "failures": tuple(Failure(**failure) for failure in found["failures"])})
+
+
+class Peers:
+    """The other hosts' launchers. Answers their questions, too, at this host's address only."""
+
+    def __init__(self, addresses: Sequence[Address], node: int, run: Path, own: Callable[[], State]):
+        """own: returns this launcher's state. Raises UserError if this host cannot listen at its address."""
+        self._addresses, self._closed = addresses, threading.Event()
+        self._heard: dict[int, tuple[State, float]] = {}
+        self.problems = {n: "no answer" for n in range(len(addresses)) if n != node}  # why a host is not there
+        self._server = ThreadingHTTPServer(addresses[node], _handler(run, own), bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket = listen(*addresses[node])
+        self._threads = [threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)]
+        self._threads += [threading.Thread(target=self._ask, args=(n,), daemon=True) for n in self.problems]
+        for thread in self._threads:
+            thread.start()
+
+    def alive(self) -> dict[int, State]:
+        """Returns node -> state of the hosts that have answered within 3 s; one that refuses to is gone at once."""
+        now = time.monotonic()
+        return {node: state for node, (state, at) in sorted(self._heard.items()) if now - at < _DEAD_S}
+
+    def heard_s(self, node: int) -> float:
+        """Returns when that host was asked for its latest state, monotonic."""
+        return self._heard[node][1] if node in self._heard else float("-inf")
+
+    def open(self, node: int, name: str) -> http.client.HTTPResponse:
+        """Returns a file of that host's run folder, to read. Raises FileNotFoundError, OSError or HTTPException."""
+        return _get(self._addresses[node], name, _READ_S)
+
+    def close(self) -> None:
+        """Ends all threads."""
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _ask(self, node: int) -> None:
+        while True:
+            asked_s = time.monotonic()
+            try:
+                with _get(self._addresses[node], "state", _ANSWER_S) as answer:
+                    self._heard[node] = State.read(answer.read()), asked_s
+            except ConnectionRefusedError as error:  # the launcher has ended, and its ranks with it
+                self._heard.pop(node, None)
+                self.problems[node] = error.strerror or "refused"
+            except (OSError, http.client.HTTPException) as error:
+                self.problems[node] = str(error) or type(error).__name__
+            except (ValueError, KeyError, TypeError):
+                self.problems[node] = "another program, or another version of paceline, answers there"
+            if self._closed.wait(_ASK_EVERY_S):
+                return
+
+
+def _get(address: Address, name: str, timeout_s: float) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    connection.request("GET", f"/{name}")
+    answer = connection.getresponse()
+    if answer.status != http.HTTPStatus.OK:
+        answer.close()
+        raise FileNotFoundError(f"{address[0]}:{address[1]} has no {name}")
+    return answer
+
+
+def _handler(run: Path, own: Callable[[], State]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _READ_S
+
+        def do_GET(self) -> None:
+            name = self.path[1:]
+            if name == "state":
+                body = json.dumps(asdict(own())).encode()
+                self._begin(len(body))
+                self.wfile.write(body)
+                return
+            file = _open(run, name)
+            if file is None:
+                self.send_error(http.HTTPStatus.NOT_FOUND)
+                return
+            with file:
+                size = os.fstat(file.fileno()).st_size  # records grow meanwhile
+                self._begin(size)
+                if size:
+                    self.connection.sendfile(file, count=size)
+
+        def _begin(self, num_bytes: int) -> None:
+            self.send_response(http.HTTPStatus.OK)
+            self.send_header("Content-Length", str(num_bytes))
+            self.end_headers()
+
+        def handle(self) -> None:
+            try:
+                super().handle()
+            except OSError:  # the asker is gone
+                self.close_connection = True
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    return Handler
+
+
+def _open(run: Path, name: str) -> BinaryIO | None:
+    """Returns a file that other hosts may read; None for any other name, and if there is none."""
+    if name not in RECORDS and not _SERVED.fullmatch(name):
+        return None
+    try:
+        return os.fdopen(os.open(run / name, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    except OSError:
+        return None
+
+
+def ended_well(state: State) -> bool:
+    """Whether all ranks of that host have finished, or stopped with their state saved."""
+    found: Mapping[str, Any] = state.ranks["found"] if state.ranks else {}
+    return len(found) == state.num_ranks and all(Status(**status).is_good for status in found.values())
