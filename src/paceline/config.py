@@ -112,6 +112,12 @@ class Config:
                 "parallel.strategy fsdp cuts every matrix, and optim.name muon updates whole ones; "
                 "use --parallel.strategy zero, or --optim.name adamw"
             )
+        shares = self.parallel.fixed_shares()
+        if shares and sum(shares) != self.train.global_batch_size:
+            raise UserError(
+                f"parallel.shares {self.parallel.shares} sum to {sum(shares)} sequences, and train.global-batch-size "
+                f"is {self.train.global_batch_size}; make them equal: --train.global-batch-size {sum(shares)}"
+            )
         if self.checkpoint.keep_best and self.train.eval_every < 0:
             raise UserError(
                 "checkpoint.keep-best keeps the checkpoint with the lowest validation loss, and train.eval-every "

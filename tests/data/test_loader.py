@@ -21,6 +21,7 @@ from paceline.data.dataset import Dataset
 from paceline.data.loader import FixedBatches, Loader, MicroBatch
 from paceline.data.order import source_seed
 from paceline.data.plan import BatchPlan
+from paceline.data.prefetch import Prefetcher
 from paceline.data.sequences import PackedRows, Sequences, ensure_packing
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
 from paceline.tools.bench.loader import measure
@@ -125,6 +126,28 @@ def test_resumed_anywhere_in_other_worlds_the_tokens_are_those_of_one_rank(
             assert positions == list(range(step * 11, (step + 1) * 11))
             step += 1
         step += number_of_steps
+
+
+@given(
+    st.sampled_from(["stream", "bestfit", "bestfit mixture"]),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
+)
+@settings(max_examples=60)
+def test_shares_that_change_between_steps_lose_no_sequence(
+    several: dict[str, Sequences], kind: str, changes: list[tuple[int, int, int]]
+) -> None:
+    """Two ranks whose shares and limits change every second step, while the next step is read ahead."""
+    sequences, plan = several[kind], BatchPlan(11, 3, 2, (6, 5))
+    alone, ranks = Loader(sequences, plan, 0, 5), [Loader(sequences, plan, rank, 5) for rank in range(2)]
+    alone.change(0, BatchPlan(11, 3, 1))
+    with Prefetcher(ranks[0]) as first, Prefetcher(ranks[1]) as second:
+        for index, (own, *limits) in enumerate(changes):
+            for step in (2 * index, 2 * index + 1):
+                batches = [*first.micro_batches(step), *second.micro_batches(step)]
+                assert [row for batch in batches for row in rows([batch])] == rows(alone.micro_batches(step))
+                assert sum(len(batch.positions) for batch in batches) == 11
+                for rank in ranks:
+                    rank.change(2 * index + 2, BatchPlan(11, 1, 2, (own, 11 - own), tuple(limits)))
 
 
 def test_a_mixture_of_one_has_the_order_of_the_data_set_alone(one: Sequences) -> None:

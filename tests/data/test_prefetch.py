@@ -91,7 +91,7 @@ def test_the_next_step_is_made_ahead_by_the_one_thread_and_no_further(loader: No
         until(lambda: len(made) == 3)
         assert [step for step, _ in made] == [5, 6, 7]
         assert {name for _, name in made} == {"prefetch_0"}
-        assert (prefetcher.plan, prefetcher.seq_len, prefetcher.device.type) == (PLAN, 8, "cpu")
+        assert (prefetcher.seq_len, prefetcher.device.type) == (8, "cpu")
 
 
 def test_an_error_comes_with_its_own_step(loader: NotingLoader) -> None:

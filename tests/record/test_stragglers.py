@@ -15,10 +15,6 @@ pytestmark = pytest.mark.alone
 USUAL = {"data": 0.5, "forward": 10.0, "backward": 20.0, "optimizer": 3.0, "other": 0.5}  # ms; per sequence, per step
 
 
-def loads(plan: BatchPlan) -> list[int]:
-    return [sum(map(len, plan.micro_batches(rank))) for rank in range(plan.world_size)]
-
-
 def times(plan: BatchPlan, draw: random.Random, slower: dict[tuple[int, str], float]) -> dict[str, list[float]]:
     """One step's milliseconds by phase and rank: what each rank computes, with 8% of noise."""
     parts: dict[str, list[float]] = {phase: [] for phase in (*PER_SEQUENCE, *PER_STEP)}
@@ -33,10 +29,10 @@ def times(plan: BatchPlan, draw: random.Random, slower: dict[tuple[int, str], fl
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_noise_and_uneven_shares_name_nobody(world_size: int) -> None:
     plan, draw = BatchPlan(12, 2, world_size), random.Random(0)  # 7 ranks: one of them has nothing to compute
-    stragglers = Stragglers(loads(plan))
+    stragglers = Stragglers(plan.world_size)
     for step in range(1, 501):
         jump = {(draw.randrange(world_size), "forward"): 3.0} if step % 4 == 0 else {}  # now and then anyone is slow
-        assert stragglers.observe(step, times(plan, draw, jump)) == []
+        assert stragglers.observe(step, plan.num_sequences(), times(plan, draw, jump)) == []
     assert stragglers.cost_ms == 0
     assert stragglers.summary() == []
 
@@ -45,7 +41,7 @@ def test_noise_and_uneven_shares_name_nobody(world_size: int) -> None:
 @pytest.mark.parametrize("phase", [*PER_SEQUENCE, "optimizer"])
 def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase: str) -> None:
     plan, draw = BatchPlan(4 * world_size, 2, world_size), random.Random(world_size)
-    stragglers = Stragglers(loads(plan))
+    stragglers = Stragglers(plan.world_size)
     count = sum(len(positions) for positions in plan.micro_batches(rank))
     usual_ms = USUAL[phase] * (count if phase in PER_SEQUENCE else 1)
     factor = 1 + 50 * count / usual_ms  # two and a half times as slow
@@ -53,7 +49,7 @@ def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase
     for step in range(1, 101):
         slower = {(rank, phase): factor} if 30 < step <= 70 else {}
         parts = times(plan, draw, slower)
-        found += stragglers.observe(step, parts)
+        found += stragglers.observe(step, plan.num_sequences(), parts)
         if slower and named_at and step > named_at:
             expected_ms += usual_ms * (factor - 1)
         named_at = named_at or (step if found else 0)
@@ -73,10 +69,13 @@ def test_a_slow_rank_is_named_within_ten_steps(world_size: int, rank: int, phase
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_a_little_slower_all_the_time_is_named_later(rank: int) -> None:
     plan, draw = BatchPlan(12, 2, 3), random.Random(rank)
-    stragglers, found = Stragglers(loads(plan)), []
+    stragglers, found = Stragglers(plan.world_size), []
     slower = {(rank, phase): 1.4 for phase in ("forward", "backward")}
     for _ in range(200):
-        found += [(stragglers.num_steps, item) for item in stragglers.observe(0, times(plan, draw, slower))]
+        found += [
+            (stragglers.num_steps, item)
+            for item in stragglers.observe(0, plan.num_sequences(), times(plan, draw, slower))
+        ]
     ((named_at, item),) = found
     assert isinstance(item, Slow)
     assert (item.rank, item.phase) == (rank, "backward")
@@ -84,19 +83,32 @@ def test_a_rank_that_is_a_little_slower_all_the_time_is_named_later(rank: int) -
 
 
 def test_who_is_ready_with_the_others_is_not_slow_however_few_its_sequences() -> None:
-    stragglers = Stragglers(loads(BatchPlan(3, 1, 2)))  # 2 sequences and 1
+    stragglers = Stragglers(2)
     alike = {phase: [5.0, 5.0] for phase in (*PER_SEQUENCE, *PER_STEP)}
-    assert all(stragglers.observe(step, alike) == [] for step in range(1, 61))
+    assert all(stragglers.observe(step, [2, 1], alike) == [] for step in range(1, 61))
+
+
+def test_shares_by_speed_name_nobody() -> None:
+    """Rank 1 needs three times as long for a sequence; after 20 steps it has a third of them."""
+    alike = {phase: [1.0, 1.0] for phase in (*PER_SEQUENCE, *PER_STEP)}
+    stragglers, found = Stragglers(2), []
+    for step in range(1, 61):
+        counts = [16, 16] if step <= 20 else [24, 8]
+        backward = {"backward": [10.0 * counts[0], 30.0 * counts[1]]}
+        found += stragglers.observe(step, counts, alike | backward)
+    slow, over = found
+    assert (slow.rank, over.rank) == (1, 1)
+    assert isinstance(over, Over)
 
 
 def test_two_stretches_of_slowness_cost_what_each_took() -> None:
-    stragglers, found = Stragglers(loads(BatchPlan(6, 2, 3))), []
+    stragglers, found = Stragglers(3), []
     for step in range(1, 101):
         is_slow = 10 < step <= 30 or 60 < step <= 80
         fast = step > 90  # and later faster than the others, which earns nothing back
         backward = [20.0, 20.0, 50.0 if is_slow else 10.0 if fast else 20.0]
         others = {phase: [1.0, 1.0, 1.0] for phase in (*PER_SEQUENCE, *PER_STEP) if phase != "backward"}
-        found += stragglers.observe(step, others | {"backward": backward})
+        found += stragglers.observe(step, [2, 2, 2], others | {"backward": backward})
     costs = [item.cost_s for item in found if isinstance(item, Over)]
     assert costs == pytest.approx([0.39, 0.39])  # named after 7 of 20 steps, 30 ms in each of the other 13
     assert stragglers.cost_ms == pytest.approx(780)

@@ -83,7 +83,9 @@ def find_world(nproc: str, parallel: ParallelConfig, max_restarts: int = 0) -> t
     env = detect()
     num_ranks = _num_ranks(nproc, max_restarts, env)
     check_interface(parallel.interface)
-    check_size(env.world_size if env.is_distributed else num_ranks, parallel.expect_ranks)
+    world_size = env.world_size if env.is_distributed else num_ranks
+    check_size(world_size, parallel.expect_ranks)
+    parallel.check_num_ranks(world_size)
     check_master(env, parallel.interface)
     if not env.is_distributed:
         check_port(parallel.port, _STORE_HOST)

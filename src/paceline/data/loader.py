@@ -1,4 +1,4 @@
-"""This rank's micro-batches of any step, a function of the step number: the loader has no state."""
+"""This rank's micro-batches of any step, a function of the step number and the step's plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,9 +58,10 @@ def read_batch(sequences: Sequences, places: Places, positions: Int64s) -> Micro
 
 
 class _Located(NamedTuple):
-    """This rank's sequences of some consecutive steps."""
+    """A rank's sequences of some consecutive steps."""
 
     number: int  # of the group of steps
+    in_step: range  # positions within each step
     positions: Int64s
     places: Places
 
@@ -72,13 +73,12 @@ class Loader:
     def __init__(
         self, sequences: Sequences, plan: BatchPlan, rank: int, seed: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.sequences, self.plan, self.rank, self.seed = sequences, plan, rank, seed
+        self.sequences, self.rank, self.seed = sequences, rank, seed
         self.device = torch.device(device)
-        self._in_step = plan.micro_batches(rank)
-        self._first = self._in_step[0].start if self._in_step else 0
-        self._per_step = self._in_step[-1].stop - self._first if self._in_step else 0  # consecutive for a rank
-        self._num_steps = max(1, _LOCATED_AT_ONCE // max(1, self._per_step))
-        self._located = _Located(-1, np.empty(0, np.int64), Places(np.empty(0, np.int64), np.empty(0, np.int64)))
+        self._plans = [(0, plan)]  # with the first step of each
+        self._located = _Located(
+            -1, range(0), np.empty(0, np.int64), Places(np.empty(0, np.int64), np.empty(0, np.int64))
+        )
 
     @property
     def seq_len(self) -> int:
@@ -93,24 +93,37 @@ class Loader:
     def host_batches(self, step: int) -> list[MicroBatch]:
         """Returns the same before the copy to the device: on the CPU, in pinned memory if the device is CUDA. Any
         thread may call it."""
-        number, within = divmod(step, self._num_steps)
+        plan = self.plan_at(step)
+        micro_batches = plan.micro_batches(self.rank)
+        if not micro_batches:
+            return []
+        in_step = range(micro_batches[0].start, micro_batches[-1].stop)  # consecutive for a rank
+        number, within = divmod(step, max(1, _LOCATED_AT_ONCE // len(in_step)))
         located = self._located
-        if located.number != number:
-            located = self._located = self._locate(number)
-        begin = within * self._per_step - self._first
+        if (located.number, located.in_step) != (number, in_step):
+            located = self._located = self._locate(number, in_step, plan.global_batch_size)
+        begin = within * len(in_step) - in_step.start
         batches = []
-        for in_step in self._in_step:
-            mine = slice(begin + in_step.start, begin + in_step.stop)
+        for part in micro_batches:
+            mine = slice(begin + part.start, begin + part.stop)
             batch = read_batch(self.sequences, located.places[mine], located.positions[mine])
             batches.append(batch.pinned() if self.device.type == "cuda" else batch)
         return batches
 
-    def _locate(self, number: int) -> _Located:
+    def plan_at(self, step: int) -> BatchPlan:
+        """Returns the plan of a step."""
+        return next(plan for first, plan in reversed(self._plans) if first <= step)
+
+    def change(self, first: int, plan: BatchPlan) -> None:
+        """Sets the plan of step `first` and later ones; none of them may have been read yet."""
+        self._plans = [*(known for known in self._plans if known[0] < first), (first, plan)]
+
+    def _locate(self, number: int, in_step: range, global_batch_size: int) -> _Located:
         """Cached, because it is slow for a few sequences."""
-        steps = np.arange(number * self._num_steps, (number + 1) * self._num_steps, dtype=np.int64)
-        in_step = np.arange(self._first, self._first + self._per_step, dtype=np.int64)
-        positions = (steps[:, None] * self.plan.global_batch_size + in_step).ravel()
-        return _Located(number, positions, self.sequences.locate(self.seed, positions))
+        num_steps = max(1, _LOCATED_AT_ONCE // len(in_step))
+        steps = np.arange(number * num_steps, (number + 1) * num_steps, dtype=np.int64)
+        positions = (steps[:, None] * global_batch_size + np.array(in_step, dtype=np.int64)).ravel()
+        return _Located(number, in_step, positions, self.sequences.locate(self.seed, positions))
 
 
 class FixedBatches:

@@ -6,7 +6,6 @@ from types import TracebackType
 import torch
 
 from paceline.data.loader import Loader, MicroBatch
-from paceline.data.plan import BatchPlan
 
 
 class Prefetcher:
@@ -21,10 +20,6 @@ class Prefetcher:
         self.loader = loader
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=_use, initargs=(loader.device,))
         self._pending: dict[int, Future[list[MicroBatch]]] = {}
-
-    @property
-    def plan(self) -> BatchPlan:
-        return self.loader.plan
 
     @property
     def seq_len(self) -> int:

@@ -1,6 +1,6 @@
 """How the sequences of a step divide over unequal ranks, and what that gains: from rows of metrics.jsonl."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -54,3 +54,8 @@ def speeds(rows: Iterable[Mapping[str, Any]]) -> Balance | None:
 def _means(lists: Iterable[list[float]]) -> list[float]:
     """Returns the means by rank."""
     return [fmean(values) for values in zip(*lists, strict=True)]
+
+
+def listed(sequences: Sequence[int]) -> str:
+    """Returns the sequences of each rank as text, such as 24+8; of many ranks the least and the most."""
+    return "+".join(map(str, sequences)) if len(sequences) <= 8 else f"{min(sequences)} to {max(sequences)}"

@@ -27,6 +27,7 @@ class StepRow:
     comm_bytes: int  # sent by this rank
     world_size: int
     # By rank. data, forward, backward, exposed_comm, optim and the rest of step_ms (other) add up to a rank's step.
+    rank_sequences: list[int]  # computed in this step
     rank_step_ms: list[float]  # its own time until the step's last all-gather
     rank_compute_ms: list[float]  # data, forward and backward
     rank_data_ms: list[float]

@@ -89,17 +89,18 @@ class _Rank:
 class Stragglers:
     """Watches all ranks' own times, step by step. All ranks find the same from the same numbers."""
 
-    def __init__(self, num_sequences: Sequence[int]):
-        """num_sequences: computed by each rank in a step, by rank."""
-        self._num_sequences = list(num_sequences)
-        self._ranks = [_Rank() for _ in num_sequences]
+    def __init__(self, num_ranks: int):
+        self._ranks = [_Rank() for _ in range(num_ranks)]
         self.num_steps = 0
         self.cost_ms = 0.0  # by which reported ranks made steps longer
 
-    def observe(self, step: int, parts: Mapping[str, Sequence[float]]) -> list[Slow | Over]:
-        """Adds one step: milliseconds by phase (PER_SEQUENCE and PER_STEP) and rank. Returns what is new."""
+    def observe(
+        self, step: int, num_sequences: Sequence[int], parts: Mapping[str, Sequence[float]]
+    ) -> list[Slow | Over]:
+        """Adds one step: the sequences that each rank computed, and milliseconds by phase (PER_SEQUENCE and PER_STEP)
+        and rank. Returns what is new."""
         self.num_steps += 1
-        for rank, excess in zip(self._ranks, self._excesses(step, parts), strict=True):
+        for rank, excess in zip(self._ranks, _excesses(step, num_sequences, parts), strict=True):
             rank.add(excess)
         self.cost_ms += max([0.0, *(rank.window[-1].total_ms for rank in self._ranks if rank.is_reported)])
         found: list[Slow | Over] = []
@@ -121,23 +122,23 @@ class Stragglers:
             if rank.by_phase
         ]
 
-    def _excesses(self, step: int, parts: Mapping[str, Sequence[float]]) -> list[_Excess]:
-        counts = self._num_sequences
-        busy = [rank for rank, count in enumerate(counts) if count]
-        usual: dict[str, list[float]] = {}  # phase -> by rank
-        for phase in PER_SEQUENCE:
-            each = _lower_median([parts[phase][rank] / counts[rank] for rank in busy])
-            # A rank that is ready with the median rank delays nobody, however few its sequences are.
-            ready = _lower_median([parts[phase][rank] for rank in busy])
-            usual[phase] = [max(each * count, ready) for count in counts]
-        for phase in PER_STEP:
-            usual[phase] = [_lower_median(parts[phase])] * len(counts)
-        found = []
-        for rank, count in enumerate(counts):
-            median_ms = {phase: by_rank[rank] for phase, by_rank in usual.items()}
-            own = {phase: parts[phase][rank] - ms for phase, ms in median_ms.items() if count or phase in PER_STEP}
-            found.append(_Excess(step, own, median_ms))
-        return found
+
+def _excesses(step: int, counts: Sequence[int], parts: Mapping[str, Sequence[float]]) -> list[_Excess]:
+    busy = [rank for rank, count in enumerate(counts) if count]
+    usual: dict[str, list[float]] = {}  # phase -> by rank
+    for phase in PER_SEQUENCE:
+        each = _lower_median([parts[phase][rank] / counts[rank] for rank in busy])
+        # A rank that is ready with the median rank delays nobody, however few its sequences are.
+        ready = _lower_median([parts[phase][rank] for rank in busy])
+        usual[phase] = [max(each * count, ready) for count in counts]
+    for phase in PER_STEP:
+        usual[phase] = [_lower_median(parts[phase])] * len(counts)
+    found = []
+    for rank, count in enumerate(counts):
+        median_ms = {phase: by_rank[rank] for phase, by_rank in usual.items()}
+        own = {phase: parts[phase][rank] - ms for phase, ms in median_ms.items() if count or phase in PER_STEP}
+        found.append(_Excess(step, own, median_ms))
+    return found
 
 
 def _slow(rank: int, slow: Sequence[_Excess], parts: Mapping[str, Sequence[float]]) -> Slow:

@@ -2,12 +2,15 @@
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from paceline.base import units
+from paceline.record.balance import Balance, speeds
 from paceline.record.console import Console, table
 from paceline.record.rows import StepRow
 from paceline.record.stragglers import Stragglers
 
+_UNEQUAL = 1.25  # speeds of ranks whose fastest is faster by this factor
 _MOST_COLUMNS = 4  # ranks shown one by one: a line of 80 characters holds them
 
 
@@ -20,20 +23,29 @@ class Totals:
         self.num_tokens = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._parts: dict[str, list[float]] = {}
+        self._lists: dict[str, list[float]] = {}
 
     def add(self, row: StepRow) -> None:
         self.num_steps += 1
         for name, value in vars(row).items():
             if isinstance(value, int | float):
                 self._sums[name] += value
-        for part, by_rank in row.parts().items():
-            so_far = self._parts.get(part, [0.0] * len(by_rank))
-            self._parts[part] = [before + ms for before, ms in zip(so_far, by_rank, strict=True)]
+        _add(self._lists, {name: value for name, value in vars(row).items() if isinstance(value, list)})
+        _add(self._parts, row.parts())
         self.num_tokens += round(row.tokens_per_s * row.step_ms / 1e3)
 
     def mean_parts(self) -> dict[str, list[float]]:
         """Returns part -> milliseconds by rank, mean over the steps."""
         return {part: [ms / max(1, self.num_steps) for ms in by_rank] for part, by_rank in self._parts.items()}
+
+    def balance(self) -> Balance | None:
+        """Returns how the ranks divided the work; None without steps."""
+        lists = {name: [value / self.num_steps for value in values] for name, values in self._lists.items()}
+        return speeds([{**lists, "step_ms": self.mean("step_ms"), "tokens_per_s": self.tokens_per_s}] if lists else [])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.sum("step_ms") * 1e3
 
     def sum(self, name: str) -> float:
         """Returns the sum of a numeric field of StepRow over the steps."""
@@ -44,6 +56,12 @@ class Totals:
         return self._sums[name] / max(1, self.num_steps)
 
 
+def _add(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]]) -> None:
+    for name, by_rank in values.items():
+        so_far = sums.get(name, [0.0] * len(by_rank))
+        sums[name] = [before + value for before, value in zip(so_far, by_rank, strict=True)]
+
+
 def where_time_went(console: Console, totals: Totals, num_ranks: int) -> None:
     """Prints the mean step by its parts."""
     if not totals.num_steps:
@@ -51,7 +69,7 @@ def where_time_went(console: Console, totals: Totals, num_ranks: int) -> None:
     step_ms, parts = totals.mean("step_ms"), totals.mean_parts()
     columns, rows = _by_rank(parts, step_ms)
     console.say(table("Where a step's time went, ms", columns, rows))
-    line = f"{units.count(round(totals.num_tokens / totals.sum('step_ms') * 1e3))} tokens/s"
+    line = f"{units.count(round(totals.tokens_per_s))} tokens/s"
     if totals.sum("mfu"):
         line += f", MFU {100 * totals.mean('mfu'):.1f}%"
     if num_ranks > 1:
@@ -66,18 +84,47 @@ def where_time_went(console: Console, totals: Totals, num_ranks: int) -> None:
 
 def _by_rank(parts: dict[str, list[float]], step_ms: float) -> tuple[list[str], list[list[str]]]:
     """Returns columns and rows: each of a few ranks, or the least, median and most of many; and the mean share."""
-    num_ranks = len(parts["data"])
-    if num_ranks <= _MOST_COLUMNS:
-        names, shown = [f"rank {rank}" for rank in range(num_ranks)], parts
-    else:
-        names = ["least", "median", "most"]
-        shown = {part: [min(by), statistics.median(by), max(by)] for part, by in parts.items()}
+    names, shown = _columns(parts)
     rows = [
         [part, *(f"{ms:.1f}" for ms in shown[part]), f"{100 * statistics.fmean(by_rank) / step_ms:.1f}"]
         for part, by_rank in parts.items()
     ]
     rows.append(["step", *[f"{step_ms:.1f}"] * len(names), "100.0"])
     return ["part", *names, "% of step"], rows
+
+
+def _columns(values: Mapping[str, Sequence[float]]) -> tuple[list[str], dict[str, list[float]]]:
+    """Returns the names of the columns, and each row's values: each of a few ranks, or least, median, most."""
+    num_ranks = len(next(iter(values.values())))
+    if num_ranks <= _MOST_COLUMNS:
+        return [f"rank {rank}" for rank in range(num_ranks)], {name: list(by) for name, by in values.items()}
+    return ["least", "median", "most"], {name: [min(by), statistics.median(by), max(by)] for name, by in values.items()}
+
+
+def who_did_what(console: Console, totals: Totals) -> None:
+    """Prints each rank's part of the work, if the ranks or their parts are unequal."""
+    found = totals.balance()
+    if found is None or len(found.sequences) == 1:
+        return
+    if len(set(found.sequences)) == 1 and max(found.tokens_per_s) < _UNEQUAL * min(found.tokens_per_s):
+        return
+    names, shown = _columns(
+        {
+            "sequences a step": found.sequences,
+            "tokens/s while working": found.tokens_per_s,
+            "waiting, % of step": [100 * idle for idle in found.idle_frac],
+        }
+    )
+    formats = ("{:.4g}", "{:.0f}", "{:.1f}")
+    rows = [
+        [name, *(text.format(value) for value in values)]
+        for text, (name, values) in zip(formats, shown.items(), strict=True)
+    ]
+    console.say(table("The work of each rank", ["", *names], rows))
+    line = f"together {found.sum_of_speeds_frac:.1%} of the sum of their speeds"
+    if found.equal_step_ms is not None:
+        line += f"; a step takes {found.step_ms:.1f} ms, with equal shares {found.equal_step_ms:.1f} ms"
+    console.say(line + "\n")
 
 
 def who_was_slow(console: Console, stragglers: Stragglers, totals: Totals, hosts: list[str]) -> None:

@@ -7,6 +7,7 @@ from paceline.base import units
 from paceline.config import Config
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
+from paceline.record.balance import listed
 from paceline.record.console import Console, facts
 from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
@@ -27,7 +28,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
         "data": _data_text(data, config),
-        "batch": f"{num_ranks} x {_micro_steps_text(plan)} of up to {plan.device_batch_size} sequences = "
+        "batch": f"{_shares_text(config, plan)} of up to {plan.device_batch_size} sequences = "
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
@@ -64,9 +65,13 @@ def _data_text(data: TrainingData, config: Config) -> str:
     return text + ("; attention stays inside documents" if config.data.mask_documents else "")
 
 
-def _micro_steps_text(plan: BatchPlan) -> str:
+def _shares_text(config: Config, plan: BatchPlan) -> str:
+    if plan.shares:
+        rule = "by measured speed, at first" if config.parallel.shares == "auto" else "by rank,"
+        return f"{rule} {listed(plan.shares)} sequences in micro-batches"
     counts = sorted({plan.num_micro_batches(rank) for rank in range(plan.world_size)})
-    return _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
+    micro_steps = _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
+    return f"{_plural(plan.world_size, 'rank')} x {micro_steps}"
 
 
 def _checks_text(config: Config) -> str:
@@ -100,7 +105,9 @@ def _saves_text(config: Config) -> str:
 
 def _imbalance(plan: BatchPlan) -> str:
     """Returns a warning, with a better micro-batch size, if unequal parts of the batch make ranks wait a tenth of the
-    time or more; else an empty string."""
+    time or more; else an empty string. Shares by speed, or as given, are no mistake."""
+    if plan.shares:
+        return ""
     loads = plan.num_sequences()
     waiting_frac = 1 - sum(loads) / len(loads) / max(loads)
     if waiting_frac < 0.1:

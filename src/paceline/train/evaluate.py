@@ -3,9 +3,11 @@
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from paceline.data.plan import in_proportion
 from paceline.model.generate import generate
 from paceline.model.gpt import build
 from paceline.record.rows import EvalRow
@@ -20,9 +22,9 @@ _SAMPLE_TEMPERATURE = 0.7
 def evaluate(setup: Setup) -> EvalRow | None:
     """Returns the loss over the fixed validation sequences; None if a rank's stop flag was set meanwhile. Collective.
 
-    Ranks take every n-th sequence. If their numbers differ and forward passes communicate (fsdp), some ranks make a
-    dummy pass. Uses no generator and keeps no state, so training continues as without an evaluation. Special tokens
-    (end of text) count zero bytes.
+    Ranks take sequences in proportion to their shares of a step. If forward passes communicate (fsdp), ranks with fewer
+    make dummy passes. Uses no generator and keeps no state, so training continues as without an evaluation. Special
+    tokens (end of text) count zero bytes.
     """
     began_s, replica, group, progress = time.perf_counter(), setup.replica, setup.group, setup.progress
     token_bytes = setup.data.blend.token_bytes
@@ -58,16 +60,18 @@ def evaluate(setup: Setup) -> EvalRow | None:
 
 def _micro_batches(setup: Setup) -> Iterator[range]:
     """Yields this rank's sequences by micro-batch, equally many on all ranks; prints progress."""
-    group, num_sequences, size = setup.group, len(setup.validation), setup.settings.plan.device_batch_size
-    mine = range(group.rank, num_sequences, group.size)
+    plan, num_sequences = setup.loader.plan_at(setup.progress.step), len(setup.validation)
+    shares = in_proportion(num_sequences, plan.shares or [1] * plan.world_size)
+    plan = replace(plan, global_batch_size=num_sequences, shares=shares)
+    mine = plan.micro_batches(setup.world.rank)
     began_s, silent_s = time.monotonic(), _SAY_EVERY_S
-    for start in range(0, -(-num_sequences // group.size), size):
+    for number in range(plan.passes):
         setup.at("evaluate")
         if (took_s := time.monotonic() - began_s) > silent_s:
-            done = f"{start * group.size} of {num_sequences} sequences after {took_s:.0f} s"
+            done = f"{num_sequences * number // plan.passes} of {num_sequences} sequences after {took_s:.0f} s"
             setup.console.say(f"evaluating step {setup.progress.step}: {done}")
             silent_s *= 2
-        yield mine[start : start + size]
+        yield mine[number] if number < len(mine) else range(0)
 
 
 def say_sample(setup: Setup, weights: dict[str, torch.Tensor]) -> None:

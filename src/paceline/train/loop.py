@@ -24,6 +24,7 @@ from paceline.optim.schedule import lr_factor
 from paceline.record import summary
 from paceline.record.console import Console
 from paceline.record.folder import COMPLETE
+from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
 from paceline.replica.result import StepResult
@@ -116,6 +117,8 @@ class Training:
         self.before_skips: Progress | None = None  # before the current run of skipped steps
         self.troubles: list[Trouble | None] = []  # of the current run of skipped steps
         self.is_warm = False  # this process has made a step
+        sequences = setup.loader.plan_at(setup.progress.step).num_sequences()
+        self.balancer = Balancer(sequences) if self.config.parallel.shares == "auto" else None
 
     # ---- train ----
 
@@ -147,7 +150,8 @@ class Training:
 
     def _step(self, loader: Prefetcher, lr: float) -> StepResult:
         """Makes one update. Collective; the learning rate is the same on all ranks."""
-        setup, replica, plan = self.setup, self.setup.replica, self.setup.settings.plan
+        setup, replica = self.setup, self.setup.replica
+        plan = setup.loader.plan_at(self.progress.step)
         for group in replica.param_groups():
             group["lr"] = lr
         model = replica.model
@@ -155,7 +159,7 @@ class Training:
         batch = Batch(
             partial(loader.micro_batches, self.progress.step),
             count=plan.num_micro_batches(setup.world.rank),
-            passes=plan.num_micro_batches(0),
+            passes=plan.passes,
             stand_in=partial(dummy_micro_batch, loader),
         )
         step = replica.step(batch, total=setup.settings.tokens_per_step)
@@ -180,7 +184,19 @@ class Training:
         progress.tokens += round(result.weight)
         progress.elapsed_s = result.shared[0][0]
         progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
-        self.setup.recorder.step(progress, result, lr, self.setup.replica.scaler.scale)
+        sequences = self.setup.loader.plan_at(progress.step - 1).num_sequences()
+        self.setup.recorder.step(progress, result, sequences, lr, self.setup.replica.scaler.scale)
+        self._rebalance(sequences, result)
+        progress.sequences = self.setup.loader.plan_at(progress.step).num_sequences()
+
+    def _rebalance(self, sequences: list[int], result: StepResult) -> None:
+        """Changes the shares from the step after the next on, which is being read: the same on all ranks."""
+        change = self.balancer.observe(sequences, result.by_rank) if self.balancer else None
+        if change is None:
+            return
+        loader, first = self.setup.loader, self.progress.step + 1
+        loader.change(first, loader.plan_at(first).with_shares(change.shares))
+        self.setup.recorder.rebalanced(first + 1, change, sequences)
 
     def _between_steps(self) -> str | None:
         """Checks, saves and evaluates if due, the same on all ranks. Returns why to stop. Saves before the evaluation,
@@ -264,6 +280,7 @@ class Training:
         facts = {"reason": stop_reason or COMPLETE, "straggler_cost_s": round(recorder.stragglers.cost_ms / 1e3, 3)}
         recorder.event("end", step=step, digest=digest, state_digests=states, **facts)
         summary.where_time_went(console, recorder.totals, setup.world.world_size)
+        summary.who_did_what(console, recorder.totals)
         summary.who_was_slow(console, recorder.stragglers, recorder.totals, recorder.hosts)
         if stop_reason:
             console.say(f"stopped at step {step} ({stop_reason}); everything is saved")

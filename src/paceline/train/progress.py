@@ -1,6 +1,7 @@
 """The progress of a run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -13,12 +14,13 @@ class Progress:
     skips_in_row: int = 0
     val_loss: float | None = None  # of exactly this step; None: not evaluated
     best_val_loss: float | None = None
+    sequences: list[int] | None = None  # of the next step, by rank
 
     @property
     def is_best(self) -> bool:
         """Whether this step's validation loss is the lowest so far."""
         return self.val_loss is not None and self.val_loss == self.best_val_loss
 
-    def restore(self, saved: dict[str, float | None]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         """Takes the values of a checkpoint."""
-        vars(self).update(vars(Progress(**saved)))  # type: ignore[arg-type]
+        vars(self).update(vars(Progress(**saved)))

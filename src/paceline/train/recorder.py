@@ -11,11 +11,13 @@ import torch.profiler
 
 from paceline.base import units
 from paceline.model import cost
+from paceline.record.balance import listed
 from paceline.record.console import Console, rate
 from paceline.record.folder import RunFolder
 from paceline.record.rows import EvalRow, StepRow
 from paceline.record.stragglers import Over, Stragglers
 from paceline.record.summary import Totals
+from paceline.replica.balance import Change
 from paceline.replica.result import StepResult
 from paceline.replica.trouble import Trouble
 from paceline.train.progress import Progress
@@ -31,7 +33,7 @@ class Recorder:
     ) -> None:
         """world_peak: FLOP/s of all ranks together; None: not known."""
         self.hosts = [peer.host for peer in world.peers]  # by rank
-        self.totals, self.stragglers = Totals(), Stragglers(settings.plan.num_sequences())
+        self.totals, self.stragglers = Totals(), Stragglers(world.world_size)
         self.evaluation: EvalRow | None = None  # the last one
         self._world, self._folder, self._console = world, folder, console
         self._settings, self._config, self._peak = settings, settings.config, world_peak
@@ -41,9 +43,9 @@ class Recorder:
         if self._world.is_main:
             self._folder.append_event(kind, **facts)
 
-    def step(self, progress: Progress, result: StepResult, lr: float, loss_scale: float) -> None:
-        """Records and shows a step that has just ended."""
-        row = self._row(progress, result, lr)
+    def step(self, progress: Progress, result: StepResult, sequences: list[int], lr: float, loss_scale: float) -> None:
+        """Records and shows a step that has just ended. sequences: that each rank computed."""
+        row = self._row(progress, result, sequences, lr)
         if result.skipped:
             self.event("skipped step", step=row.step, loss_scale=loss_scale, **dataclasses.asdict(result.skipped))
             self._console.say(f"step {row.step} made no update: {result.skipped} was not finite", style="yellow")
@@ -61,6 +63,11 @@ class Recorder:
             f"step {row.step}" if num_steps is None else f"step {row.step}/{num_steps}",
             f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {left}",
         )
+
+    def rebalanced(self, step: int, change: Change, before: list[int]) -> None:
+        """Records and shows shares that are in force from this step (1, 2, ...) on."""
+        self.event("shares", step=step, sequences=list(change.shares), before=before, why=change.why)
+        self._console.say(f"from step {step} on ranks compute {listed(change.shares)} sequences: {change.why}")
 
     def evaluated(self, row: EvalRow) -> None:
         """Records and shows an evaluation."""
@@ -92,7 +99,7 @@ class Recorder:
         self.event("profile", step=step, path=f"profile/{path.name}")
         self._console.say(f"traced step {step}: open {path.parent} in https://ui.perfetto.dev (a file a rank)")
 
-    def _row(self, progress: Progress, result: StepResult, lr: float) -> StepRow:
+    def _row(self, progress: Progress, result: StepResult, sequences: list[int], lr: float) -> StepRow:
         times, by_rank = result.times, result.by_rank
         step_ms = times.step_ms
         tokens_per_s = self._settings.tokens_per_step / step_ms * 1e3
@@ -117,6 +124,7 @@ class Recorder:
             other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
             comm_bytes=round(times.comm_bytes),
             world_size=self._world.world_size,
+            rank_sequences=sequences,
             rank_step_ms=[each.step_ms for each in by_rank],
             rank_compute_ms=[each.compute_ms for each in by_rank],
             rank_data_ms=[each.data_ms for each in by_rank],
@@ -127,7 +135,7 @@ class Recorder:
         )
 
     def _report_stragglers(self, row: StepRow) -> None:
-        for found in self.stragglers.observe(row.step, row.parts()):
+        for found in self.stragglers.observe(row.step, row.rank_sequences, row.parts()):
             rank, host = found.rank, self.hosts[found.rank]
             if isinstance(found, Over):
                 self.event("straggler over", step=row.step, rank=rank, host=host, cost_s=round(found.cost_s, 3))

@@ -9,7 +9,7 @@ import torch
 from paceline.base import units
 from paceline.config import Config
 from paceline.data.blend import Blend
-from paceline.data.plan import BatchPlan
+from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.optim.config import require_some_left, scaled_with_batch
 from paceline.train.agree import RankFacts
@@ -65,11 +65,11 @@ def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Setting
     batch = config.train.global_batch_size
     tokens_per_step = batch * config.data.seq_len
     num_steps = _num_steps(config, tokens_per_step)
-    micro_batch = _micro_batch(config, facts, choices)
+    plan = _plan(config, facts, choices)
     lr, decay = _rate(config, tokens_per_step, num_steps, choices)
     return Settings(
         config=config,
-        plan=BatchPlan(batch, min(micro_batch, batch), len(facts)),
+        plan=plan,
         num_steps=num_steps,
         lr=lr,
         weight_decay=decay,
@@ -147,29 +147,42 @@ def _num_steps(config: Config, tokens_per_step: int) -> int | None:
     return max(1, math.ceil(tokens / tokens_per_step))
 
 
-def _micro_batch(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> int:
-    """Sequences in a micro-batch: as given, or the largest that fits and divides a rank's share equally."""
-    train, seq_len = config.train, config.data.seq_len
-    if train.device_batch_size:
-        return train.device_batch_size
-    on_gpus = [each.free_bytes for each in facts if each.device == "cuda"]
-    if on_gpus:
-        free = min(on_gpus)
-        state = _state_bytes(config, len(facts))[config.parallel.strategy]
-        per_sequence = seq_len * cost.activation_bytes(
-            config.model,
-            seq_len,
-            compute_bytes=getattr(torch, train.dtype).itemsize,
-            checkpoint=train.activation_checkpoint,
-        )
-        largest, why = int((free * _MEMORY_SHARE - state) / per_sequence), f"{units.size(free)} free on the GPU"
-    else:
-        largest, why = _CPU_MICRO_BATCH_TOKENS // seq_len, f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
-    share = math.ceil(train.global_batch_size / len(facts))
-    micro_steps = math.ceil(share / max(1, largest))
-    micro = math.ceil(share / micro_steps)
+def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> BatchPlan:
+    """The plan of the first step. Equal shares have equal micro-batches: as given, or the largest that fit on all ranks
+    and divide a rank's share equally. Otherwise a rank's micro-batches are limited by its own memory."""
+    train, world_size = config.train, len(facts)
+    batch, given = train.global_batch_size, train.device_batch_size
+    found = [_largest_micro_batch(config, each, world_size) for each in facts]
+    limits = [min(given or largest, batch) for largest, _ in found]
+    on_gpus = [each for each, rank in zip(found, facts, strict=True) if rank.device == "cuda"]
+    size, why = min(on_gpus or found)
+    if config.parallel.shares != "equal":
+        if not given:
+            choices.append(Choice(f"micro-batches of up to {max(limits)}", why, "--train.device-batch-size"))
+        shares = config.parallel.fixed_shares() or in_proportion(batch, [1] * world_size)
+        return BatchPlan(batch, max(limits), world_size, shares, tuple(limits))
+    if given:
+        return BatchPlan(batch, min(given, batch), world_size)
+    share = math.ceil(batch / world_size)
+    micro = math.ceil(share / math.ceil(share / size))
     choices.append(Choice(f"micro-batches of {micro}", why, "--train.device-batch-size"))
-    return micro
+    return BatchPlan(batch, micro, world_size)
+
+
+def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tuple[int, str]:
+    """The most sequences in a micro-batch of this rank, and why."""
+    train, seq_len = config.train, config.data.seq_len
+    if rank.device != "cuda":
+        return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
+    state = _state_bytes(config, world_size)[config.parallel.strategy]
+    per_sequence = seq_len * cost.activation_bytes(
+        config.model,
+        seq_len,
+        compute_bytes=getattr(torch, train.dtype).itemsize,
+        checkpoint=train.activation_checkpoint,
+    )
+    fits = int((rank.free_bytes * _MEMORY_SHARE - state) / per_sequence)
+    return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"
 
 
 def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:

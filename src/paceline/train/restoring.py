@@ -28,6 +28,7 @@ def restore_or_begin(setup: Setup) -> None:
         return
     reached = setup.folder.forget_after(0) if setup.world.is_main else 0
     facts: dict[str, Any] = {"world_size": setup.world.world_size, "hosts": setup.recorder.hosts}
+    facts["sequences"] = setup.settings.plan.num_sequences()
     facts |= {"version": __version__, "torch": torch.__version__, **({"reached": reached} if reached else {})}
     setup.recorder.event("start", **facts)
     if resumes:
@@ -50,6 +51,7 @@ def _restore(setup: Setup) -> bool:
     faults.strike("restore", manifest["step"] + 1)
     checkpoints.take(path, manifest)
     progress.restore(manifest["progress"])
+    progress.sequences = _restore_shares(setup, progress.sequences)
     reached = _forget_later_steps(setup)
     _take_val_losses(setup)
     if setup.config.checkpoint.keep_best and progress.is_best and setup.world.is_main:
@@ -57,7 +59,7 @@ def _restore(setup: Setup) -> bool:
             retention.mark(checkpoints.checkpoints, progress.step, progress.best_val_loss or 0.0)
     before, now = manifest["world_size"], setup.world.world_size
     facts: dict[str, Any] = {"from_world_size": before, "world_size": now, "hosts": setup.recorder.hosts}
-    facts |= {"changed": changed} if changed else {}
+    facts |= {"sequences": progress.sequences, **({"changed": changed} if changed else {})}
     setup.recorder.event("resume", step=progress.step, reached=reached, **facts)
     console.say(
         f"resumed at step {progress.step} ({units.count(progress.tokens)} tokens seen); saved by "
@@ -65,6 +67,16 @@ def _restore(setup: Setup) -> bool:
         "as before\n"
     )
     return True
+
+
+def _restore_shares(setup: Setup, saved: list[int] | None) -> list[int]:
+    """Returns the sequences of the next step by rank: with parallel.shares auto those in force when the checkpoint was
+    saved, if the world has the same size."""
+    plan, step = setup.settings.plan, setup.progress.step
+    if setup.config.parallel.shares == "auto" and saved and len(saved) == plan.world_size:
+        plan = plan.with_shares(saved)
+    setup.loader.change(step, plan)
+    return plan.num_sequences()
 
 
 def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Changes:

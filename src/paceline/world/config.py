@@ -33,6 +33,11 @@ class ParallelConfig:
     """Port of the rendezvous under --nproc; 0: a free one."""
     bucket_mb: float = 10.0
     """MiB of gradients in one all-reduce. Smaller: they start earlier in backward. Larger: fewer round trips."""
+    shares: str = "equal"
+    """How many sequences of a step each rank computes. equal: as many, in micro-batches that do not depend on the world
+    size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter. 24,8: so
+    many, by rank; their sum is train.global-batch-size. The loss is the same but for rounding: equal and 24,8 repeat
+    bit for bit, auto does not, because it depends on the clock."""
     check_every: int = 100
     """Compare digests of parameters and optimizer state between ranks every so many steps; 0: never."""
     repair: bool = False
@@ -58,8 +63,29 @@ class ParallelConfig:
         ):
             if not (math.isfinite(value) and value >= least):
                 raise UserError(f"parallel.{name} is {value}; it must be at least {least}")
+        self.fixed_shares()
         if self.backend == "nccl" and self.device in ("cpu", "mps"):
             raise UserError(
                 f"parallel.backend nccl works on GPUs only, and parallel.device is {self.device}; "
                 "use --parallel.backend gloo"
+            )
+
+    def fixed_shares(self) -> tuple[int, ...]:
+        """Returns the sequences of a step by rank; empty for equal and auto. Raises UserError for anything else."""
+        if self.shares in ("equal", "auto"):
+            return ()
+        parts = [part.strip() for part in self.shares.split(",")]
+        if not all(part.isdecimal() for part in parts) or not any(map(int, parts)):
+            raise UserError(
+                f"parallel.shares is {self.shares!r}; it is equal, auto, or the sequences of each rank, such as 24,8"
+            )
+        return tuple(map(int, parts))
+
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Raises UserError if the fixed shares are those of another number of ranks."""
+        shares = self.fixed_shares()
+        if shares and len(shares) != num_ranks:
+            raise UserError(
+                f"parallel.shares {self.shares} is for {len(shares)} ranks, and {num_ranks} train; give one number for "
+                "each rank, or --parallel.shares auto"
             )

@@ -96,7 +96,7 @@ def _rate(blend: Blend, loader: Loader, steps: int) -> Rate:
             loader.micro_batches(step)
         times.append(time.perf_counter() - began)
     seconds = statistics.median(times[1:])
-    tokens = steps * loader.plan.global_batch_size * loader.seq_len
+    tokens = steps * loader.plan_at(0).global_batch_size * loader.seq_len
     num_bytes = (_bytes_read(blend) - before) / len(times)
     return Rate(tokens / seconds, 1e6 * seconds / steps, num_bytes / seconds / 1e6)
 

@@ -1,0 +1,165 @@
+"""Decides how many sequences of a step each rank computes, from the ranks' measured times. No clock, no communication:
+all ranks decide the same from the same numbers.
+
+A rank's own work takes a + b n ms for n sequences. b is measured as the median time of data, forward and backward over
+n, a as the median of the rest (update). Sequences are dealt one at a time to the rank that would end first with one
+more. The new shares are adopted if they make a step shorter by at least 2%, and by more than noise explains. Then the
+steps are measured: shares that did not make them shorter (a link may be what limits them) are taken back.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.replica.result import StepTimes
+
+_LEAST_GAIN = 0.02  # of a step
+_WARM_UP = 2  # steps after a change that are not measured: memory is new, compiled code may be
+# Large gains show in a few steps, small ones in many. A gain must exceed so many standard errors of the medians.
+_WINDOWS = (16, 64, 256)
+_SIGMAS = 4.0
+_EVERY = 4  # steps between two looks
+# A change that did not pay is not tried again for so many steps, then twice as many; but sooner if the ranks' relative
+# speeds have changed by more than _OTHER_SPEED since.
+_FIRST_PAUSE, _LONGEST_PAUSE = 100, 1600
+_OTHER_SPEED = 1.25
+
+Floats = NDArray[np.float64]
+
+
+class Change(NamedTuple):
+    """Shares to adopt."""
+
+    shares: tuple[int, ...]
+    why: str
+
+
+class _Trial(NamedTuple):
+    """Shares that were left for better ones."""
+
+    shares: tuple[int, ...]
+    step_ms: float
+    gain_ms: float  # predicted
+    cost_ms: Floats  # of a sequence, by rank
+
+
+class Balancer:
+    """Watches the steps of all ranks and proposes shares."""
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        """shares: in force, sequences by rank."""
+        self.shares = tuple(shares)
+        self._trial: _Trial | None = None  # while the current shares are judged
+        self._refused: _Trial | None = None  # its shares are in force again
+        self._pause, self._paused_steps = _FIRST_PAUSE, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._num_steps = -_WARM_UP  # measured with the current shares
+        self._computed: list[list[float]] = []  # by step and rank: ms in data, forward, backward
+        self._other: list[list[float]] = []  # ms of other own work
+        self._step: list[float] = []  # ms
+
+    def observe(self, shares: Sequence[int], times: Sequence[StepTimes]) -> Change | None:
+        """Adds a step: the shares it had, and its times, by rank. Returns shares for a later step, or None. They count
+        as adopted: steps that still have the old ones are ignored."""
+        if tuple(shares) != self.shares or min(shares) == 0 or len(shares) == 1:
+            return None  # the speed of a rank without sequences is unknown
+        self._num_steps += 1
+        self._paused_steps += 1
+        if self._num_steps <= 0:
+            return None
+        self._computed.append([each.compute_ms for each in times])
+        self._other.append([each.step_ms - each.compute_ms - each.exposed_comm_ms for each in times])
+        self._step.append(max(each.step_ms for each in times))
+        for column in (self._computed, self._other, self._step):
+            del column[: -_WINDOWS[-1]]
+        if self._num_steps % _EVERY or self._num_steps < _WINDOWS[0]:
+            return None
+        if self._trial is not None and (change := self._judge(self._trial)):
+            return change
+        return None if self._is_paused() else self._better()
+
+    def _judge(self, trial: _Trial) -> Change | None:
+        """Returns the shares before if the current ones did not make steps shorter."""
+        self._trial = None
+        step_ms = self._median_step_ms()
+        if step_ms <= trial.step_ms - trial.gain_ms / 4:
+            self._pause = _FIRST_PAUSE
+            return None
+        self._refused, self._paused_steps = trial, 0
+        return self._adopt(
+            trial.shares,
+            f"taken back: steps of {step_ms:.1f} ms, {trial.step_ms - trial.gain_ms:.1f} predicted, "
+            f"{trial.step_ms:.1f} before",
+        )
+
+    def _is_paused(self) -> bool:
+        if self._refused is None:
+            return False
+        ratio = self._medians(_WINDOWS[0])[0] / self._refused.cost_ms
+        if self._paused_steps < self._pause and ratio.max() / ratio.min() <= _OTHER_SPEED:
+            return True
+        changed = ratio.max() / ratio.min() > _OTHER_SPEED
+        self._pause = _FIRST_PAUSE if changed else min(2 * self._pause, _LONGEST_PAUSE)
+        self._refused = None
+        return False
+
+    def _better(self) -> Change | None:
+        """Returns better shares, if any window of the last steps shows some."""
+        shares = np.array(self.shares)
+        noise = self._noise()
+        step_ms = self._median_step_ms()
+        for window in _WINDOWS:
+            if window > len(self._step):
+                break
+            cost, fixed = self._medians(window)
+            dealt = np.array(deal(sum(self.shares), cost, fixed))
+            now, new = fixed + cost * shares, fixed + cost * dealt
+            slowest, slowest_new = int(now.argmax()), int(new.argmax())
+            gain = float(now[slowest] - new[slowest_new])
+            error = float(np.hypot(now[slowest] * noise[slowest], new[slowest_new] * noise[slowest_new])) / window**0.5
+            if gain < _LEAST_GAIN * step_ms or gain < _SIGMAS * error:
+                continue
+            self._trial = _Trial(self.shares, step_ms, gain, cost)
+            costs = ", ".join(f"{ms:.3g}" for ms in cost)
+            return self._adopt(
+                tuple(dealt.tolist()),
+                f"a sequence takes {costs} ms by rank; steps of {step_ms - gain:.1f} ms predicted, now {step_ms:.1f}",
+            )
+        return None
+
+    def _adopt(self, shares: tuple[int, ...], why: str) -> Change:
+        self.shares = shares
+        self._forget()
+        return Change(shares, why)
+
+    def _medians(self, window: int) -> tuple[Floats, Floats]:
+        """Returns the ms of a sequence and of other work, by rank, over the last steps."""
+        computed, other = np.median(self._computed[-window:], axis=0), np.median(self._other[-window:], axis=0)
+        return computed / np.array(self.shares), other
+
+    def _median_step_ms(self) -> float:
+        return float(np.median(self._step[-_WINDOWS[0] :]))
+
+    def _noise(self) -> Floats:
+        """Returns the standard error, by rank, of a median of one step: a fraction. Over all steps that are kept."""
+        own = np.array(self._computed) + np.array(self._other)
+        middle = np.median(own, axis=0)
+        deviation = 1.4826 * np.median(np.abs(own - middle), axis=0)  # a normal distribution's standard deviation
+        return np.asarray(1.2533 * deviation / middle)  # a median varies by sqrt(pi / 2) more than a mean
+
+
+def deal(num_sequences: int, cost_ms: Sequence[float] | Floats, fixed_ms: Sequence[float] | Floats) -> tuple[int, ...]:
+    """Returns shares, at least 1 each, of which the longest fixed_ms + cost_ms * share is the shortest possible."""
+    shares = [1] * len(cost_ms)
+    ends = [(fixed + 2 * cost, rank) for rank, (cost, fixed) in enumerate(zip(cost_ms, fixed_ms, strict=True))]
+    heapq.heapify(ends)
+    for _ in range(num_sequences - len(shares)):
+        end, rank = ends[0]
+        shares[rank] += 1
+        heapq.heapreplace(ends, (end + float(cost_ms[rank]), rank))
+    return tuple(shares)

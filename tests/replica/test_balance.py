@@ -1,0 +1,128 @@
+"""Shares that follow the ranks' speeds: they converge, follow a change, and stay where they are in noise."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.data.plan import in_proportion
+from paceline.replica.balance import Balancer, deal
+from paceline.replica.result import StepTimes
+
+SEQUENCE_MS, UPDATE_MS = 10.0, 5.0
+
+
+def adopted(
+    num_sequences: int,
+    speeds_at: Callable[[int], Sequence[float]],
+    num_steps: int,
+    noise: float = 0.1,
+    seed: int = 0,
+    begin: tuple[int, ...] = (),
+    work_ms: Callable[[int], float] = lambda count: count * SEQUENCE_MS,
+    link_ms: float = 0.0,
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Simulates steps that take as long as the slowest rank, or as `link_ms`; each change is in force two steps later.
+    Returns (step, shares) of each change. Times have lognormal noise, and one in 50 is three times as long."""
+    draw, speeds = random.Random(seed), speeds_at(0)
+    shares = begin or in_proportion(num_sequences, [1] * len(speeds))
+    balancer, coming, found = Balancer(shares), {}, []
+    for step in range(num_steps):
+        shares = coming.pop(step, shares)
+
+        def noisy(ms: float) -> float:
+            return ms * draw.lognormvariate(0, noise) * (3 if draw.random() < 0.02 else 1)
+
+        own = [(noisy(work_ms(n) / speed), noisy(UPDATE_MS)) for n, speed in zip(shares, speeds_at(step), strict=True)]
+        step_ms = max(link_ms, *map(sum, own))
+        times = [StepTimes(0, ms / 3, ms * 2 / 3, update, 0, step_ms - ms - update, 0, step_ms) for ms, update in own]
+        if change := balancer.observe(shares, times):
+            coming[step + 2] = change.shares
+            found.append((step, change.shares))
+    return found
+
+
+def longest(shares: Sequence[int], speeds: Sequence[float]) -> float:
+    return max(UPDATE_MS + n * SEQUENCE_MS / speed for n, speed in zip(shares, speeds, strict=True))
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.35), (1.0, 0.5, 0.25), (0.2, 1.0), (1.0, 1.0, 1.0, 0.5)])
+@pytest.mark.parametrize("num_sequences", [16, 32, 64])
+def test_the_shares_converge_to_the_shortest_step(num_sequences: int, speeds: tuple[float, ...]) -> None:
+    changes = adopted(num_sequences, lambda _: speeds, 200)
+    best = longest(deal(num_sequences, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds)), speeds)
+    assert longest(changes[-1][1], speeds) <= 1.05 * best
+    in_40_steps = [shares for step, shares in changes if step <= 38]
+    assert longest(in_40_steps[-1], speeds) <= 1.1 * best
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_it_follows_a_machine_that_slows_down_and_recovers_within_40_steps(noise: float) -> None:
+    usual, slow = (1.0, 1.0), (1.0, 0.5)
+    changes = adopted(32, lambda step: slow if 100 <= step < 200 else usual, 300, noise)
+    for begin, speeds, best in ((100, slow, (21, 11)), (200, usual, (16, 16))):
+        shares = [shares for step, shares in changes if begin <= step <= begin + 38][-1]
+        assert longest(shares, speeds) <= 1.1 * longest(best, speeds)
+    assert not [step for step, _ in changes if not 100 <= step < 240]
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.35), (1.0, 0.5, 0.25), (1.0,) * 8])
+def test_noise_changes_nothing_in_500_steps(speeds: tuple[float, ...]) -> None:
+    begin = deal(64, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds))
+    for seed in range(4):
+        assert not adopted(64, lambda _: speeds, 500, seed=seed, begin=begin)
+
+
+def test_a_change_that_shortens_no_step_is_taken_back_and_tried_less_and_less() -> None:
+    """The link takes 400 ms, whatever is computed meanwhile."""
+    changes = adopted(32, lambda _: (1.0, 0.8), 800, noise=0.03, link_ms=400.0)
+    assert [shares for _, shares in changes[1::2]] == [(16, 16)] * (len(changes) // 2)
+    steps = [step for step, _ in changes]
+    assert all(taken_back - tried <= 24 for tried, taken_back in zip(steps[::2], steps[1::2], strict=False))
+    pauses = [again - taken_back for taken_back, again in zip(steps[1::2], steps[2::2], strict=False)]
+    assert len(pauses) >= 2
+    assert all(long > 1.5 * short for short, long in itertools.pairwise(pauses))
+
+
+def test_a_refused_change_does_not_delay_the_reaction_to_a_slower_machine() -> None:
+    changes = adopted(32, lambda k: (1.0, 0.8) if k < 60 else (1.0, 0.3), 100, noise=0.03, link_ms=400.0)
+    assert changes[1][1] == (16, 16)
+    assert changes[-1][1] == (25, 7)
+
+
+def test_costs_that_depend_on_the_micro_batch_do_not_make_it_oscillate() -> None:
+    """Each micro-batch of up to 16 costs as much as 4 more sequences."""
+    for speed in (0.4, 0.55, 0.7, 0.85):
+        changes = adopted(
+            32,
+            lambda _, speed=speed: (1.0, speed),  # type: ignore[misc]
+            1000,
+            noise=0.03,
+            work_ms=lambda count: (count + 4 * math.ceil(count / 16)) * SEQUENCE_MS,
+        )
+        assert len(changes) <= 8, changes  # some are tried and taken back, ever less often
+
+
+def test_a_rank_without_sequences_or_a_world_of_one_stays_as_it_is() -> None:
+    assert not adopted(2, lambda _: (1.0, 0.5, 0.5), 100)
+    assert not adopted(8, lambda _: (1.0,), 100)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 30)), min_size=2, max_size=3), st.integers(0, 9))
+@settings(max_examples=60)
+def test_no_other_shares_end_sooner(ranks: list[tuple[float, float]], more: int) -> None:
+    num_sequences, (costs, fixed) = len(ranks) + more, zip(*ranks, strict=True)
+    others = [(n, num_sequences - n) for n in range(1, num_sequences)]
+    if len(ranks) == 3:
+        others = [(n, k, rest - k) for n, rest in others for k in range(1, rest)]  # type: ignore[misc]
+
+    def end(shares: Sequence[int]) -> float:
+        return max(a + b * n for a, b, n in zip(fixed, costs, shares, strict=True))
+
+    dealt = deal(num_sequences, costs, fixed)
+    assert sum(dealt) == num_sequences
+    assert end(dealt) <= min(map(end, others)) * (1 + 1e-9)
