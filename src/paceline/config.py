@@ -118,6 +118,11 @@ class Config:
                 f"parallel.shares {self.parallel.shares} sum to {sum(shares)} sequences, and train.global-batch-size "
                 f"is {self.train.global_batch_size}; make them equal: --train.global-batch-size {sum(shares)}"
             )
+        if self.parallel.strategy == "fsdp" and self.parallel.shares == "auto":
+            raise UserError(
+                "parallel.shares auto needs each rank's own time, and with parallel.strategy fsdp ranks wait for each "
+                "other inside every pass; give numbers such as --parallel.shares 24,8, or --parallel.strategy zero"
+            )
         if self.checkpoint.keep_best and self.train.eval_every < 0:
             raise UserError(
                 "checkpoint.keep-best keeps the checkpoint with the lowest validation loss, and train.eval-every "

@@ -73,6 +73,11 @@ def assert_one_message(ended: Ended) -> None:
         ((*TRAIN, "--config", "missing.toml"), ("missing.toml", "No such file")),
         ((*TRAIN, "--train.global-batch-size", "-4"), ("train.global-batch-size is -4",)),
         ((*TRAIN, "--train.device-batch-size", "-1"), ("train.device-batch-size is -1",)),
+        ((*TRAIN, "--parallel.shares", "fast"), ("parallel.shares is 'fast'", "auto", "24,8")),
+        ((*TRAIN, "--parallel.shares", "0,0"), ("parallel.shares is '0,0'",)),
+        ((*TRAIN, "--parallel.shares", "9,4"), ("sum to 13", "--train.global-batch-size 13")),
+        ((*TRAIN, "--parallel.shares", "auto", "--parallel.strategy", "fsdp"), ("shares auto needs", "strategy zero")),
+        ((*TRAIN, "--parallel.shares", "9,3"), ("for 2 ranks, and 1 train", "auto")),
         (
             (*TRAIN, "--train.device-batch-size", "24"),
             ("train.device-batch-size is 24", "train.global-batch-size 12"),

@@ -88,6 +88,11 @@ def test_a_change_that_shortens_no_step_is_taken_back_and_tried_less_and_less() 
     assert all(long > 1.5 * short for short, long in itertools.pairwise(pauses))
 
 
+def test_a_change_that_pays_stays_if_all_ranks_get_slower_at_that_time() -> None:
+    changes = adopted(32, lambda k: (1.0, 0.8) if k < 20 else (0.7, 0.56), 100, noise=0.03)
+    assert [shares for _, shares in changes] == [(18, 14)]
+
+
 def test_a_refused_change_does_not_delay_the_reaction_to_a_slower_machine() -> None:
     changes = adopted(32, lambda k: (1.0, 0.8) if k < 60 else (1.0, 0.3), 100, noise=0.03, link_ms=400.0)
     assert changes[1][1] == (16, 16)

@@ -42,6 +42,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         {"train__device_batch_size": 12},
         {"parallel__strategy": "naive"},
         {"parallel__bucket_mb": 0.01},
+        {"parallel__shares": "12"},
+        {"parallel__shares": "auto", "train__device_batch_size": 5},
     ],
     ids=str,
 )

@@ -55,29 +55,34 @@ class BatchPlan:
     @property
     def passes(self) -> int:
         """The most micro-batches of any rank in a step."""
-        return max(self.num_micro_batches(rank) for rank in range(self.world_size))
+        ranks = range(self.world_size if self.shares else 1)  # of equal shares low ranks have the most
+        return max(map(self.num_micro_batches, ranks))
 
     def num_micro_batches(self, rank: int) -> int:
         """Micro-batches of this rank in a step; may be 0."""
+        if self.shares:
+            return -(-self.shares[rank] // self._limit(rank))
         return len(self.micro_batches(rank))
 
     def num_sequences(self) -> list[int]:
         """Sequences of a step, by rank."""
-        return [sum(map(len, self.micro_batches(rank))) for rank in range(self.world_size)]
+        return list(self.shares) or [sum(map(len, self.micro_batches(rank))) for rank in range(self.world_size)]
 
     def micro_batches(self, rank: int) -> list[range]:
         """This rank's micro-batches in order, each the positions of its sequences within the step."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
         if self.shares:
-            size = self.limits[rank] if self.limits else self.device_batch_size
-            return _cut(sum(self.shares[:rank]), self.shares[rank], size)
+            return _cut(sum(self.shares[:rank]), self.shares[rank], self._limit(rank))
         size = self.device_batch_size
         in_all = -(-self.global_batch_size // size)
         count, extra = divmod(in_all, self.world_size)
         first = rank * count + min(rank, extra)
         numbers = range(first, first + count + (rank < extra))
         return [range(i * size, min((i + 1) * size, self.global_batch_size)) for i in numbers]
+
+    def _limit(self, rank: int) -> int:
+        return self.limits[rank] if self.limits else self.device_batch_size
 
 
 def _cut(start: int, length: int, size: int) -> list[range]:

@@ -87,7 +87,10 @@ class Balancer:
         """Returns the shares before if the current ones did not make steps shorter."""
         self._trial = None
         step_ms = self._median_step_ms()
-        if step_ms <= trial.step_ms - trial.gain_ms / 4:
+        all_slower = max(
+            1.0, float((self._medians(_WINDOWS[0])[0] / trial.cost_ms).min())
+        )  # the shares did not cause it
+        if step_ms <= all_slower * (trial.step_ms - trial.gain_ms / 4):
             self._pause = _FIRST_PAUSE
             return None
         self._refused, self._paused_steps = trial, 0

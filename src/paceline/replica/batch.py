@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from paceline.base.errors import UserError
+from paceline.replica.result import StepTimes
 from paceline.world.calls import place
 
 
@@ -34,6 +35,8 @@ class Batch:
             micro_batches, count = (lambda: given), len(given)
             stand_in = stand_in or ((lambda: given[-1]) if given else None)
         self.rows, self.num_rows, self.passes, self.stand_in = rows, num_rows, passes, stand_in
+        self.observe: Callable[[Sequence[StepTimes]], None] | None = None
+        """Takes the times of the step that used this batch, by rank; None: nothing depends on them."""
         self._draw = micro_batches
         self._count = len(rows) if count is None and rows is not None else count or 0
         self._drawn: Iterator[Any] | None = None

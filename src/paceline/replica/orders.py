@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -13,35 +14,88 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from paceline.base.errors import UserError
 from paceline.base.seeds import key
 from paceline.data.order import ids_at
-from paceline.data.plan import BatchPlan
+from paceline.data.plan import BatchPlan, in_proportion
+from paceline.record.balance import listed
 from paceline.replica import generators
+from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
+from paceline.replica.result import StepTimes
 from paceline.world.calls import place
 from paceline.world.group import Group
 from paceline.world.runtime import World
 
 _AT_ONCE = 16  # micro-batches, since computing a permutation has a fixed cost a call
+StepOfPass = tuple[int, int]  # number of the pass, and of the step in it
+_BEGINNING: StepOfPass = (0, 0)
 Drawn = dict[str, Any]  # random choices of one pass; JSON, the same on all ranks
 
 
 class Split:
-    """Divides the rows of a batch among ranks."""
+    """Divides the rows of a batch among ranks: equally, in proportion to shares, or by the ranks' speeds."""
 
-    def __init__(self, world: World, micro_batch_size: int | None, batch_size: int | None) -> None:
-        """micro_batch_size: None: the rank's part of the batch is one. batch_size: None: batches differ in size."""
+    def __init__(
+        self,
+        world: World,
+        micro_batch_size: int | None,
+        batch_size: int | None,
+        shares: Sequence[int] = (),
+        read_ahead: int | None = None,
+    ) -> None:
+        """micro_batch_size: None: the rank's part of the batch is one. batch_size: None: batches differ in size.
+        shares: by rank; empty: equal. read_ahead: the shares follow the ranks' speeds, and ranks may have read so many
+        steps beyond the current one; None: the shares stay."""
         self._rank, self._world_size = world.rank, world.world_size
+        self._given_size, self._read_ahead = micro_batch_size, read_ahead
+        self._say = None if read_ahead is None else world.say  # workers get a copy of the others, and no world
         self.micro_batch_size = micro_batch_size or (batch_size and -(-batch_size // world.world_size))
+        self._shares = [(_BEGINNING, tuple(shares))]  # with the first step of each
+        self._balancer = None if read_ahead is None else Balancer(shares)
 
-    def __call__(self, num_rows: int, rank: int | None = None) -> list[range]:
-        """Returns the rows of each micro-batch of a rank (None: this rank)."""
-        if num_rows == 0:
-            return []
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The newest shares; empty: equal."""
+        return self._shares[-1][1]
+
+    def restore(self, shares: Sequence[int]) -> None:
+        """Takes shares that a checkpoint has, if they follow the ranks' speeds and the world has the same size."""
+        if self._balancer is not None and len(shares) == self._world_size and sum(shares) == sum(self.shares):
+            self._shares, self._balancer = [(_BEGINNING, tuple(shares))], Balancer(shares)
+
+    def __call__(self, num_rows: int, at: StepOfPass = _BEGINNING) -> list[range]:
+        """Returns the rows of each of this rank's micro-batches in a batch of so many rows."""
+        return self.plan(num_rows, at).micro_batches(self._rank) if num_rows else []
+
+    def plan(self, num_rows: int, at: StepOfPass = _BEGINNING) -> BatchPlan:
+        shares = next(shares for first, shares in reversed(self._shares) if first <= at)
+        if shares:
+            size = self._given_size or num_rows
+            return BatchPlan(num_rows, size, self._world_size, in_proportion(num_rows, shares))
         size = self.micro_batch_size or -(-num_rows // self._world_size)
-        return BatchPlan(num_rows, size, self._world_size).micro_batches(self._rank if rank is None else rank)
+        return BatchPlan(num_rows, size, self._world_size)
 
-    def batch(self, draw: Callable[[], Any], num_rows: int, stand_in: Callable[[], Any]) -> Batch:
-        passes = len(self(num_rows, rank=0))  # low ranks have the most
-        return Batch(draw, rows=self(num_rows), num_rows=num_rows, passes=passes, stand_in=stand_in)
+    def batch(self, draw: Callable[[], Any], num_rows: int, at: StepOfPass, stand_in: Callable[[], Any]) -> Batch:
+        if not num_rows:
+            return Batch(draw, rows=[], num_rows=0, passes=0, stand_in=stand_in)
+        plan = self.plan(num_rows, at)
+        batch = Batch(
+            draw, rows=plan.micro_batches(self._rank), num_rows=num_rows, passes=plan.passes, stand_in=stand_in
+        )
+        batch.observe = self.observer(at, plan)
+        return batch
+
+    def observer(self, at: StepOfPass, plan: BatchPlan) -> Callable[[Sequence[StepTimes]], None] | None:
+        """Returns the function that takes the times of a step; None if the shares stay."""
+        return None if self._balancer is None else partial(self._observe, at, plan)
+
+    def _observe(self, at: StepOfPass, plan: BatchPlan, times: Sequence[StepTimes]) -> None:
+        """Takes the ranks' times of a step, the same on all ranks, and perhaps changes the shares of later steps."""
+        assert self._balancer is not None
+        assert self._say is not None
+        assert self._read_ahead is not None
+        if change := self._balancer.observe(plan.num_sequences(), times):
+            number, step = at
+            self._shares.append(((number, step + 1 + self._read_ahead), change.shares))
+            self._say(f"paceline: the ranks' shares of a batch are now {listed(change.shares)}: {change.why}")
 
 
 class Order:
@@ -64,6 +118,11 @@ class Order:
     def ids(self, number: int, runs: Iterator[Any]) -> Iterator[list[Any]]:
         """Yields the sample ids for each run of positions from `batches`."""
         return map(list, runs)
+
+
+def most_read_ahead(loader: DataLoader[Any]) -> int:
+    """Returns the most steps beyond the current one whose rows a rank may have chosen: its workers read ahead."""
+    return _AT_ONCE + loader.num_workers * (loader.prefetch_factor or 0) + 1
 
 
 def order_of(loader: DataLoader[Any], seed: int) -> Order:

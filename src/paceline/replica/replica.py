@@ -115,7 +115,7 @@ class Replica:
         self.positions: list[dict[str, Any]] = []  # restored, for loaders that `steps` has not seen yet
         self._batch_share = 1.0 / world.world_size  # this rank's share of the last step's batch
         self._waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
-        self._by_source: dict[tuple[int, bool], tuple[Any, Share]] = {}  # holds the source, so its id stays unique
+        self._by_source: dict[tuple[int, bool, str], tuple[Any, Share]] = {}  # holds the source, so its id stays unique
         self._all.add(self)
 
     # ---- training ----
@@ -188,11 +188,13 @@ class Replica:
         """Returns the mean of `loss_of` over one pass of the source, shared by the ranks; the same on all. Collective.
 
         source: as for `steps`; a data set is read in order, a function that draws is read for one step. loss_of: as for
-        `train`; if it returns a dict of means, so does this. Runs in eval() without gradients and restores the random
-        generators.
+        `train`; if it returns a dict of means, so does this. Ranks have the shares of training, if those were given to
+        `steps`. Runs in eval() without gradients and restores the random generators.
         """
         if hasattr(source, "__getitem__"):  # a data set
             sharing.setdefault("shuffle", False)
+        if self.shares:
+            sharing.setdefault("shares", self.shares[0].shares)
         with torch.no_grad(), self.aside(), self.precision():
             batches = self._shared(source, sharing, keep=False)
             return evaluate(self.model, batches, loss_of, self.sync, self.world)
@@ -306,9 +308,10 @@ class Replica:
         keep: checkpoints store its position."""
         if isinstance(source, Share):
             return source
-        known = self._by_source.get((id(source), keep))
+        key = id(source), keep, str(sharing.get("shares"))
+        known = self._by_source.get(key)
         if known is None:
-            known = self._by_source[id(source), keep] = (source, share(source, self.world, **sharing))
+            known = self._by_source[key] = (source, share(source, self.world, **sharing))
             if keep:
                 self.shares.append(known[1])
                 if self.positions:

@@ -11,16 +11,17 @@ reads each kind of source; orders.py decides the order of samples.
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from paceline.base.errors import UserError
+from paceline.data.plan import in_proportion
 from paceline.replica.batch import Batch
 from paceline.replica.mistakes import warn
-from paceline.replica.orders import Drawn, SeededOrder, Split, kind, order_of, short
+from paceline.replica.orders import Drawn, SeededOrder, Split, kind, most_read_ahead, order_of, short
 from paceline.replica.sources import Collate, DatasetSource, FunctionSource, LaneSource, Source, StreamSource
 from paceline.world.calls import place
 from paceline.world.runtime import World
@@ -33,6 +34,7 @@ def share(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     micro_batches: int | None = None,
+    shares: Sequence[int] | Literal["auto"] = (),
     shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool | None = None,
@@ -61,6 +63,9 @@ def share(
 
     batch_size: samples in a step, all ranks together; needed for all but a DataLoader, which has its own.
     micro_batch_size: samples in a micro-batch, but for the last of a batch; None: the batch divided by the ranks.
+    shares: samples of a batch (of a function: micro-batches of a step) that each rank computes, such as (24, 8), in
+    proportion for a smaller batch; "auto": by the ranks' measured speeds, for data sets and functions that draw; empty:
+    equal. Auto depends on the clock, so a run with it does not repeat bit for bit.
     shuffle: whether each epoch has its own order, a function of (seed, epoch); None: yes for a data set.
     drop_last: whether an incomplete batch at the end of an epoch is left out; None: no.
     collate_fn: makes a micro-batch of a list of samples; None: torch's default.
@@ -73,10 +78,22 @@ def share(
         if value is not None and value < 1:
             raise UserError(f"{place()}: {name} is {value}; it is at least 1")
     world.calls.note("share")
-    given = _Arguments(world, batch_size, micro_batch_size, micro_batches, shuffle, seed, drop_last, collate_fn)
+    _check_shares(shares, world)
+    shares = shares if isinstance(shares, str) else tuple(shares)
+    given = _Arguments(world, batch_size, micro_batch_size, micro_batches, shares, shuffle, seed, drop_last, collate_fn)
     made = _source(source, given)
-    _require_same_everywhere(world, {**made.facts, "micro_batch_size": micro_batch_size})
+    facts = {"micro_batch_size": micro_batch_size, "shares": shares if isinstance(shares, str) else list(shares)}
+    if shares == "auto" and isinstance(source, DataLoader):
+        facts["num_workers"] = source.num_workers  # shares change after what workers have read ahead
+    _require_same_everywhere(world, {**made.facts, **facts})
     return Share(made, world)
+
+
+def _check_shares(shares: Any, world: World) -> None:
+    is_wrong = isinstance(shares, str) or any(not isinstance(n, int) or n < 0 for n in shares)
+    if shares != "auto" and (is_wrong or (shares and (len(shares) != world.world_size or not any(shares)))):
+        expected = f'"auto", or one number of samples for each of {world.world_size} ranks'
+        raise UserError(f"{place()}: shares is {shares!r}; it is {expected}")
 
 
 class Share:
@@ -99,6 +116,11 @@ class Share:
         self._is_loaded = False  # position from a checkpoint; the next `for` resumes there
         self._is_left = False  # the current pass must not be resumed
         self._iterator = 0  # number of the newest iterator; older ones must not continue
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The newest shares of a batch, by rank; empty: equal."""
+        return self._source.split.shares
 
     def __len__(self) -> int:
         """Steps in a pass. Raises TypeError if not known: for a function and some samplers."""
@@ -156,7 +178,7 @@ class Share:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and a description of the source; JSON, the same on all ranks at the same step."""
         position = {"epoch": self.epoch, "pass": self._pass, "step": self.step, "drawn": self._drawn}
-        return {**position, "of": dict(self._source.facts)}
+        return {**position, "shares": list(self.shares), "of": dict(self._source.facts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next pass begin at this state's position; world size and micro-batch size may differ. Raises
@@ -172,6 +194,7 @@ class Share:
                     f"{place()}: the saved position is one with {name} {short(of.get(name))}, here it is "
                     f"{short(mine)}, so the order would differ; give what was given then, or start from the beginning"
                 )
+        self._source.split.restore(state.get("shares", ()))
         self.epoch, self._pass, self.step, self._drawn = epoch, number, step, drawn
         self._is_loaded, self._is_left = True, False
         self._iterator += 1
@@ -193,6 +216,7 @@ class _Arguments:
     batch_size: int | None
     micro_batch_size: int | None
     micro_batches: int | None
+    shares: Sequence[int] | Literal["auto"]
     shuffle: bool | None
     seed: int
     drop_last: bool | None
@@ -209,11 +233,18 @@ class _Arguments:
             raise UserError(f"{place()}: share needs batch_size=, the samples in a step over all ranks")
         return self.batch_size
 
-    def split(self, batch_size: int | None) -> Split:
-        """Returns a Split for batches of this size. Raises UserError if the argument differs from the loader's."""
+    def split(self, batch_size: int | None, read_ahead: int | None = None) -> Split:
+        """Returns a Split for batches of this size. read_ahead: see Split; None: shares="auto" is not possible. Raises
+        UserError if the arguments contradict the source."""
         if self.batch_size not in (None, batch_size):
             self.refuse(f"the DataLoader has batch_size={batch_size}, that of all ranks together", "batch_size")
-        return Split(self.world, self.micro_batch_size, batch_size)
+        if self.shares != "auto":
+            return Split(self.world, self.micro_batch_size, batch_size, self.shares)
+        if read_ahead is None or batch_size is None:
+            self.refuse("this source's rows cannot move between ranks while it is read: give numbers", "shares")
+        assert batch_size is not None
+        shares = in_proportion(batch_size, [1] * self.world.world_size)
+        return Split(self.world, self.micro_batch_size, batch_size, shares, read_ahead)
 
 
 def _source(source: Any, given: _Arguments) -> Source:
@@ -241,7 +272,8 @@ def _source(source: Any, given: _Arguments) -> Source:
         given.refuse("the order of a stream is its own", "shuffle")
         return _of_stream(loader, given)
     order = SeededOrder(len(source), size, drop_last, given.shuffle is not False, given.seed)
-    return DatasetSource(order, given.world, given.split(size), given.seed, loader, draws_worker_seed=False)
+    split = given.split(size, most_read_ahead(loader))
+    return DatasetSource(order, given.world, split, given.seed, loader, draws_worker_seed=False)
 
 
 def _of_function(function: Any, given: _Arguments) -> Source:
@@ -259,7 +291,8 @@ def _of_function(function: Any, given: _Arguments) -> Source:
             f"{place()}: {kind(function)} takes no parameters, so it draws a micro-batch a call: say micro_batches=, "
             "those of a step over all ranks (its gradient accumulation steps, times its ranks)"
         )
-    return FunctionSource(function, given.world, given.micro_batches)
+    split = replace(given, micro_batch_size=1).split(given.micro_batches, read_ahead=0)
+    return FunctionSource(function, given.world, split, given.micro_batches)
 
 
 def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
@@ -285,7 +318,8 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
             )
         sampler = getattr(sampler, "sampler", None)
     order = order_of(loader, given.seed)
-    return DatasetSource(order, given.world, given.split(order.batch_size), given.seed, loader, draws_worker_seed=True)
+    split = given.split(order.batch_size, most_read_ahead(loader))
+    return DatasetSource(order, given.world, split, given.seed, loader, draws_worker_seed=True)
 
 
 def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Source:

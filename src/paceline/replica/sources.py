@@ -41,7 +41,7 @@ class Source:
     def __init__(self, data: Any, world: World, split: Split, num_steps: int, **facts: Any) -> None:
         """num_steps: in a pass; -1: not known. facts: identify a position's source; JSON, the same on all ranks."""
         self.data, self.num_steps, self.facts = data, num_steps, facts
-        self._world, self._split = world, split
+        self._world, self.split = world, split
         self._last: Any = None  # a drawn micro-batch, for `peek`
 
     def begin(self, number: int) -> Drawn:
@@ -118,7 +118,11 @@ class DatasetSource(Source):
     def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         # Workers read ahead, and a rank without rows in a step reads nothing, so the two iterators advance separately.
         batches, ahead = tee(self._order.batches(number, first, drawn))
-        own = (batch[rows.start : rows.stop] for batch in ahead for rows in self._split(len(batch)))
+        own = (
+            batch[rows.start : rows.stop]
+            for step, batch in enumerate(ahead, first)
+            for rows in self.split(len(batch), (number, step))
+        )
         self._own_ids.of_pass = self._order.ids(number, own)
         seeds = self._seed, "reading", drawn.get("base", 0), number
         if self._before_worker_seed is not None and self._world.rank == 0 and first == 0:
@@ -133,12 +137,13 @@ class DatasetSource(Source):
             if batch is None:
                 return
             num_rows = len(batch)
-            if read is None and self._split(num_rows):
+            own_rows = self.split(num_rows, (number, step))
+            if read is None and own_rows:
                 read = iter(self._loader)
             with self._own_random_numbers(*seeds, step):  # also on a rank that reads nothing: see generators.seeded
                 pass
-            draw = partial(self._read, read, self._split(num_rows), [*seeds, step])
-            yield self._split.batch(draw, num_rows, stand_in=partial(self.peek, num_rows))
+            draw = partial(self._read, read, own_rows, [*seeds, step])
+            yield self.split.batch(draw, num_rows, (number, step), stand_in=partial(self.peek, num_rows))
 
     def _read(self, read: Iterator[Any] | None, own_rows: list[range], seeds: list[int | str]) -> Iterator[Any]:
         for rows in own_rows:
@@ -151,7 +156,7 @@ class DatasetSource(Source):
         return contextlib.nullcontext() if self._loader.num_workers else super()._own_random_numbers(*parts)
 
     def peek(self, most: int | None = None) -> Any:
-        size = min(self._split.micro_batch_size or 1, len(self.data), most or len(self.data))
+        size = min(self.split.micro_batch_size or 1, len(self.data), most or len(self.data))
         with generators.aside(_CPU):
             return self._loader.collate_fn([self.data[index] for index in range(size)])
 
@@ -208,21 +213,21 @@ class StreamSource(Source):
             if digest is None:
                 return
             self._last = micro_batches[0] if micro_batches else self._last
-            yield self._split.batch(partial(list, micro_batches), num_rows, stand_in=self.peek)
+            yield self.split.batch(partial(list, micro_batches), num_rows, (number, step), stand_in=self.peek)
 
     def _example(self) -> Any:
-        return self._given.collate_fn(list(islice(iter(self.data), self._split.micro_batch_size or 1)))
+        return self._given.collate_fn(list(islice(iter(self.data), self.split.micro_batch_size or 1)))
 
 
 class _OwnRows:
     """A collate_fn that collates this rank's rows only; called in workers if there are any."""
 
     def __init__(self, collate_fn: Collate, split: Split) -> None:
-        self._collate_fn, self._split = collate_fn, split
+        self._collate_fn, self.split = collate_fn, split
 
     def __call__(self, samples: list[Any]) -> tuple[int, int, list[Any]]:
         """Returns the batch's rows, a digest of their number and the first sample, and this rank's micro-batches."""
-        mine = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self._split(len(samples))]
+        mine = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self.split(len(samples))]
         first = json.dumps(samples[0], default=digest_of, skipkeys=True)
         return len(samples), key(len(samples), first), mine
 
@@ -237,24 +242,28 @@ class FunctionSource(Source):
 
     is_endless = True
 
-    def __init__(self, function: Callable[[], Any], world: World, num_micro_batches: int) -> None:
+    def __init__(self, function: Callable[[], Any], world: World, split: Split, num_micro_batches: int) -> None:
         facts = {"source": "a function", "micro_batches": num_micro_batches}
-        super().__init__(function, world, Split(world, 1, None), -1, **facts)
+        super().__init__(function, world, split, -1, **facts)
         self._count = num_micro_batches
 
     def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
-        mine, passes = self._split(self._count), len(self._split(self._count, rank=0))
-        while True:
+        for step in count(first):
+            plan = self.split.plan(self._count, (number, step))
+            mine = plan.micro_batches(self._world.rank)
             self._equalise_generators()  # dropout may have drawn more on some ranks
             self._last = self.data()
-            yield Batch(partial(self._draw, self._last), count=len(mine), passes=passes, stand_in=self.peek)
+            draw = partial(self._draw, self._last, mine)
+            batch = Batch(draw, count=len(mine), passes=plan.passes, stand_in=self.peek)
+            batch.observe = self.split.observer((number, step), plan)
+            yield batch
 
     def _equalise_generators(self) -> None:
         """Copies rank 0's global generators to all ranks. Collective."""
         self._world.calls.note("share")
         generators.agree(self._world.group, _CPU)
 
-    def _draw(self, first: Any) -> Iterator[Any]:
+    def _draw(self, first: Any, mine: list[range]) -> Iterator[Any]:
         """Yields this rank's micro-batches of a step. All are drawn now, while the ranks' generators are equal; a
         single process draws each when needed, with dropout in between, as in a plain loop. Collective."""
         drawn = chain([first], (self.data() for _ in range(self._count - 1)))
@@ -268,7 +277,7 @@ class FunctionSource(Source):
                 "drawn before the first is used: have it return copies (x.clone(), y.clone())"
             )
         self._last = found[-1][0]
-        return iter([found[rows.start][0] for rows in self._split(self._count)])
+        return iter([found[rows.start][0] for rows in mine])
 
     def _example(self) -> Any:
         return self.data()
@@ -292,7 +301,7 @@ class LaneSource(Source):
 
     def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         size, rank = self.facts["batch_size"], self._world.rank
-        lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self._split(size)]
+        lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self.split(size)]
         for step in count(first):
             with self._own_random_numbers(self.facts["seed"], "lanes", number, step, rank):
                 found = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]

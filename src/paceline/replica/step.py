@@ -38,6 +38,11 @@ class Step:
 
     def __init__(self, replica: "Replica", batch: Batch, total: float | None = None):
         """Use Replica.step or Replica.steps. total: weight of the global batch, if known."""
+        if batch.observe is not None and replica.sync.lockstep:
+            raise UserError(
+                f'{place()}: shares="auto" needs each rank\'s own time, and with strategy fsdp ranks wait for each '
+                "other inside every pass: give numbers, or take strategy zero"
+            )
         self.number = replica.num_steps + 1
         """The number of this update, from 1."""
         self.rows: range | None = None
@@ -269,6 +274,8 @@ class Step:
         if not self._is_total_given:
             self._replica.total_before = total / (self._batch.num_rows or 1)
         self._replica.end_step(self._weight / total, rows)
+        if self._batch.observe is not None:
+            self._batch.observe(self._times)
         return StepResult(
             loss=math.fsum(row.loss_sum for row in rows) / total,
             grad_norm=norm,

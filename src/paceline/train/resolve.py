@@ -61,6 +61,7 @@ def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Setting
     config.model.check()
     config = config.replace("train", dtype=_dtype(config, facts, choices))
     config = config.replace("parallel", strategy=_strategy(config, facts, choices))
+    config.check()  # also what was chosen
     config = config.replace("train", global_batch_size=_global_batch(config, choices), global_batch_tokens=0)
     batch = config.train.global_batch_size
     tokens_per_step = batch * config.data.seq_len

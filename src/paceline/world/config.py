@@ -35,9 +35,9 @@ class ParallelConfig:
     """MiB of gradients in one all-reduce. Smaller: they start earlier in backward. Larger: fewer round trips."""
     shares: str = "equal"
     """How many sequences of a step each rank computes. equal: as many, in micro-batches that do not depend on the world
-    size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter. 24,8: so
-    many, by rank; their sum is train.global-batch-size. The loss is the same but for rounding: equal and 24,8 repeat
-    bit for bit, auto does not, because it depends on the clock."""
+    size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter; not with
+    fsdp. 24,8: so many, by rank; their sum is train.global-batch-size. The loss is the same but for rounding: equal and
+    24,8 repeat bit for bit, auto does not, because it depends on the clock."""
     check_every: int = 100
     """Compare digests of parameters and optimizer state between ranks every so many steps; 0: never."""
     repair: bool = False
