@@ -201,7 +201,7 @@ def test_shares_of_unequal_ranks_are_told_and_drawn(tmp_path: Path) -> None:
     assert "By rank, the last step had 8, 4 sequences (changed 1 time, the last at step 3)." in said
     # Four steps of 400 ms, and the second, of 600 ms: 6000 tokens in 2.2 s, where 3000 a second were possible.
     assert f"reached {6000 / 2.2 / 3000:.0%} of the sum of its ranks' own speeds" in said
-    assert "A step took 440 ms; with equal shares it would have taken 600 ms." in said
+    assert "A step took 440 ms on average; with equal shares it would have taken 600 ms." in said
     assert "0 · fast 7.6 2,000 13.6 1 · slow 4.4 1,000 0.0" in said
     lines = figures_of(page)["run0-shares"]["traces"]
     assert [trace["y"] for trace in lines] == [[6, 6, 8, 8, 8, 8], [6, 6, 4, 4, 4, 4]]

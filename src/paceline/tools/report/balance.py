@@ -44,12 +44,13 @@ def text(run: Summary, balance: Balance) -> str:
     changed = f" (changed {len(at)} time{'s'[: len(at) > 1]}, the last at step {events.text(at[-1])})" if at else ""
     shown = ", ".join(last[:MOST_LINES]) + (" ..." if len(last) > MOST_LINES else "")
     said = f"By rank, the last step had {shown} sequences{changed}. "
-    said += f"The run reached {balance.sum_of_speeds_frac:.0%} of the sum of its ranks' own speeds."
+    said += f"Over all steps the run reached {balance.sum_of_speeds_frac:.0%} of the sum of its ranks' own speeds."
     equal_ms, is_equal = balance.equal_step_ms, len(set(balance.sequences)) == 1
     if is_equal:
         said += " The ranks differ in speed and had equal shares; `--parallel.shares auto` divides a step by speed."
     elif equal_ms is not None and math.isfinite(equal_ms):
-        said += f" A step took {balance.step_ms:,.4g} ms; with equal shares it would have taken {equal_ms:,.4g} ms."
+        said += f" A step took {balance.step_ms:,.4g} ms on average; with equal shares it would have taken "
+        said += f"{equal_ms:,.4g} ms."
     return said
 
 
