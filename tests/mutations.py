@@ -35,6 +35,7 @@ class Mutation(NamedTuple):
 
 
 PLAN = ("data/test_batch_plan.py",)
+BALANCE = ("replica/test_balance.py",)
 ORDER = ("data/test_order.py",)
 LOADER = ("data/test_loader.py",)
 STRATEGIES = ("sync/test_strategies.py",)
@@ -53,8 +54,8 @@ MUTATIONS = (
     Mutation(
         "one rank too many has an extra micro-batch",
         "data/plan.py",
-        "share + (rank < extra))",
-        "share + (rank <= extra))",
+        "first + count + (rank < extra))",
+        "first + count + (rank <= extra))",
         PLAN,
     ),
     Mutation(
@@ -81,9 +82,30 @@ MUTATIONS = (
     Mutation(
         "each step reads the first step's sequences",
         "data/loader.py",
-        "begin = within * self._per_step - self._first",
-        "begin = -self._first",
+        "begin = within * len(in_step) - in_step.start",
+        "begin = -in_step.start",
         LOADER,
+    ),
+    Mutation(
+        "changed shares read what was located for others",
+        "data/loader.py",
+        "(located.number, located.in_step) != (number, in_step)",
+        "located.number != number",
+        LOADER,
+    ),
+    Mutation(
+        "shares follow noise",
+        "replica/balance.py",
+        "or gain < _SIGMAS * error",
+        "",
+        BALANCE,
+    ),
+    Mutation(
+        "a change that does not pay stays",
+        "replica/balance.py",
+        "step_ms <= all_slower",
+        "True or step_ms <= all_slower",
+        BALANCE,
     ),
     # ---- gradients over ranks ----
     Mutation(
@@ -210,8 +232,8 @@ MUTATIONS = (
     Mutation(
         "all ranks take the first micro-batches that a function drew",
         "replica/sources.py",
-        "[found[rows.start][0] for rows in self._split(self._count)]",
-        "[found[index][0] for index, _ in enumerate(self._split(self._count))]",
+        "[found[rows.start][0] for rows in mine]",
+        "[found[index][0] for index, _ in enumerate(mine)]",
         ("replica/test_steps_of_shares.py",),
     ),
     # ---- an update, a loss ----
