@@ -45,6 +45,19 @@ def _check_files(**paths: str) -> None:
             raise UserError("--plot needs plotly: pip install 'paceline[report]'")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ModelArguments:
+    """What the benches of a model have in common."""
+
+    preset: str = ""
+    """The preset of the model, data and batch (demo, where neither this nor --config is given)."""
+    config: str = ""
+    """A TOML file of [section] field = value."""
+    json: str = ""
+    """A file for all measurements."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
 # ---- the data path ----
 
 
@@ -99,26 +112,19 @@ def _loader(arguments: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkArguments:
+class LinkArguments(_ModelArguments):
     """Measure the network between ranks: latency and bandwidth between hosts, the collectives from 1 KiB up with a
     fitted line, and the resulting all-reduce time of a model. Start it like training: --nproc, or torchrun on all
     hosts."""
 
-    preset: str = ""
-    """The preset whose model is meant (demo, if neither this nor --config is given)."""
-    config: str = ""
-    """A TOML file of [section] field = value."""
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""
     max_bytes: int = 256 << 20
     """The largest collective."""
     time_budget: float = 60.0
     """Approximate time limit in seconds. Sizes that a slow link cannot carry in time are left out, and listed."""
-    json: str = ""
-    """A file for all measurements."""
     plot: str = ""
     """A file for a plot of bandwidth over size, an .html page; needs plotly (`pip install 'paceline[report]'`)."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def _link(arguments: list[str]) -> int:
@@ -166,15 +172,11 @@ def _link(arguments: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingArguments:
+class ScalingArguments(_ModelArguments):
     """Measure what more ranks and a second host bring: tokens/s against the ideal of as many single ranks, where the
     rest goes, and where the curve bends. It trains some steps in each world, for some minutes; the machine must do
     nothing else. Of the options of `train` it ignores those for evaluation, checkpoints, samples and the interface."""
 
-    preset: str = ""
-    """The model, data and batch to train with (demo, where neither this nor --config is given)."""
-    config: str = ""
-    """A TOML file of [section] field = value."""
     kind: Literal["strong", "weak", "both"] = "both"
     """strong: the ranks share the batch of a step; weak: each rank has as much as a single one."""
     max_ranks: int = 0
@@ -183,17 +185,17 @@ class ScalingArguments:
     """Hosts of a lab, the last rows of the table (Linux, root); 0: none."""
     rate: str = "1gbit"
     """Rate of the lab's links; several give a row each: 1gbit,100mbit,unlimited."""
+    cpu: str = ""
+    """Measure hosts of unequal speed instead (Linux, root): the share of a core of each host of a lab, 1.0,0.35. Each
+    host alone, then all as one world with equal shares of the batch, shares auto, and --parallel.shares as given."""
     steps: int = 12
     """Steps of each run; the first three are left out."""
     rounds: int = 3
     """How often each world is measured; medians are shown."""
-    json: str = ""
-    """A file for all measurements."""
     markdown: str = ""
     """A file for the tables as Markdown."""
     plot: str = ""
     """An .html file for a plot with the ideal line; it needs plotly."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def _scaling(arguments: list[str]) -> int:
@@ -207,6 +209,8 @@ def _scaling(arguments: list[str]) -> int:
     config = only_steps(parsed.settings, parsed.steps)
     config.check()
     inspect_data(config.data, config.model.vocab_size)
+    if parsed.cpu:
+        return _unequal(parsed, config)
     from paceline.record.console import Console
     from paceline.tools.bench import scaling, scaling_show  # imports torch: seconds
 
@@ -234,6 +238,36 @@ def _scaling(arguments: list[str]) -> int:
     return 0
 
 
+def _unequal(parsed: ScalingArguments, config: Config) -> int:
+    """Measures hosts with the shares of a core that --cpu names."""
+    from paceline.tools.lab.hosts import lay_out
+    from paceline.tools.lab.system import check_machine
+
+    check_machine()
+    cpu = tuple(share.strip() for share in parsed.cpu.split(","))
+    layout = lay_out(len(cpu), 1, parsed.rate, parsed.cpu)
+    if layout.is_crowded:
+        raise UserError(
+            f"--cpu {parsed.cpu} adds up to more than the {layout.num_cores} cores here: together the hosts would be "
+            "slower than each alone, whatever their shares of the batch; give smaller shares of a core"
+        )
+    from paceline.record.console import Console
+    from paceline.tools.bench import unequal  # imports torch: seconds
+
+    names = tuple(host.name for host in layout.hosts)
+    setup = unequal.Setup(
+        config=config, hosts=names, cpu=cpu, rate=parsed.rate, steps=parsed.steps, rounds=parsed.rounds
+    )
+    console = Console(0)
+    rows = unequal.measure(setup, console)
+    console.say(unequal.terminal_table(setup, rows))
+    console.say(unequal.LEGEND, style="dim")
+    for name, shape in {"markdown": unequal.markdown, "json": unequal.as_json}.items():
+        if path := getattr(parsed, name):
+            Path(path).write_text(shape(setup, rows))
+    return 0
+
+
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
     """Raises UserError for impossible values, before torch is imported or anything runs."""
     for name, least in (("steps", 5), ("rounds", 1), ("max-ranks", 0), ("hosts", 0)):  # 3 of warm-up, 2 to measure
@@ -247,6 +281,23 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
         raise UserError("--parallel.device is mps, which serves one process, so there is nothing to scale; use cpu")
     if "RANK" in os.environ:
         raise UserError("bench scaling starts its worlds itself; start it once, from a plain shell")
+    if parsed.cpu:
+        _check_unequal(parsed, rates)
     for rate in rates:
         if not _RATE.fullmatch(rate):
             raise UserError(f"--rate has '{rate}'; a rate is as in 1gbit, 100mbit, unlimited")
+
+
+def _check_unequal(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
+    """Raises UserError if --cpu goes with options of the other tables, or does not name several shares."""
+    other = ScalingArguments()
+    given = [name for name in ("kind", "max_ranks", "hosts", "plot") if getattr(parsed, name) != getattr(other, name)]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise UserError(
+            f"--{flag} has no effect with --cpu, which measures one rank on each host of a lab; leave it out"
+        )
+    if len(rates) > 1:
+        raise UserError(f"--rate is {parsed.rate}; with --cpu give one rate, that of all links")
+    if "," not in parsed.cpu or "unlimited" in parsed.cpu:
+        raise UserError(f"--cpu is {parsed.cpu}; give the share of a core of each of at least two hosts, as 1.0,0.35")

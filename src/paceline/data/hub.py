@@ -85,12 +85,14 @@ def _file_system() -> Any:
     return HfFileSystem(skip_instance_cache=True)
 
 
-def message(path: str, error: Exception) -> str:
-    """Returns the error message if the hub does not give a file or a listing."""
+def message(path: str, error: Exception, remedy: str = "try again: what was prepared is kept") -> str:
+    """Returns the error message if the hub does not give a file, a listing or a repository. remedy: what to do if it
+    may have it."""
     reason = " ".join(str(error).split())[:200]
     name = type(error).__name__
     if "Gated" in name or getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-        return f"{path} on the hub is gated or private: accept its terms there and log in (`hf auth login`): {reason}"
-    if isinstance(error, FileNotFoundError) or "NotFound" in name:
-        return f"{path} is not on the hub, or is private (`hf auth login`): {reason}"
-    return f"{path} could not be read from the hub ({name}: {reason}); try again: what was prepared is kept"
+        return f"{path} on the hub is gated or private ({reason}); accept its terms there and log in (`hf auth login`)"
+    # LocalEntryNotFoundError says that it is not in the cache, when there is no network or it is not to be used.
+    if name != "LocalEntryNotFoundError" and (isinstance(error, FileNotFoundError) or "NotFound" in name):
+        return f"{path} is not on the hub, or is private ({reason}); look at its name, or log in (`hf auth login`)"
+    return f"{path} could not be read from the hub ({name}: {reason}); {remedy}"

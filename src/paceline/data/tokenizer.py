@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from paceline.base.errors import UserError, nearest
+from paceline.data import hub
 from paceline.data.config import MAX_VOCAB, MIN_VOCAB
 
 END_OF_TEXT = "<|endoftext|>"
@@ -281,7 +282,7 @@ def _from_hub(repository: str, spec: str) -> str:
     instead = f"give --tokenizer the path of a {FILE} instead"
     try:
         import huggingface_hub  # an optional extra
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+        from huggingface_hub.errors import LocalEntryNotFoundError
         from huggingface_hub.utils import logging as hub_logging
     except ImportError:
         raise UserError(f"tokenizer {spec!r} is on the hub: pip install 'paceline[hub]', or {instead}") from None
@@ -291,14 +292,5 @@ def _from_hub(repository: str, spec: str) -> str:
             return huggingface_hub.hf_hub_download(repository, FILE, local_files_only=True)
         except LocalEntryNotFoundError:
             return huggingface_hub.hf_hub_download(repository, FILE)
-    except GatedRepoError as error:
-        raise UserError(
-            f"tokenizer {spec!r}: {repository} on the hub is gated: accept its terms there and log in "
-            f"(`hf auth login`), or {instead}"
-        ) from error
     except Exception as error:  # of the hub, its HTTP client or the system; no common class
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"tokenizer {spec!r}: {repository} could not be read from the hub "
-            f"({type(error).__name__}: {reason}); {instead}"
-        ) from error
+        raise UserError(f"tokenizer {spec!r}: {hub.message(repository, error, 'try again')}, or {instead}") from error

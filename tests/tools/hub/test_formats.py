@@ -654,7 +654,7 @@ def test_imported_from_the_hub_fine_tuned_two_steps_exported_and_loaded_again(
     (snapshot / "tokenizer.json").write_text(tokenizer.json)
     env = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     absent = run("import", "org/absent", "--out", "base", env=env, cwd=tmp_path).require(2)
-    assert "org/absent is no folder here, and could not be fetched from the hub" in absent.err
+    assert "there is no folder org/absent here, and org/absent could not be read from the hub" in absent.err
     run("import", "org/small", "--out", "base", env=env, cwd=tmp_path).require()
     prepared(tmp_path / "data", tmp_path / "base" / "tokenizer.json")
 

@@ -75,6 +75,7 @@ def step_row(step: int, draws: random.Random) -> dict[str, Any]:
         "other_ms": 1.5,
         "comm_bytes": 746_000_000,
         "world_size": NUM_RANKS,
+        "rank_sequences": [8] * NUM_RANKS,
         "rank_step_ms": [sum(parts) + 1.5 for parts in own],
         "rank_compute_ms": [sum(parts[:3]) for parts in own],
         "rank_data_ms": data,

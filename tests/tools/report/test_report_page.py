@@ -176,6 +176,44 @@ def test_the_parts_of_a_step_add_up_to_it(page: bytes, run: Path) -> None:
     assert whole.mean() == pytest.approx(sum(row["step_ms"] for row in rows) / len(rows), rel=1e-3)
 
 
+def unequal_run(folder: Path, sequences: list[list[int]], tokens_per_s: tuple[float, float]) -> bytes:
+    """The page of a run in which two ranks of these speeds had these sequences of 100 tokens in each step."""
+    folder.mkdir()
+    (folder / "config.toml").touch()
+    rows = []
+    for step, shares in enumerate(sequences, start=1):
+        own = [1e5 * count / speed for count, speed in zip(shares, tokens_per_s, strict=True)]
+        row = {"step": step, "loss": 2.0, "tokens": 1200 * step, "step_ms": max(own), "world_size": 2}
+        row |= {"tokens_per_s": 1.2e6 / max(own), "rank_sequences": shares, "rank_optim_ms": [0.0, 0.0]}
+        rows.append(row | {"rank_compute_ms": own, "rank_exposed_comm_ms": [max(own) - ms for ms in own]})
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    changes = [step for step in range(2, len(sequences) + 1) if sequences[step - 1] != sequences[step - 2]]
+    events = [{"event": "start", "hosts": ["fast", "slow"]}]
+    events += [{"event": "shares", "step": step, "sequences": sequences[step - 1]} for step in changes]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    return make_page([folder], {})
+
+
+def test_shares_of_unequal_ranks_are_told_and_drawn(tmp_path: Path) -> None:
+    """A rank of twice the other's speed has half of the sequences in step 1, which is left out, and then two thirds."""
+    page = unequal_run(tmp_path / "run", [[6, 6]] * 2 + [[8, 4]] * 4, (2000.0, 1000.0))
+    said = text_of(page)
+    assert "By rank, the last step had 8, 4 sequences (changed 1 time, the last at step 3)." in said
+    # Four steps of 400 ms, and the second, of 600 ms: 6000 tokens in 2.2 s, where 3000 a second were possible.
+    assert f"reached {6000 / 2.2 / 3000:.0%} of the sum of its ranks' own speeds" in said
+    assert "A step took 440 ms on average; with equal shares it would have taken 600 ms." in said
+    assert "0 · fast 7.6 2,000 13.6 1 · slow 4.4 1,000 0.0" in said
+    lines = figures_of(page)["run0-shares"]["traces"]
+    assert [trace["y"] for trace in lines] == [[6, 6, 8, 8, 8, 8], [6, 6, 4, 4, 4, 4]]
+
+
+def test_equal_shares_of_unequal_ranks_name_the_remedy_and_ranks_alike_have_no_section(tmp_path: Path) -> None:
+    page = unequal_run(tmp_path / "equal", [[6, 6]] * 4, (2000.0, 1000.0))
+    assert "`--parallel.shares auto` divides a step by speed" in text_of(page)
+    assert "run0-shares" not in figures_of(page)
+    assert "Shares of unequal ranks" not in text_of(unequal_run(tmp_path / "alike", [[6, 6]] * 4, (1050.0, 1000.0)))
+
+
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)"><!--'
 
 
@@ -280,7 +318,9 @@ def _rows_of(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 _ROW_NAMES = [*long_run.step_row(1, long_run.random.Random(0)), "val_loss", "val_bpb", "elapsed_s"]
 _EVENT_NAMES = ["time", "world_size", "hosts", "rank", "phase", "ms", "median_ms", "since_step", "cost_s", "reason"]
-_KINDS = st.sampled_from(["start", "resume", "straggler", "straggler over", "end", "failed", "checkpoint", "new kind"])
+_KINDS = st.sampled_from(
+    ["shares", "start", "resume", "straggler", "straggler over", "end", "failed", "checkpoint", "new kind"]
+)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from paceline.base.errors import UserError
-from paceline.data.plan import BatchPlan
 from paceline.tools.report.curves import buckets, in_buckets, lower_median, slowness
 from paceline.tools.report.facts import Summary
 from paceline.tools.report.read import Records, read_run
@@ -150,16 +149,8 @@ def test_the_slowest_rank_is_named_with_its_share(tmp_path: Path) -> None:
     assert said.endswith("training would take 5.0s less.")  # 99 steps of 50 ms
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "world", "is_uneven"),
-    [(12, 2, 3, False), (12, 2, 4, True), (12, 5, 1, False), (12, 5, 2, True), (12, 6, 2, False), (2, 4, 2, True)],
-)
-def test_a_batch_that_does_not_divide_over_the_ranks_is_told_of(
-    tmp_path: Path, batch: int, micro: int, world: int, is_uneven: bool
-) -> None:
-    """Against the plan that deals it out."""
-    plan = BatchPlan(batch, micro, world)
-    counts = {sum(map(len, plan.micro_batches(rank))) for rank in range(world)}
-    path = folder(tmp_path / "run", [row(1, world_size=world)])
-    (path / "config.toml").write_text(f"[train]\nglobal_batch_size = {batch}\ndevice_batch_size = {micro}\n")
-    assert Summary(read_run(path)).is_uneven == is_uneven == (len(counts) > 1)
+def test_ranks_with_other_numbers_of_sequences_are_told_of(tmp_path: Path) -> None:
+    """Also after a resume with another number of ranks, equal for each of both worlds."""
+    for name, counts, is_uneven in (("equal", [[6, 6], [4, 4, 4]], False), ("uneven", [[6, 6], [6, 4, 2]], True)):
+        rows = [row(step, rank_sequences=each) for step, each in enumerate(counts, start=1)]
+        assert Summary(read_run(folder(tmp_path / name, rows))).is_uneven == is_uneven

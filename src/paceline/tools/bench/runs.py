@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from paceline.base import units
 from paceline.base.errors import LOST_PEERS
 from paceline.base.parent import die_with_parent
 from paceline.config import Config
+from paceline.record.console import Console
 
+T = TypeVar("T")
 PACELINE = (sys.executable, "-m", "paceline")
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes of variables
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,6 +38,19 @@ def only_steps(config: Config, steps: int, **train: Any) -> Config:
     nothing = {"tokens": 0, "tokens_per_param": 0.0, "time_budget": 0.0, "stop_at_step": 0, "stop_after": 0.0}
     config = config.replace("train", steps=steps, eval_every=-1, sample_tokens=0, init_from="", **nothing, **train)
     return config.replace("checkpoint", every=0, keep_best=False).replace("log", every=1)
+
+
+def in_turn(todo: Sequence[T], rounds: int, console: Console, describe: Callable[[T], str]) -> Iterator[T]:
+    """Yields all of `todo` in each round, since a machine's speed may drift; the console shows what is measured, and
+    the time left."""
+    began, num_runs = time.monotonic(), len(todo) * rounds
+    for done in range(num_runs):
+        number, place = divmod(done, len(todo))
+        facts = describe(todo[place])
+        if number:  # the first round has shown how long one takes
+            facts += f"  {units.duration((time.monotonic() - began) / done * (num_runs - done))} left"
+        console.advance(done, f"round {number + 1} of {rounds}", facts, num_runs)
+        yield todo[place]
 
 
 # ---- processes ----

@@ -29,7 +29,6 @@ from typing import Literal
 import psutil
 import torch
 
-from paceline.base import units
 from paceline.base.cores import physical_cores
 from paceline.base.errors import RunError, UserError
 from paceline.base.net import listen
@@ -186,19 +185,12 @@ class Found:
 def measure(setup: Setup, console: Console) -> Found:
     """Returns the results of all worlds in all rounds; takes minutes. Raises RunError if the single rank fails, to
     which all else is compared. Failures of other worlds are recorded in their rows."""
-    began = time.monotonic()
-    todo, found = setup.worlds(), Found()
-    num_runs = len(todo) * setup.rounds
+    began, found = time.monotonic(), Found()
     with runs.tidy(), tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
         bench = _Bench(setup, Path(scratch), found)
-        with console.progress(num_runs, transient=True):
-            for done in range(num_runs):
-                number, place = divmod(done, len(todo))
-                world = todo[place]
-                facts = f"{world.label}, {world.batch} sequences"
-                if number:  # the first round has shown how long one takes
-                    facts += f"  {units.duration((time.monotonic() - began) / done * (num_runs - done))} left"
-                console.advance(done, f"round {number + 1} of {setup.rounds}", facts)
+        describe = "{0.label}, {0.batch} sequences".format
+        with console.progress(None, transient=True):
+            for world in runs.in_turn(setup.worlds(), setup.rounds, console, describe):
                 if world not in found.problems:
                     bench.measure_once(world)
     found.seconds = time.monotonic() - began

@@ -208,15 +208,27 @@ def markdown(setup: Setup, found: Found) -> str:
     tables = tabulate(setup, found)
     lines = []
     for kind, rows in tables.items():
-        cells = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1), *map(_cells, rows)]
-        lines += [f"**{_title(setup, kind)}**", "", *("| " + " | ".join(row) + " |" for row in cells), ""]
+        lines += [f"**{_title(setup, kind)}**", "", *markdown_table(COLUMNS, list(map(_cells, rows))), ""]
     lines += [f"{remark[0].upper()}{remark[1:]}." for remark in remarks(setup, tables)]
     how = (
-        f"{_machine()}; {setup.threads} thread{'s'[: setup.threads > 1]} a rank, "
-        f"{'pinned' if setup.cores else 'not pinned'}; medians of {setup.rounds} round{'s'[: setup.rounds > 1]} of "
-        f"{setup.steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of warm-up, worlds in turn"
+        f"{machine()}; {setup.threads} thread{'s'[: setup.threads > 1]} a rank, "
+        f"{'pinned' if setup.cores else 'not pinned'}; {medians_of(setup.rounds, setup.steps)}"
     )
-    return "\n".join([*lines, "", f"{how}: `{_command()}`", ""])
+    return "\n".join([*lines, "", f"{how}: `{command_line()}`", ""])
+
+
+def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """Returns the lines of a table: the first column left-aligned, the others right-aligned."""
+    cells = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def medians_of(rounds: int, steps: int) -> str:
+    """Describes the measurement."""
+    return (
+        f"medians of {rounds} round{'s'[: rounds > 1]} of {steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of "
+        "warm-up, worlds in turn"
+    )
 
 
 def as_json(setup: Setup, found: Found) -> str:
@@ -224,9 +236,9 @@ def as_json(setup: Setup, found: Found) -> str:
     tables = tabulate(setup, found)
     derived = ("synchronisation", "computed_comm_ms", "exposed_frac", "spread_frac")
     made = {
-        "command": _command(),
+        "command": command_line(),
         "version": __version__,
-        "machine": _machine(),
+        "machine": machine(),
         "seconds": round(found.seconds, 1),
         "threads": setup.threads,
         "cores": list(setup.cores),
@@ -256,7 +268,7 @@ def plot_html(setup: Setup, found: Found) -> str:
             figure.add_trace(line, row=1, col=column)
         figure.update_xaxes(title_text="ranks", rangemode="tozero", tickvals=[row.ranks for row in rows], col=column)
     figure.update_yaxes(title_text="tokens a second", rangemode="tozero")
-    figure.update_layout(template="plotly_white", title=f"{_machine()}<br><sup>{_command()}</sup>")
+    figure.update_layout(template="plotly_white", title=f"{machine()}<br><sup>{command_line()}</sup>")
     page: str = figure.to_html(include_plotlyjs=True)
     return page
 
@@ -275,11 +287,12 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     return {name: points for name, points in lines.items() if points}
 
 
-def _command() -> str:
+def command_line() -> str:
+    """Returns this process's command, to reproduce the measurement."""
     return shlex.join(["paceline", *sys.argv[1:]])
 
 
-def _machine() -> str:
+def machine() -> str:
     """Names the processor, its cores and torch's version."""
     cores, info = usable_cores(), Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

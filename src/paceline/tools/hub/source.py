@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from paceline.base.errors import UserError
+from paceline.data.hub import message
 from paceline.data.tokenizer import DOCUMENT_TOKENS, FILE, Tokenizer
 from paceline.model.config import ModelConfig
 from paceline.tools.hub import tensors
@@ -161,27 +162,15 @@ def _fetch(repository: str) -> Path:
     """Returns the repository's folder in the hub's cache, without pickles, fetched first if missing."""
     try:
         from huggingface_hub import snapshot_download  # an optional extra, and slow to import
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ImportError:
         raise UserError(
             f"there is no folder {repository} here, and to fetch it from the hub: pip install 'paceline[hub]'"
         ) from None
     try:
         return Path(snapshot_download(repository, allow_patterns=list(_FROM_HUB)))
-    except GatedRepoError as error:
-        raise UserError(
-            f"{repository} on the hub is gated: accept its terms there and log in (`hf auth login`)"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{repository} is neither a folder here nor on the hub; if it is private, log in (`hf auth login`)"
-        ) from error
     except Exception as error:  # of the hub, its HTTP client or the system; no common class
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{repository} is no folder here, and could not be fetched from the hub ({type(error).__name__}: "
-            f"{reason}); what was fetched is kept: try again, or give a folder"
-        ) from error
+        remedy = "what was fetched is kept: try again, or give a folder"
+        raise UserError(f"there is no folder {repository} here, and {message(repository, error, remedy)}") from error
 
 
 def _read_nanogpt(path: Path) -> Source:

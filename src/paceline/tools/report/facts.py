@@ -216,11 +216,9 @@ class Summary:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks had different numbers of sequences in a step. Micro-batches are not split, so ranks are equal
-        only if their number divides the number of micro-batches."""
-        batch, micro = (number(self.records.config.get(f"train.{name}-batch-size")) for name in ("global", "device"))
-        sizes = np.unique(self.steps["world_size"])
-        return any(batch % (micro * size) > 0 for size in sizes[sizes > 1].tolist() if micro > 0)
+        """Whether ranks had different numbers of sequences in a step."""
+        sequences = self.ranks["rank_sequences"]
+        return bool((np.isfinite(sequences) & (sequences != sequences[:, :1])).any())
 
     def label(self, rank: int) -> str:
         """The rank, with its host if known."""

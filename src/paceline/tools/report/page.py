@@ -20,7 +20,7 @@ import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, unused-ignore]
 
 from paceline import __version__
-from paceline.tools.report import events, plots, rank_plots, tables
+from paceline.tools.report import balance, events, plots, rank_plots, tables
 from paceline.tools.report.curves import rows_per_bucket
 from paceline.tools.report.facts import Summary
 from paceline.tools.report.plots import Figure, TimeScale
@@ -60,7 +60,13 @@ def _page(runs: list[Summary]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.globals |= {"plots": plots, "rank_plots": rank_plots, "tables": tables, "events": events}
+    environment.globals |= {
+        "plots": plots,
+        "rank_plots": rank_plots,
+        "tables": tables,
+        "events": events,
+        "balance": balance,
+    }
     environment.globals["rows_per_bucket"] = rows_per_bucket
     return environment.from_string(_asset("page.html")).render(
         policy=f"default-src 'none'; script-src {hash_of_plotly} {_hash(js)}; style-src 'unsafe-inline'; img-src data:",
@@ -108,6 +114,8 @@ def _figures_of(run: Summary, scale: TimeScale) -> dict[str, Figure]:
         made.append(rank_plots.rank_parts(run))
         if run.work_ms.shape[1] > 1:
             made.append(rank_plots.heat_map(run, scale))
+    if balance.balance_of(run) and (shares := balance.figure(run, scale)):
+        made.append(shares)
     if run.traffic:
         made += [rank_plots.links(run.traffic), plots.traffic(run, scale)]
     if run.events:

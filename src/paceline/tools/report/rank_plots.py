@@ -23,6 +23,7 @@ _KINDS = {
     "resume": ("var(--run0)", "triangle-right"),
     "restart": ("var(--run0)", "triangle-right"),
     "checkpoint": ("var(--other)", "line-ns-open"),
+    "shares": ("var(--optimizer)", "hexagon"),
     "straggler": ("var(--exposed)", "diamond"),
     "straggler over": ("var(--exposed)", "diamond-open"),
     "skipped step": ("var(--data)", "x"),
