@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
 
 
 PLAN = ("data/test_batch_plan.py",)
-BALANCE = ("replica/test_balance.py",)
+BALANCE = ("replica/test_balancer.py",)
 ORDER = ("data/test_order.py",)
 LOADER = ("data/test_loader.py",)
 STRATEGIES = ("sync/test_strategies.py",)
