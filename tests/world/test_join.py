@@ -168,7 +168,7 @@ def test_two_processes_of_one_rank_are_both_refused(agents_store: TCPStore) -> N
 
 
 def stay(world: World) -> None:
-    time.sleep(3)
+    time.sleep(4)
 
 
 def test_a_second_rank_that_comes_to_a_complete_world_is_refused_and_the_world_goes_on(agents_store: TCPStore) -> None:

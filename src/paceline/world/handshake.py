@@ -24,7 +24,7 @@ from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.world.env import is_loopback
 from paceline.world.peer import Peer
 
-_READ_S = 1.0  # for other processes to read why they are refused; a dead one never does
+_READ_S = 0.5  # for other processes to read why they are refused; a dead one never does
 _SETTLED_S = 5.0  # then keys of dead processes are gone, and an unanswered rank looks for a complete world
 
 
@@ -94,7 +94,11 @@ def gather_ranks(board: Board, me: Facts, deadline: float) -> tuple[str, list[Pe
             if time.monotonic() > deadline:
                 raise RunError(_who_is_missing(me.world_size, list(present.values())), reach="world")
         except PacelineError as error:
-            _refuse(board, error, [facts.nonce for facts in answered.values()])
+            nonces = [facts.nonce for facts in answered.values()]
+            try:
+                _refuse(board, error, nonces)
+            finally:
+                _wait_until_read(board, nonces)
         if len(present) < me.world_size:
             _pause(began)
     board.post("roster", {"generation": generation, "peers": [asdict(present[rank].peer) for rank in sorted(present)]})
@@ -175,14 +179,17 @@ def numbers_text(ranks: list[int]) -> str:
 
 
 def _refuse(board: Board, error: PacelineError, nonces: list[str]) -> NoReturn:
-    """Posts to the waiting processes why there will be no world, and raises it when they have read it: the store may
-    end with this process."""
+    """Posts to the waiting processes why there will be no world, and raises it."""
     for nonce in nonces:
         board.post(f"refusal/{nonce}", {"message": str(error), "is_user": isinstance(error, UserError)})
+    raise error
+
+
+def _wait_until_read(board: Board, nonces: list[str]) -> None:
+    """Waits until the refused processes have read why: the store may end with this one."""
     deadline = time.monotonic() + _READ_S
     while time.monotonic() < deadline and any(board.read(f"refusal/{nonce}") for nonce in nonces):
         time.sleep(0.02)
-    raise error
 
 
 # ---- every other rank ----
