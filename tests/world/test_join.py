@@ -10,6 +10,8 @@ import re
 import socket
 import time
 from dataclasses import replace
+from functools import partial
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import psutil
@@ -167,13 +169,18 @@ def test_two_processes_of_one_rank_are_both_refused(agents_store: TCPStore) -> N
         assert row[3] < 5
 
 
-def stay(world: World) -> None:
+def stay(over: Event, world: World) -> None:
+    over.wait(40)
+
+
+def stay_4_s(world: World) -> None:
     time.sleep(4)
 
 
 def test_a_second_rank_that_comes_to_a_complete_world_is_refused_and_the_world_goes_on(agents_store: TCPStore) -> None:
     envs = [place(rank, 2, agents_store.port) for rank in (0, 1)]
-    ranks = Ranks(*envs, look=stay)
+    over = FORKS.Event()
+    ranks = Ranks(*envs, look=partial(stay, over))
     time.sleep(1)
     for env in reversed(envs):
         refused = Ranks(env, settled_s=0.2).ended()
@@ -181,6 +188,7 @@ def test_a_second_rank_that_comes_to_a_complete_world_is_refused_and_the_world_g
         assert f"two processes have come as rank {env.rank}" in refused[0][2]
         assert f"pid {ranks.processes[env.rank].pid} on" in refused[0][2]
     assert all(process.is_alive() for process in ranks.processes)
+    over.set()
     assert [row[3] for row in ranks.ended()] == [2.0, 2.0]
 
 
@@ -240,7 +248,7 @@ def test_restarts_need_no_agent(agents_store: TCPStore) -> None:
         port = held.getsockname()[1]
     envs = [place(rank, 2, port, agent_holds_store=False) for rank in (0, 1)]
     for _ in range(3):
-        killed = Ranks(*envs, look=stay)
+        killed = Ranks(*envs, look=stay_4_s)
         time.sleep(0.3)
         killed.kill()
     assert [row[3] for row in Ranks(*envs).ended()] == [2.0, 2.0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.base import units
+from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.data.blend import Blend
 from paceline.data.plan import BatchPlan, in_proportion
@@ -63,7 +64,11 @@ def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Setting
     config.model.check()
     config = config.replace("train", dtype=_dtype(config, facts, choices))
     config = config.replace("parallel", strategy=_strategy(config, facts, choices))
-    config.check()  # also what was chosen
+    try:
+        config.check()  # also what was chosen
+    except UserError as error:
+        error.reach = "world"
+        raise
     config = config.replace("train", global_batch_size=_global_batch(config, choices), global_batch_tokens=0)
     batch = config.train.global_batch_size
     tokens_per_step = batch * config.data.seq_len
