@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.base.ownership import Slice, borders, cut, deal, fill
+from paceline.base.ownership import Slice, assign, borders, cut, fill
 
 weights = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=9)
 costs = st.lists(st.floats(0, 1e6, allow_subnormal=False), max_size=30)
@@ -60,7 +60,7 @@ def test_a_weight_of_nothing_gets_nothing_and_few_elements_leave_parts_empty() -
 
 @given(costs, num_parts)
 def test_every_item_has_an_owner_and_nobody_more_than_the_mean_and_the_costliest(given: list[float], n: int) -> None:
-    owners = deal(given, n)
+    owners = assign(given, n)
     assert len(owners) == len(given)
     assert all(0 <= owner < n for owner in owners)
     loads = [math.fsum(cost for cost, owner in zip(given, owners, strict=True) if owner == rank) for rank in range(n)]
@@ -69,7 +69,7 @@ def test_every_item_has_an_owner_and_nobody_more_than_the_mean_and_the_costliest
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_most_that_a_rank_gets_is_within_four_thirds_of_the_best_deal(given: list[int], n: int) -> None:
-    owners = deal(given, n)
+    owners = assign(given, n)
     most = max(sum(c for c, owner in zip(given, owners, strict=True) if owner == rank) for rank in range(n))
     best = min(
         max(sum(c for c, owner in zip(given, other, strict=True) if owner == rank) for rank in range(n))
@@ -79,8 +79,8 @@ def test_the_most_that_a_rank_gets_is_within_four_thirds_of_the_best_deal(given:
 
 
 def test_ties_go_to_the_lower_rank() -> None:
-    assert deal([1, 1, 1, 1], 3) == [0, 1, 2, 0]
-    assert deal([], 3) == []
+    assert assign([1, 1, 1, 1], 3) == [0, 1, 2, 0]
+    assert assign([], 3) == []
 
 
 # ---- fill ----

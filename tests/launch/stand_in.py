@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import PacelineError
-from paceline.base.status import note_status
+from paceline.base.status import record_status
 from paceline.launch.local import start_ranks
 from paceline.launch.place import OneHost
 
@@ -48,7 +48,7 @@ def rank(run: Path, plan: dict[str, Any]) -> int:
     note = run / f"life-{attempt}-rank-{number}.json"
     note.with_suffix(".new").write_text(json.dumps({**facts, "pid": os.getpid(), "time": time.monotonic()}))
     os.replace(note.with_suffix(".new"), note)
-    return note_status(do(words[-1], heard))
+    return record_status(do(words[-1], heard))
 
 
 def write_rows(run: Path, last: int) -> None:

@@ -26,7 +26,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
     def write(path: Path, *reasons: str, request: Request) -> Path:
         first, _ = for_this_attempt(request, life(0))
-        assert not first.goes_on
+        assert not first.is_restart
         folder = run_folder.create(path)
         folder.lock(first.job)
         folder.append_event("start")
@@ -39,7 +39,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 @pytest.mark.parametrize(
-    ("reasons", "attempt", "goes_on", "over"),
+    ("reasons", "attempt", "is_restart", "over"),
     [
         ((), 0, True, ""),  # crashed, and requeued
         ((), 1, True, ""),
@@ -51,14 +51,14 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 )
 @pytest.mark.parametrize("has_out", [True, False])
 def test_what_becomes_of_a_folder(
-    written: Callable[..., Path], reasons: tuple[str, ...], attempt: int, goes_on: bool, over: str, has_out: bool
+    written: Callable[..., Path], reasons: tuple[str, ...], attempt: int, is_restart: bool, over: str, has_out: bool
 ) -> None:
     path = Path("runs") / "first"
     request = Request(Config(), path if has_out else None)
     written(path, *reasons, request=request)
     found, why = for_this_attempt(request, life(attempt))
-    assert (found.goes_on, why) == (goes_on, over)
-    assert found.out == (path if has_out or goes_on else None)
+    assert (found.is_restart, why) == (is_restart, over)
+    assert found.out == (path if has_out or is_restart else None)
 
 
 def test_another_command_or_job_is_another_run(written: Callable[..., Path]) -> None:
@@ -67,9 +67,9 @@ def test_another_command_or_job_is_another_run(written: Callable[..., Path]) -> 
     written(path, request=request)
     other = Request(Config().replace("optim", lr=1.0), path)
     elsewhere = Request(Config().replace("parallel", interface="eth1"), path)
-    assert not for_this_attempt(other, life(1))[0].goes_on, "people use run ids again"
-    assert not for_this_attempt(request, life(1, "101"))[0].goes_on
-    assert for_this_attempt(elsewhere, life(1))[0].goes_on, "rank 0 may move to another host"
+    assert not for_this_attempt(other, life(1))[0].is_restart, "people use run ids again"
+    assert not for_this_attempt(request, life(1, "101"))[0].is_restart
+    assert for_this_attempt(elsewhere, life(1))[0].is_restart, "rank 0 may move to another host"
 
 
 def test_a_checkpoint_that_was_asked_for_is_asked_for_once(written: Callable[..., Path]) -> None:
@@ -85,7 +85,7 @@ def test_without_a_launcher_each_command_is_a_run_of_its_own(tmp_path: Path, mon
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     found, _ = for_this_attempt(Request(Config(), None, "name"), Environment())
     assert found.job is None
-    assert not found.goes_on
+    assert not found.is_restart
     assert str(found.out).startswith("runs/name-2")
 
 

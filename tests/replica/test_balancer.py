@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data.plan import in_proportion
-from paceline.replica.balance import Balancer, deal
+from paceline.replica.balance import Balancer, divide
 from paceline.replica.result import StepTimes
 
 SEQUENCE_MS, UPDATE_MS = 10.0, 5.0
@@ -54,7 +54,7 @@ def longest(shares: Sequence[int], speeds: Sequence[float]) -> float:
 @pytest.mark.parametrize("num_sequences", [16, 32, 64])
 def test_the_shares_converge_to_the_shortest_step(num_sequences: int, speeds: tuple[float, ...]) -> None:
     changes = adopted(num_sequences, lambda _: speeds, 200)
-    best = longest(deal(num_sequences, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds)), speeds)
+    best = longest(divide(num_sequences, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds)), speeds)
     assert longest(changes[-1][1], speeds) <= 1.05 * best
     in_40_steps = [shares for step, shares in changes if step <= 38]
     assert longest(in_40_steps[-1], speeds) <= 1.1 * best
@@ -72,7 +72,7 @@ def test_it_follows_a_machine_that_slows_down_and_recovers_within_40_steps(noise
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.35), (1.0, 0.5, 0.25), (1.0,) * 8])
 def test_noise_changes_nothing_in_500_steps(speeds: tuple[float, ...]) -> None:
-    begin = deal(64, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds))
+    begin = divide(64, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds))
     for seed in range(4):
         assert not adopted(64, lambda _: speeds, 500, seed=seed, begin=begin)
 
@@ -128,6 +128,6 @@ def test_no_other_shares_end_sooner(ranks: list[tuple[float, float]], more: int)
     def end(shares: Sequence[int]) -> float:
         return max(a + b * n for a, b, n in zip(fixed, costs, shares, strict=True))
 
-    dealt = deal(num_sequences, costs, fixed)
+    dealt = divide(num_sequences, costs, fixed)
     assert sum(dealt) == num_sequences
     assert end(dealt) <= min(map(end, others)) * (1 + 1e-9)

@@ -56,7 +56,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def made(world: World, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, Any, Replica]:
     model = model or net()
     optimizer = sgd(model)
-    world.calls.travelling = None  # of the mistake before, which was survived here alone
+    world.calls.reducing = None  # of the mistake before, which was survived here alone
     return model, optimizer, Replica(model, optimizer, world, **settings)
 
 

@@ -43,18 +43,18 @@ def test_the_first_difference_is_found_with_what_each_rank_called(verbs: list[st
 def test_the_last_eight_are_kept_with_their_lines() -> None:
     calls = Calls()
     for _ in range(20):
-        calls.note("step")
+        calls.record("step")
     assert [number for number, _, _ in calls.last()] == list(range(13, 21))
     assert {(verb, where.split(":")[0]) for _, verb, where in calls.last()} == {("step", "test_calls.py")}
 
 
 def test_a_verb_while_gradients_travel_is_refused_with_its_line() -> None:
     calls, replica = Calls(), object()
-    calls.note("Replica.step", replica)
-    calls.travelling = replica
+    calls.record("Replica.step", replica)
+    calls.reducing = replica
     with pytest.raises(UserError, match=r"test_calls.py:\d+: World.mean was called between"):
-        calls.note("World.mean")
-    calls.note("Replica.step", replica)
+        calls.record("World.mean")
+    calls.record("Replica.step", replica)
     assert [verb for _, verb, _ in calls.last()] == ["Replica.step", "Replica.step"]
 
 

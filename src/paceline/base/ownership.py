@@ -35,7 +35,7 @@ def borders(num_elements: int, weights: Sequence[float]) -> list[int]:
     return [*found, num_elements]
 
 
-def deal(costs: Sequence[float], num_ranks: int) -> list[int]:
+def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
     """Returns the owner of each item. Assigns the costliest first, each to the least loaded rank (Graham, 1969: at most
     4/3 of the optimum). Ties go to the lower rank, so all ranks agree."""
     loads = [0.0] * num_ranks

@@ -36,7 +36,7 @@ def has_launcher() -> bool:
     return STATUS_FOLDER in os.environ and os.environ.get(LAUNCHER) == str(os.getppid())
 
 
-def note_status(code: int, consequence: str | None = None) -> int:
+def record_status(code: int, consequence: str | None = None) -> int:
     """Reports the exit status to the launcher, if there is one, and returns it. Call it before each exit. The agent
     sees 75 as success, and lets other ranks finish; after a failure the launcher may kill this process at once."""
     if not has_launcher():

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from paceline.base.errors import PacelineError, RunError, UserError
-from paceline.base.ownership import Slice, deal
+from paceline.base.ownership import Slice, assign
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint import shards
 from paceline.checkpoint.manifest import Kind
@@ -220,7 +220,7 @@ def _first_damage(
     """Reads every byte of a checkpoint's files; returns the first damage, equal on all ranks. Collective."""
     names = sorted(manifest["files"])
     sizes = [manifest["files"][name]["bytes"] for name in names]
-    owners = deal(sizes, group.size) if everyone_sees else [0] * len(names)
+    owners = assign(sizes, group.size) if everyone_sees else [0] * len(names)
     mine = [name for name, owner in zip(names, owners, strict=True) if owner == group.rank]
 
     def verify(on_progress: Progress) -> str:

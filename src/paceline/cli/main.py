@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
-from paceline.base.status import has_launcher, note_status
+from paceline.base.status import has_launcher, record_status
 
 _VERBS = {
     "train": "train a model, on one rank or many",
@@ -41,7 +41,7 @@ _USAGE = """paceline: data-parallel training of GPT language models, from one la
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     try:
-        return note_status(_dispatch(sys.argv[1:] if arguments is None else arguments))
+        return record_status(_dispatch(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         # With a launcher, that prints it for all its ranks.
         return _end("" if has_launcher() else "interrupted", EXIT_INTERRUPTED)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(error, PacelineError):
             return _end(*_unforeseen(error))
         if error.is_consequence and has_launcher():  # it knows who died, and prints it
-            return note_status(error.exit_status, consequence=str(error))
+            return record_status(error.exit_status, consequence=str(error))
         return _end_with(error)
 
 
@@ -91,13 +91,13 @@ def _end_with(error: PacelineError) -> int:
     """Prints the error, if this rank is the one to print it, and returns the exit status."""
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     if error.reach == "host" and os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 prints it
-        status = note_status(error.exit_status)
+        status = record_status(error.exit_status)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_FIRST_S)
             _print_error(f"{_rank_prefix()}error: {error}")  # still alive: local rank 0 has not seen it
         return status
     if error.reach == "world" and local_rank != "0":  # one rank of each host prints it
-        return note_status(error.exit_status)
+        return record_status(error.exit_status)
     kind = "" if isinstance(error, Stopped) and error.reach != "rank" else "error: "
     log = _own_log() if error.reach == "rank" and not isinstance(error, UserError) else None
     prefix = _rank_prefix() if error.reach == "rank" or os.environ.get("RANK", "0") != "0" else ""
@@ -107,7 +107,7 @@ def _end_with(error: PacelineError) -> int:
 def _end(message: str, status: int) -> int:
     if message:
         _print_error(message)
-    return note_status(status)
+    return record_status(status)
 
 
 def _rank_prefix() -> str:

@@ -205,13 +205,13 @@ def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
     last = run_folder.last_event(out) if out and is_own else {}
     is_complete = last.get("reason") == run_folder.COMPLETE
     # The first attempt of a torchrun with the same run id and command: requeued, or a new run of the same kind.
-    goes_on = is_own and (env.attempt > 0 or not (request.resume or is_complete))
-    if not goes_on and not request.out:
+    is_restart = is_own and (env.attempt > 0 or not (request.resume or is_complete))
+    if not is_restart and not request.out:
         out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete
     over = str(last["reason"]) if is_ended and not _is_restart(str(last["reason"])) else ""
-    resume_step = None if goes_on else request.resume_step
-    return dataclasses.replace(request, out=out, job=job, goes_on=goes_on, resume_step=resume_step), over
+    resume_step = None if is_restart else request.resume_step
+    return dataclasses.replace(request, out=out, job=job, is_restart=is_restart, resume_step=resume_step), over
 
 
 def _is_restart(reason: str) -> bool:
@@ -229,11 +229,11 @@ def _common_text(config: Config) -> str:
 
 def _check_folder(request: Request) -> None:
     """Raises UserError if rank 0 could not write the run, or would have nothing left to do."""
-    if request.out is None or request.resume or request.goes_on:
+    if request.out is None or request.resume or request.is_restart:
         run_folder.check_writable(request.out or _RUNS)
     else:
         run_folder.check_new(request.out)
-    if request.out is not None and request.resume and not request.goes_on:
+    if request.out is not None and request.resume and not request.is_restart:
         _check_reached(request.out, request)
 
 

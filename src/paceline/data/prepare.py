@@ -84,16 +84,16 @@ def prepare(
     have changed since the beginning, or for a bad document. Complete shards are kept.
     """
     recipe.check()
-    asked = _asked(sources, recipe)
+    request = _request(sources, recipe)
     if (folder / INDEX).is_file():
-        index = _same(folder, asked)
+        index = _same(folder, request)
         report.say(f"data: {folder} is prepared already")
         shutil.rmtree(folder / WORK, ignore_errors=True)  # of a process killed just after it wrote the index
         return index
     try:
         with _work_folder(folder) as work:
             if (folder / INDEX).is_file():  # another process was faster
-                return _same(folder, asked)
+                return _same(folder, request)
             for line in [*describe_left_out(sources), *_describe_unused(sources, recipe)]:
                 report.say(f"data: {line}")
             index = _make(sources, recipe, folder, work, report, num_workers, restart)
@@ -114,7 +114,7 @@ def _describe_unused(sources: Sources, recipe: Recipe) -> list[str]:
     ]
 
 
-def _asked(sources: Sources, recipe: Recipe) -> dict[str, Any]:
+def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
     """Returns what identifies a preparation."""
     files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.side] for f in sources.files]
     return {"format": FORMAT_VERSION, "recipe": asdict(recipe), "sources": _hash(files)}
@@ -124,18 +124,20 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _same(folder: Path, asked: dict[str, Any]) -> Index:
+def _same(folder: Path, request: dict[str, Any]) -> Index:
     """Returns the index of a complete folder; raises UserError if it is of another request."""
     index = read_index(folder)
     found = {key: index.origin.get(key) for key in ("recipe", "sources")}
-    if found != {key: asked[key] for key in found}:
-        raise UserError(f"{folder} holds a data set that was prepared {_difference(found, asked)}; give another --out")
+    if found != {key: request[key] for key in found}:
+        raise UserError(
+            f"{folder} holds a data set that was prepared {_difference(found, request)}; give another --out"
+        )
     return index
 
 
-def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
+def _difference(found: dict[str, Any], request: dict[str, Any]) -> str:
     """Describes how a found preparation differs from the request, by command-line names."""
-    before, now = found.get("recipe") or {}, asked["recipe"]
+    before, now = found.get("recipe") or {}, request["recipe"]
     for name, value in now.items():
         if before.get(name) != value:
             return f"with --{name.replace('_', '-')} {before.get(name)!r}, not {value!r}"
@@ -174,8 +176,8 @@ def _make(
     sources: Sources, recipe: Recipe, folder: Path, work: Path, report: Report, num_workers: int, restart: bool
 ) -> Index:
     """Returns the index, which is the last file written."""
-    asked = _asked(sources, recipe)
-    begun = {**asked, "stamps": _hash([file.stamp for file in sources.files])}
+    request = _request(sources, recipe)
+    begun = {**request, "stamps": _hash([file.stamp for file in sources.files])}
     is_piped = sources.files[0].path == STANDARD_INPUT
     tokenizer = None if restart else _begun_with(begun, folder, work)
     if tokenizer is None or (is_piped and not (work / PROGRESS).exists()):  # perhaps the tokenizer is another stream's
@@ -208,14 +210,14 @@ def _make(
     _require_both(splits, builder.counts, recipe)
     assert tokenizer.end_of_text is not None  # _choose_tokenizer requires it
     record = TokenizerRecord(TOKENIZER, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
-    origin = {**_origin(sources, builder.counts), **asked}
+    origin = {**_origin(sources, builder.counts), **request}
     index = Index(sources.name, tokenizer.vocab_size, splits, record, TOKEN_BYTES, origin)
     sync(folder)
     write_index(folder, index)
     return index
 
 
-def _begun_with(asked: dict[str, Any], folder: Path, work: Path) -> Tokenizer | None:
+def _begun_with(request: dict[str, Any], folder: Path, work: Path) -> Tokenizer | None:
     """Returns the tokenizer of an unfinished preparation; None if there is none, or nothing was made of it yet. Raises
     UserError if the request or the tokenizer has changed."""
     try:
@@ -225,11 +227,11 @@ def _begun_with(asked: dict[str, Any], folder: Path, work: Path) -> Tokenizer | 
     except ValueError as error:
         raise UserError(f"{work / _BEGUN} is damaged ({error}); --restart begins anew") from error
     sha256 = found.pop("tokenizer", "")
-    if found != asked:
+    if found != request:
         if not any(path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*")):
             return None
         raise UserError(
-            f"{folder} was begun {_difference(found, asked)}; ask for the same again, or --restart to begin anew"
+            f"{folder} was begun {_difference(found, request)}; ask for the same again, or --restart to begin anew"
         )
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.sha256 != sha256:

@@ -84,9 +84,9 @@ class RunFolder:
             raise UserError(f"{self.path} cannot be locked ({error}); choose a folder on another disk") from None
         self._lock = lock
         replace(self.path / "lock.holder", f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), _OWN)
-        self.note_job(job)
+        self.record_job(job)
 
-    def note_job(self, job: str | None) -> None:
+    def record_job(self, job: str | None) -> None:
         """Records the job that writes this run; a later attempt of it resumes the run. Raises OSError."""
         if job is None:
             (self.path / "job").unlink(missing_ok=True)

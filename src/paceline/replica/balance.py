@@ -2,7 +2,7 @@
 all ranks decide the same from the same numbers.
 
 A rank's own work takes a + b n ms for n sequences. b is measured as the median time of data, forward and backward over
-n, a as the median of the rest (update). Sequences are dealt one at a time to the rank that would end first with one
+n, a as the median of the rest (update). Sequences are assigned one at a time to the rank that would end first with one
 more. The new shares are adopted if they make a step shorter by at least 2%, and by more than noise explains. Then the
 steps are measured: shares that did not make them shorter (a link may be what limits them) are taken back.
 """
@@ -28,6 +28,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 100, 1600
 _OTHER_SPEED = 1.25
 
 Floats = NDArray[np.float64]
+Milliseconds = Sequence[float] | Floats
 
 
 class Change(NamedTuple):
@@ -120,8 +121,8 @@ class Balancer:
             if window > len(self._step):
                 break
             cost, fixed = self._medians(window)
-            dealt = np.array(deal(sum(self.shares), cost, fixed))
-            now, new = fixed + cost * shares, fixed + cost * dealt
+            divided = np.array(divide(sum(self.shares), cost, fixed))
+            now, new = fixed + cost * shares, fixed + cost * divided
             slowest, slowest_new = int(now.argmax()), int(new.argmax())
             gain = float(now[slowest] - new[slowest_new])
             error = float(np.hypot(now[slowest] * noise[slowest], new[slowest_new] * noise[slowest_new])) / window**0.5
@@ -130,7 +131,7 @@ class Balancer:
             self._trial = _Trial(self.shares, step_ms, gain, cost)
             costs = ", ".join(f"{ms:.3g}" for ms in cost)
             return self._adopt(
-                tuple(dealt.tolist()),
+                tuple(divided.tolist()),
                 f"a sequence takes {costs} ms by rank; steps of {step_ms - gain:.1f} ms predicted, now {step_ms:.1f}",
             )
         return None
@@ -156,7 +157,9 @@ class Balancer:
         return np.asarray(1.2533 * deviation / middle)  # a median varies by sqrt(pi / 2) more than a mean
 
 
-def deal(num_sequences: int, cost_ms: Sequence[float] | Floats, fixed_ms: Sequence[float] | Floats) -> tuple[int, ...]:
+def divide(
+    num_sequences: int, cost_ms: Sequence[float] | Floats, fixed_ms: Sequence[float] | Floats
+) -> tuple[int, ...]:
     """Returns shares, at least 1 each, of which the longest fixed_ms + cost_ms * share is the shortest possible."""
     shares = [1] * len(cost_ms)
     ends = [(fixed + 2 * cost, rank) for rank, (cost, fixed) in enumerate(zip(cost_ms, fixed_ms, strict=True))]

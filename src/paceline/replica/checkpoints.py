@@ -78,7 +78,7 @@ class Checkpoints(CheckpointFolder):
         for name, thing in others.items():
             contents.check_object(name, thing)
         world = next(iter(replicas.values())).world
-        world.calls.note("Checkpoints")
+        world.calls.record("Checkpoints")
         if (earlier := _OPEN.get(folder.resolve())) is not None:  # an earlier object of this process
             earlier._end()
         self._lock = _make_and_lock(folder, world.group)
@@ -105,7 +105,7 @@ class Checkpoints(CheckpointFolder):
         that step. Raises UserError if something cannot be saved or the folder is another run's, RunError if replicas
         differ.
         """
-        self.world.calls.note("Checkpoints.save")
+        self.world.calls.record("Checkpoints.save")
         self._require_own()
         self._finish_save()
         states = self._states_of_others()
@@ -128,7 +128,7 @@ class Checkpoints(CheckpointFolder):
 
         Later checkpoints are set aside. Raises UserError if the checkpoint does not fit, RunError if none is complete.
         """
-        self.world.calls.note("Checkpoints.restore")
+        self.world.calls.record("Checkpoints.restore")
         found = self.find()
         if found is None:
             self._is_own = True

@@ -113,7 +113,7 @@ class _Membership:
         try:
             for call in self.before_leaving:
                 call()
-            self.world.calls.note(LEAVE)
+            self.world.calls.record(LEAVE)
             self.world.group.barrier()
         except BaseException as failure:
             if self.is_rank():

@@ -68,6 +68,6 @@ def _drop_open_step(replica: "Replica") -> None:
     mistakes.warn(f"step {step.number} had no step.finish(): its gradients are dropped", replica.world)
     with contextlib.suppress(UserError):
         replica.gradients.reveal()
-    replica.world.calls.travelling = None
+    replica.world.calls.reducing = None
     replica.sync.reduce()
     replica.sync.publish()

@@ -202,7 +202,7 @@ def _is_scale(factor: torch.Tensor) -> bool:
     return any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
 
 
-def tell_of_batch_norm(model: nn.Module, world: World) -> list[torch.Tensor]:
+def warn_of_batch_norm(model: nn.Module, world: World) -> list[torch.Tensor]:
     """Returns the running statistics of batch norms, which are averaged over ranks after each step; warns that each
     rank normalises by its own batch."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -223,7 +223,7 @@ def digest_of(batch: object) -> int:
     return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
 
 
-def tell_of_same_rows(first_digests: Sequence[int], world: World) -> None:
+def warn_of_same_rows(first_digests: Sequence[int], world: World) -> None:
     """Warns if ranks began with the same micro-batch, as with unshared loaders. first_digests: by rank; 0: none."""
     alike = [rank for rank, digest in enumerate(first_digests) if digest and first_digests.count(digest) > 1]
     if alike:
@@ -234,13 +234,13 @@ def tell_of_same_rows(first_digests: Sequence[int], world: World) -> None:
         )
 
 
-def tell_of_prefix(model: nn.Module, world: World) -> None:
+def warn_of_prefix(model: nn.Module, world: World) -> None:
     """Makes a compiled model warn when its state_dict has torch.compile's prefix, which no other program expects."""
     if any(COMPILED in name for name, _ in model.named_parameters()):
-        model.register_state_dict_post_hook(_TellOfPrefix(world))  # type: ignore[no-untyped-call]
+        model.register_state_dict_post_hook(_WarnOfPrefix(world))  # type: ignore[no-untyped-call]
 
 
-class _TellOfPrefix:
+class _WarnOfPrefix:
     """The hook. A copy of the model gets one without a world, since a world cannot be copied; it never warns."""
 
     def __init__(self, world: World | None = None):
@@ -255,7 +255,7 @@ class _TellOfPrefix:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _TellOfPrefix, ()
+        return _WarnOfPrefix, ()
 
 
 def plain(name: str) -> str:

@@ -73,7 +73,7 @@ class Replica:
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
-        world.calls.note("Replica")
+        world.calls.record("Replica")
         if dtype not in _DTYPES:
             raise UserError(f"{place()}: dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
         if strategy == "auto":
@@ -95,8 +95,8 @@ class Replica:
         if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
             mistakes.check_same_start(model, world)
             broadcast_parameters(model, world.group)
-        self.statistics = RunningStatistics(mistakes.tell_of_batch_norm(model, world), world.group)
-        mistakes.tell_of_prefix(model, world)
+        self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
+        mistakes.warn_of_prefix(model, world)
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb)
         self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks))
         self.sync = self.gradients.sync
@@ -219,7 +219,7 @@ class Replica:
         """Returns all weights and buffers by their plain names, unsharded; tied ones by each name. Collective with fsdp
         only; otherwise rank 0 may call it alone."""
         if self.sync.shards_weights:
-            self.world.calls.note("Replica.state_dict")
+            self.world.calls.record("Replica.state_dict")
         self.wait_for_params()
         found = {**self.sync.full_weights(), **self.buffers()}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -260,7 +260,7 @@ class Replica:
         with self.precision(enabled=False):
             is_alone = len(self._all) == 1 or self.sync.shards_weights
             self.gradients.backward(scaled_loss, is_last=is_last, for_this_model=not is_alone)
-        self.world.calls.travelling = self if is_last else None
+        self.world.calls.reducing = self if is_last else None
 
     def update(self, unused: Sequence[str]) -> None:
         """Updates this rank's part; parameters that no rank used stay unchanged, as in one process."""

@@ -77,7 +77,7 @@ def share(
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise UserError(f"{place()}: {name} is {value}; it is at least 1")
-    world.calls.note("share")
+    world.calls.record("share")
     _check_shares(shares, world)
     shares = shares if isinstance(shares, str) else tuple(shares)
     given = _Arguments(world, batch_size, micro_batch_size, micro_batches, shares, shuffle, seed, drop_last, collate_fn)
@@ -155,7 +155,7 @@ class Share:
         self._is_loaded = self._is_left = False
         self._iterator += 1
         number = self._iterator
-        self._world.calls.note("share")
+        self._world.calls.record("share")
         if self._drawn is None:
             self._drawn = self._source.begin(self._pass)
         for batch in self._source.steps(self._pass, self.step, self._drawn):

@@ -67,7 +67,7 @@ class Source:
         return contextlib.nullcontext() if self._world.world_size == 1 else generators.seeded(key(*parts))
 
     def _share_integers(self, *mine: int) -> list[list[int]]:
-        self._world.calls.note("share")
+        self._world.calls.record("share")
         return self._world.group.share_integers(list(mine))
 
     def _require_same(self, step: int, digest: int | None) -> None:
@@ -260,7 +260,7 @@ class FunctionSource(Source):
 
     def _equalise_generators(self) -> None:
         """Copies rank 0's global generators to all ranks. Collective."""
-        self._world.calls.note("share")
+        self._world.calls.record("share")
         generators.agree(self._world.group, _CPU)
 
     def _draw(self, first: Any, mine: list[range]) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch, num_rows
 from paceline.replica.passes import Pass, passes
 from paceline.replica.result import Exchanged, StepClock, StepResult, StepTimes
-from paceline.replica.trouble import Trouble, whose_trouble
+from paceline.replica.trouble import Trouble, find_trouble
 from paceline.world.calls import place
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Step:
         Raises UserError on all ranks if micro-batches of different sizes would have equal weight.
         """
         replica, sync = self._replica, self._replica.sync
-        replica.world.calls.note("Step.finish", replica)
+        replica.world.calls.record("Step.finish", replica)
         self._require_complete("finish")
 
         # ---- sum over ranks, clip ----
@@ -156,7 +156,7 @@ class Step:
         if math.isfinite(norm):
             replica.update(self._unused)
         else:
-            trouble = whose_trouble(sync, replica.world.group)
+            trouble = find_trouble(sync, replica.world.group)
         replica.scaler.observe(trouble is not None)
         self._clock.end("optim")
 
@@ -175,7 +175,7 @@ class Step:
         before `finish`. With zero this costs an all-gather of the gradients; with fsdp `.grad` is a DTensor, one shard
         on each rank.
         """
-        self._replica.world.calls.note("Step.reduce", self._replica)
+        self._replica.world.calls.record("Step.reduce", self._replica)
         self._require_complete("reduce")
         self._sum_gradients(())
         self._replica.gradients.expose(self._scale())
@@ -209,7 +209,7 @@ class Step:
         replica.updates.check_groups()
         replica.at("reduce")
         gradients, used = replica.gradients.reduce()
-        replica.world.calls.travelling = None
+        replica.world.calls.reducing = None
         if not self._is_total_given:
             self._learn_total(used, share)
         return gradients
@@ -230,7 +230,7 @@ class Step:
                 "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
                 reach="world",
             )
-        mistakes.tell_of_same_rows([int(row.digest) for row in self._rows], replica.world)
+        mistakes.warn_of_same_rows([int(row.digest) for row in self._rows], replica.world)
         self._total = math.fsum(row.weight for row in self._rows)
         if not self._total:
             raise UserError(f"{place()}: no rank had a micro-batch in this step", reach="world")

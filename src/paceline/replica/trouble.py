@@ -24,7 +24,7 @@ class Trouble:
         return text + (f", by rank {', '.join(map(str, self.ranks))}" if self.ranks else ", by no rank alone")
 
 
-def whose_trouble(sync: Strategy, group: Group) -> Trouble:
+def find_trouble(sync: Strategy, group: Group) -> Trouble:
     """Finds the parameter and the ranks of a gradient that is not finite. Collective, between reduce and publish."""
     rows = [json.loads(text) for text in group.share_text(json.dumps(sync.not_finite()))]
     parameter = next((name for name, _ in rows if name), None)

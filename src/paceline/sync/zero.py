@@ -156,7 +156,7 @@ def _assign(
 ) -> tuple[dict[str, int], list[float]]:
     """Returns the owner of each unsplit parameter, and each rank's share of all others, so that states are equal."""
     sizes = {name: parameter.numel() for name, parameter in members}
-    owners = dict(zip(unsplit_costs, ownership.deal(list(unsplit_costs.values()), num_ranks), strict=True))
+    owners = dict(zip(unsplit_costs, ownership.assign(list(unsplit_costs.values()), num_ranks), strict=True))
     loads = [0.0] * num_ranks
     for name, owner in owners.items():
         loads[owner] += len(muon.MOMENTS) * sizes[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.base import faults
 from paceline.base.errors import EXIT_FAILED, UserError
-from paceline.base.status import note_status
+from paceline.base.status import record_status
 from paceline.checkpoint.steps import list_steps
 from paceline.config import Config, to_toml
 from paceline.data.blend import Blend
@@ -98,7 +98,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         console.say(warning, style="yellow")
     peak = peak_flops(world.device, settings.dtype, kept_in=cache_dir())
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
-    if request.goes_on:
+    if request.is_restart:
         banner.start_again(console, world, settings, folder.shown)
     else:
         banner.start(console, world, settings, data, peak, folder.shown)
@@ -136,7 +136,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
 
     def make() -> dict[str, Any]:
         nonlocal folder
-        resumes = request.resume or request.goes_on
+        resumes = request.resume or request.is_restart
         try:
             if not resumes:
                 run_folder.check_new(path)
@@ -147,16 +147,16 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
         except OSError as error:
             raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
         is_new = not list_steps(folder.checkpoints)
-        return {"path": str(path), "is_new": is_new, "request": [request.goes_on, request.resume_step]}
+        return {"path": str(path), "is_new": is_new, "request": [request.is_restart, request.resume_step]}
 
     answer = from_rank_0(world.group, make)
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
             folder.write_setup(to_toml(config), blend.tokenizer_json)
-            folder.note_job(request.job)  # this host may have rank 0 in a later attempt
-    goes_on, resume_step = answer["request"]
-    return replace(request, goes_on=goes_on, resume_step=resume_step), folder, answer["is_new"]
+            folder.record_job(request.job)  # this host may have rank 0 in a later attempt
+    is_restart, resume_step = answer["request"]
+    return replace(request, is_restart=is_restart, resume_step=resume_step), folder, answer["is_new"]
 
 
 def make_watchdog(
@@ -172,7 +172,7 @@ def make_watchdog(
             folder.append_event("hang", message=verdict.message, ranks=list(verdict.culprits))
         if world.rank == speaker:
             print_error(f"error: {verdict.message}")
-        note_status(EXIT_FAILED)
+        record_status(EXIT_FAILED)
 
     return Watchdog(
         world.peers,

@@ -203,7 +203,7 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     if len(facts) == 1:
         chosen, why = "ddp", "one rank"
     elif config.optim.name == "muon":
-        chosen, why = "zero", "Muon's update is dealt out over the ranks"
+        chosen, why = "zero", "Muon's update is divided over the ranks"
     elif not kinds and needed["ddp"] <= free * _MEMORY_SHARE:
         chosen, why = "ddp", f"weights, gradients and state take {units.size(needed['ddp'])} of {room}"
     elif needed["zero"] <= free * _MEMORY_SHARE or sends_gpu_memory_by_gloo(facts):

@@ -23,7 +23,7 @@ from paceline.world.group import from_rank_0
 def restore_or_begin(setup: Setup) -> None:
     """Restores the newest complete checkpoint, or the requested one, whose later records are then dropped; without
     checkpoints starts at step 0. Collective."""
-    resumes = setup.request.resume or setup.request.goes_on
+    resumes = setup.request.resume or setup.request.is_restart
     if resumes and _restore(setup):
         return
     reached = setup.folder.forget_after(0) if setup.world.is_main else 0

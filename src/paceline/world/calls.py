@@ -23,12 +23,12 @@ class Calls:
     def __init__(self) -> None:
         self._number = 0
         self._last: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
-        self.travelling: object | None = None  # the replica whose gradients are being reduced
+        self.reducing: object | None = None  # the replica whose gradients are being reduced
 
-    def note(self, verb: str, owner: object | None = None) -> None:
+    def record(self, verb: str, owner: object | None = None) -> None:
         """Records a verb; each verb calls it first. owner: the replica whose verb it is. Raises UserError between the
         last backward of a step and its `finish`, where a rank without a micro-batch still has to send its gradients."""
-        if self.travelling is not None and self.travelling is not owner and verb != LEAVE:
+        if self.reducing is not None and self.reducing is not owner and verb != LEAVE:
             raise UserError(
                 f"{place()}: {verb} was called between the last step.backward and step.finish, while gradients are on "
                 "their way: call it after step.finish()"

@@ -111,14 +111,14 @@ class World:
     def sum(self, value: Number) -> Number:
         """Returns the sum over ranks: of a number as a float64, of a tensor (same shape on all ranks) as a new tensor.
         Collective, like the verbs below. Raises UserError between a step's last backward and its finish."""
-        self.calls.note("World.sum")
+        self.calls.record("World.sum")
         if isinstance(value, torch.Tensor):
             return self._reduced(value, "sum")
         return math.fsum(row[0] for row in self.group.share([float(value)]))
 
     def max(self, value: Number) -> Number:
         """Returns the maximum over ranks: of a number as a float64, of a tensor element by element."""
-        self.calls.note("World.max")
+        self.calls.record("World.max")
         if isinstance(value, torch.Tensor):
             return self._reduced(value, "max")
         return max(row[0] for row in self.group.share([float(value)]))
@@ -126,7 +126,7 @@ class World:
     def mean(self, value: Number, weight: float = 1.0) -> Number:
         """Returns the mean over ranks of a number or a tensor, weighted by the number of samples or tokens behind each
         rank's value. A rank of weight 0 does not count; nan if all weights are 0."""
-        self.calls.note("World.mean")
+        self.calls.record("World.mean")
         weight = float(weight)
         if isinstance(value, torch.Tensor):
             total = math.fsum(row[0] for row in self.group.share([weight]))
@@ -139,7 +139,7 @@ class World:
     def gather(self, value: Number) -> "list[Number]":
         """Returns the numbers or tensors of all ranks, by rank, on every rank. Tensors have the same dtype and shape,
         except for the first dimension; they stay on their device."""
-        self.calls.note("World.gather")
+        self.calls.record("World.gather")
         if not isinstance(value, torch.Tensor):
             return [row[0] for row in self.group.share([float(value)])]
         rows = value.detach().reshape(1) if not value.dim() else value.detach()
@@ -154,13 +154,13 @@ class World:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.calls.note("World.barrier")
+        self.calls.record("World.barrier")
         self.group.barrier()
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """Runs the body on rank 0 first, then on all others: for a download or a cache that one makes and all read."""
-        self.calls.note("World.main_first")
+        self.calls.record("World.main_first")
         if not self.is_main:
             self.group.barrier()
         yield
