@@ -15,7 +15,7 @@ from paceline.tools.bench.laws import Evidence, Seat, Verdict
 
 pytestmark = pytest.mark.alone
 
-LAWS = ["the world", "replicas are equal", "the same curve", "resume is exact"]
+LAWS = ["the world", "replicas are equal", "the same curve", "shares do not matter", "resume is exact"]
 
 
 def verdicts(ended: Ended) -> dict[str, str]:
@@ -36,12 +36,12 @@ def verified(tmp_path: Path, *flags: str, status: int = 0, env: dict[str, str] |
 @pytest.mark.long
 def test_a_flipped_bit_fails_the_row_on_replicas_and_keeps_what_shows_it(tmp_path: Path) -> None:
     ended = verified(tmp_path, "--nproc", "2", status=1, env={"PACELINE_FAULTS": "rank=1 step=5 kind=flip"})
-    assert list(verdicts(ended).items()) == list(zip(LAWS, ["pass", "FAIL", "open", "open"], strict=True))
+    assert list(verdicts(ended).items()) == list(zip(LAWS, ["pass", "FAIL", "open", "open", "open"], strict=True))
     said = re.sub(r"\s+", " ", ended.out)
     assert "replicas are not equal at" in said  # the table breaks the line here
     assert "step 5: " in said
     assert "run `paceline verify --nproc 2` on each host alone" in said
-    assert "1 of 4 checks failed (2 ranks" in said
+    assert "1 of 5 checks failed (2 ranks" in said
     folder = kept_folder(ended)
     assert (folder / "straight/metrics.jsonl").exists()
     assert "replicas are not equal" in (folder / "straight-rank-00000.out").read_text()
@@ -52,7 +52,7 @@ def test_a_rank_that_computes_something_else_fails_the_row_on_the_curve(tmp_path
     """No update in step 5, agreed by all ranks: replicas stay equal, a resume repeats it, and one process knows no such
     thing."""
     ended = verified(tmp_path, "--nproc", "2", status=1, env={"PACELINE_FAULTS": "rank=1 step=5 kind=nan"})
-    assert list(verdicts(ended).items()) == list(zip(LAWS, ["pass", "pass", "FAIL", "pass"], strict=True))
+    assert list(verdicts(ended).items()) == list(zip(LAWS, ["pass", "pass", "FAIL", "pass", "pass"], strict=True))
     said = re.sub(r"\s+", " ", ended.out)
     assert "step 5 was skipped in one of the two" in said
     assert "straight/metrics.jsonl" in said
@@ -82,9 +82,9 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `verify --keep` kept, of one process: the straight run and the one that was stopped."""
     place = tmp_path_factory.mktemp("verify")
     ended = verified(place, "--keep")
-    assert list(verdicts(ended).items()) == list(zip(LAWS, ["pass", "open", "open", "pass"], strict=True))
-    assert "2 could not be judged in a world of one" in ended.out
-    assert ended.out.count("needs two ranks") == 2
+    assert list(verdicts(ended).items()) == list(zip(LAWS, ["pass", "open", "open", "open", "pass"], strict=True))
+    assert "3 could not be judged in a world of one" in ended.out
+    assert ended.out.count("needs two ranks") == 3
     return kept_folder(ended)
 
 
@@ -157,6 +157,10 @@ def test_a_curve_further_away_than_rounding_fails_with_the_step(copied: Path) ->
     assert seen.startswith("at most 2.0e-04 apart, at step 20")
     change(alone / "metrics.jsonl", loss=None)  # as NaN is recorded
     assert laws.check_curve(left(copied))[0] is False
+    shutil.copytree(copied / "straight", copied / "shares")
+    assert laws.check_shares(left(copied))[0]
+    change(copied / "shares/metrics.jsonl", loss=loss + 2e-4)
+    assert laws.check_shares(left(copied))[0] is False
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The laws that `paceline verify` checks, each a function of the records of four runs (verify.py starts them)."""
+"""The laws that `paceline verify` checks, each a function of the records of five runs (verify.py starts them)."""
 
 import json
 import tomllib
@@ -91,19 +91,31 @@ def check_replicas(found: Evidence) -> Verdict:
 
 def check_curve(found: Evidence) -> Verdict:
     """The loss of each step equals that of one process."""
+    return _compare(found, "alone", "the run of one process")
+
+
+def check_shares(found: Evidence) -> Verdict:
+    """The loss of each step does not depend on how many of its sequences each rank computes."""
+    return _compare(found, "shares", "the run with unequal shares")
+
+
+def _compare(found: Evidence, other: str, shown: str) -> Verdict:
+    """Whether a run has the losses of the straight run."""
     if len(found.seats) == 1:
         return None, _NEEDS_TWO
-    if "alone" not in found.failures:
+    if other not in found.failures:
         return None, _NOT_JUDGED
-    if failure := found.failures["alone"]:
-        return False, f"the run of one process failed: {failure}"
-    one, many = (runs.training_rows(found.folder / name) for name in ("alone", "straight"))
+    if failure := found.failures[other]:
+        return False, f"{shown} failed: {failure}"
+    one, many = (runs.training_rows(found.folder / name) for name in (other, "straight"))
     if [row["step"] for row in one] != [row["step"] for row in many]:
-        return False, f"{len(one)} steps alone, {len(many)} on all ranks"
+        return False, f"{len(one)} steps in {shown}, {len(many)} in the straight one"
     gaps = [_gap(a["loss"], b["loss"]) for a, b in zip(one, many, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
     losses = f"loss {many[0]['loss']:.4f} to {many[-1]['loss']:.4f}"
     seen = f"at most {gaps[worst]:.1e} apart, at step {one[worst]['step']}; {losses}"
+    if other == "shares":
+        seen += f"; {' and '.join(map(str, one[0]['rank_sequences']))} sequences by rank"
     skipped = [b["step"] for a, b in zip(one, many, strict=True) if a["skipped"] != b["skipped"]]
     if skipped:
         return False, f"{seen}; step {skipped[0]} was skipped in one of the two"
@@ -163,6 +175,12 @@ LAWS = (
         f"within {CURVE_TOLERANCE:g} nats a token of one process, {NUM_STEPS} steps",
         check_curve,
         "compare loss, grad_norm and skipped in straight/metrics.jsonl and alone/metrics.jsonl, step by step",
+    ),
+    Law(
+        "shares do not matter",
+        f"within {CURVE_TOLERANCE:g} nats a token of equal shares, {NUM_STEPS} steps",
+        check_shares,
+        "compare loss, grad_norm and rank_sequences in straight/metrics.jsonl and shares/metrics.jsonl, step by step",
     ),
     Law(
         "resume is exact",

@@ -4,6 +4,7 @@ Every rank runs this, and starts `paceline train` processes that take its place 
 
     straight   all ranks, 20 steps, replicas compared after each
     alone      rank 0 by itself, the same 20 steps
+    shares     all ranks, the same 20 steps, the first rank with most of each step's sequences
     stopped    all ranks, asked to stop after 10
     resumed    all ranks, from there to 20
 
@@ -19,6 +20,7 @@ import shutil
 import socket
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from paceline.base import faults, units
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LOST_PEERS
 from paceline.base.net import listen
 from paceline.config import Config, to_toml
+from paceline.data.plan import in_proportion
 from paceline.record.console import Console
 from paceline.tools.bench import runs
 from paceline.tools.bench.laws import LAWS, NUM_STEPS, STOP_AT, Evidence, Seat, Verdict, plural
@@ -40,12 +43,13 @@ from paceline.world.env import Environment, listening_address, transfer_address
 from paceline.world.runtime import World, open_world
 
 _PATIENCE_S = 3600.0  # waiting for other ranks' runs, which have deadlines
-_RUNS = ("straight", "alone", "stopped", "resumed")
+_RUNS = ("straight", "alone", "shares", "stopped", "resumed")
 
 
 def config_of(config: Config) -> Config:
     """Returns the config of the runs: this model, data and world for 20 steps in float32."""
-    return runs.only_steps(config, NUM_STEPS, dtype="float32").replace("parallel", check_every=1, repair=False)
+    config = runs.only_steps(config, NUM_STEPS, dtype="float32")
+    return config.replace("parallel", check_every=1, repair=False, shares="equal")
 
 
 def verify(config: Config, env: Environment, console: Console, *, keep: bool = False) -> int:
@@ -154,7 +158,7 @@ class _Starter:
 
 
 def _make_runs(starter: _Starter) -> Evidence:
-    """Makes the four runs until one fails. Collective."""
+    """Makes the five runs until one fails. Collective."""
     world, folder = starter.world, starter.folder
     seats = [
         Seat(**json.loads(text)) for text in world.group.share_text(json.dumps(dataclasses.asdict(_seat(starter))))
@@ -165,12 +169,21 @@ def _make_runs(starter: _Starter) -> Evidence:
             if world.world_size > 1:
                 one = ("--parallel.interface", "", "--parallel.expect-ranks", "0")
                 starter.on_rank_0("alone", *train, str(folder / "alone"), *one)
+                starter.on_all_ranks("shares", *train, str(folder / "shares"), *_unequal_shares(world, folder))
             stop = ("--train.stop-at-step", str(STOP_AT))
             stopped = str(folder / "stopped")
             if starter.on_all_ranks("stopped", *train, stopped, *stop, status=EXIT_RESUMABLE):
                 interface = ("--parallel.interface", starter.config.parallel.interface)
                 starter.on_all_ranks("resumed", "resume", stopped, *interface)
     return Evidence(folder, seats, starter.failures)
+
+
+def _unequal_shares(world: World, folder: Path) -> tuple[str, ...]:
+    """Returns flags for the straight run's batch with unequal shares. Collective: rank 0 reads its config."""
+    config = tomllib.loads((folder / "straight/config.toml").read_text()) if world.is_main else {}
+    batch = world.group.broadcast_json(config["train"]["global_batch_size"] if config else 0)
+    shares = in_proportion(batch, [3.0] + [1.0] * (world.world_size - 1))
+    return "--train.global-batch-size", str(batch), "--parallel.shares", ",".join(map(str, shares))
 
 
 def _seat(starter: _Starter) -> Seat:
