@@ -118,7 +118,7 @@ def test_a_real_run_and_several_together(browser: Browser, runs: Path, tmp_path:
     parts = ["Where a step goes", "Rank by rank", "Communication", "What happened", "Config"]
     headings = [
         heading for heading in headings if heading != "Shares of unequal ranks"
-    ]  # where speeds differ by chance
+    ]  # speeds may differ
     assert headings == [*curves, *parts]
     names = shown.evaluate("document.getElementById('run0-ranks').data.map(t => t.name)")
     assert names == ["data", "forward", "backward", "exposed communication", "optimizer", "other"]
