@@ -116,9 +116,7 @@ def test_a_real_run_and_several_together(browser: Browser, runs: Path, tmp_path:
     headings = shown.evaluate("[...document.querySelectorAll('h2')].map(h => h.textContent)")
     curves = ["Loss", "Throughput", "Learning rate and gradient norm"]
     parts = ["Where a step goes", "Rank by rank", "Communication", "What happened", "Config"]
-    headings = [
-        heading for heading in headings if heading != "Shares of unequal ranks"
-    ]  # speeds may differ
+    headings = [heading for heading in headings if heading != "Shares of unequal ranks"]  # speeds may differ
     assert headings == [*curves, *parts]
     names = shown.evaluate("document.getElementById('run0-ranks').data.map(t => t.name)")
     assert names == ["data", "forward", "backward", "exposed communication", "optimizer", "other"]
