@@ -88,9 +88,8 @@ class Balancer:
         """Returns the shares before if the current ones did not make steps shorter."""
         self._trial = None
         step_ms = self._median_step_ms()
-        all_slower = max(
-            1.0, float((self._medians(_WINDOWS[0])[0] / trial.cost_ms).min())
-        )  # the shares did not cause it
+        slower = self._medians(_WINDOWS[0])[0] / trial.cost_ms
+        all_slower = max(1.0, float(slower.min()))  # the shares did not cause what slows all ranks
         if step_ms <= all_slower * (trial.step_ms - trial.gain_ms / 4):
             self._pause = _FIRST_PAUSE
             return None

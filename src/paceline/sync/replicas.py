@@ -90,9 +90,11 @@ def repair(found: list[Difference], tensors: Mapping[str, torch.Tensor], group: 
 def take_rounding_of_rank_0(tensors: Iterable[torch.Tensor], group: Group, device: torch.device) -> None:
     """Replaces tensors by rank 0's where they differ by rounding only, as averages of weights do that unequal
     processors computed. Others stay as they are, and are found by a comparison. Collective. device: of the group."""
-    for tensor in tensors:
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
+    averages = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    shapes = str([(tensor.dtype, tensor.shape) for tensor in averages])
+    if len(set(group.share_text(shapes))) > 1:  # broadcasts would not match; the comparison names the difference
+        return
+    for tensor in averages:
         theirs = tensor.detach().to(device, copy=True)
         group.broadcast(theirs)
         theirs = theirs.to(tensor.device)
