@@ -51,6 +51,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With --dist loadgroup, all labs run in one process, one after another, and so do a file's other tests."""
+    for item in items:
+        is_lab = item.get_closest_marker("lab") is not None
+        if is_lab or item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("lab" if is_lab else item.path.name))
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_process_behind() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}

@@ -9,8 +9,6 @@ from campaign import EVERY, STEPS, Hit, make, undisturbed
 
 from paceline.base.faults import SAVE_PHASES, STEP_PHASES
 
-pytestmark = pytest.mark.alone
-
 ZERO_OF_THREE = 2  # in SETTINGS: the state is in three parts, so a kill loses a part that nobody else has
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from program import TINY, Program, rows, steps
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT_S = 3.0
 ASLEEP = "rank=1 step=6 phase=data kind=sleep seconds="
 IN_DATA = r"data of step 6\n +paceline/base/faults\.py:\d+ _do\n"

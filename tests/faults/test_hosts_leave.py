@@ -11,7 +11,7 @@ import pytest
 from hosts_campaign import Hit, make, undisturbed
 from program import TINY, Program, losses, rows, run, steps
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.lab
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from paceline.data.prepare import Quiet
 from paceline.model.gpt import build
 from paceline.train.data import open_data
 
-pytestmark = pytest.mark.alone
-
 LOSS_TOLERANCE = 1e-5  # the issue allows 1e-4; seen are 9e-7
 VAL_TOLERANCE = 1e-5
 # DESIGN.md, "The run folder".

@@ -9,7 +9,7 @@ from program import TINY, digest, losses, rows, run, steps, val_loss
 
 import paceline
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 # Rank 1 is slow in every step, so that auto changes the shares.
 SLOW = {"PACELINE_FAULTS": "rank=1 step=3 phase=data kind=sleep seconds=0.15 times=60"}

@@ -14,7 +14,7 @@ import pytest
 from namespaces import Host
 from program import TINY, Ended, Program, losses, rows, run, steps
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.lab
 
 TOLERANCE = 1e-4
 PORT = 29400  # in namespaces of our own every port is free

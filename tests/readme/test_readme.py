@@ -13,8 +13,6 @@ from blocks import run_blocks, runnable_blocks
 
 from paceline.cli.main import _VERBS
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDE = sorted([*(ROOT / "docs" / "guide").glob("*.md"), *(ROOT / "docs" / "learn").glob("*.md")])
@@ -66,7 +64,14 @@ def can_have_a_lab() -> bool:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "document", [d for d in (README, *GUIDE) if "```sh" in d.read_text()], ids=lambda document: document.stem
+    "document",
+    [
+        pytest.param(
+            d, id=d.stem, marks=pytest.mark.lab if "lab --hosts" in d.read_text() else pytest.mark.xdist_group(d.stem)
+        )
+        for d in (README, *GUIDE)
+        if "```sh" in d.read_text()
+    ],
 )
 def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: Path) -> None:
     for folder in ("docs", "texts"):  # what a reader would have

@@ -26,8 +26,6 @@ from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
 
-pytestmark = pytest.mark.alone
-
 NUM_RESTARTS = 20
 
 

@@ -15,8 +15,6 @@ from paceline.tools.bench import runs, scaling_show
 from paceline.tools.bench.scaling import Found, Sample, Setup, World
 from paceline.tools.bench.scaling_show import Row, tabulate
 
-pytestmark = pytest.mark.alone
-
 
 def setup_of(**changes: object) -> Setup:
     config = load_preset("tiny", Config())  # 12 sequences of 64 tokens

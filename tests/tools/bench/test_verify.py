@@ -13,8 +13,6 @@ from program import Ended, Program, run
 from paceline.tools.bench import laws, verify
 from paceline.tools.bench.laws import Evidence, Seat, Verdict
 
-pytestmark = pytest.mark.alone
-
 LAWS = ["the world", "replicas are equal", "the same curve", "shares do not matter", "resume is exact"]
 
 
@@ -58,6 +56,7 @@ def test_a_rank_that_computes_something_else_fails_the_row_on_the_curve(tmp_path
     assert "straight/metrics.jsonl" in said
 
 
+@pytest.mark.lab
 @pytest.mark.long
 def test_torchrun_on_two_hosts_passes_and_leaves_nothing(tmp_path: Path) -> None:
     """torchrun's own rendezvous between hosts of a lab, each of which has its agent, and one of which has its store."""

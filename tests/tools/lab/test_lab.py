@@ -29,7 +29,7 @@ from paceline.tools.lab.processors import Controller
 from paceline.tools.lab.state import Living, State, only_lab
 from paceline.tools.lab.system import check_machine
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.lab
 
 GUEST = (sys.executable, str(Path(__file__).with_name("guest.py")))
 STATE = Path("/run/paceline-lab/state.json")
