@@ -2,20 +2,26 @@
 
 import contextlib
 import os
+import signal
 import sys
 
 from paceline.base.early import end_on_signals
+from paceline.world import slurm
 
 _TRAIN = ("train", "resume")
 
 
 def main() -> int:
     """Runs the command line and returns its exit status. A rank that fails ends right here."""
-    if sys.argv[1:2] and sys.argv[1] in _TRAIN:
+    os.environ.update(slurm.variables(os.environ))
+    is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
+    if is_training:
         end_on_signals()
     from paceline.cli import main as cli  # after the line above, so that no signal is lost while it is imported
 
     status = cli.main()
+    if is_training:  # a scheduler that asks the ranks again to stop would change the exit status of those that leave
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if status != 0 and "RANK" in os.environ:
         # Python's own end takes torch down for 0.7 s. A thread that waits for another rank and comes back from there
         # meanwhile, as when that rank dies, too, would abort the process ("terminate called", status -6).

@@ -251,6 +251,22 @@ def test_an_unresolvable_master_is_refused_within_five_seconds() -> None:
     assert time.monotonic() - started < 5
 
 
+def test_a_master_whose_name_is_not_known_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began, ask = time.monotonic(), socket.getaddrinfo
+
+    def late(name: str, *arguments: Any, **options: Any) -> Any:
+        if time.monotonic() < began + 0.5:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ask("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    env = Environment(rank=1, world_size=2, local_world_size=2, master_addr="late", master_port=29500)
+    check_master(env, timeout_s=30.0)
+    assert capsys.readouterr().out == "MASTER_ADDR late does not resolve yet; asking again for 30 s\n"
+
+
 def test_rank_0_needs_the_master_port_unless_an_agent_holds_the_store(held_port: int) -> None:
     place = {"world_size": 2, "local_world_size": 2, "master_addr": "127.0.0.1", "master_port": held_port}
     with pytest.raises(UserError, match=f"port {held_port}"):

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     parsed = parse(ResumeArguments, default, arguments, "resume")
     require_one_way(arguments)
     config = supersede(stored, parsed.settings)
-    _refuse_other_run(stored, config)
+    refuse_other_run(stored, config)
     config.check()
     request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
     return start(request, parsed, ["resume", *arguments])
@@ -49,7 +49,7 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
     if not arguments or arguments[0].startswith("-"):
         raise UserError("the run folder comes first: paceline resume RUN [options]")
     found = run_folder.find(Path(arguments[0]))
-    stored = _read_config(found)
+    stored = stored_config(found)
     if not any((stored.train.steps, stored.train.tokens, stored.train.tokens_per_param, stored.train.time_budget)):
         if run_folder.was_imported(found.path):
             raise UserError(
@@ -62,7 +62,8 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
     return arguments[0], stored.replace("train", stop_at_step=0, stop_after=0.0, profile=0)
 
 
-def _read_config(found: run_folder.RunFolder) -> Config:
+def stored_config(found: run_folder.RunFolder) -> Config:
+    """Returns a run's config. Raises UserError if its file is not as it was written."""
     try:
         text = found.config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +73,8 @@ def _read_config(found: run_folder.RunFolder) -> Config:
     return from_toml(text, str(found.config), Config())
 
 
-def _refuse_other_run(stored: Config, config: Config) -> None:
+def refuse_other_run(stored: Config, config: Config) -> None:
+    """Raises UserError if the config is that of another run than the stored one."""
     for name, (before, value) in changes(dataclasses.asdict(stored), config).items():
         if makes_another_run(name):
             raise UserError(

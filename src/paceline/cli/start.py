@@ -153,7 +153,7 @@ def find_world(
         world_size = env.world_size if env.is_distributed else num_ranks
         check_size(world_size, parallel.expect_ranks)
         parallel.check_num_ranks(world_size)
-    check_master(env, parallel.interface)
+    check_master(env, parallel.interface, parallel.timeout_s)
     if not env.is_distributed:
         check_port(parallel.port, _STORE_HOST)
     return env, num_ranks
@@ -205,7 +205,7 @@ def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
     last = run_folder.last_event(out) if out and is_own else {}
     is_complete = last.get("reason") == run_folder.COMPLETE
     # The first attempt of a torchrun with the same run id and command: requeued, or a new run of the same kind.
-    is_restart = is_own and (env.attempt > 0 or not (request.resume or is_complete))
+    is_restart = request.is_restart or (is_own and (env.attempt > 0 or not (request.resume or is_complete)))
     if not is_restart and not request.out:
         out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete

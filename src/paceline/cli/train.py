@@ -3,14 +3,17 @@
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from paceline.base.errors import UserError
 from paceline.cli.flags import base_config, parse, require_one_way
+from paceline.cli.resume import refuse_other_run, stored_config
 from paceline.cli.start import RankFlags, start
 from paceline.config import Config, load_file, preset_names, supersede
 from paceline.data.config import DataConfig
+from paceline.record.folder import RunFolder, has_begun
 from paceline.train.request import Request
 
 
@@ -27,6 +30,9 @@ class TrainArguments(RankFlags):
     tokenizer. `paceline import` makes such a folder from a model of transformers or nanoGPT."""
     out: str = ""
     """The run folder, new; empty: runs/NAME-DATE-TIME."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue the run in --out if the same command began it before, so that a scheduler may repeat the command.
+    Settings that are left at their defaults are those of the run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -48,7 +54,30 @@ def main(arguments: list[str]) -> int:
         Path(parsed.config).stem if parsed.config else source.name if source else config.model.arch
     )
     request = Request(config, Path(parsed.out) if parsed.out else None, name)
+    if parsed.resume == "auto":
+        request = _continued(request)
     return start(request, parsed, ["train", *arguments])
+
+
+def _continued(request: Request) -> Request:
+    """Returns a request to continue the run in --out, if there is one. Raises UserError for settings of another run."""
+    if request.out is None:
+        raise UserError("--resume auto needs --out, the run folder, by which the same command finds its run again")
+    if not has_begun(request.out):
+        return request
+    stored, default = stored_config(RunFolder(request.out)), Config()
+    config = stored
+    for section in dataclasses.fields(Config):
+        own = getattr(request.config, section.name)
+        given = {
+            item.name: value
+            for item in dataclasses.fields(own)
+            if (value := getattr(own, item.name)) != getattr(getattr(default, section.name), item.name)
+        }
+        config = config.replace(section.name, **given)
+    refuse_other_run(stored, config)
+    config.check()
+    return dataclasses.replace(request, config=config, is_restart=True)
 
 
 def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: list[str]) -> Config:

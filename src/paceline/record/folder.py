@@ -246,7 +246,7 @@ def check_new(path: Path) -> None:
     with _as_user_error(path):
         if path.exists() and not path.is_dir():
             raise UserError(f"--out is {path}, which is a file; name a folder that does not exist yet")
-        if any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not _never_trained(path)):
+        if has_begun(path):
             raise UserError(
                 f"--out is {path}, which holds a run already; resume it by "
                 f"`paceline resume {shlex.quote(str(path))}`, or choose another folder"
@@ -260,6 +260,11 @@ def check_new(path: Path) -> None:
             "name a folder that is empty or does not exist yet"
         )
     check_writable(path)
+
+
+def has_begun(path: Path) -> bool:
+    """Returns whether a run in this folder has made a step, or saved."""
+    return any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not _never_trained(path))
 
 
 def _never_trained(path: Path) -> bool:

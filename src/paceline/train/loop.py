@@ -267,7 +267,7 @@ class Training:
         if stop_reason:
             console.say(f"stopping at step {step} ({stop_reason}): saving")
         self.saves.save_and_wait(self.progress)
-        if stop_reason is None and config.train.eval_every >= 0:
+        if stop_reason is None and config.train.eval_every >= 0 and self.progress.val_loss is None:
             reason = self._evaluate()
             stop_reason = reason if self.progress.val_loss is None else None  # else the run is complete
             self.saves.report()

@@ -16,4 +16,4 @@ class Request:
     resume: bool = False
     resume_step: int | None = None  # None: the newest complete checkpoint
     job: str | None = None  # written into the run folder, so that a later attempt finds its own run
-    is_restart: bool = False  # set on rank 0: a later attempt, whose folder has a run already
+    is_restart: bool = False  # set on rank 0: the same command was started before, and its folder has the run

@@ -1,10 +1,11 @@
-"""Reads which rank of which world this process is, and where the ranks' store listens, from the variables that torchrun
-and `--nproc` set. If none is set, this is a world of one."""
+"""Reads which rank of which world this process is, and where the ranks' store listens, from the variables that
+torchrun, `--nproc` and Slurm set. If none is set, this is a world of one."""
 
 import contextlib
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import psutil
 
 from paceline.base.clock import within
 from paceline.base.errors import UserError, nearest
+from paceline.world import slurm
 
 _RESOLVER_S = 3.0  # without a network a resolver may take far longer
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +41,8 @@ class Environment:
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
     """Returns this process's place in the world. Raises UserError if variables are missing or contradict each other."""
-    env = os.environ if environ is None else environ
+    given = os.environ if environ is None else environ
+    env = {**given, **slurm.variables(given)}
     if not any(name in env for name in ("RANK", "WORLD_SIZE")):
         return Environment()  # MASTER_ADDR alone may belong to another program
     present = [name for name in _NEEDED if env.get(name)]
@@ -47,7 +50,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     if missing:
         raise UserError(
             f"the environment describes half a world: {', '.join(present) or 'nothing'} set, "
-            f"{', '.join(missing)} missing; start ranks with torchrun or --nproc, or unset them for one process"
+            f"{', '.join(missing)} missing; start ranks with torchrun, srun or --nproc, or unset them for one process"
         )
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     local_rank = _integer(env, "LOCAL_RANK", rank)
@@ -209,14 +212,31 @@ def _resolve(name: str, port: int) -> list[str]:
     return list(dict.fromkeys(sorted(found, key=lambda address: ":" in address)))
 
 
-def check_master(env: Environment, interface: str = "") -> None:
-    """Raises UserError if MASTER_ADDR does not resolve, or rank 0 cannot listen on MASTER_PORT."""
+def check_master(env: Environment, interface: str = "", timeout_s: float = 0.0) -> None:
+    """Raises UserError if MASTER_ADDR does not resolve within timeout_s, or rank 0 cannot listen on MASTER_PORT."""
     if not env.is_distributed:
         return
+    _wait_for_name(env, timeout_s)
     if env.rank == 0 and not env.agent_holds_store:
         check_port(env.master_port, listening_address(env, interface))
-    else:
-        _resolve_master(env)
+
+
+def _wait_for_name(env: Environment, timeout_s: float) -> None:
+    """Asks again for a name that does not resolve yet: a cluster's name service learns of new hosts late."""
+    deadline, is_told = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            _resolve_master(env)
+            return
+        except UserError:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_told and env.local_rank == 0:
+                print(
+                    f"MASTER_ADDR {env.master_addr} does not resolve yet; asking again for {timeout_s:g} s", flush=True
+                )
+            is_told = True
+        time.sleep(1.0)
 
 
 def _resolve_master(env: Environment) -> list[str]:

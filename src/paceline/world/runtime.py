@@ -195,7 +195,7 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         check_nodes(env)
         check_interface(config.interface)
         if not is_held(env.master_port):
-            check_master(env, config.interface)
+            check_master(env, config.interface, config.timeout_s)
     device = choose_device(config.device, env.local_rank, env.local_world_size, env.world_size)
     threads = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads[0])

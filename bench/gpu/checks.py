@@ -1,0 +1,308 @@
+"""What is checked on a machine with GPUs. Each check returns its figure, or raises Failed."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from machine import Failed, Machine, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("--preset", "tiny", "--train.sample-tokens", "0", "--checkpoint.every", "0")
+FLOAT32 = (*TINY, "--train.dtype", "float32")
+BFLOAT16 = (*TINY, "--train.dtype", "bfloat16")
+# Long sequences, where attention's kernels are those of real training; full batches, so that ranks have several.
+LONG = (
+    *BFLOAT16,
+    *("--data.seq-len", "1024", "--train.steps", "12", "--train.global-batch-size", "8"),
+    *("--train.device-batch-size", "2", "--optim.warmup-steps", "4"),
+)
+SPEED = (
+    *("--train.steps", "14", "--optim.warmup-steps", "10", "--train.sample-tokens", "0", "--train.eval-every", "-1"),
+    *("--checkpoint.every", "0"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: it needs `gpus` of them, and ends within `limit_s`."""
+
+    name: str
+    run: Callable[[Machine], str]
+    gpus: int = 1
+    limit_s: float = 90.0
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, gpus: int = 1, limit_s: float = 90.0) -> Callable[[Callable[[Machine], str]], None]:
+    return lambda run: CHECKS.append(Check(name, run, gpus, limit_s))
+
+
+def worst(one: Run, other: Run) -> float:
+    """Returns the largest difference of losses at the same step."""
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def within(figure: float, most: float, text: str = "") -> str:
+    """Returns the figure as text; raises Failed if it is too large."""
+    shown = f"{figure:.1e} (limit {most:g}){', ' if text else ''}{text}"
+    if not figure <= most:  # so that NaN fails
+        raise Failed(shown)
+    return shown
+
+
+def same(one: Run, other: Run) -> str:
+    if one.digest != other.digest:
+        raise Failed(
+            f"digests of the weights {one.digest} and {other.digest}, losses up to {worst(one, other):.1e} apart"
+        )
+    return f"digest {one.digest}"
+
+
+# ---- one GPU: the same curve ----
+
+
+@check("float32 on the GPU has the CPU's losses")
+def curve_of_the_cpu(machine: Machine) -> str:
+    return within(worst(machine.train(*FLOAT32), machine.train(*FLOAT32, "--parallel.device", "cpu")), 1e-3)
+
+
+@check("other number formats and options end near float32", limit_s=240)
+def near_float32(machine: Machine) -> str:
+    found, single = {}, machine.train(*FLOAT32)
+    for name, flags in {
+        "bfloat16": ("--train.dtype", "bfloat16"),
+        "float16": ("--train.dtype", "float16"),
+        "activation checkpoints": ("--train.dtype", "bfloat16", "--train.activation-checkpoint"),
+        "Muon": ("--train.dtype", "bfloat16", "--optim.name", "muon"),
+    }.items():
+        found[name] = machine.train(*TINY, *flags).losses[-1] - single.losses[-1]
+    shown = ", ".join(f"{name} {gap:+.4f}" for name, gap in found.items())
+    if any(not gap <= 0.1 for gap in found.values()):
+        raise Failed(shown)
+    return shown
+
+
+@check("compiled blocks give the eager losses, with dropout, documents apart, checkpoints and evaluation", limit_s=240)
+def compiled(machine: Machine) -> str:
+    flags = ("--model.dropout", "0.1", "--data.mask-documents", "--train.activation-checkpoint")
+    eager, fast = (machine.train(*LONG, *flags, *more) for more in ((), ("--train.compile",)))
+    return within(worst(eager, fast), 2e-2, f"validation {eager.val_loss - fast.val_loss:+.1e}")
+
+
+@check("20 steps and a resume give the bits of 40 steps")
+def resume(machine: Machine) -> str:
+    stopped = machine.train(*FLOAT32, "--train.stop-at-step", "20", ends_with=75)
+    return same(machine.train(*FLOAT32), machine.resume(stopped))
+
+
+@check("and so with sequences of 1024 in bfloat16, compiled", limit_s=240)
+def resume_long(machine: Machine) -> str:
+    flags = (*LONG, "--train.compile")
+    stopped = machine.train(*flags, "--train.stop-at-step", "6", ends_with=75)
+    return same(machine.train(*flags), machine.resume(stopped))
+
+
+@check("saving every second step changes nothing")
+def saving(machine: Machine) -> str:
+    often = machine.train(*FLOAT32, "--checkpoint.every", "2")
+    longest = max(row["step_ms"] for row in often.steps[4:])
+    return (
+        f"{same(machine.train(*FLOAT32), often)}, longest step {longest:.1f} ms, median {often.median('step_ms'):.1f}"
+    )
+
+
+@check("a process group of one rank, as under torchrun, gives the same losses")
+def group_of_one(machine: Machine) -> str:
+    folder = machine.root / "grouped"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "paceline", "train")
+    command = [sys.executable, *launcher, "--out", str(folder), *FLOAT32, "--parallel.device", machine.device]
+    grouped = machine.execute(folder, command)
+    figures = f"collectives {grouped.median('comm_ms'):.2f} ms of a step of {grouped.median('step_ms'):.2f}"
+    return within(worst(machine.train(*FLOAT32), grouped), 1e-4, figures)
+
+
+@check("no unordered access of two streams, by torch's CUDA sanitizer")
+def sanitizer(machine: Machine) -> str:
+    if machine.device != "cuda":
+        return "needs a GPU; nothing to rehearse"
+    flags = ("--train.steps", "2", "--optim.warmup-steps", "1", "--train.eval-every", "-1")
+    for strategy in ("ddp", "zero"):
+        said = machine.train(*FLOAT32, *flags, "--parallel.strategy", strategy, env={"TORCH_CUDA_SANITIZER": "1"}).said
+        if "CSAN" in said or "data race" in said:
+            raise Failed(said[-1500:])
+    return "2 steps with ddp and zero"
+
+
+@check("a gradient that is not finite is skipped")
+def not_finite(machine: Machine) -> str:
+    run = machine.train(*TINY, "--train.dtype", "float16", env={"PACELINE_FAULTS": "rank=0 step=9 kind=nan"})
+    skipped = [event["step"] for event in run.events("skipped step")]
+    if 9 not in skipped or not math.isfinite(run.losses[-1]):
+        raise Failed(f"skipped steps: {skipped}, last loss {run.losses[-1]}")
+    return f"steps {skipped} skipped, last loss {run.losses[-1]:.3f}"
+
+
+@check("the Python API: a script has its losses under torchrun, too")
+def script(machine: Machine) -> str:
+    path = ROOT / "examples" / "toy" / "after.py"
+    said = []
+    for ranks in (1, machine.num_gpus):
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        folder = machine.root / f"script-{ranks}"
+        folder.mkdir()
+        said.append(machine.execute(folder, [sys.executable, *launcher, str(path)]).said)
+    one, all_ranks = ([float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in said)
+    if not one or len(one) != len(all_ranks):
+        raise Failed(f"{said[-1][-600:]}")
+    return within(max(abs(a - b) for a, b in zip(one, all_ranks, strict=True)), 2e-3, f"on {machine.num_gpus} ranks")
+
+
+# ---- several GPUs ----
+
+
+def strategies(machine: Machine) -> str:
+    """Every strategy with both optimizers; the tiny batch of 12 leaves some of 5 or more ranks with less."""
+    found = {}
+    for strategy, optimizer in (
+        ("ddp", "adamw"),
+        ("zero", "adamw"),
+        ("fsdp", "adamw"),
+        ("ddp", "muon"),
+        ("zero", "muon"),
+    ):
+        flags = (*FLOAT32, "--optim.name", optimizer)
+        run = machine.train(*flags, "--parallel.strategy", strategy, ranks=machine.num_gpus)
+        found[f"{strategy} {optimizer}"] = worst(machine.train(*flags), run)
+    shown = ", ".join(f"{name} {gap:.1e}" for name, gap in found.items())
+    if any(not gap <= 1e-3 for gap in found.values()):
+        raise Failed(shown)
+    return shown
+
+
+check("every strategy on all GPUs has the losses of one", 2, 400)(strategies)
+
+
+@check("ranks with unequal parts, and one with none, give the losses of one GPU", 2)
+def uneven(machine: Machine) -> str:
+    flags = (*FLOAT32, "--parallel.strategy", "zero")
+    shares = ",".join(["0", "12", *["0"] * machine.num_gpus][: machine.num_gpus])
+    run = machine.train(*flags, "--parallel.shares", shares, ranks=machine.num_gpus)
+    return within(worst(machine.train(*FLOAT32), run), 1e-3, f"shares {shares}")
+
+
+@check("a run of all GPUs resumes on one, and back", 2, 150)
+def other_world(machine: Machine) -> str:
+    flags = (*FLOAT32, "--parallel.strategy", "zero")
+    found = []
+    for before, after in ((machine.num_gpus, 1), (1, machine.num_gpus)):
+        stopped = machine.train(*flags, "--train.stop-at-step", "20", ranks=before, ends_with=75)
+        found.append(worst(machine.train(*FLOAT32), machine.resume(stopped, ranks=after)))
+    return within(max(found), 1e-3)
+
+
+@check("kill -9 of a rank: the others end, and a restart gives the same bits", 2, 150)
+def killed(machine: Machine) -> str:
+    flags = (*FLOAT32, "--checkpoint.every", "5", "--max-restarts", "1")
+    fault = {"PACELINE_FAULTS": "rank=1 step=12 phase=backward kind=kill"}
+    run = machine.train(*flags, ranks=machine.num_gpus, env=fault)
+    whole = machine.train(*FLOAT32, ranks=machine.num_gpus)
+    return f"{same(whole, run)}, {run.seconds - whole.seconds:+.1f} s"
+
+
+def stuck(machine: Machine, fault: str) -> str:
+    """A rank that does not answer is named, and the command ends by itself."""
+    timeouts = ("--parallel.timeout-s", "30", "--parallel.step-timeout-s", "6")
+    faults = {"PACELINE_FAULTS": f"rank=1 step=12 phase=forward {fault}"}
+    run = machine.train(*FLOAT32, *timeouts, ranks=machine.num_gpus, env=faults, ends_with=1)
+    if [1] not in [event["ranks"] for event in run.events("hang")]:
+        raise Failed(f"rank 1 is not named: {run.events('hang')} {run.said[-800:]}")
+    return f"named and ended after {run.seconds:.0f} s"
+
+
+check("SIGSTOP of a rank: it is named, the run ends", 2, 120)(lambda machine: stuck(machine, "kind=stop"))
+check("a rank that sleeps: it is named, the run ends", 2, 120)(lambda m: stuck(m, "kind=sleep seconds=100"))
+
+
+@check("a slow rank is named as a straggler", 2)
+def straggler(machine: Machine) -> str:
+    fault = "rank=1 step=6 phase=forward kind=sleep seconds=0.2 times=40"
+    run = machine.train(*FLOAT32, ranks=machine.num_gpus, env={"PACELINE_FAULTS": fault})
+    named = [(event["rank"], event["since_step"]) for event in run.events("straggler")]
+    if not named or {rank for rank, _ in named} != {1}:
+        raise Failed(f"named: {named}")
+    return f"rank 1, since step {named[0][1]}"
+
+
+@check("a collective's cost, by paceline bench link", 2, 150)
+def link(machine: Machine) -> str:
+    path = machine.root / "link.json"
+    flags = ("--nproc", str(machine.num_gpus), "--parallel.device", machine.device, "--time-budget", "20")
+    machine.paceline(machine.root, "bench", "link", "--preset", "tiny", *flags, "--json", str(path))
+    fitted = json.loads(path.read_text())["fits"]
+    return ", ".join(f"{name}: {json.dumps(fit)}" for name, fit in fitted.items())
+
+
+# ---- speed ----
+
+
+def speed(machine: Machine, preset: str, *flags: str, ranks: int = 1, profile: bool = False) -> str:
+    """Returns tokens/s, MFU and the parts of a step. A rehearsal runs the tiny preset."""
+    preset = preset if machine.device == "cuda" else "tiny"
+    traced = ("--train.profile", "12") if profile else ()
+    run = machine.train("--preset", preset, *SPEED, *flags, *traced, ranks=ranks)
+    mfu = run.median("mfu")
+    parts = ", ".join(
+        f"{name} {run.median(f'{name}_ms'):.1f}" for name in ("forward", "backward", "optim", "exposed_comm", "data")
+    )
+    return f"{run.median('tokens_per_s'):,.0f} tokens/s, MFU {100 * mfu:.1f}%, ms: {parts}{kernels(run)}"
+
+
+def kernels(run: Run) -> str:
+    """Returns the share of a step's GPU time by kind of kernel, from its trace; empty without one."""
+    traces = list((run.folder / "profile").glob("*"))
+    if not traces:
+        return ""
+    text = traces[0].read_bytes()
+    if traces[0].suffix == ".gz":
+        import gzip
+
+        text = gzip.decompress(text)
+    times = dict.fromkeys(("products", "attention", "collectives", "other"), 0.0)
+    for event in json.loads(text)["traceEvents"]:
+        if event.get("cat") == "kernel":
+            name = event["name"].lower()
+            kind = (
+                "collectives" if "nccl" in name
+                else "attention" if re.search("flash|fmha|attention", name)
+                else "products" if re.search("gemm|cutlass|nvjet|matmul", name)
+                else "other"
+            )  # fmt: skip
+            times[kind] += event["dur"]
+    total = sum(times.values())
+    return "; kernels: " + ", ".join(f"{kind} {us / total:.0%}" for kind, us in times.items()) if total else ""
+
+
+check("speed, gpt2-124m compiled", limit_s=200)(lambda m: speed(m, "gpt2-124m", "--train.compile", profile=True))
+check("speed, gpt2-124m eager", limit_s=150)(lambda m: speed(m, "gpt2-124m", "--train.no-compile"))
+check("speed, gpt2-124m-modern compiled", limit_s=200)(lambda m: speed(m, "gpt2-124m-modern", "--train.compile"))
+check("speed, gpt2-124m on all GPUs", 2, 200)(lambda m: speed(m, "gpt2-124m", "--train.compile", ranks=m.num_gpus))
+check("speed, gpt2-124m-modern on all GPUs", 2, 200)(
+    lambda m: speed(m, "gpt2-124m-modern", "--train.compile", ranks=m.num_gpus)
+)
+
+
+@check("memory: the chosen micro-batch fits, and leaves little unused", limit_s=200)
+def memory(machine: Machine) -> str:
+    run = machine.train("--preset", "gpt2-124m" if machine.device == "cuda" else "tiny", *SPEED, "--train.compile")
+    if machine.device != "cuda":
+        return "needs a GPU; nothing to rehearse"
+    found = re.search(r"peak memory ([\d.]+) GiB", run.said)
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return f"peak {found[1]} of {total:.1f} GiB" if found else f"of {total:.1f} GiB; the run did not say its peak"

@@ -1,0 +1,143 @@
+"""The machine that is checked: its facts, and runs of paceline on it with a time limit."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUERY = (
+    "name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
+)
+
+
+class Failed(Exception):
+    """A check found something wrong; the text says what."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of paceline that has ended."""
+
+    folder: Path
+    seconds: float
+    said: str
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The training rows of metrics.jsonl."""
+        return [row for row in self._rows("metrics.jsonl") if "step_ms" in row]
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.steps]
+
+    @property
+    def val_loss(self) -> float:
+        return float([row for row in self._rows("metrics.jsonl") if "val_loss" in row][-1]["val_loss"])
+
+    @property
+    def digest(self) -> str:
+        """Of the weights at the end."""
+        return str(self.events("end")[-1]["digest"])
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [row for row in self._rows("events.jsonl") if row["event"] == name]
+
+    def median(self, name: str, warm_up: int = 4) -> float:
+        """Returns the median of a field of the training rows, without the first few; NaN where it is unknown."""
+        values = [row[name] for row in self.steps[warm_up:] if row[name] is not None]
+        return statistics.median(values) if values else float("nan")
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@dataclass
+class Machine:
+    """Where the checks run. With device "cpu" the ranks are processes of one core: a rehearsal."""
+
+    device: str
+    num_gpus: int
+    root: Path
+    deadline: float = 0.0  # of the current check, by time.monotonic()
+    known: dict[tuple[object, ...], Run] = field(default_factory=dict)
+
+    def train(self, *flags: str, ranks: int = 1, env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
+        """Returns a run of `paceline train` with these flags; the same run is made once. Raises Failed for another
+        exit status, and at the current check's time limit."""
+        key = (*flags, ranks, *sorted(env.items()))
+        if key not in self.known:
+            folder = self.root / f"run-{len(list(self.root.glob('run-*')))}"
+            device = () if "--parallel.device" in flags else ("--parallel.device", self.device)
+            words = ["train", "--out", str(folder), *flags, *device, "--nproc", str(ranks)]
+            self.known[key] = self.paceline(folder, *words, env=env, ends_with=ends_with)
+        return self.known[key]
+
+    def resume(self, run: Run, *flags: str, ranks: int = 1) -> Run:
+        return self.paceline(run.folder, "resume", str(run.folder), *flags, "--nproc", str(ranks))
+
+    def paceline(self, folder: Path, *words: str, env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
+        return self.execute(folder, [sys.executable, "-m", "paceline", *words], env=env, ends_with=ends_with)
+
+    def execute(self, folder: Path, command: Sequence[str], env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
+        """Runs a command, and ends it with all its processes at the time limit."""
+        began = time.monotonic()
+        program = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = program.communicate(timeout=max(1.0, self.deadline - began))
+        except subprocess.TimeoutExpired as late:
+            os.killpg(program.pid, signal.SIGKILL)
+            said, _ = program.communicate()
+            raise Failed(f"no end after {time.monotonic() - began:.0f} s: {said[-600:]}") from late
+        if program.returncode != ends_with:
+            raise Failed(f"ended with {program.returncode} instead of {ends_with}: {said[-1500:]}")
+        return Run(folder, time.monotonic() - began, said)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the figures depend on; a value that cannot be learnt is left out."""
+        found: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else platform.processor() or "cpu",
+            "num_gpus": self.num_gpus if self.device == "cuda" else 0,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        }
+        if self.device == "cuda":
+            found |= {
+                "cudnn": torch.backends.cudnn.version(),
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+                "attention": {
+                    "flash": torch.backends.cuda.flash_sdp_enabled(),
+                    "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+                    "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+                },
+                "gpus": _output("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv").splitlines(),
+                "topology": _output("nvidia-smi", "topo", "-m").splitlines(),
+            }
+        return found
+
+
+def _output(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.strip()

@@ -1,0 +1,1 @@
+"""Jobs for clusters: the files with which a scheduler starts `paceline train`."""

@@ -1,0 +1,36 @@
+"""`train --resume auto`: one command that begins a run, continues it, and finds it complete."""
+
+from pathlib import Path
+
+import pytest
+from program import TINY, losses, rows, run, steps
+
+FLAGS = ("train", *TINY, "--checkpoint.every", "5", "--resume", "auto")
+
+
+def test_the_same_command_begins_continues_and_completes_the_run(tmp_path: Path) -> None:
+    straight, out = tmp_path / "straight", tmp_path / "run"
+    run("train", *TINY, "--out", str(straight)).require(0)
+    command = (*FLAGS, "--out", str(out))
+    run(*command, env={"PACELINE_FAULTS": "rank=0 step=3 kind=raise phase=forward"}).require(1)  # nothing is saved yet
+    run(*command, "--train.stop-at-step", "12").require(75)
+    run(*command, env={"PACELINE_FAULTS": "rank=0 step=18 kind=kill phase=update"}).require(-9)
+    run(*command, "--nproc", "2").require(0)
+    assert losses(out) == pytest.approx(losses(straight), abs=1e-5)
+    before = rows(out / "metrics.jsonl")
+    run(*command).require(0)
+    assert rows(out / "metrics.jsonl") == before
+    begun = [(event["event"], event.get("step")) for event in rows(out / "events.jsonl") if "world_size" in event]
+    assert begun == [("start", None), ("start", None), ("resume", 12), ("resume", 15), ("resume", 40)]
+
+
+def test_a_longer_horizon_continues_a_complete_run_and_other_settings_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = (*FLAGS, "--out", str(out))
+    run(*command, "--train.steps", "6", "--train.global-batch-size", "10").require(0)
+    run(*command, "--train.steps", "8", "--train.global-batch-size", "10").require(0)
+    assert len(steps(out)) == 8
+    refused = run(*command, "--train.steps", "9", "--optim.lr", "1e-4").require(2).err
+    assert "--optim.lr 0.0001 would make it another run" in refused
+    assert len(steps(out)) == 8
+    assert "--resume auto needs --out" in run(*FLAGS).require(2).err

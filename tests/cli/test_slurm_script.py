@@ -1,0 +1,39 @@
+"""`paceline slurm` prints a script that a shell reads, and refuses what Slurm or training would."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from in_process import here
+
+
+def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
+    flags = ["--preset", "tiny", "--train.sample-prompt", "it's", "--out", "runs/my run"]
+    sbatch = "--sbatch=--partition=gpu --account=mine"
+    resources = ("--nodes", "2", "--tasks-per-node", "8", "--gpus-per-task", "1", sbatch)
+    script = here("slurm", *resources, "--", *flags, cwd=tmp_path).require(0).out
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-task=1\n" in script
+    assert "#SBATCH --partition=gpu\n#SBATCH --account=mine\n" in script
+    command = next(line for line in script.splitlines() if sys.executable in line).removesuffix("&")
+    words = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
+    arguments = ["--preset", "tiny", "--train.sample-prompt", "it's", "--out", str(tmp_path / "runs/my run")]
+    assert words.stdout.splitlines() == [
+        *(sys.executable, "-m", "paceline", "train"),
+        *(*arguments, "--resume", "auto"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing to train"),
+        (("--", "--preset", "tiny"), "there is no run folder"),
+        (("--", "--preset", "tiny", "--out", "x", "--nproc", "2"), "Slurm starts the ranks"),
+        (("--", "--preset", "tinny", "--out", "x"), "no preset is named 'tinny'"),
+        (("--nodes", "0", "--", "--preset", "tiny", "--out", "x"), "--nodes is 0"),
+    ],
+)
+def test_what_cannot_train_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in here("slurm", *arguments, cwd=tmp_path).require(2).err
