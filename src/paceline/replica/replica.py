@@ -12,7 +12,7 @@ updates this rank's part.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class Replica:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 10.0,
+        read_as: Mapping[str, torch.dtype] | None = None,
     ):
         """Copies rank 0's weights and buffers to all ranks. Collective.
 
@@ -70,6 +71,10 @@ class Replica:
         micro-batches; `float16` scales the loss. blocks: modules that run one after the other, such as a transformer's
         layers. With `zero` their weights are gathered during the forward pass (call `wait_for_params` before you read
         weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one collective.
+
+        read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
+        them. `zero` sends these rounded to it, which halves the bytes and changes no result. Between steps the model
+        then holds rounded values; `state_dict` and checkpoints have the exact ones.
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
@@ -98,7 +103,7 @@ class Replica:
         self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
         mistakes.warn_of_prefix(model, world)
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb)
-        self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks))
+        self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as))
         self.sync = self.gradients.sync
         self.updates.adopt(self.sync.slices())
 
@@ -217,8 +222,8 @@ class Replica:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns all weights and buffers by their plain names, unsharded; tied ones by each name. Collective with fsdp
-        only; otherwise rank 0 may call it alone."""
-        if self.sync.shards_weights:
+        and `read_as`; otherwise rank 0 may call it alone."""
+        if self.sync.shards_weights or self.sync.holds_rounded:
             self.world.calls.record("Replica.state_dict")
         self.wait_for_params()
         found = {**self.sync.full_weights(), **self.buffers()}

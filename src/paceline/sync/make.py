@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from paceline.base.errors import UserError
@@ -43,12 +44,13 @@ def make_strategy(
     group: Group,
     unsplit_costs: Mapping[str, float] | None = None,
     stages: Sequence[nn.Module] = (),
+    read_as: Mapping[str, torch.dtype] | None = None,
 ) -> Strategy:
-    """Returns the strategy, attached to the model's parameters. unsplit_costs and stages: see ShardedSync."""
+    """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
     bucket_bytes = int(config.bucket_mb * 2**20)
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),
-        "zero": lambda: ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages),
+        "zero": lambda: ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
         "naive": lambda: NaiveSync(model, group),
     }
