@@ -51,8 +51,7 @@ class Group(ABC):
 
     @abstractmethod
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
-        """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. Each rank sends its
-        part n-1 times: s (n-1)/n bytes."""
+        """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. s (n-1)/n bytes."""
 
     @abstractmethod
     def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
@@ -61,8 +60,7 @@ class Group(ABC):
 
     @abstractmethod
     def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
-        """Begins to send a tensor to, and to receive one from, every other rank, so that all notice when one dies. An
-        empty tensor is not sent. At last a background thread calls `then`. Costs the bytes of `sends`."""
+        """Begins to exchange tensors with every other rank; a background thread ends with `then`. Bytes: `sends`."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -187,9 +185,8 @@ class DistributedGroup(Group):
         name, parts = "a reduce-scatter", self._parts(flat, borders)
         mine = parts[self.rank]
         if self._is_nccl:
-            return self._start(
-                name, flat.nbytes - mine.nbytes, flat, lambda _: dist.reduce_scatter(mine, parts, async_op=True)
-            )
+            num_bytes = flat.nbytes - mine.nbytes
+            return self._start(name, num_bytes, flat, lambda _: dist.reduce_scatter(mine, parts, async_op=True))
         # Gloo's reduce-scatter is an all-reduce: twice the bytes. Here each pair of ranks exchanges its parts; the
         # owner adds them in the order of distance, so the sum always has the same bits.
         arrived = torch.empty(self.size - 1, mine.numel(), dtype=flat.dtype, device=flat.device)
@@ -205,9 +202,8 @@ class DistributedGroup(Group):
         name, parts = "an all-gather", self._parts(flat, borders)
         mine = parts[self.rank]
         if self._is_nccl:
-            return self._start(
-                name, mine.nbytes * (self.size - 1), flat, lambda _: dist.all_gather(parts, mine, async_op=True)
-            )
+            num_bytes = mine.nbytes * (self.size - 1)
+            return self._start(name, num_bytes, flat, lambda _: dist.all_gather(parts, mine, async_op=True))
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
         sends = dict.fromkeys(self._others(1), mine)
         return self._exchange(name, sends, {source: parts[source] for source in self._others(-1)})
