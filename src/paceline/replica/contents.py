@@ -119,8 +119,10 @@ class ReplicaContents:
         mine, constants = self.weights(), self.constants()
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         whole = self.on_all_ranks()
-        targets = {item: mine[item] if item in mine and replica.sync.shards_state else whole[item.name]
-                   for item in (*mine, *constants)}
+        targets = {
+            item: mine[item] if item in mine and replica.sync.shards_state else whole[item.name]
+            for item in (*mine, *constants)
+        }
         found = receive("weights", {item: target.dtype for item, target in targets.items()})
         for item, target in targets.items():
             target.copy_(found[item].view_as(target))

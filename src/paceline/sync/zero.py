@@ -17,6 +17,7 @@ their update; everything else is split so that each rank has an equal share of t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -67,6 +68,23 @@ class ShardedBucket(Bucket):
                 found.append(ParamSlice(name, parameter.shape, start - offset, stop - offset, mine))
         return found
 
+    def start_reduce(self, group: Group, sent_as: torch.dtype | None) -> Transfer:
+        """Begins to add up the ranks' gradients on their owners, sent in another dtype if one is given."""
+        if sent_as is None:
+            return group.start_reduce_scatter(self.flat, self.borders)
+        parts = [self.flat[start:stop] for start, stop in pairwise(self.borders)]
+        mine = parts[group.rank]
+        distances = range(1, group.size)
+        sends = {to: parts[to].to(sent_as) for to in ((group.rank + d) % group.size for d in distances)}
+        sources = [(group.rank - d) % group.size for d in distances]
+        arrived = {source: torch.empty_like(mine, dtype=sent_as) for source in sources}
+
+        def add_up() -> None:  # in the order of start_reduce_scatter
+            for source in sources:
+                mine.data.add_(arrived[source])
+
+        return group.start_exchange(sends, arrived, add_up)
+
     def start_gather(self, group: Group) -> None:
         """Begins to send this rank's weights and to receive the others'. (n-1)/n times the bytes in `read_as`."""
         if self.is_rounded:
@@ -107,13 +125,15 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         unsplit_costs: Mapping[str, float],
         stages: Sequence[nn.Module] = (),
         read_as: Mapping[str, torch.dtype] | None = None,
+        sent_as: torch.dtype | None = None,
     ):
         """unsplit_costs: the parameters that one rank must update completely, and the cost of that, in any unit.
 
         stages: modules whose forward runs before any of their parameters is read, such as a model's blocks; each waits
         for its own weights. The model's forward waits for all other weights.
 
-        read_as: the parameters that every reader casts to this dtype before any other use of them.
+        read_as: the parameters that every reader casts to this dtype before any other use of them. sent_as: the dtype
+        in which gradients are sent; they are added in their own.
         """
         self._unsplit, read_as = frozenset(unsplit_costs), read_as or {}
         members = backward_order(model)
@@ -128,7 +148,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             model,
             group,
             [_bucket(chunk, owners, shares, group.rank, read_as) for chunk in chunks],
-            launch=lambda bucket: group.start_reduce_scatter(bucket.flat, bucket.borders),
+            launch=lambda bucket: bucket.start_reduce(group, sent_as),
             max_in_flight=_MAX_IN_FLIGHT,
         )
         self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)

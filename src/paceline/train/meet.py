@@ -215,6 +215,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         strategy=strategy,
         blocks=blocks,
         bucket_mb=config.parallel.bucket_mb,
+        wire=config.parallel.wire,
         read_as=model.read_as(),
     )
     replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
