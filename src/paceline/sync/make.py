@@ -53,7 +53,7 @@ def make_strategy(
     read_as: Mapping[str, torch.dtype] | None = None,
 ) -> Strategy:
     """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
-    bucket_bytes = int(config.bucket_mb * 2**20)
+    bucket_bytes = config.bucket_bytes(group.device.type)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),
