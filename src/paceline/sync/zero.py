@@ -147,7 +147,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         super().__init__(
             model,
             group,
-            [_bucket(chunk, owners, shares, group.rank, read_as) for chunk in chunks],
+            [self._make_bucket(group.rank, *_layout(chunk, owners, shares, read_as)) for chunk in chunks],
             launch=lambda bucket: bucket.start_reduce(group, sent_as),
             max_in_flight=_MAX_IN_FLIGHT,
         )
@@ -188,6 +188,9 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             full = self.full_weights()
             for name, parameter in self._model.named_parameters():
                 parameter.data.copy_(full[name])
+
+    def _make_bucket(self, rank: int, chunk: list[Named], borders: list[int], read_as: torch.dtype) -> ShardedBucket:
+        return ShardedBucket(chunk, borders, rank, read_as)
 
     def _hook(self, stages: Sequence[nn.Module]) -> list[RemovableHandle]:
         """Makes each stage's forward wait for its buckets, and the model's for those of no stage."""
@@ -240,20 +243,17 @@ def _assign(
     return owners, ownership.fill(loads, divisible)
 
 
-def _bucket(
-    chunk: list[Named],
-    owners: Mapping[str, int],
-    shares: Sequence[float],
-    rank: int,
-    read_as: Mapping[str, torch.dtype],
-) -> ShardedBucket:
+def _layout(
+    chunk: list[Named], owners: Mapping[str, int], shares: Sequence[float], read_as: Mapping[str, torch.dtype]
+) -> tuple[list[Named], list[int], torch.dtype]:
+    """Returns a bucket's parameters in their order, the borders of the ranks' elements, and the dtype of the weights
+    that it sends."""
     first, parameter = chunk[0]
     dtype = read_as.get(first, parameter.dtype)
     if first not in owners:
-        num_elements = sum(parameter.numel() for _, parameter in chunk)
-        return ShardedBucket(chunk, ownership.borders(num_elements, shares), rank, dtype)
+        return chunk, ownership.borders(sum(p.numel() for _, p in chunk), shares), dtype
     chunk = sorted(chunk, key=lambda member: owners[member[0]])  # stable: consecutive elements for each owner
     borders = [0]
     for owner in range(len(shares)):
         borders.append(borders[-1] + sum(p.numel() for name, p in chunk if owners[name] == owner))
-    return ShardedBucket(chunk, borders, rank, dtype)
+    return chunk, borders, dtype
