@@ -86,6 +86,7 @@ class ReplicaContents:
             "optimizers": [type(optimizer).__name__ for optimizer in replica.optimizers],
             "groups": [[_settings(group) for group in optimizer.param_groups] for optimizer in replica.optimizers],
             "total_before": replica.total_before,
+            "loss_factor": replica.sync.excess_factor,
             "scaler": {"scale": replica.scaler.scale, "num_finite": replica.scaler.num_finite},
             "positions": [_position(share, replica.begun_from) for share in replica.shares],
         }
@@ -133,7 +134,7 @@ class ReplicaContents:
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""
         by_parameter: dict[str, list[str]] = {}
-        for name in [*stored, *numbers]:
+        for name in [name for name in stored if "/wire." not in name] + [*numbers]:
             by_parameter.setdefault(name.rpartition("/")[0], []).append(name)
         for optimizer in self.replica.optimizers:
             optimizer.state.clear()
@@ -151,6 +152,31 @@ class ReplicaContents:
         for item, (part, optimizer, shape) in wanted.items():
             tensor = found[item].to(part.parameter.device).view(shape)
             optimizer.state.setdefault(part.parameter, {})[item.name.rpartition("/")[2]] = tensor
+
+    def wire_state(self) -> dict[Slice, torch.Tensor]:
+        """What this rank's later messages depend on besides (sync/coded.py)."""
+        found = self.replica.sync.wire_state()
+        return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
+
+    def take_wire_state(self, receive: Receive, stored: Mapping[str, Any], loss_factor: float) -> None:
+        """Fills it from the checkpoint, if that has some. In another world each rank takes what several ranks' messages
+        left out, or nothing: the sum over ranks stays. Collective."""
+        sync, world = self.replica.sync, self.replica.world
+        names = {self._kept_name(name): name for name in self.replica.gradients.trained}
+        wanted: dict[Slice, str] = {}
+        for name, spec in stored.items() if sync.is_coded else ():
+            owner, _, key = name.rpartition("/")
+            sender = key.partition("-")[2]
+            if (
+                owner in names
+                and key.startswith("wire.")
+                and int(sender or world.rank) % world.world_size == world.rank
+            ):
+                wanted[Slice(name, 0, math.prod(spec["shape"]))] = f"{names[owner]}/{key}"
+        if wanted:
+            found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
+            mine = {Slice(wanted[item], item.start, item.stop): tensor for item, tensor in found.items()}
+            sync.take_wire_state(mine, loss_factor)
 
     def take_facts(self, kept: Mapping[str, Any]) -> None:
         """Restores optimizer settings, number of steps, data positions and loss scale."""

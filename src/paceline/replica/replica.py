@@ -61,7 +61,7 @@ class Replica:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 0.0,
-        wire: Literal["exact", "bf16"] = "exact",
+        wire: Literal["exact", "bf16", "int8", "int4"] = "exact",
         read_as: Mapping[str, torch.dtype] | None = None,
     ):
         """Copies rank 0's weights and buffers to all ranks. Collective.
@@ -74,7 +74,8 @@ class Replica:
         weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one transfer;
         0: 2 with `zero` on CPUs, else 10.
 
-        wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype.
+        wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
+        and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
         them. `zero` sends these rounded to it, which halves the bytes and changes no result. Between steps the model
         then holds rounded values; `state_dict` and checkpoints have the exact ones.

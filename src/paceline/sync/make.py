@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import UserError
+from paceline.sync.coded import CodedSync
 from paceline.sync.ddp import BucketedSync
 from paceline.sync.naive import NaiveSync
 from paceline.sync.strategy import Strategy
@@ -55,9 +56,14 @@ def make_strategy(
     """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
     bucket_bytes = config.bucket_bytes(group.device.type)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
+    bits = {"int8": 8, "int4": 4}
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),
-        "zero": lambda: ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, sent_as),
+        "zero": lambda: (
+            CodedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, bits[config.wire])
+            if config.wire in bits
+            else ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, sent_as)
+        ),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
         "naive": lambda: NaiveSync(model, group),
     }

@@ -136,7 +136,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         read_as: the parameters that every reader casts to this dtype before any other use of them. sent_as: the dtype
         in which gradients are sent; they are added in their own.
         """
-        read_as = read_as or {}
+        self._unsplit, read_as = frozenset(unsplit_costs), read_as or {}
         members = backward_order(model)
         alike: dict[tuple[bool, torch.dtype | None], list[Named]] = {}  # may be in one bucket
         for name, parameter in members:
@@ -148,12 +148,12 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         super().__init__(
             model,
             group,
-            [_bucket(chunk, owners, shares, group.rank, read_as) for chunk in chunks],
+            [self._make_bucket(group.rank, *_layout(chunk, owners, shares, read_as)) for chunk in chunks],
             launch=lambda bucket: bucket.start_reduce(group, sent_as),
             max_in_flight=_MAX_IN_FLIGHT,
         )
         self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)
-        self._slices = [bucket.slices(bucket.names[0] in unsplit_costs) for bucket in self.buckets]
+        self._slices = [bucket.slices(bucket.names[0] in self._unsplit) for bucket in self.buckets]
         self._forward_order = self.buckets[::-1]
         self._num_published = 0  # of these buckets: their gathers began within the update
         self._handles = self._hook(stages)
@@ -182,12 +182,16 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
 
     def publish(self) -> None:
         super().publish()
-        self.refresh()
+        self._publish_rest()
 
-    def refresh(self) -> None:
+    def _publish_rest(self) -> None:
         for bucket in self._forward_order[self._num_published :]:
             bucket.start_gather(self._group)
         self._num_published = 0
+
+    def refresh(self) -> None:
+        for bucket in self._forward_order:
+            bucket.start_gather(self._group)
 
     def wait_for_params(self) -> None:
         _wait_for(self.buckets)
@@ -199,6 +203,9 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             full = self.full_weights()
             for name, parameter in self._model.named_parameters():
                 parameter.data.copy_(full[name])
+
+    def _make_bucket(self, rank: int, chunk: list[Named], borders: list[int], read_as: torch.dtype) -> ShardedBucket:
+        return ShardedBucket(chunk, borders, rank, read_as)
 
     def _hook(self, stages: Sequence[nn.Module]) -> list[RemovableHandle]:
         """Makes each stage's forward wait for its buckets, and the model's for those of no stage."""
@@ -251,20 +258,17 @@ def _assign(
     return owners, ownership.fill(loads, divisible)
 
 
-def _bucket(
-    chunk: list[Named],
-    owners: Mapping[str, int],
-    shares: Sequence[float],
-    rank: int,
-    read_as: Mapping[str, torch.dtype],
-) -> ShardedBucket:
+def _layout(
+    chunk: list[Named], owners: Mapping[str, int], shares: Sequence[float], read_as: Mapping[str, torch.dtype]
+) -> tuple[list[Named], list[int], torch.dtype]:
+    """Returns a bucket's parameters in their order, the borders of the ranks' elements, and the dtype of the weights
+    that it sends."""
     first, parameter = chunk[0]
     dtype = read_as.get(first, parameter.dtype)
     if first not in owners:
-        num_elements = sum(parameter.numel() for _, parameter in chunk)
-        return ShardedBucket(chunk, ownership.borders(num_elements, shares), rank, dtype)
+        return chunk, ownership.borders(sum(p.numel() for _, p in chunk), shares), dtype
     chunk = sorted(chunk, key=lambda member: owners[member[0]])  # stable: consecutive elements for each owner
     borders = [0]
     for owner in range(len(shares)):
         borders.append(borders[-1] + sum(p.numel() for name, p in chunk if owners[name] == owner))
-    return ShardedBucket(chunk, borders, rank, dtype)
+    return chunk, borders, dtype

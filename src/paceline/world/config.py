@@ -16,10 +16,12 @@ class ParallelConfig:
     weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. auto: the first of
     ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive, and where processors round
     differently."""
-    wire: Literal["exact", "bf16"] = "exact"
+    wire: Literal["exact", "bf16", "int8", "int4"] = "exact"
     """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
     bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but
-    each rank's sum is rounded. Other values than exact make auto choose zero, and need gloo."""
+    each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change of weights
+    as 4-bit ones: a quarter and an eighth of float32's bytes. int4: gradients, too, in 4 bits; what a message leaves
+    out is in the next one. Other values than exact make auto choose zero, and need gloo."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
