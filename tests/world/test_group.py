@@ -126,6 +126,12 @@ def messages(group: Group) -> dict[str, Any]:
     for transfer in transfers:
         transfer.wait()
         transfer.wait()  # a second time is nothing
+    arrived = {rank: torch.full((7,), -1.0) for rank in others}
+    parts = {rank: torch.full((7,), 10.0 * group.rank + rank) for rank in others}
+    saw["exchange"] = []
+    group.start_exchange(
+        parts, arrived, lambda: saw["exchange"].extend(x.mean().item() for x in arrived.values())
+    ).wait()
     saw["all"] = [{rank: tensor.unique().tolist() for rank, tensor in received.items()} for received in rounds]
     for sends, receives in (({group.rank: torch.ones(1)}, {}), ({}, {group.rank: torch.ones(1)})):
         with pytest.raises(ValueError, match=f"rank {group.rank}"):
@@ -144,6 +150,9 @@ def timing(group: Group) -> dict[str, Any]:
         lambda: group.broadcast(torch.ones(10, dtype=torch.float64)),
         lambda: group.share([1.0, 2.0]),
         lambda: group.start_messages(
+            {to: torch.ones(25) for to in ring[:1]}, {source: torch.ones(25) for source in ring[1:]}
+        ).wait(),
+        lambda: group.start_exchange(
             {to: torch.ones(25) for to in ring[:1]}, {source: torch.ones(25) for source in ring[1:]}
         ).wait(),
         group.barrier,
@@ -299,6 +308,7 @@ def test_messages_reach_the_rank_they_are_for_and_no_other(answers: list[Any]) -
             np.testing.assert_array_equal(saw["messages"]["both", first, second], both)
         others = [other for other in range(len(answers)) if other != rank]
         assert saw["messages"]["all"] == [{other: [other + 10.0 * i] for other in others} for i in range(3)]
+        assert saw["messages"]["exchange"] == [10.0 * other + rank for other in others]
 
 
 def test_every_transfer_is_counted_once_with_the_bytes_this_rank_sends_and_its_times(
@@ -309,9 +319,9 @@ def test_every_transfer_is_counted_once_with_the_bytes_this_rank_sends_and_its_t
     edges = borders(1200, range(1, n + 1))
     for rank, (_, counted, _) in enumerate(answers):
         own = 4 * (edges[rank + 1] - edges[rank])
-        sent = [2 * 4800 * (n - 1) / n, 4800 - own, own * (n - 1), 80 * (n - 1), 16 * (n - 1), 100 * (n > 1)]
-        assert counted["bytes"] == ([0] * 7 if is_local else pytest.approx([*sent, 0]))
-        assert counted["waits"] == (0 if is_local else 7)  # these and the barrier
+        sent = [2 * 4800 * (n - 1) / n, 4800 - own, own * (n - 1), 80 * (n - 1), 16 * (n - 1), *[100 * (n > 1)] * 2]
+        assert counted["bytes"] == ([0] * 8 if is_local else pytest.approx([*sent, 0]))
+        assert counted["waits"] == (0 if is_local else 8)  # these and the barrier
         assert counted["ordered"]
         assert counted["forgotten"]
     if not is_local:  # all ranks together: a reduce-scatter and an all-gather move what an all-reduce does

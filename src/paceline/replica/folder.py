@@ -74,10 +74,10 @@ class CheckpointFolder:
         for each in self._replicas.values():
             sync = each.replica.sync
             # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
-            buffers = {item: tensor.clone() for item, tensor in each.buffers().items()}
+            mine["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
             weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
-            mine["weights"] |= self._my_part(buffers) | (weights if sync.shards_weights else self._my_part(weights))
-            mine["optimizer"] |= state if sync.shards_state else self._my_part(state)
+            mine["weights"] |= weights if sync.shards_state else self._my_part(weights)
+            mine["optimizer"] |= each.wire_state() | (state if sync.shards_state else self._my_part(state))
             shapes |= each.shapes() | own_shapes
             numbers |= own_numbers
         copies = {Slice(name, 0, tensor.numel()): tensor.reshape(-1).clone() for name, tensor in extras.items()}
@@ -157,9 +157,10 @@ class CheckpointFolder:
 
         stored = manifest["tensors"]
         try:
-            for each in self._replicas.values():
+            for name, each in self._replicas.items():
                 each.take_weights(receive)
                 each.take_state(receive, stored["optimizer"], manifest["numbers"])
+                each.take_wire_state(receive, stored["optimizer"], manifest["replicas"][name].get("loss_factor", 1.0))
             extras = {Slice(n, 0, math.prod(spec["shape"])): dtype_of(spec) for n, spec in stored["extra"].items()}
             flats = receive("extra", extras)
             tensors = {item.name: flat.view(stored["extra"][item.name]["shape"]) for item, flat in flats.items()}

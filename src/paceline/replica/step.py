@@ -51,6 +51,7 @@ class Step:
         self._clock = StepClock(replica.clock, replica.world.group)
         self._is_total_given, self._total = total is not None, total
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
+        replica.sync.loss_factor = replica.scaler.scale / self._divisor
         self._weight = 0.0  # of this rank's micro-batches so far
         self._loss_sum: torch.Tensor | None = None  # sum of losses times weights
         self._unweighted: set[int] = set()  # numbers of rows of micro-batches without a weight
@@ -157,6 +158,7 @@ class Step:
             replica.update(self._unused)
         else:
             trouble = find_trouble(sync, replica.world.group)
+            sync.skip()
         replica.scaler.observe(trouble is not None)
         self._clock.end("optim")
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from paceline.base.errors import UserError
+from paceline.sync.coded import CodedSync
 from paceline.sync.ddp import BucketedSync
 from paceline.sync.naive import NaiveSync
 from paceline.sync.strategy import Strategy
@@ -14,8 +16,14 @@ from paceline.world.facts import RankFacts, unequal_kinds
 from paceline.world.group import DistributedGroup, Group
 
 
-def check_strategy(strategy: str, facts: Sequence[RankFacts]) -> None:
-    """Raises UserError on all ranks if processors with these facts cannot use the strategy together."""
+def check_strategy(strategy: str, facts: Sequence[RankFacts], wire: str = "exact") -> None:
+    """Raises UserError on all ranks if processors with these facts cannot use the strategy, or the wire, together."""
+    if wire != "exact" and facts[0].backend == "nccl":
+        raise UserError(
+            f"parallel.wire is {wire}, and NCCL adds gradients as they are: use --parallel.wire exact, or "
+            "--parallel.backend gloo where the network is slow",
+            reach="world",
+        )
     kinds = unequal_kinds(facts)
     if strategy in ("ddp", "naive") and kinds:
         raise UserError(
@@ -43,12 +51,19 @@ def make_strategy(
     group: Group,
     unsplit_costs: Mapping[str, float] | None = None,
     stages: Sequence[nn.Module] = (),
+    read_as: Mapping[str, torch.dtype] | None = None,
 ) -> Strategy:
-    """Returns the strategy, attached to the model's parameters. unsplit_costs and stages: see ShardedSync."""
-    bucket_bytes = int(config.bucket_mb * 2**20)
+    """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
+    bucket_bytes = config.bucket_bytes(group.device.type)
+    sent_as = torch.bfloat16 if config.wire == "bf16" else None
+    bits = {"int8": 8, "int4": 4}
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),
-        "zero": lambda: ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages),
+        "zero": lambda: (
+            CodedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, bits[config.wire])
+            if config.wire in bits
+            else ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, sent_as)
+        ),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
         "naive": lambda: NaiveSync(model, group),
     }

@@ -12,6 +12,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,15 +28,23 @@ class Strategy(ABC):
 
     shards_weights = False  # each rank holds only a part of the weights
     shards_state = False  # each rank updates, and holds optimizer state for, its own slices only
+    holds_rounded = False  # the model's parameters are rounded; `weights` and `full_weights` are exact
+    is_coded = False  # messages leave something out, which `wire_state` has
     lockstep = False  # forward and backward communicate: all ranks must make equally many passes
 
     def __init__(self, model: nn.Module, group: Group):
         self._model, self._group = model, group
+        self.loss_factor = 1.0  # of the losses before this step's backward passes: loss scale over divisor
 
     def slices(self) -> list[ParamSlice]:
         """Returns what this rank updates; before an update each slice's parameter has its gradient in `.grad`."""
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         return [ParamSlice(name, parameter.shape, 0, parameter.numel(), parameter) for name, parameter in named]
+
+    def parts(self) -> Iterator[list[ParamSlice]]:
+        """Yields `slices` in parts, in the order of an update. Begins to publish a part when the next is asked for.
+        Collective: all ranks take all parts, or none."""
+        yield self.slices()
 
     @abstractmethod
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -64,25 +73,51 @@ class Strategy(ABC):
         """Between `reduce` and `publish`: returns (a parameter of this rank's slices whose summed gradient is not
         finite, or None; whether this rank's own gradients were not finite before the sum, None: unknown)."""
 
+    @property
+    def excess_factor(self) -> float:
+        """The `loss_factor` of gradients in `wire_state`."""
+        return 1.0
+
     @abstractmethod
     def publish(self) -> None:
         """After the update: clears the gradients, and begins to send the updated slices to other ranks. Collective."""
+
+    def skip(self) -> None:
+        """Instead of an update, before `publish`, on all ranks."""
+        return
+
+    def refresh(self) -> None:
+        """After `weights` were changed: begins to give them to the model's parameters on all ranks. Collective."""
+        return
 
     def wait_for_params(self) -> None:
         """Waits for the weights of the last `publish`. A forward pass does so itself; other readers call this first."""
         return
 
     def release(self) -> None:
-        """Removes the strategy's hooks from the model's modules; buckets.release removes those of parameters."""
+        """Removes the strategy's hooks from the model's modules; buckets.release removes those of parameters. Gives the
+        parameters their exact values: collective if they are rounded."""
         return
 
+    def wire_state(self) -> dict[Slice, torch.Tensor]:
+        """Returns what a later message of this rank depends on, besides weights and gradients, as `parameter/wire.KEY`,
+        flat, in place."""
+        return {}
+
+    def take_wire_state(self, found: Mapping[Slice, torch.Tensor], loss_factor: float) -> None:
+        """Restores `wire_state` from complete tensors; several of one key are added up. loss_factor: as it was."""
+        return
+
+    def take_codec_ms(self) -> float:
+        """Returns the time spent coding messages since the last call, in all threads."""
+        return 0.0
+
     def weights(self) -> dict[Slice, torch.Tensor]:
-        """Returns the weights that this rank holds, flat, in place: all, or its shards."""
-        self.wait_for_params()
-        named = self._model.named_parameters()
-        return {Slice(name, 0, parameter.numel()): parameter.detach().reshape(-1) for name, parameter in named}
+        """Returns the weights that this rank updates, exact, flat, in place where they are contiguous: those of
+        `slices`."""
+        return {Slice(s.name, s.start, s.stop): s.parameter.detach().reshape(-1) for s in self.slices()}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by name, in their shapes. Collective if they are sharded."""
+        """Returns all weights by name, exact, in their shapes. Collective if they are sharded or rounded."""
         self.wait_for_params()
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}

@@ -16,6 +16,12 @@ class ParallelConfig:
     weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. auto: the first of
     ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive, and where processors round
     differently."""
+    wire: Literal["exact", "bf16", "int8", "int4"] = "exact"
+    """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
+    bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but
+    each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change of weights
+    as 4-bit ones: a quarter and an eighth of float32's bytes. int4: gradients, too, in 4 bits; what a message leaves
+    out is in the next one. Other values than exact make auto choose zero, and need gloo."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -32,8 +38,9 @@ class ParallelConfig:
     """CPU threads of a rank; 0: OMP_NUM_THREADS if the user set it, else the cores divided by the local ranks."""
     port: int = 0
     """Port of the rendezvous under --nproc; 0: a free one."""
-    bucket_mb: float = 10.0
-    """MiB of gradients in one all-reduce. Smaller: they start earlier in backward. Larger: fewer round trips."""
+    bucket_mb: float = 0.0
+    """MiB of gradients in one transfer. Smaller: they start earlier in backward, and with zero the next step's forward
+    waits for less. Larger: fewer round trips. 0: 2 with zero on CPUs, else 10."""
     shares: str = "equal"
     """How many sequences of a step each rank computes. equal: as many, in micro-batches that do not depend on the world
     size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter; not with
@@ -59,16 +66,29 @@ class ParallelConfig:
             ("step-timeout-s", self.step_timeout_s, 1),
             ("expect-ranks", self.expect_ranks, 0),
             ("threads", self.threads, 0),
-            ("bucket-mb", self.bucket_mb, 0.001),
+            ("bucket-mb", self.bucket_mb or 10.0, 0.001),
             ("check-every", self.check_every, 0),
         ):
             if not (math.isfinite(value) and value >= least):
                 raise UserError(f"parallel.{name} is {value}; it must be at least {least}")
         self.fixed_shares()
+        self.check_wire()
         if self.backend == "nccl" and self.device in ("cpu", "mps"):
             raise UserError(
                 f"parallel.backend nccl works on GPUs only, and parallel.device is {self.device}; "
                 "use --parallel.backend gloo"
+            )
+
+    def bucket_bytes(self, device: str) -> int:
+        """Returns the bytes of gradients in one transfer. device: the type of the ranks' devices, such as cpu."""
+        return int((self.bucket_mb or (2.0 if self.strategy == "zero" and device == "cpu" else 10.0)) * 2**20)
+
+    def check_wire(self) -> None:
+        """Raises UserError if the strategy cannot send what `wire` says."""
+        if self.wire != "exact" and self.strategy not in ("auto", "zero"):
+            raise UserError(
+                f"parallel.wire {self.wire} works with strategy zero only, and parallel.strategy is {self.strategy}; "
+                "use --parallel.strategy zero, or --parallel.wire exact"
             )
 
     def fixed_shares(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ possible any more: the rank exits, and the others notice that.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ from paceline.world.device import DeviceClock
 from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
-from paceline.world.transfer import Background, StreamTransfer, post
+from paceline.world.transfer import Background, Messages, StreamTransfer, nothing, post
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
 
@@ -51,13 +51,16 @@ class Group(ABC):
 
     @abstractmethod
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
-        """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. Each rank sends its
-        part n-1 times: s (n-1)/n bytes."""
+        """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. s (n-1)/n bytes."""
 
     @abstractmethod
-    def start_messages(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
+    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         """Begins to send a tensor to each rank in `sends` and to fill the tensors of `receives`. Only these ranks take
         part. Raises ValueError for a message to this rank itself. Costs the bytes of `sends`."""
+
+    @abstractmethod
+    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
+        """Begins to exchange tensors with every other rank; a background thread ends with `then`. Bytes: `sends`."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -133,10 +136,14 @@ class LocalGroup(Group):
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         return Transfer(self._clock)
 
-    def start_messages(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
+    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         if sends or receives:
             raise ValueError("rank 0 is alone: there is nobody to send to")
         return Transfer(self._clock)
+
+    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
+        then()
+        return self.start_messages(sends, receives)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None: ...
 
@@ -162,7 +169,7 @@ class DistributedGroup(Group):
         self.device = device
         self._clock = DeviceClock(device)
         self._traffic = Traffic()
-        # Collectives have their own CUDA stream: events before and after one then time only that one.
+        # Own CUDA stream for collectives: events before and after one then time only that one.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._is_nccl = dist.get_backend() == "nccl"
         self._background = Background()
@@ -177,8 +184,8 @@ class DistributedGroup(Group):
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "a reduce-scatter", self._parts(flat, borders)
         mine = parts[self.rank]
-        num_bytes = flat.nbytes - mine.nbytes
         if self._is_nccl:
+            num_bytes = flat.nbytes - mine.nbytes
             return self._start(name, num_bytes, flat, lambda _: dist.reduce_scatter(mine, parts, async_op=True))
         # Gloo's reduce-scatter is an all-reduce: twice the bytes. Here each pair of ranks exchanges its parts; the
         # owner adds them in the order of distance, so the sum always has the same bits.
@@ -189,19 +196,19 @@ class DistributedGroup(Group):
                 mine.data.add_(part)  # .data: keeps the version that autograd checks
 
         sends = {to: parts[to] for to in self._others(1)}
-        return self._exchange(name, num_bytes, sends, dict(zip(self._others(-1), arrived, strict=True)), add_up)
+        return self._exchange(name, sends, dict(zip(self._others(-1), arrived, strict=True)), add_up)
 
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
         mine = parts[self.rank]
-        num_bytes = mine.nbytes * (self.size - 1)
         if self._is_nccl:
+            num_bytes = mine.nbytes * (self.size - 1)
             return self._start(name, num_bytes, flat, lambda _: dist.all_gather(parts, mine, async_op=True))
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
         sends = dict.fromkeys(self._others(1), mine)
-        return self._exchange(name, num_bytes, sends, {source: parts[source] for source in self._others(-1)})
+        return self._exchange(name, sends, {source: parts[source] for source in self._others(-1)})
 
-    def start_messages(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
+    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         if self.rank in (*sends, *receives):
             raise ValueError(f"rank {self.rank} has no messages for itself")
         name = "messages between ranks"
@@ -210,6 +217,9 @@ class DistributedGroup(Group):
             works = post(sends, receives, is_nccl=self._is_nccl)
         # Finished in the caller's thread: switching threads would add latency.
         return self._counted(transfer, num_bytes, name, lambda: self._finish(works))
+
+    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
+        return self._exchange("an exchange", sends, receives, then)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         with self._timed("a broadcast", tensor):
@@ -267,16 +277,7 @@ class DistributedGroup(Group):
         end: Any = transfer.end
         return self._counted(transfer, num_bytes, name, lambda: torch.cuda.current_stream(self.device).wait_event(end))
 
-    def _exchange(
-        self,
-        name: str,
-        num_bytes: float,
-        sends: Mapping[int, torch.Tensor],
-        receives: Mapping[int, torch.Tensor],
-        then: Callable[[], None] = lambda: None,
-    ) -> Transfer:
-        """Begins one send to and one receive from every other rank. A background thread waits for them and calls
-        `then`. Every pair of ranks takes part, so all notice at once when a rank dies."""
+    def _exchange(self, name: str, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
         self._num_exchanges += 1
         tag = self._num_exchanges % (1 << 20)  # ranks with a different order fail instead of mixing data
         transfer = Transfer(self._clock)
@@ -288,6 +289,7 @@ class DistributedGroup(Group):
             then()
             transfer.record_end()
 
+        num_bytes = sum(tensor.nbytes for tensor in sends.values())
         return self._counted(transfer, num_bytes, name, self._background.submit(run).result)
 
     def _finish(self, works: list[dist.Work]) -> None:

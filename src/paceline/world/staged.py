@@ -1,11 +1,12 @@
 """Collectives of a rank on a GPU over Gloo, as in a world of GPUs and CPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.world.device import DeviceClock
 from paceline.world.group import DistributedGroup, ReduceOp, Transfer
+from paceline.world.transfer import Messages, nothing
 
 
 class StagedGroup(DistributedGroup):
@@ -28,10 +29,20 @@ class StagedGroup(DistributedGroup):
         host = _on_host(flat)
         return _copied_back(super().start_all_gather(host, borders), [(flat, host)])
 
-    def start_messages(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Transfer:
+    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         arriving = {source: _on_host(tensor) for source, tensor in receives.items()}
         transfer = super().start_messages({to: _on_host(tensor) for to, tensor in sends.items()}, arriving)
         return _copied_back(transfer, [(receives[source], host) for source, host in arriving.items()])
+
+    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
+        arriving = {source: _on_host(tensor) for source, tensor in receives.items()}
+
+        def copy_back() -> None:
+            for source, host in arriving.items():
+                receives[source].copy_(host)
+            then()
+
+        return super().start_exchange({to: _on_host(tensor) for to, tensor in sends.items()}, arriving, copy_back)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         host = _on_host(tensor)

@@ -11,6 +11,12 @@ import torch.distributed as dist
 
 from paceline.world.device import DeviceClock, Stamp
 
+Messages = Mapping[int, torch.Tensor]  # by the other rank's number
+
+
+def nothing() -> None:
+    """Does nothing."""
+
 
 class Transfer:
     """A collective under way. The group sets `finish`."""
@@ -18,7 +24,7 @@ class Transfer:
     def __init__(self, clock: DeviceClock):
         self.start: Stamp = clock.stamp()
         self.end: Stamp | None = None
-        self.finish: Callable[[], None] = lambda: None  # returns when the result may be used
+        self.finish: Callable[[], None] = nothing  # returns when the result may be used
         self._clock = clock
 
     @property
@@ -79,10 +85,8 @@ class Background:
             del call, future  # free the transfer's tensors
 
 
-def post(
-    sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], *, is_nccl: bool, tag: int = 0
-) -> list[dist.Work]:
-    """Begins receives, then sends; each tensor is under the other rank's number. Empty tensors are left out. Receives
+def post(sends: Messages, receives: Messages, *, is_nccl: bool, tag: int = 0) -> list[dist.Work]:
+    """Begins receives, then sends. Empty tensors are left out. Receives
     come first: Gloo's permission to send uses the same connection, and would wait behind a send's data."""
     sends = {to: tensor for to, tensor in sends.items() if tensor.numel()}
     receives = {source: tensor for source, tensor in receives.items() if tensor.numel()}

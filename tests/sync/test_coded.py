@@ -1,0 +1,209 @@
+"""zero with integers on the wire: replicas stay equal to the bit, training as without, and state that survives."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from paceline.replica.batch import Batch
+from paceline.replica.checkpoints import Checkpoints
+from paceline.replica.replica import Replica
+from paceline.sync.coded import block_of
+from paceline.sync.replicas import overall
+from paceline.world.runtime import World
+
+WIDTH, VOCABULARY, NUM_STEPS = 96, 40, 12
+WIRES = ("bf16", "int8", "int4")
+CASES = [(wire, optimizer) for wire in WIRES for optimizer in ("adamw", "muon")]
+SCALE = 4 / WIDTH  # bytes an element: blocks are rows here
+BYTES = {"exact": 8, "bf16": 6, "int8": 1.5 + 2 * SCALE, "int4": 1 + 2 * SCALE}  # a gradient's and a weight's
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        return cross_entropy(self.head(x + self.down(self.up(x).relu())).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def made(world: World, wire: Any, optimizer: str) -> Replica:
+    net = Net()
+    matrices = [net.up.weight, net.down.weight] if optimizer == "muon" else []
+    rest = [p for p in net.parameters() if not any(p is matrix for matrix in matrices)]
+    chosen: list[Any] = [torch.optim.AdamW(rest, lr=3e-3)]
+    chosen += [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
+    return Replica(net, chosen, world, strategy="zero", wire=wire, bucket_mb=0.1)
+
+
+def trained(replica: Replica, num_steps: int, poisoned: int = -1, scale: float = 1.0) -> list[Any]:
+    """Makes steps, of which every third has no micro-batch on rank 1. Returns losses; None for skipped steps."""
+    losses = []
+    rank, size = replica.world.rank, replica.world.world_size
+    for _ in range(num_steps):
+        number = replica.num_steps
+        rows = torch.randint(0, 7, (6, 9), generator=torch.Generator().manual_seed(number)) ** 2 % VOCABULARY
+        takers = [0] if number % 3 == 2 else list(range(size))
+        mine = rows[takers.index(rank) :: len(takers)] if rank in takers else rows[:0]
+        replica.scaler.scale = scale
+        step = replica.step(Batch([mine] if len(mine) else []), total=6.0)
+        for tokens in step:
+            loss = replica.model(tokens)
+            step.backward(loss * float("nan") if number == poisoned and rank == 0 else loss, weight=len(tokens))
+        result = step.finish(max_norm=1.0)
+        losses.append(None if result.skipped else result.loss)
+    return losses
+
+
+def replica_digest(replica: Replica) -> str:
+    replica.wait_for_params()
+    return overall({name: parameter.detach() for name, parameter in replica.model.named_parameters()})
+
+
+def wire_state(replica: Replica) -> dict[Any, torch.Tensor]:
+    return {item: tensor.clone() for item, tensor in replica.sync.wire_state().items()}
+
+
+@dataclass
+class Seen:
+    """By one rank."""
+
+    losses: list[float]
+    digests: list[str]  # of the replica, after each step
+    exact: str  # of the masters
+    sent_bytes: float
+
+
+def on_ranks(world: World) -> dict[Any, Seen]:
+    found = {}
+    for wire, optimizer in [*CASES, ("exact", "adamw"), ("exact", "muon")]:
+        replica = made(world, wire, optimizer)
+        losses, digests = [], []
+        world.group.take_traffic()
+        for _ in range(NUM_STEPS):
+            losses += trained(replica, 1)
+            digests.append(replica_digest(replica))
+        sent_bytes = world.group.take_traffic().num_bytes
+        found[wire, optimizer] = Seen(losses, digests, overall(replica.state_dict()), sent_bytes)
+        replica.release()
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"world-{size}")
+def rows(request: pytest.FixtureRequest) -> list[dict[Any, Seen]]:
+    return run_ranks(on_ranks, request.param, timeout_s=120)
+
+
+@pytest.mark.parametrize(("wire", "optimizer"), CASES)
+def test_replicas_are_equal_after_every_step_and_learn_as_without_rounding(
+    rows: list[Any], wire: str, optimizer: str
+) -> None:
+    exact = rows[0]["exact", optimizer]
+    num_elements = sum(p.numel() for p in Net().parameters())
+    saved_bytes = NUM_STEPS * (BYTES["exact"] - BYTES[wire]) * num_elements * (len(rows) - 1)
+    saved = sum(row["exact", optimizer].sent_bytes - row[wire, optimizer].sent_bytes for row in rows)
+    assert saved == pytest.approx(saved_bytes, rel=0.01)
+    for row in rows:
+        seen = row[wire, optimizer]
+        assert seen.digests == rows[0][wire, optimizer].digests
+        assert len(set(seen.digests)) == NUM_STEPS
+        assert seen.exact == rows[0][wire, optimizer].exact
+        assert seen.losses == rows[0][wire, optimizer].losses
+        assert seen.losses == pytest.approx(exact.losses, rel=0.03)
+        assert seen.losses[-1] < 0.8 * seen.losses[0]
+        assert (seen.exact != exact.exact) == (wire != "bf16" or len(rows) > 1)
+
+
+def skipping(world: World, wire: str) -> Any:
+    replica = made(world, wire, "adamw")
+    trained(replica, 2)
+    before, digest, exact = wire_state(replica), replica_digest(replica), overall(replica.state_dict())
+    assert trained(replica, 1, poisoned=2) == [None]
+    assert all(tensor.equal(before[item]) for item, tensor in wire_state(replica).items())
+    assert (replica_digest(replica), overall(replica.state_dict())) == (digest, exact)
+    return trained(replica, 2)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_a_skipped_step_changes_neither_weights_nor_what_messages_left_out(wire: str) -> None:
+    first, *others = run_ranks(skipping, 2, wire)
+    assert all(losses == first for losses in others)
+
+
+def scaled(world: World) -> tuple[list[float], str]:
+    replica = made(world, "int4", "adamw")
+    losses = trained(replica, 3, scale=1024.0) + trained(replica, 3, scale=64.0)
+    return losses, overall(replica.state_dict())
+
+
+def unscaled(world: World) -> tuple[list[float], str]:
+    replica = made(world, "int4", "adamw")
+    return trained(replica, 6), overall(replica.state_dict())
+
+
+def test_what_messages_left_out_follows_the_loss_scale() -> None:
+    """Scales are powers of two, so nothing rounds differently."""
+    assert run_ranks(scaled, 2) == run_ranks(unscaled, 2)
+
+
+def saving(world: World, folder: str, wire: str, optimizer: str) -> Any:
+    replica = made(world, wire, optimizer)
+    trained(replica, 4)
+    Checkpoints(folder, net=replica).save()
+    kept = wire_state(replica)
+    return kept, trained(replica, 4), overall(replica.state_dict()), replica_digest(replica)
+
+
+def resuming(world: World, folder: str, wire: str, optimizer: str) -> Any:
+    replica = made(world, wire, optimizer)
+    assert Checkpoints(folder, net=replica).restore()
+    kept = wire_state(replica)
+    return kept, trained(replica, 4), overall(replica.state_dict()), replica_digest(replica)
+
+
+def left_out(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """By parameter: the sum over ranks of what their messages had too much."""
+    sums: dict[str, torch.Tensor] = {}
+    for kept, *_ in rows:
+        for item, tensor in kept.items():
+            name, _, key = item.name.partition("/")
+            if key.startswith("wire.excess"):
+                sums[name] = sums.get(name, 0) + tensor
+    return sums
+
+
+@pytest.mark.parametrize(("wire", "optimizer"), CASES)
+def test_a_resumed_run_goes_on_bit_for_bit_or_in_another_world_nearly(
+    wire: str, optimizer: str, tmp_path: Path
+) -> None:
+    before = run_ranks(saving, 2, str(tmp_path), wire, optimizer)
+    same = run_ranks(resuming, 2, str(tmp_path), wire, optimizer)
+    for (kept, *after), (restored, *again) in zip(before, same, strict=True):
+        assert again == after
+        assert kept.keys() == restored.keys()
+        assert all(tensor.equal(restored[item]) for item, tensor in kept.items())
+    for size in (1, 3):
+        other = run_ranks(resuming, size, str(tmp_path), wire, optimizer)
+        assert other[0][1] == pytest.approx(before[0][1], rel=0.03)
+        sums = left_out(other)
+        assert sums.keys() == left_out(before).keys()
+        assert all(sums[name].equal(tensor) for name, tensor in left_out(before).items())
+    plain = run_ranks(resuming, 2, str(tmp_path), "exact", optimizer)
+    assert plain[0][1] == pytest.approx(before[0][1], rel=0.03)
+
+
+def test_a_block_lies_in_a_row() -> None:
+    assert block_of([torch.Size([1152, 384]), torch.Size([384, 1536]), torch.Size([384])]) == 192
+    assert block_of([torch.Size([50304, 768])]) == 256
+    assert block_of([torch.Size([10, 3, 5, 5]), torch.Size([10])]) == 128  # no divisor is large enough
+    assert block_of([torch.Size([0, 64]), torch.Size([])]) == 128
