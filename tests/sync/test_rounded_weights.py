@@ -54,7 +54,7 @@ def micro_batch(step: int, rank: int, index: int) -> tuple[torch.Tensor, torch.T
     return ids[:, :-1], ids[:, 1:]
 
 
-def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype | None) -> Trained:
+def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype | None, wire: str = "exact") -> Trained:
     """After 20 steps of zero. sent_as: of weights that are read in bfloat16."""
     arch, name, head, count = case
     model = built(arch, head)
@@ -64,7 +64,9 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
     )
     read_as = dict.fromkeys(model.read_as(), sent_as) if sent_as else {}
     blocks = list(model.layers)
-    replica = Replica(model, optimizers, world, strategy="zero", blocks=blocks, bucket_mb=0.05, read_as=read_as)  # type: ignore[arg-type]
+    replica = Replica(
+        model, optimizers, world, strategy="zero", blocks=blocks, bucket_mb=0.05, read_as=read_as, wire=wire
+    )  # type: ignore[arg-type]
     losses, sent_bytes = [], 0.0
     world.group.take_traffic()  # of the replica before
     for number in range(NUM_STEPS):
@@ -85,7 +87,8 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
 
 def all_cases(world: World) -> dict[Any, Trained]:
     dtypes = [torch.float32, torch.bfloat16, *([None] if world.world_size <= 2 else [])]
-    return {(case, sent_as): trained(world, case, sent_as) for case in CASES for sent_as in dtypes}
+    found = {(case, sent_as): trained(world, case, sent_as) for case in CASES for sent_as in dtypes}
+    return found | {"bf16": trained(world, CASES[0], torch.bfloat16, "bf16")}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda size: f"world-{size}")
@@ -128,3 +131,13 @@ def test_a_rounded_weight_costs_two_bytes_to_each_other_rank(rows: list[Any], ca
     num_elements = ROUNDED[case[0]] + (128 * WIDTH if case[2] == "untied" else 0)
     plain, rounded = (sum(row[case, dtype].sent_bytes for row in rows) for dtype in (torch.float32, torch.bfloat16))
     assert plain - rounded == NUM_STEPS * 2 * num_elements * (len(rows) - 1)
+
+
+def test_gradients_in_bfloat16_cost_half_and_change_only_rounding(rows: list[Any]) -> None:
+    plain, rounded = ([row[key] for row in rows] for key in ((CASES[0], torch.bfloat16), "bf16"))
+    num_elements = sum(weight.numel() for weight in plain[0].exact.values())
+    saved = sum(row.sent_bytes for row in plain) - sum(row.sent_bytes for row in rounded)
+    assert saved == NUM_STEPS * 2 * num_elements * (len(rows) - 1)
+    assert (rounded[0].losses == plain[0].losses) == (len(rows) == 1)
+    assert rounded[0].losses == pytest.approx(plain[0].losses, abs=2e-2)
+    assert all(equal(row.read, rounded[0].read) for row in rounded)

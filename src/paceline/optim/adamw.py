@@ -1,7 +1,7 @@
 """AdamW over any tensors, also slices of parameters (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). It calls
 torch's fused kernel directly: `torch.optim.AdamW` imports torch's compiler, which adds a second to every start."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,21 @@ class AdamW:
         ]
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
-    @torch.no_grad()
     def step(self) -> None:
         """Makes one update. Its number sets the bias correction of the moments."""
+        self.begin()
+        self.update({tensor for group in self.param_groups for tensor in group["params"]})
+
+    def begin(self) -> None:
+        """Counts an update, which `update` makes in one part or several."""
         for group in self.param_groups:
             group["step"] += 1
-            tensors = group["params"]
+
+    @torch.no_grad()
+    def update(self, part: Container[torch.Tensor]) -> None:
+        """Updates those of its tensors that are in `part`."""
+        for group in self.param_groups:
+            tensors = [tensor for tensor in group["params"] if tensor in part]
             if not tensors:
                 continue
             for tensor in tensors:

@@ -5,7 +5,7 @@ Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,21 @@ class Muon:
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._compute_dtype = compute_dtype
 
-    @torch.no_grad()
     def step(self) -> None:
         """Updates every matrix in place by its `.grad`."""
+        self.update({matrix for group in self.param_groups for matrix in group["params"]})
+
+    def begin(self) -> None:
+        """As AdamW's; there is nothing to count."""
+
+    @torch.no_grad()
+    def update(self, part: Container[torch.Tensor]) -> None:
+        """Updates those of its matrices that are in `part`."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for matrix in group["params"]:
-                by_shape[matrix.shape].append(matrix)
+                if matrix in part:
+                    by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
                 gradients = torch.stack([self._nesterov(matrix, group["momentum"]) for matrix in matrices])
                 directions = orthogonalise(gradients, self._compute_dtype)

@@ -60,7 +60,7 @@ class Replica:
         strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
-        bucket_mb: float = 10.0,
+        bucket_mb: float = 0.0,
         wire: Literal["exact", "bf16", "int8", "int4"] = "exact",
         read_as: Mapping[str, torch.dtype] | None = None,
     ):
@@ -71,7 +71,8 @@ class Replica:
         gradients; `auto` is `zero` if processors round differently, else `ddp`. dtype: autocast of the loop over
         micro-batches; `float16` scales the loss. blocks: modules that run one after the other, such as a transformer's
         layers. With `zero` their weights are gathered during the forward pass (call `wait_for_params` before you read
-        weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one collective.
+        weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one transfer;
+        0: 2 with `zero` on CPUs, else 10.
 
         wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
         and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
@@ -280,7 +281,7 @@ class Replica:
             )
         for wait_copied in self.copies:
             wait_copied()
-        self.updates.make(unused)
+        self.updates.make(unused, self.sync.parts())
 
     def end_step(self, batch_share: float, rows: Sequence[Exchanged]) -> None:
         """Ends an update on all ranks. batch_share: this rank's share of the batch; rows: by rank."""

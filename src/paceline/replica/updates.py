@@ -2,13 +2,15 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.base.errors import UserError
+from paceline.optim.adamw import AdamW
+from paceline.optim.muon import Muon
 from paceline.optim.optimizer import ParamSlice
 from paceline.replica.gradients import trained_parameters
 from paceline.world.calls import place
@@ -82,8 +84,9 @@ class Updates:
                 "them would reach another: make optimizer and Replica anew after the model was changed"
             )
 
-    def make(self, unused: Sequence[str]) -> None:
-        """Updates this rank's slices. unused: names of parameters that stay unchanged."""
+    def make(self, unused: Sequence[str], parts: Iterable[Sequence[ParamSlice]]) -> None:
+        """Updates this rank's slices. unused: names of parameters that stay unchanged. parts: the slices, in the order
+        of the update; not used if an optimizer updates all slices at once, as those of torch.optim do."""
         idle = frozenset(unused)
         for part, view in zip(self.slices, self._gradients, strict=True):
             if view is not None:  # the script's optimizer.zero_grad() dropped it
@@ -92,6 +95,14 @@ class Updates:
                 part.parameter.grad = None
         self._is_updating = True
         try:
+            if all(type(optimizer) in (AdamW, Muon) for optimizer in self.optimizers):
+                for optimizer in self.optimizers:
+                    optimizer.begin()
+                for some in parts:
+                    tensors = {each.parameter for each in some}
+                    for optimizer in self.optimizers:
+                        optimizer.update(tensors)
+                return
             for optimizer in self.optimizers:
                 if any(group["params"] for group in optimizer.param_groups):
                     optimizer.step()

@@ -136,8 +136,7 @@ class CodedSync(ShardedSync):
         is_skipped, self._is_skipped = self._is_skipped, False
         BucketStrategy.publish(self)
         if not is_skipped:
-            for bucket in reversed(self.buckets):  # in forward order
-                bucket.start_gather(self._group)
+            self._publish_rest()
 
     def refresh(self) -> None:
         for bucket in reversed(self.buckets):

@@ -12,7 +12,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -40,6 +40,11 @@ class Strategy(ABC):
         """Returns what this rank updates; before an update each slice's parameter has its gradient in `.grad`."""
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         return [ParamSlice(name, parameter.shape, 0, parameter.numel(), parameter) for name, parameter in named]
+
+    def parts(self) -> Iterator[list[ParamSlice]]:
+        """Yields `slices` in parts, in the order of an update. Begins to publish a part when the next is asked for.
+        Collective: all ranks take all parts, or none."""
+        yield self.slices()
 
     @abstractmethod
     def accumulate(self, last: bool) -> AbstractContextManager[None]:

@@ -5,7 +5,8 @@ and an all-gather; here the update comes between the two, so no more bytes are s
 
   launch   a bucket's reduce-scatter overlaps with backward: each rank gets the sums of its own gradients
   update   the optimizer changes this rank's slices: any elements with AdamW, complete matrices with Muon
-  publish  all-gathers start, in the order in which the next forward needs the weights
+  publish  all-gathers start, in the order in which the next forward needs the weights: each after its bucket's update,
+           if the optimizer can update a part of its slices, else after the whole update
   wait     a block's forward waits for its own weights, most of which arrived during the blocks before
 
 A weight that every reader rounds first, as a matrix product in bfloat16 does, is sent rounded, and the model's
@@ -16,7 +17,7 @@ All ranks compute the same ownership (base/ownership.py). Matrices that cannot b
 their update; everything else is split so that each rank has an equal share of the state.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -152,10 +153,19 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             max_in_flight=_MAX_IN_FLIGHT,
         )
         self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)
+        self._slices = [bucket.slices(bucket.names[0] in self._unsplit) for bucket in self.buckets]
+        self._forward_order = self.buckets[::-1]
+        self._num_published = 0  # of these buckets: their gathers began within the update
         self._handles = self._hook(stages)
 
     def slices(self) -> list[ParamSlice]:
-        return [found for bucket in self.buckets for found in bucket.slices(bucket.names[0] in self._unsplit)]
+        return [part for slices in self._slices for part in slices]
+
+    def parts(self) -> Iterator[list[ParamSlice]]:
+        for slices, bucket in zip(reversed(self._slices), self._forward_order, strict=True):
+            yield slices
+            bucket.start_gather(self._group)
+            self._num_published += 1
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         found = super().full_weights()
@@ -172,10 +182,15 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
 
     def publish(self) -> None:
         super().publish()
-        self.refresh()
+        self._publish_rest()
+
+    def _publish_rest(self) -> None:
+        for bucket in self._forward_order[self._num_published :]:
+            bucket.start_gather(self._group)
+        self._num_published = 0
 
     def refresh(self) -> None:
-        for bucket in reversed(self.buckets):  # in forward order
+        for bucket in self._forward_order:
             bucket.start_gather(self._group)
 
     def wait_for_params(self) -> None:

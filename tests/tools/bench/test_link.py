@@ -70,11 +70,11 @@ def test_sizes_are_powers_of_four_from_a_kibibyte() -> None:
     assert sizes(5000) == [1024, 4096]
 
 
-@pytest.mark.parametrize("bucket_mb", [0.25, 1.0, 10.0])
-def test_buckets_are_those_that_training_makes_of_the_model(bucket_mb: float) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1 << 18, 1 << 20, 10 << 20])
+def test_buckets_are_those_that_training_makes_of_the_model(bucket_bytes: int) -> None:
     model = ModelConfig(arch="gpt2", n_layer=3, n_embd=128, vocab_size=512, n_positions=64, bias=True)
-    real = BucketedSync(build(model, 0, "cpu"), LocalGroup(torch.device("cpu")), int(bucket_mb * 2**20))
-    assert bucket_elements(model, bucket_mb) == [bucket.flat.numel() for bucket in real.buckets]
+    real = BucketedSync(build(model, 0, "cpu"), LocalGroup(torch.device("cpu")), bucket_bytes)
+    assert bucket_elements(model, bucket_bytes) == [bucket.flat.numel() for bucket in real.buckets]
 
 
 def test_the_model_has_the_vocabulary_that_text_would_be_given() -> None:

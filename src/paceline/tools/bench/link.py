@@ -297,16 +297,16 @@ def resolved_model(config: Config) -> ModelConfig:
     return resolved.model
 
 
-def bucket_elements(model: ModelConfig, bucket_mb: float) -> list[int]:
+def bucket_elements(model: ModelConfig, bucket_bytes: int) -> list[int]:
     """Returns the elements of each bucket, in the order of transfer, without memory for the model."""
     with torch.device("meta"):
         members = backward_order(GPT(model))
-    return [sum(parameter.numel() for _, parameter in chunk) for chunk in cut(members, int(bucket_mb * 2**20))]
+    return [sum(parameter.numel() for _, parameter in chunk) for chunk in cut(members, bucket_bytes)]
 
 
 def _time_model(watch: Stopwatch, config: Config, line: Fit, link: float, budget_s: float) -> ModelTimes:
     """Times this model's all-reduce. link: bytes a second of the slowest pair, in one direction. Collective."""
-    elements = bucket_elements(resolved_model(config), config.parallel.bucket_mb)
+    elements = bucket_elements(resolved_model(config), config.parallel.bucket_bytes("cpu"))
     bucket_bytes = tuple(_ELEMENT_BYTES * count for count in elements)
     wire_bytes = bus_factor("all-reduce", watch.group.size) * sum(bucket_bytes)
     fitted_s = sum(map(line.seconds, bucket_bytes))
