@@ -1,5 +1,6 @@
 """zero with integers on the wire: replicas stay equal to the bit, training as without, and state that survives."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,11 @@ def made(world: World, wire: Any, optimizer: str) -> Replica:
 
 def trained(replica: Replica, num_steps: int, poisoned: int = -1, scale: float = 1.0) -> list[Any]:
     """Makes steps, of which every third has no micro-batch on rank 1. Returns losses; None for skipped steps."""
-    losses = []
+    return [loss for loss, _ in results(replica, num_steps, poisoned, scale)]
+
+
+def results(replica: Replica, num_steps: int, poisoned: int, scale: float) -> Iterator[tuple[float | None, float]]:
+    """Yields the loss and the bytes sent."""
     rank, size = replica.world.rank, replica.world.world_size
     for _ in range(num_steps):
         number = replica.num_steps
@@ -61,8 +66,7 @@ def trained(replica: Replica, num_steps: int, poisoned: int = -1, scale: float =
             loss = replica.model(tokens)
             step.backward(loss * float("nan") if number == poisoned and rank == 0 else loss, weight=len(tokens))
         result = step.finish(max_norm=1.0)
-        losses.append(None if result.skipped else result.loss)
-    return losses
+        yield None if result.skipped else result.loss, result.times.comm_bytes
 
 
 def replica_digest(replica: Replica) -> str:
@@ -78,7 +82,7 @@ def wire_state(replica: Replica) -> dict[Any, torch.Tensor]:
 class Seen:
     """By one rank."""
 
-    losses: list[float]
+    losses: list[float | None]
     digests: list[str]  # of the replica, after each step
     exact: str  # of the masters
     sent_bytes: float
@@ -88,12 +92,12 @@ def on_ranks(world: World) -> dict[Any, Seen]:
     found = {}
     for wire, optimizer in [*CASES, ("exact", "adamw"), ("exact", "muon")]:
         replica = made(world, wire, optimizer)
-        losses, digests = [], []
-        world.group.take_traffic()
-        for _ in range(NUM_STEPS):
-            losses += trained(replica, 1)
+        losses, digests, sent_bytes = [], [], 0.0
+        world.group.take_traffic()  # of making this replica, and of ending the one before
+        for loss, num_bytes in results(replica, NUM_STEPS, -1, 1.0):
+            losses.append(loss)
             digests.append(replica_digest(replica))
-        sent_bytes = world.group.take_traffic().num_bytes
+            sent_bytes += num_bytes
         found[wire, optimizer] = Seen(losses, digests, overall(replica.state_dict()), sent_bytes)
         replica.release()
     return found

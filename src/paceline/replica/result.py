@@ -1,6 +1,7 @@
 """What a step reports: its loss, and each rank's times."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class StepTimes(NamedTuple):
     exposed_comm_ms: float  # the rank waited for a collective
     comm_bytes: float  # sent by this rank in transfers that began in this step
     step_ms: float  # from the step's beginning until the read
+    codec_ms: float = 0.0  # coding messages, in all threads; the other parts contain it
 
     @property
     def compute_ms(self) -> float:
@@ -65,14 +67,14 @@ class Exchanged(NamedTuple):
 class StepClock:
     """Marks the ends of a step's parts, read when the device has done their work."""
 
-    def __init__(self, clock: DeviceClock, group: Group):
-        self._clock, self._group = clock, group
+    def __init__(self, clock: DeviceClock, group: Group, take_codec_ms: Callable[[], float]):
+        self._clock, self._group, self._take_codec_ms = clock, group, take_codec_ms
         self._began_s = time.perf_counter()
         self._start = clock.stamp()
         self._marks: list[tuple[str, Stamp]] = []
         self._transfers: list[tuple[float, float]] = []
         self._waits: list[tuple[float, float]] = []
-        self._num_bytes = 0.0
+        self._num_bytes = self._codec_ms = 0.0
 
     def end(self, part: str) -> None:
         """Ends the current part, named `part`."""
@@ -86,6 +88,7 @@ class StepClock:
         self._transfers += [self._span(t.start, t.end) for t in traffic.transfers if t.end is not None]
         self._waits += [self._span(*wait) for wait in traffic.waits]
         self._num_bytes += traffic.num_bytes
+        self._codec_ms += self._take_codec_ms()
         spent = dict.fromkeys(("data", "forward", "backward", "reduce", "optim"), 0.0)
         before = 0.0
         for part, stamp in self._marks:
@@ -101,6 +104,7 @@ class StepClock:
             exposed_comm_ms=sum(end - start for start, end in self._waits),
             comm_bytes=self._num_bytes,
             step_ms=(time.perf_counter() - self._began_s) * 1e3,
+            codec_ms=self._codec_ms,
         )
 
     def _span(self, start: Stamp, end: Stamp) -> tuple[float, float]:

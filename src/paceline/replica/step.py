@@ -48,7 +48,7 @@ class Step:
         self.rows: range | None = None
         """Rows of the global batch in the current micro-batch; None: not known."""
         self._replica, self._batch = replica, batch
-        self._clock = StepClock(replica.clock, replica.world.group)
+        self._clock = StepClock(replica.clock, replica.world.group, replica.sync.take_codec_ms)
         self._is_total_given, self._total = total is not None, total
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
         replica.sync.loss_factor = replica.scaler.scale / self._divisor

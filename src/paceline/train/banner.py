@@ -23,7 +23,7 @@ _HOST_COLUMNS = ["host", "ranks", "device", "processor", "instructions", "roundi
 def start(console: Console, world: World, settings: Settings, data: TrainingData, peak: Peak, folder: str) -> None:
     """Prints the world, the model, the data, the batch sizes, and each automatic choice with its flag."""
     config, plan = settings.config, settings.plan
-    model, optim = config.model, config.optim
+    model, optim, wire = config.model, config.optim, config.parallel.wire
     parameters = cost.num_parameters(model)
     num_ranks = _plural(world.world_size, "rank")
     rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
@@ -38,6 +38,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
         "gradients": f"{config.parallel.strategy}, summed over ranks on the last micro-step; {_checks_text(config)}",
+        **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
         "horizon": _horizon_text(settings, data),
         "checkpoints": _saves_text(config),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"

@@ -123,6 +123,7 @@ class Recorder:
             optim_ms=times.optim_ms,
             other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
             comm_bytes=round(times.comm_bytes),
+            codec_ms=times.codec_ms,
             world_size=self._world.world_size,
             rank_sequences=sequences,
             rank_step_ms=[each.step_ms for each in by_rank],
