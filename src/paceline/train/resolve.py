@@ -182,7 +182,7 @@ def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tu
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":
         return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
-    each = _room(config, rank, world_size) / train.layered_micro_batches - _head_bytes(config)
+    each = _room(config, rank, world_size) / train.layered_micro_batches - _fixed_bytes(config)
     fits = int(each / _sequence_bytes(config, rank))
     return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"
 
@@ -193,7 +193,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
     for rank, each in enumerate(facts):
         most = wanted if config.parallel.shares == "auto" else min(wanted, plan.num_micro_batches(rank))
         sequences = plan.limits[rank] if plan.limits else plan.device_batch_size
-        one = sequences * _sequence_bytes(config, each) + _head_bytes(config)
+        one = sequences * _sequence_bytes(config, each) + _fixed_bytes(config)
         room = _room(config, each, len(facts))
         if most > 1 and most * one > room:
             raise UserError(
@@ -209,9 +209,13 @@ def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     return rank.free_bytes * _MEMORY_SHARE - _state_bytes(config, world_size)[config.parallel.strategy]
 
 
-def _head_bytes(config: Config) -> int:
-    """Bytes of the output layer's gradient, which each micro-batch keeps from its loss until backward."""
-    return 4 * config.model.vocab_size * config.model.n_embd
+def _fixed_bytes(config: Config) -> int:
+    """Bytes that a micro-batch of any size keeps: the output layer's gradient from its loss until backward, and the
+    blocks' weights in the compute dtype."""
+    model, train = config.model, config.train
+    head = model.vocab_size * model.n_embd
+    cast_bytes = 0 if train.dtype == "float32" or train.activation_checkpoint else 2  # an element
+    return 4 * head + cast_bytes * (cost.num_parameters(model).matmul - head)
 
 
 def _sequence_bytes(config: Config, rank: RankFacts) -> float:
