@@ -16,7 +16,7 @@ from paceline.base import seeds
 from paceline.base.errors import UserError
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
-from paceline.model.layers import Block, Embedding, LayerCache, Linear, document_mask, make_norm, rotary_tables
+from paceline.model.layers import Block, Embedding, Head, LayerCache, document_mask, make_norm, rotary_tables
 from paceline.model.loss import loss_sum
 
 _INIT_STD = 0.02  # GPT-2's
@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.embed_positions = Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = make_norm(config)
-        self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied else Head(config.n_embd, config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -83,13 +83,18 @@ class GPT(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The output layer's matrix [V, C]: the token embedding's if they are tied."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        weight_VC: Tensor = self.embed_tokens.weight if self.lm_head is None else self.lm_head()
+        return weight_VC
 
     def make_cache(self, batch: int) -> list[LayerCache]:
         """Returns an empty cache with room for n_positions tokens: one entry a layer."""
         shape = (batch, self.config.num_kv_heads, self.config.n_positions, self.config.head_dim)
         room = torch.empty(2, *shape, dtype=self.compute_dtype, device=self.embed_tokens.weight.device)
         return [LayerCache(*room.clone()) for _ in self.layers]
+
+    def ends(self) -> list[nn.Module]:
+        """Returns what follows the blocks: the last norm, and the output layer unless it is the token embedding."""
+        return [self.norm] if self.lm_head is None else [self.norm, self.lm_head]
 
     def compile_blocks(self) -> None:
         """Compiles each block in place: names stay, and late layers' gradients are ready before early ones."""
