@@ -86,7 +86,7 @@ def test_what_is_not_given_is_drawn_alike_on_every_rank_and_otherwise_by_seed() 
 
 
 def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
-    for kind, phase in (("nan", "backward"), ("flip", "exchange"), ("flip-state", "check")):
+    for kind, phase in (("nan", "backward"), ("flip", "publish"), ("flip-state", "check")):
         found = [faults.install(0, 1, 0, f"seed={seed} kind={kind}")[0].phase for seed in range(8)]
         assert set(found) == {phase}
 

@@ -400,6 +400,21 @@ def even(world: World | None, strategy: Any = "ddp") -> Course:
     return course
 
 
+def last_of_a_step(world: World) -> list[str]:
+    """The order of what a step of known weight sends after its update."""
+    net, seen = nn.Linear(4, 4), []
+    replica = Replica(net, torch.optim.SGD(net.parameters()), world, strategy="zero", blocks=[net])
+    share, publish = world.group.share, replica.sync.publish
+    world.group.share = lambda values: (seen.append("share"), share(values))[1]
+    replica.sync.publish = lambda: (seen.append("publish"), publish())[1]
+    step = replica.step(torch.ones(2, 4), total=4)
+    step.backward(net(torch.ones(2, 4)).mean(), weight=2)
+    seen.clear()
+    step.finish()
+    del world.group.share
+    return seen
+
+
 def own_ways(world: World) -> dict[str, Any]:
     strategies = ("ddp", "zero", "naive")
     return {
@@ -409,6 +424,7 @@ def own_ways(world: World) -> dict[str, Any]:
         "not finite": [not_finite(world, strategy) for strategy in strategies],
         "adagrad": {adagrad(world, strategy) for strategy in strategies},
         "left behind": left_behind(world),
+        "last of a step": last_of_a_step(world),
         "even": {strategy: even(world, strategy) for strategy in ("fsdp", "zero", "ddp")},
         "compiled": {how: compiled(world, how) for how in ("wrapped", "in place")},
     }
@@ -433,6 +449,8 @@ def test_two_ranks_and_what_has_its_own_ways(oracle: dict[str, Course]) -> None:
         assert is_same
         assert math.isfinite(loss)
     assert len(first["adagrad"] | second["adagrad"]) == 1
+    # Numbers first, or the next forward pass could not begin while weights are under way.
+    assert first["last of a step"][-2:] == ["share", "publish"]
     for rank in (first, second):
         left = rank["left behind"]
         require_same(left.pop("course"), oracle["sgd, tokens"], "a pass before")

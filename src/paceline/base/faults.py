@@ -15,7 +15,7 @@ sleep     a pause of `seconds=0.3`; with `times` it makes a slow rank
 raise     an unexpected exception
 full      OSError "no space left on device", where a file is written
 nan       the caller puts NaN into one gradient            (phase backward)
-flip      the caller flips the lowest bit of one weight    (phase exchange)
+flip      the caller flips the lowest bit of one weight    (phase publish)
 flip-state  the caller flips one bit of the optimizer state, between two steps    (phase check)
 """
 
@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from paceline.base.errors import UserError, nearest
 
 VARIABLE = "PACELINE_FAULTS"
-STEP_PHASES = ("data", "forward", "backward", "reduce", "update", "publish", "exchange")
+STEP_PHASES = ("data", "forward", "backward", "reduce", "exchange", "update", "publish")
 SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.manifest", "save.rename", "save.prune")
 PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
 KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
-_ONLY_AT = {"nan": "backward", "flip": "exchange", "flip-state": "check"}  # kinds that the caller causes
+_ONLY_AT = {"nan": "backward", "flip": "publish", "flip-state": "check"}  # kinds that the caller causes
 _FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds", "times")
 
 

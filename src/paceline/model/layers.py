@@ -30,6 +30,13 @@ class Linear(nn.Linear):
         """Does nothing: `gpt.build` fills all parameters, and torch's method would import its compiler (a second)."""
 
 
+class Head(Linear):
+    """The output layer, whose product is the loss's. A call returns the weight [V, C]; a hook can wait for it there."""
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        return self.weight
+
+
 class Embedding(nn.Embedding):
     """An embedding that only `gpt.build` fills."""
 

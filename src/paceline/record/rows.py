@@ -28,12 +28,12 @@ class StepRow:
     world_size: int
     # By rank. data, forward, backward, exposed_comm, optim and the rest of step_ms (other) add up to a rank's step.
     rank_sequences: list[int]  # computed in this step
-    rank_step_ms: list[float]  # its own time until the step's last all-gather
+    rank_step_ms: list[float]  # its own time: until the all-gather before the update, and the update of the step before
     rank_compute_ms: list[float]  # data, forward and backward
     rank_data_ms: list[float]
     rank_forward_ms: list[float]
     rank_backward_ms: list[float]
-    rank_exposed_comm_ms: list[float]  # includes the wait in that all-gather
+    rank_exposed_comm_ms: list[float]  # includes the rest of step_ms
     rank_optim_ms: list[float]
     codec_ms: float = 0.0  # this rank's threads coded messages (parallel.wire int8, int4); the parts contain it
 

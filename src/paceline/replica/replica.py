@@ -123,6 +123,7 @@ class Replica:
         self.copies: list[Callable[[], object]] = []
         """By Checkpoints object that saves this replica: waits until weights and state may change."""
         self.total_before = 1.0  # weight of the last step, or of a row of it (see Step); the same on all ranks, saved
+        self.update_ms = 0.0  # of the last step
         self.open_step: Step | None = None
         self.begun_from: BegunFrom | None = None
         self.shares: list[Share] = []  # of the loaders given to `steps`, in the order of first use

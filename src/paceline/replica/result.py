@@ -29,6 +29,10 @@ class StepTimes(NamedTuple):
         """Time before the rank had to wait for other ranks' gradients."""
         return self.data_ms + self.forward_ms + self.backward_ms
 
+    def with_update(self, update_ms: float) -> "StepTimes":
+        """Returns times before the update, with this time for it."""
+        return self._replace(optim_ms=self.optim_ms + update_ms, step_ms=self.step_ms + update_ms)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -49,7 +53,7 @@ class StepResult:
     times: StepTimes
     """Times of this rank."""
     by_rank: list[StepTimes]
-    """Times of each rank until the ranks shared them: after the update if the step was given its total, else before."""
+    """Times of each rank, shared before the update; that of the step before stands for it."""
 
 
 class Exchanged(NamedTuple):

@@ -26,7 +26,7 @@ from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch, num_rows
 from paceline.replica.passes import Pass, passes
 from paceline.replica.result import Exchanged, StepClock, StepResult, StepTimes
-from paceline.replica.trouble import Trouble, find_trouble
+from paceline.replica.trouble import Trouble, find_trouble, flip_a_bit
 from paceline.world.calls import place
 
 if TYPE_CHECKING:
@@ -150,6 +150,9 @@ class Step:
             scale = self._scale()
         norm = clip_(gradients, max_norm, scale, sync.total)
         self._clock.end("reduce")
+        if self._is_total_given:  # before weights are sent: numbers behind them would wait for all of them
+            replica.at("exchange")
+            self._exchange([], share)
 
         # ---- update this rank's part ----
         replica.at("update")
@@ -163,11 +166,11 @@ class Step:
         self._clock.end("optim")
 
         # ---- publish the weights ----
-        replica.at("publish")
+        fault = replica.at("publish")
         sync.publish()
-        if self._is_total_given:
-            replica.at("exchange")
-            self._exchange([], share)
+        if fault == "flip":
+            sync.wait_for_params()
+            flip_a_bit(next(replica.model.parameters()))
         return self._close(norm, trouble)
 
     def reduce(self) -> None:
@@ -247,7 +250,8 @@ class Step:
         """Makes the step's one small all-gather, 8 bytes a number. Returns the flags by rank."""
         replica = self._replica
         loss_sum = 0.0 if self._loss_sum is None else float(self._loss_sum)
-        times = self._clock.times()
+        times = self._before_update = self._clock.times()
+        times = times.with_update(replica.update_ms)
         mine = Exchanged(
             loss_sum=loss_sum,
             weight=self._weight,
@@ -278,6 +282,8 @@ class Step:
         self._replica.end_step(self._weight / total, rows)
         if self._batch.observe is not None:
             self._batch.observe(self._times)
+        times = self._clock.times()
+        self._replica.update_ms = times.optim_ms - self._before_update.optim_ms
         return StepResult(
             loss=math.fsum(row.loss_sum for row in rows) / total,
             grad_norm=norm,
@@ -285,7 +291,7 @@ class Step:
             skipped=trouble,
             stop_reason=self._replica.stop_reason,
             shared=self._shared,
-            times=self._clock.times(),
+            times=times,
             by_rank=self._times,
         )
 
