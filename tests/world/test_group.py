@@ -455,6 +455,18 @@ def test_an_error_of_this_rank_s_own_is_not_told_as_another_s() -> None:
     assert "PeerLost: rank 1 lost the other ranks during a barrier: Connection closed by peer" in other
 
 
+def policies(world: World) -> list[int]:
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return [os.sched_getscheduler(int(task.parent.name)) for task in tasks if task.read_text().startswith("gloo")]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_the_threads_of_gloo_do_not_interrupt_compute() -> None:
+    for found in run_ranks(policies, 2):
+        assert found
+        assert set(found) == {os.SCHED_BATCH}
+
+
 class Refused(UserError):
     """A class of its own, which all ranks know."""
 

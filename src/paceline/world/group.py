@@ -24,7 +24,7 @@ from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
 from paceline.world.hierarchy import Hosts
-from paceline.world.transfer import Exchanges, Messages, Phase, StreamTransfer, nothing, post
+from paceline.world.transfer import Exchanges, Messages, Phase, StreamTransfer, nothing, post, yield_to_compute
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
 
@@ -177,6 +177,8 @@ class DistributedGroup(Group):
         self._is_nccl = dist.get_backend() == "nccl"
         self._hosts = Hosts.of(hosts or [""] * self.size)
         self._exchanges = Exchanges()
+        if not self._is_nccl:
+            yield_to_compute()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
