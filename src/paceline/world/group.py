@@ -24,7 +24,7 @@ from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
 from paceline.world.hierarchy import Hosts
-from paceline.world.transfer import Exchanges, Messages, Phase, StreamTransfer, nothing, post, yield_to_compute
+from paceline.world.transfer import Exchanges, GlooThreads, Messages, Phase, StreamTransfer, nothing, post
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
 
@@ -177,8 +177,8 @@ class DistributedGroup(Group):
         self._is_nccl = dist.get_backend() == "nccl"
         self._hosts = Hosts.of(hosts or [""] * self.size)
         self._exchanges = Exchanges()
-        if not self._is_nccl:
-            yield_to_compute()
+        self._gloo, self._cpu_s = GlooThreads(), 0.0
+        self._gloo.yield_to_compute()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
@@ -232,7 +232,8 @@ class DistributedGroup(Group):
         over: list[Transfer] = []
         for transfer in known.transfers:
             (over if transfer.is_over else self._traffic.transfers).append(transfer)
-        return Traffic(known.num_bytes, over, known.waits)
+        before, self._cpu_s = self._cpu_s, self._gloo.cpu_s() + self._exchanges.cpu_s()
+        return Traffic(known.num_bytes, over, known.waits, self._cpu_s - before)
 
     def set_timeout(self, seconds: float) -> None:
         assert dist.group.WORLD is not None

@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -58,12 +59,13 @@ class StreamTransfer(Transfer):
 
 @dataclass
 class Traffic:
-    """What a rank sends in transfers that began in an interval, the transfers that finished in it, and when this rank
-    was blocked in them."""
+    """What a rank sends in transfers that began in an interval, the transfers that finished in it, when this rank was
+    blocked in them, and the CPU time of the threads that carry them."""
 
     num_bytes: float = 0.0
     transfers: list[Transfer] = field(default_factory=list)
     waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    cpu_s: float = field(default=0.0, compare=False)
 
 
 Message = tuple[int, torch.Tensor]  # the other rank, and the tensor that goes there or comes from there
@@ -96,6 +98,7 @@ class Background:
     """Runs calls one by one in a daemon thread: at exit Python would join an executor's, and so wait for peers."""
 
     def __init__(self) -> None:
+        self.cpu_s = 0.0
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="transfers", daemon=True).start()
 
@@ -113,6 +116,7 @@ class Background:
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
+            self.cpu_s = time.thread_time()
             del call, future  # free the transfer's tensors
 
 
@@ -150,6 +154,10 @@ class Exchanges:
         assert done is not None
         return done
 
+    def cpu_s(self) -> float:
+        """Returns the CPU time of the threads, with the sums that they compute."""
+        return sum(thread.cpu_s for thread in self._threads)
+
     def finish(self, works: list[dist.Work]) -> None:
         """Waits for sends and receives; a second call does nothing."""
         for work in works:
@@ -157,13 +165,31 @@ class Exchanges:
         works.clear()
 
 
-def yield_to_compute() -> None:
-    """Makes the threads that Gloo has begun wait for the end of a time slice while all cores compute (Linux). Else each
-    TCP segment that arrives interrupts a compute thread: at 100 Mbit/s that took six times as much CPU time."""
-    for name in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # the thread has ended, or the system forbids it
-            if name.read_text().startswith("gloo"):
-                os.sched_setscheduler(int(name.parent.name), os.SCHED_BATCH, os.sched_param(0))
+class GlooThreads:
+    """The threads that Gloo has begun in this process (Linux; elsewhere none)."""
+
+    def __init__(self) -> None:
+        names = Path("/proc/self/task").glob("*/comm")
+        self._tasks = [name.parent for name in names if "gloo" in _read(name)]
+
+    def yield_to_compute(self) -> None:
+        """Makes them wait for the end of a time slice while all cores compute. Else each TCP segment that arrives
+        interrupts a compute thread: at 100 Mbit/s that took four times as much CPU time."""
+        for task in self._tasks:
+            with contextlib.suppress(OSError):  # the system forbids it
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+    def cpu_s(self) -> float:
+        """Returns their CPU time since they began."""
+        return sum(int((_read(task / "schedstat") or "0").split()[0]) for task in self._tasks) / 1e9
+
+
+def _read(path: Path) -> str:
+    """Returns what a file of /proc says; an empty text if its thread has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def post(sends: Iterable[Message], receives: Iterable[Message], *, is_nccl: bool, tag: int = 0) -> list[dist.Work]:
