@@ -102,6 +102,7 @@ def assert_one_message(ended: Ended) -> None:
         ((*TRAIN, "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'", "it has:", "lo")),
         ((*TRAIN, "--nproc", "2", "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'",)),
         ((*TRAIN, "--parallel.backend", "nccl", "--parallel.device", "cpu"), ("parallel.backend nccl",)),
+        ((*TRAIN, "--parallel.wire", "bf16", "--parallel.strategy", "ddp"), ("wire bf16", "--parallel.strategy zero")),
         ((*TRAIN, "--parallel.port", "70000"), ("parallel.port is 70000",)),
         ((*TRAIN, "--nproc", "0"), ("--nproc is '0'",)),
         ((*TRAIN, "--nproc", "x"), ("--nproc is 'x'",)),

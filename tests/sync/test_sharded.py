@@ -318,7 +318,7 @@ def test_weights_that_a_rank_holds_are_all_of_them_or_its_share(worlds: Any, siz
             for item, weight in row[run].own_weights.items():
                 assert torch.equal(weight, whole[item.name].view(-1)[item.start : item.stop])
                 counted[item.name] += item.num_elements
-        copies = 1 if run[0] == "fsdp" else size
+        copies = 1 if run[0] in ("zero", "fsdp") else size
         assert counted == {name: copies * weight.numel() for name, weight in whole.items()}
 
 

@@ -71,6 +71,14 @@ class GPT(nn.Module):
         """The output layer's matrix [V, C]: the token embedding's if they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def read_as(self) -> dict[str, torch.dtype]:
+        """Returns the parameters that every reader casts to the compute dtype first, as linear layers do; none if that
+        is the parameters' own."""
+        if self.compute_dtype == torch.float32:
+            return {}
+        layers = [(name, module) for name, module in self.named_modules() if isinstance(module, Linear)]
+        return {f"{name}.{own}": self.compute_dtype for name, layer in layers for own, _ in layer.named_parameters()}
+
     def make_cache(self, batch: int) -> list[LayerCache]:
         """Returns an empty cache with room for n_positions tokens: one entry a layer."""
         shape = (batch, self.config.num_kv_heads, self.config.n_positions, self.config.head_dim)

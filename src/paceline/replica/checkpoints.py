@@ -194,8 +194,7 @@ class Checkpoints(CheckpointFolder):
         """Returns a digest of the values that all ranks must share; raises RunError if they differ. Collective."""
         tensors = dict(extras)
         for each in self._replicas.values():
-            if not each.replica.sync.shards_weights:
-                tensors |= {item.name: tensor for item, tensor in {**each.weights(), **each.buffers()}.items()}
+            tensors |= each.on_all_ranks()
         mine = digests(tensors, quick=True)
         if found := compared(mine, self._group):
             raise RunError(

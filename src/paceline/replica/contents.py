@@ -43,15 +43,21 @@ class ReplicaContents:
         return {self._kept_name(name): tuple(tensor.shape) for name, tensor in named.items()}
 
     def weights(self) -> dict[Slice, torch.Tensor]:
-        """This rank's weights or shards of them, not copied."""
-        self.replica.wait_for_params()
+        """The weights that this rank updates, not copied."""
         found = self.replica.sync.weights()
         return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
 
-    def buffers(self) -> dict[Slice, torch.Tensor]:
-        """All buffers; equal on all ranks."""
-        named = self.replica.buffers().items()
-        return {Slice(self._kept_name(name), 0, buffer.numel()): _flat(buffer) for name, buffer in named}
+    def constants(self) -> dict[Slice, torch.Tensor]:
+        """What no optimizer updates: all buffers and frozen parameters; equal on all ranks."""
+        named = {n: p for n, p in self.replica.model.named_parameters() if not p.requires_grad} | self.replica.buffers()
+        return {Slice(self._kept_name(name), 0, tensor.numel()): _flat(tensor) for name, tensor in named.items()}
+
+    def on_all_ranks(self) -> dict[str, torch.Tensor]:
+        """What must be equal on all ranks, by name: parameters, if each rank has them all, and buffers."""
+        self.replica.wait_for_params()
+        parameters = {} if self.replica.sync.shards_weights else dict(self.replica.model.named_parameters())
+        named = {**parameters, **self.replica.buffers()}
+        return {self._kept_name(name): tensor.detach() for name, tensor in named.items()}
 
     def state(self) -> tuple[dict[Slice, torch.Tensor], dict[str, tuple[int, ...]], dict[str, Any]]:
         """This rank's optimizer state: tensors, the shapes that differ from their parameter's, and numbers."""
@@ -109,15 +115,19 @@ class ReplicaContents:
     def take_weights(self, receive: Receive) -> None:
         """Fills weights and buffers from the checkpoint. Collective."""
         replica = self.replica
-        held = {**self.weights(), **self.buffers()}
+        replica.wait_for_params()
+        mine, constants = self.weights(), self.constants()
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
-        buffers = replica.buffers()
-        tensors = buffers if replica.sync.shards_weights else {**dict(replica.model.named_parameters()), **buffers}
-        targets = {self._kept_name(name): tensor.detach() for name, tensor in tensors.items()}
-        found = receive("weights", {item: tensor.dtype for item, tensor in held.items()})
-        for item, tensor in held.items():
-            target = targets.get(item.name, tensor)
+        whole = self.on_all_ranks()
+        targets = {
+            item: mine[item] if item in mine and replica.sync.shards_state else whole[item.name]
+            for item in (*mine, *constants)
+        }
+        found = receive("weights", {item: target.dtype for item, target in targets.items()})
+        for item, target in targets.items():
             target.copy_(found[item].view_as(target))
+        replica.sync.refresh()
+        replica.wait_for_params()
         replica.statistics.remember()
 
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:

@@ -74,9 +74,9 @@ class CheckpointFolder:
         for each in self._replicas.values():
             sync = each.replica.sync
             # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
-            buffers = {item: tensor.clone() for item, tensor in each.buffers().items()}
+            mine["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
             weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
-            mine["weights"] |= self._my_part(buffers) | (weights if sync.shards_weights else self._my_part(weights))
+            mine["weights"] |= weights if sync.shards_state else self._my_part(weights)
             mine["optimizer"] |= state if sync.shards_state else self._my_part(state)
             shapes |= each.shapes() | own_shapes
             numbers |= own_numbers

@@ -12,7 +12,7 @@ updates this rank's part.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -61,6 +61,8 @@ class Replica:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 10.0,
+        wire: Literal["exact", "bf16"] = "exact",
+        read_as: Mapping[str, torch.dtype] | None = None,
     ):
         """Copies rank 0's weights and buffers to all ranks. Collective.
 
@@ -71,14 +73,21 @@ class Replica:
         layers. With `zero` their weights are gathered during the forward pass (call `wait_for_params` before you read
         weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one collective.
 
+        wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype.
+        read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
+        them. `zero` sends these rounded to it, which halves the bytes and changes no result. Between steps the model
+        then holds rounded values; `state_dict` and checkpoints have the exact ones.
+
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
         world.calls.record("Replica")
         if dtype not in _DTYPES:
             raise UserError(f"{place()}: dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
         if strategy == "auto":
-            strategy = "zero" if unequal_kinds(world.facts) else "ddp"
-        check_strategy(strategy, world.facts)
+            strategy = "zero" if unequal_kinds(world.facts) or wire != "exact" else "ddp"
+        config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire)
+        config.check_wire()
+        check_strategy(strategy, world.facts, wire)
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clock = DeviceClock(world.device)
@@ -97,8 +106,7 @@ class Replica:
             broadcast_parameters(model, world.group)
         self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
         mistakes.warn_of_prefix(model, world)
-        config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb)
-        self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks))
+        self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as))
         self.sync = self.gradients.sync
         self.updates.adopt(self.sync.slices())
 
@@ -217,8 +225,8 @@ class Replica:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns all weights and buffers by their plain names, unsharded; tied ones by each name. Collective with fsdp
-        only; otherwise rank 0 may call it alone."""
-        if self.sync.shards_weights:
+        and `read_as`; otherwise rank 0 may call it alone."""
+        if self.sync.shards_weights or self.sync.holds_rounded:
             self.world.calls.record("Replica.state_dict")
         self.wait_for_params()
         found = {**self.sync.full_weights(), **self.buffers()}

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paceline.base.ownership import Slice
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.strategy import Strategy
 from paceline.world.group import Group, reduce_scatter_for_torch
@@ -81,9 +80,6 @@ class FullySharded(Strategy):
         for mine, parameter in zip(self._slices, self._parameters.values(), strict=True):
             parameter.grad = mine.parameter.grad = None
         self._sums.clear()
-
-    def weights(self) -> dict[Slice, torch.Tensor]:
-        return {Slice(s.name, s.start, s.stop): s.parameter.detach() for s in self.slices()}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self._parameters.items()}

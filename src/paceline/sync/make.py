@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from paceline.base.errors import UserError
@@ -14,8 +15,14 @@ from paceline.world.facts import RankFacts, unequal_kinds
 from paceline.world.group import DistributedGroup, Group
 
 
-def check_strategy(strategy: str, facts: Sequence[RankFacts]) -> None:
-    """Raises UserError on all ranks if processors with these facts cannot use the strategy together."""
+def check_strategy(strategy: str, facts: Sequence[RankFacts], wire: str = "exact") -> None:
+    """Raises UserError on all ranks if processors with these facts cannot use the strategy, or the wire, together."""
+    if wire != "exact" and facts[0].backend == "nccl":
+        raise UserError(
+            f"parallel.wire is {wire}, and NCCL adds gradients as they are: use --parallel.wire exact, or "
+            "--parallel.backend gloo where the network is slow",
+            reach="world",
+        )
     kinds = unequal_kinds(facts)
     if strategy in ("ddp", "naive") and kinds:
         raise UserError(
@@ -43,12 +50,14 @@ def make_strategy(
     group: Group,
     unsplit_costs: Mapping[str, float] | None = None,
     stages: Sequence[nn.Module] = (),
+    read_as: Mapping[str, torch.dtype] | None = None,
 ) -> Strategy:
-    """Returns the strategy, attached to the model's parameters. unsplit_costs and stages: see ShardedSync."""
+    """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
     bucket_bytes = int(config.bucket_mb * 2**20)
+    sent_as = torch.bfloat16 if config.wire == "bf16" else None
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),
-        "zero": lambda: ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages),
+        "zero": lambda: ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, sent_as),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
         "naive": lambda: NaiveSync(model, group),
     }

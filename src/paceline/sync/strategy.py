@@ -27,6 +27,7 @@ class Strategy(ABC):
 
     shards_weights = False  # each rank holds only a part of the weights
     shards_state = False  # each rank updates, and holds optimizer state for, its own slices only
+    holds_rounded = False  # the model's parameters are rounded; `weights` and `full_weights` are exact
     lockstep = False  # forward and backward communicate: all ranks must make equally many passes
 
     def __init__(self, model: nn.Module, group: Group):
@@ -68,21 +69,25 @@ class Strategy(ABC):
     def publish(self) -> None:
         """After the update: clears the gradients, and begins to send the updated slices to other ranks. Collective."""
 
+    def refresh(self) -> None:
+        """After `weights` were changed: begins to give them to the model's parameters on all ranks. Collective."""
+        return
+
     def wait_for_params(self) -> None:
         """Waits for the weights of the last `publish`. A forward pass does so itself; other readers call this first."""
         return
 
     def release(self) -> None:
-        """Removes the strategy's hooks from the model's modules; buckets.release removes those of parameters."""
+        """Removes the strategy's hooks from the model's modules; buckets.release removes those of parameters. Gives the
+        parameters their exact values: collective if they are rounded."""
         return
 
     def weights(self) -> dict[Slice, torch.Tensor]:
-        """Returns the weights that this rank holds, flat, in place: all, or its shards."""
-        self.wait_for_params()
-        named = self._model.named_parameters()
-        return {Slice(name, 0, parameter.numel()): parameter.detach().reshape(-1) for name, parameter in named}
+        """Returns the weights that this rank updates, exact, flat, in place where they are contiguous: those of
+        `slices`."""
+        return {Slice(s.name, s.start, s.stop): s.parameter.detach().reshape(-1) for s in self.slices()}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by name, in their shapes. Collective if they are sharded."""
+        """Returns all weights by name, exact, in their shapes. Collective if they are sharded or rounded."""
         self.wait_for_params()
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}

@@ -8,11 +8,16 @@ and an all-gather; here the update comes between the two, so no more bytes are s
   publish  all-gathers start, in the order in which the next forward needs the weights
   wait     a block's forward waits for its own weights, most of which arrived during the blocks before
 
+A weight that every reader rounds first, as a matrix product in bfloat16 does, is sent rounded, and the model's
+parameters hold the rounded value on all ranks, the owner included. The owner alone has the exact value, its master: the
+optimizer updates it, and checkpoints hold it. No product and no update changes by a bit.
+
 All ranks compute the same ownership (base/ownership.py). Matrices that cannot be split are assigned by the cost of
 their update; everything else is split so that each rank has an equal share of the state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -28,9 +33,13 @@ _MAX_IN_FLIGHT = 4  # buckets; a received part takes memory until it is added
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters are also views of a flat buffer. Rank r owns elements borders[r] .. borders[r+1]-1."""
+    """A bucket whose parameters are also views of a flat buffer. Rank r owns elements borders[r] .. borders[r+1]-1.
 
-    def __init__(self, members: Sequence[Named], borders: list[int], rank: int):
+    `values` has the parameters of all ranks, `master` this rank's elements: a view of `values`, or a copy of more bits
+    where `values` is rounded to `read_as`.
+    """
+
+    def __init__(self, members: Sequence[Named], borders: list[int], rank: int, read_as: torch.dtype):
         super().__init__(members)
         self.borders = borders
         self.span = borders[rank], borders[rank + 1]
@@ -39,6 +48,12 @@ class ShardedBucket(Bucket):
             view = self.values[offset : offset + parameter.numel()].view_as(parameter)
             view.copy_(parameter.detach())
             parameter.data = view
+        self.message = self.values  # what a gather sends and fills
+        self.master = self.values[slice(*self.span)]
+        self.read_as, self.is_rounded = read_as, read_as != self.values.dtype
+        if self.is_rounded:
+            self.master = self.master.clone()
+            self.values.copy_(self.values.to(read_as))
         self.gathering: Transfer | None = None
 
     def slices(self, is_unsplit: bool) -> list[ParamSlice]:
@@ -48,15 +63,57 @@ class ShardedBucket(Bucket):
             start, stop = max(self.span[0], offset), min(self.span[1], offset + parameter.numel())
             if start < stop:
                 shape = parameter.shape if is_unsplit else (stop - start,)
-                mine = nn.Parameter(self.values[start:stop].view(shape))
+                mine = nn.Parameter(self.master[start - self.span[0] : stop - self.span[0]].view(shape))
                 mine.grad = self.flat[start:stop].view(shape)
                 found.append(ParamSlice(name, parameter.shape, start - offset, stop - offset, mine))
         return found
 
+    def start_reduce(self, group: Group, sent_as: torch.dtype | None) -> Transfer:
+        """Begins to add up the ranks' gradients on their owners, sent in another dtype if one is given."""
+        if sent_as is None:
+            return group.start_reduce_scatter(self.flat, self.borders)
+        parts = [self.flat[start:stop] for start, stop in pairwise(self.borders)]
+        mine = parts[group.rank]
+        distances = range(1, group.size)
+        sends = {to: parts[to].to(sent_as) for to in ((group.rank + d) % group.size for d in distances)}
+        sources = [(group.rank - d) % group.size for d in distances]
+        arrived = {source: torch.empty_like(mine, dtype=sent_as) for source in sources}
+
+        def add_up() -> None:  # in the order of start_reduce_scatter
+            for source in sources:
+                mine.data.add_(arrived[source])
+
+        return group.start_exchange(sends, arrived, add_up)
+
+    def start_gather(self, group: Group) -> None:
+        """Begins to send this rank's weights and to receive the others'. (n-1)/n times the bytes in `read_as`."""
+        if self.is_rounded:
+            self.message = torch.empty_like(self.values, dtype=self.read_as)
+            self.message[slice(*self.span)].copy_(self.master)
+        self.gathering = group.start_all_gather(self.message, self.borders)
+
+    def wait(self) -> None:
+        """Waits until the parameters have the weights of the last gather."""
+        if self.gathering is None:
+            return
+        self.gathering.wait()
+        self.gathering = None
+        if self.is_rounded:
+            self.values.copy_(self.message)
+            self.message = self.values
+
+    def start_full(self, group: Group) -> tuple[dict[str, torch.Tensor], Transfer]:
+        """Begins to gather the masters; returns them by name, in their shapes, not filled yet."""
+        flat = torch.empty_like(self.values)
+        flat[slice(*self.span)] = self.master
+        named = zip(self.names, self.parameters, self.offsets, strict=False)
+        full = {name: flat[offset : offset + p.numel()].view_as(p) for name, p, offset in named}
+        return full, group.start_all_gather(flat, self.borders)
+
 
 class ShardedSync(BucketStrategy[ShardedBucket]):
     """Communication a step: (n-1)/n times the gradients' bytes on the last micro-batch, the same for the weights after
-    the update: together as much as `ddp`."""
+    the update: together as much as `ddp`, or three quarters of it with weights in bfloat16."""
 
     shards_state = True
 
@@ -67,32 +124,46 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         bucket_bytes: int,
         unsplit_costs: Mapping[str, float],
         stages: Sequence[nn.Module] = (),
+        read_as: Mapping[str, torch.dtype] | None = None,
+        sent_as: torch.dtype | None = None,
     ):
         """unsplit_costs: the parameters that one rank must update completely, and the cost of that, in any unit.
 
         stages: modules whose forward runs before any of their parameters is read, such as a model's blocks; each waits
         for its own weights. The model's forward waits for all other weights.
+
+        read_as: the parameters that every reader casts to this dtype before any other use of them. sent_as: the dtype
+        in which gradients are sent; they are added in their own.
         """
-        self._unsplit = frozenset(unsplit_costs)
+        self._unsplit, read_as = frozenset(unsplit_costs), read_as or {}
         members = backward_order(model)
-        chunks = [
-            *cut([member for member in members if member[0] in unsplit_costs], bucket_bytes),
-            *cut([member for member in members if member[0] not in unsplit_costs], bucket_bytes),
-        ]
+        alike: dict[tuple[bool, torch.dtype | None], list[Named]] = {}  # may be in one bucket
+        for name, parameter in members:
+            alike.setdefault((name in unsplit_costs, read_as.get(name)), []).append((name, parameter))
+        chunks = [chunk for group_members in alike.values() for chunk in cut(group_members, bucket_bytes)]
         place = {name: index for index, (name, _) in enumerate(members)}
         chunks.sort(key=lambda chunk: max(place[name] for name, _ in chunk))  # in the order in which they fill
         owners, shares = _assign(members, unsplit_costs, group.size)
         super().__init__(
             model,
             group,
-            [_bucket(chunk, owners, shares, group.rank) for chunk in chunks],
-            launch=lambda bucket: group.start_reduce_scatter(bucket.flat, bucket.borders),
+            [_bucket(chunk, owners, shares, group.rank, read_as) for chunk in chunks],
+            launch=lambda bucket: bucket.start_reduce(group, sent_as),
             max_in_flight=_MAX_IN_FLIGHT,
         )
+        self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)
         self._handles = self._hook(stages)
 
     def slices(self) -> list[ParamSlice]:
         return [found for bucket in self.buckets for found in bucket.slices(bucket.names[0] in self._unsplit)]
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        found = super().full_weights()
+        masters = [bucket.start_full(self._group) for bucket in self.buckets if bucket.is_rounded]
+        for full, transfer in masters:
+            transfer.wait()
+            found |= full
+        return found
 
     def full_gradients(self) -> list[torch.Tensor]:
         for transfer in [self._group.start_all_gather(bucket.flat, bucket.borders) for bucket in self.buckets]:
@@ -101,8 +172,11 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
 
     def publish(self) -> None:
         super().publish()
+        self.refresh()
+
+    def refresh(self) -> None:
         for bucket in reversed(self.buckets):  # in forward order
-            bucket.gathering = self._group.start_all_gather(bucket.values, bucket.borders)
+            bucket.start_gather(self._group)
 
     def wait_for_params(self) -> None:
         _wait_for(self.buckets)
@@ -110,6 +184,10 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self.holds_rounded:
+            full = self.full_weights()
+            for name, parameter in self._model.named_parameters():
+                parameter.data.copy_(full[name])
 
     def _hook(self, stages: Sequence[nn.Module]) -> list[RemovableHandle]:
         """Makes each stage's forward wait for its buckets, and the model's for those of no stage."""
@@ -146,9 +224,7 @@ class _WaitForWeights:
 
 def _wait_for(buckets: Sequence[ShardedBucket]) -> None:
     for bucket in reversed(buckets):
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
+        bucket.wait()
 
 
 def _assign(
@@ -164,12 +240,20 @@ def _assign(
     return owners, ownership.fill(loads, divisible)
 
 
-def _bucket(chunk: list[Named], owners: Mapping[str, int], shares: Sequence[float], rank: int) -> ShardedBucket:
-    if chunk[0][0] not in owners:
+def _bucket(
+    chunk: list[Named],
+    owners: Mapping[str, int],
+    shares: Sequence[float],
+    rank: int,
+    read_as: Mapping[str, torch.dtype],
+) -> ShardedBucket:
+    first, parameter = chunk[0]
+    dtype = read_as.get(first, parameter.dtype)
+    if first not in owners:
         num_elements = sum(parameter.numel() for _, parameter in chunk)
-        return ShardedBucket(chunk, ownership.borders(num_elements, shares), rank)
+        return ShardedBucket(chunk, ownership.borders(num_elements, shares), rank, dtype)
     chunk = sorted(chunk, key=lambda member: owners[member[0]])  # stable: consecutive elements for each owner
     borders = [0]
     for owner in range(len(shares)):
         borders.append(borders[-1] + sum(p.numel() for name, p in chunk if owners[name] == owner))
-    return ShardedBucket(chunk, borders, rank)
+    return ShardedBucket(chunk, borders, rank, dtype)

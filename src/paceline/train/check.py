@@ -28,7 +28,7 @@ class Checks:
         """
         setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
         fault, step = setup.at("check"), setup.progress.step
-        tensors = {} if sync.shards_weights else sync.full_weights()
+        tensors = ReplicaContents(setup.replica, "").on_all_ranks()
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
         found = differences(tensors, group, quick=before_save) if tensors else []
@@ -73,6 +73,10 @@ class Checks:
 
 
 def optimizer_state(replica: Replica) -> dict[str, torch.Tensor]:
-    """Returns this rank's slices of the optimizer state, `name[start:stop]` -> tensor."""
-    tensors, _, _ = ReplicaContents(replica, "").state()
+    """Returns this rank's slices of the optimizer state, `name[start:stop]` -> tensor; also of weights that only this
+    rank has."""
+    contents = ReplicaContents(replica, "")
+    tensors, _, _ = contents.state()
+    if replica.sync.holds_rounded:
+        tensors |= contents.weights()
     return {f"{item.name}[{item.start}:{item.stop}]": tensor for item, tensor in tensors.items()}

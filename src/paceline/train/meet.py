@@ -77,7 +77,7 @@ class Setup:
         self.watchdog.enter(phase, step)
         fault = faults.strike(phase, step)
         if fault == "flip":
-            flip_a_bit(next(iter(self.replica.sync.weights().values())))
+            flip_a_bit(next(self.replica.model.parameters()))
         return fault
 
 
@@ -208,6 +208,15 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         compute_dtype=settings.dtype,
     )
     blocks = list(model.layers)
-    replica = Replica(model, optimizers, world, strategy=strategy, blocks=blocks, bucket_mb=config.parallel.bucket_mb)
+    replica = Replica(
+        model,
+        optimizers,
+        world,
+        strategy=strategy,
+        blocks=blocks,
+        bucket_mb=config.parallel.bucket_mb,
+        wire=config.parallel.wire,
+        read_as=model.read_as(),
+    )
     replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
     return replica

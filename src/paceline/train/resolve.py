@@ -193,13 +193,15 @@ def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tu
 
 def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
     """The strategy: as given, or the simplest that keeps replicas equal and fits into the memory of all ranks."""
-    check_strategy(config.parallel.strategy, facts)
+    check_strategy(config.parallel.strategy, facts, config.parallel.wire)
     if config.parallel.strategy != "auto":
         return config.parallel.strategy
     needed, kinds = _state_bytes(config, len(facts)), unequal_kinds(facts)
     free = min(each.free_bytes for each in facts)
     room = f"{units.size(free)} free a rank"
-    if len(facts) == 1:
+    if config.parallel.wire != "exact":
+        chosen, why = "zero", f"wire {config.parallel.wire} needs it"
+    elif len(facts) == 1:
         chosen, why = "ddp", "one rank"
     elif config.optim.name == "muon":
         chosen, why = "zero", "Muon's update is divided over the ranks"

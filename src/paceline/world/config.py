@@ -16,6 +16,10 @@ class ParallelConfig:
     weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. auto: the first of
     ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive, and where processors round
     differently."""
+    wire: Literal["exact", "bf16"] = "exact"
+    """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
+    bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but
+    each rank's sum is rounded. Other values than exact make auto choose zero, and need gloo."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -65,10 +69,19 @@ class ParallelConfig:
             if not (math.isfinite(value) and value >= least):
                 raise UserError(f"parallel.{name} is {value}; it must be at least {least}")
         self.fixed_shares()
+        self.check_wire()
         if self.backend == "nccl" and self.device in ("cpu", "mps"):
             raise UserError(
                 f"parallel.backend nccl works on GPUs only, and parallel.device is {self.device}; "
                 "use --parallel.backend gloo"
+            )
+
+    def check_wire(self) -> None:
+        """Raises UserError if the strategy cannot send what `wire` says."""
+        if self.wire != "exact" and self.strategy not in ("auto", "zero"):
+            raise UserError(
+                f"parallel.wire {self.wire} works with strategy zero only, and parallel.strategy is {self.strategy}; "
+                "use --parallel.strategy zero, or --parallel.wire exact"
             )
 
     def fixed_shares(self) -> tuple[int, ...]:
