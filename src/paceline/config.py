@@ -19,6 +19,8 @@ from paceline.optim.config import OptimConfig
 from paceline.record.config import LogConfig
 from paceline.world.config import ParallelConfig
 
+_AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -38,6 +40,9 @@ class TrainConfig:
     """Tokens in a step, over all ranks, rounded to whole sequences; 0: from global-batch-size, or chosen."""
     device_batch_size: int = 0
     """Sequences in a micro-batch of one rank; 0: chosen by memory."""
+    layered_micro_batches: int = 1
+    """Micro-batches that each block computes before the next block does, also in backward (layered accumulation): for
+    slow links, since gradients are sent during the backward pass of all of them. Their activations are all kept."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of matrix products; weights and optimizer state stay float32."""
     compile: bool = False
@@ -70,7 +75,7 @@ class TrainConfig:
         """Raises UserError for an impossible value, named as the user types it."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            least = -1 if item.name == "eval_every" else 1 if item.name in ("eval_sequences", "max_skips") else 0
+            least = -1 if item.name == "eval_every" else int(item.name in _AT_LEAST_1)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
                 raise UserError(f"train.{item.name.replace('_', '-')} is {value}; it must be at least {least}")
         horizons = [n for n in ("steps", "tokens", "tokens_per_param", "time_budget") if getattr(self, n)]
@@ -122,6 +127,11 @@ class Config:
             raise UserError(
                 "parallel.shares auto needs each rank's own time, and with parallel.strategy fsdp ranks wait for each "
                 "other inside every pass; give numbers such as --parallel.shares 24,8, or --parallel.strategy zero"
+            )
+        if self.parallel.strategy == "fsdp" and self.train.layered_micro_batches > 1:
+            raise UserError(
+                f"train.layered-micro-batches is {self.train.layered_micro_batches}, and parallel.strategy fsdp would "
+                "gather a block's weights again for each of them; use --parallel.strategy zero, or leave it out"
             )
         if self.checkpoint.keep_best and self.train.eval_every < 0:
             raise UserError(

@@ -168,6 +168,7 @@ def test_what_changes_no_horizon_supersedes_none() -> None:
         ("train", {"global_batch_size": -4}, r"train\.global-batch-size is -4"),
         ("train", {"global_batch_size": 4, "device_batch_size": 8}, r"train\.device-batch-size is 8, larger"),
         ("train", {"global_batch_size": 4, "global_batch_tokens": 8}, "both given"),
+        ("train", {"layered_micro_batches": 0}, r"train\.layered-micro-batches is 0"),
         ("train", {"time_budget": float("nan"), "steps": 0}, r"train\.time-budget is nan"),
         ("model", {"n_positions": 64}, r"data\.seq-len is 256, longer than the model's positions"),
         ("model", {"n_head": 3}, r"model\.n-embd"),

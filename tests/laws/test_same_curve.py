@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from program import losses, rows, steps, val_loss
+from program import digest, losses, rows, steps, val_loss
 
 from paceline.config import Config, from_toml
 from paceline.data.loader import Loader
@@ -130,3 +130,22 @@ def test_gradients_travel_once_a_step(runs) -> None:
     num_parameters = sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"]["weights"].values())
     for row in steps(folder):  # a ring of two: each rank sends as much as there is
         assert 4 * num_parameters <= row["comm_bytes"] < 4 * num_parameters + 1024
+
+
+# 6 micro-batches: 6, 3, 2 a rank, and in a world of 7 one rank has none. The preset's model is untied.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("ddp", 1), ("ddp", 2), ("ddp", 3), ("zero", 2), ("zero", 3), ("naive", 2)],
+)
+def test_layered_micro_batches_are_the_same_run_bit_for_bit(runs, strategy: str, world_size: int) -> None:
+    flags = ("--parallel.strategy", strategy)
+    plain, layered = runs.get(world_size, *flags), runs.get(world_size, *flags, "--train.layered-micro-batches", "6")
+    assert digest(layered) == digest(plain)
+    assert losses(layered) == losses(plain)
+
+
+@pytest.mark.long
+def test_layered_micro_batches_with_a_tied_embedding_and_unequal_shares_are_the_same_curve(runs) -> None:
+    flags = ("--model.arch", "gpt2", "--parallel.strategy", "zero", "--parallel.shares", "9,3")
+    assert_same_curve(runs.get(2, *flags), runs.get(2, *flags, "--train.layered-micro-batches", "4"))

@@ -102,8 +102,8 @@ def test_no_token_moves_another_document(model: GPT, tokens_BT: torch.Tensor, ta
     other[:, :10] = (other[:, :10] + 1) % 50
     mask_BTT = layers.document_mask(documents_BT, torch.float32)
     with torch.no_grad():
-        hidden, moved = (model._hidden(t, mask_BTT=mask_BTT) for t in (row, other))
-        plain, plain_moved = (model._hidden(t) for t in (row, other))
+        hidden, moved = (model._hidden([t], masks=[mask_BTT])[0] for t in (row, other))
+        plain, plain_moved = (model._hidden([t])[0] for t in (row, other))
     assert torch.equal(hidden[:, 10:], moved[:, 10:])
     assert not torch.equal(hidden[:, :10], moved[:, :10])
     assert (plain[:, 10:] - plain_moved[:, 10:]).abs().amax(-1).min() > 1e-4

@@ -71,6 +71,19 @@ def test_ranks_with_different_number_formats_compute_in_float32() -> None:
     assert settings_of([1e9] * 2, formats, train__dtype="float16").config.train.dtype == "float16"
 
 
+def test_layered_micro_batches_need_memory_for_all_their_activations() -> None:
+    given = {"train__layered_micro_batches": 3, "train__device_batch_size": 2, "parallel__strategy": "zero"}
+    assert settings_of([1e9] * 2, **given).plan.num_micro_batches(0) == 3
+    with pytest.raises(
+        UserError, match=r"of activations; rank 1 has .*: give --train.layered-micro-batches 1"
+    ) as error:
+        settings_of([1e9, 2.2e6], **given)
+    assert error.value.reach == "world"
+    settings_of([1e9, 2.2e6], **{**given, "train__device_batch_size": 6})  # one micro-batch a rank: nothing to keep
+    with pytest.raises(UserError, match=r"parallel\.strategy fsdp would gather a block's weights again"):
+        settings_of([1e9] * 2, **{**given, "parallel__strategy": "fsdp"})
+
+
 ANY_RANK = st.builds(
     replace,
     st.just(FACTS),

@@ -40,6 +40,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         {"train__activation_checkpoint": True},
         {"train__device_batch_size": 5},
         {"train__device_batch_size": 12},
+        {"train__layered_micro_batches": 4},
         {"parallel__strategy": "naive"},
         {"parallel__bucket_mb": 0.01},
         {"parallel__shares": "12"},

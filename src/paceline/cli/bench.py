@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,6 +194,9 @@ class ScalingArguments(_ModelArguments):
     cpu: str = ""
     """Measure hosts of unequal speed instead (Linux, root): the share of a core of each host of a lab, 1.0,0.35. Each
     host alone, then all as one world with equal shares of the batch, shares auto, and --parallel.shares as given."""
+    compare: tuple[str, ...] = ()
+    """Measure variants of the run on --hosts hosts of a lab instead (Linux, root), one rank each, against hosts that
+    exchange nothing: --compare parallel.strategy=ddp "parallel.strategy=zero train.layered-micro-batches=4"."""
     steps: int = 12
     """Steps of each run; the first three are left out."""
     rounds: int = 3
@@ -214,8 +218,8 @@ def _scaling(arguments: list[str]) -> int:
     config = only_steps(parsed.settings, parsed.steps)
     config.check()
     inspect_data(config.data, config.model.vocab_size)
-    if parsed.cpu:
-        return _unequal(parsed, config)
+    if parsed.cpu or parsed.compare:
+        return _compare(parsed, config)
     from paceline.record.console import Console
     from paceline.tools.bench import scaling, scaling_show  # imports torch: seconds
 
@@ -243,34 +247,49 @@ def _scaling(arguments: list[str]) -> int:
     return 0
 
 
-def _unequal(parsed: ScalingArguments, config: Config) -> int:
-    """Measures hosts with the shares of a core that --cpu names."""
+def _compare(parsed: ScalingArguments, config: Config) -> int:
+    """Measures variants of a run, on hosts of a lab with the shares of a core that --cpu names."""
     from paceline.tools.lab.hosts import lay_out
     from paceline.tools.lab.system import check_machine
 
+    variants = {text: _variant(text, config) for text in parsed.compare}
     check_machine()
-    cpu = tuple(share.strip() for share in parsed.cpu.split(","))
-    layout = lay_out(len(cpu), 1, parsed.rate, parsed.cpu)
+    cpu = tuple(share.strip() for share in parsed.cpu.split(",")) if parsed.cpu else ("unlimited",) * parsed.hosts
+    layout = lay_out(len(cpu), 1, parsed.rate, ",".join(cpu))
     if layout.is_crowded:
         raise UserError(
-            f"--cpu {parsed.cpu} adds up to more than the {layout.num_cores} cores here: together the hosts would be "
-            "slower than each alone, whatever their shares of the batch; give smaller shares of a core"
+            f"{f'--cpu {parsed.cpu}' if parsed.cpu else f'--hosts {parsed.hosts}'} takes more than the "
+            f"{layout.num_cores} cores here: together the hosts would be slower than each alone; give "
+            f"{'smaller shares of a core' if parsed.cpu else 'fewer'}"
         )
     from paceline.record.console import Console
-    from paceline.tools.bench import unequal  # imports torch: seconds
+    from paceline.tools.bench import compare  # imports torch: seconds
 
-    names = tuple(host.name for host in layout.hosts)
-    setup = unequal.Setup(
-        config=config, hosts=names, cpu=cpu, rate=parsed.rate, steps=parsed.steps, rounds=parsed.rounds
+    setup = compare.Setup(
+        config=config,
+        variants=variants or compare.kinds_of_shares(config),
+        hosts=tuple(host.name for host in layout.hosts),
+        cpu=cpu,
+        rate=parsed.rate,
+        steps=parsed.steps,
+        rounds=parsed.rounds,
     )
     console = Console(0)
-    rows = unequal.measure(setup, console)
-    console.say(unequal.terminal_table(setup, rows))
-    console.say(unequal.LEGEND, style="dim")
-    for name, shape in {"markdown": unequal.markdown, "json": unequal.as_json}.items():
+    rows = compare.measure(setup, console)
+    console.say(compare.terminal_table(setup, rows))
+    console.say(compare.LEGEND, style="dim")
+    for name, shape in {"markdown": compare.markdown, "json": compare.as_json}.items():
         if path := getattr(parsed, name):
             Path(path).write_text(shape(setup, rows))
     return 0
+
+
+def _variant(text: str, config: Config) -> Config:
+    """Returns the config with the fields of one variant: 'parallel.strategy=zero train.seed=1'."""
+    words = [f"--{word}" for word in shlex.split(text)]
+    found = parse(_ModelArguments, _ModelArguments(settings=config), words, "bench scaling").settings
+    found.check()
+    return found
 
 
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
@@ -286,23 +305,25 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
         raise UserError("--parallel.device is mps, which serves one process, so there is nothing to scale; use cpu")
     if "RANK" in os.environ:
         raise UserError("bench scaling starts its worlds itself; start it once, from a plain shell")
-    if parsed.cpu:
-        _check_unequal(parsed, rates)
+    if parsed.cpu or parsed.compare:
+        _check_compare(parsed, rates)
     for rate in rates:
         if not _RATE.fullmatch(rate):
             raise UserError(f"--rate has '{rate}'; a rate is as in 1gbit, 100mbit, unlimited")
 
 
-def _check_unequal(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
-    """Raises UserError if --cpu goes with options of the other tables, or does not name several shares."""
-    other = ScalingArguments()
-    given = [name for name in ("kind", "max_ranks", "hosts", "plot") if getattr(parsed, name) != getattr(other, name)]
-    if given:
-        flag = given[0].replace("_", "-")
+def _check_compare(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
+    """Raises UserError if --compare or --cpu goes with options of the other tables, or names no share of each host."""
+    flag, other = "--cpu" if parsed.cpu else "--compare", ScalingArguments()
+    without = ("kind", "max_ranks", "plot", *(["hosts"] if parsed.cpu else []))
+    if given := [name for name in without if getattr(parsed, name) != getattr(other, name)]:
         raise UserError(
-            f"--{flag} has no effect with --cpu, which measures one rank on each host of a lab; leave it out"
+            f"--{given[0].replace('_', '-')} has no effect with {flag}, which measures one rank on each host of a lab; "
+            "leave it out"
         )
     if len(rates) > 1:
-        raise UserError(f"--rate is {parsed.rate}; with --cpu give one rate, that of all links")
-    if "," not in parsed.cpu or "unlimited" in parsed.cpu:
+        raise UserError(f"--rate is {parsed.rate}; with {flag} give one rate, that of all links")
+    if parsed.cpu and ("," not in parsed.cpu or "unlimited" in parsed.cpu):
         raise UserError(f"--cpu is {parsed.cpu}; give the share of a core of each of at least two hosts, as 1.0,0.35")
+    if not parsed.hosts:
+        raise UserError("--hosts is 0, and --compare measures hosts of a lab; give 2 or more")

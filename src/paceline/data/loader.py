@@ -1,6 +1,6 @@
 """This rank's micro-batches of any step, a function of the step number and the step's plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,17 @@ class MicroBatch:
     targets: torch.Tensor  # (batch, seq) int64
     positions: torch.Tensor  # (batch,) int64
     documents: torch.Tensor | None  # (batch, seq) int32
+
+    @classmethod
+    def joined(cls, parts: "Sequence[MicroBatch]") -> "MicroBatch":
+        """Returns one micro-batch of the sequences of all."""
+        documents = [part.documents for part in parts if part.documents is not None]
+        return cls(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.targets for part in parts]),
+            torch.cat([part.positions for part in parts]),
+            torch.cat(documents) if documents else None,
+        )
 
     def pinned(self) -> "MicroBatch":
         """The same in pinned memory, from which CUDA copies asynchronously."""

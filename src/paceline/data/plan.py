@@ -73,7 +73,7 @@ class BatchPlan:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
         if self.shares:
-            return _cut(sum(self.shares[:rank]), self.shares[rank], self._limit(rank))
+            return cut(sum(self.shares[:rank]), self.shares[rank], self._limit(rank))
         size = self.device_batch_size
         in_all = -(-self.global_batch_size // size)
         count, extra = divmod(in_all, self.world_size)
@@ -85,7 +85,7 @@ class BatchPlan:
         return self.limits[rank] if self.limits else self.device_batch_size
 
 
-def _cut(start: int, length: int, size: int) -> list[range]:
+def cut(start: int, length: int, size: int) -> list[range]:
     """Returns a run of positions as the fewest ranges of at most `size`, whose lengths differ by at most 1."""
     count = -(-length // size)
     borders = [start + index * length // count for index in range(count + 1)] if count else []

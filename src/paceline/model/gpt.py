@@ -4,7 +4,8 @@ B batch, T sequence, C width, K kv heads, D head width, V vocabulary, N = B * T 
 """
 
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ class GPT(nn.Module):
         targets_BT: Tensor,
         dropout_keys_B: Tensor | None = None,
         documents: Tensor | None = None,
+        split: Sequence[int] = (),
     ) -> Tensor:
         """Returns the sum over all B*T tokens of -log p(target), in nats; a float32 scalar.
 
@@ -56,14 +58,26 @@ class GPT(nn.Module):
         `documents`, [B, T] integers, keeps attention inside documents: a token sees earlier ones of equal number.
         Rotary positions are relative, so a document's loss is as if it were alone in the row; gpt2's learned positions
         count from the row's start. The mask takes B * T * T numbers of the compute dtype.
+
+        split: sizes of micro-batches whose sum is B. Each block computes all of them before the next block does, in
+        backward too (layered accumulation, arXiv 2106.02679): a block's gradients are complete when k times the earlier
+        blocks' backward is still to come. The activations of all are kept. Gradients are those of k separate calls, bit
+        for bit; a tied matrix's within rounding.
         """
-        mask_BTT = None if documents is None else document_mask(documents, self.compute_dtype)
-        hidden_BTC = self._hidden(tokens_BT, dropout_keys_B, mask_BTT=mask_BTT)
-        return loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, targets_BT.flatten())
+        sizes = list(split) or [len(tokens_BT)]
+        # Backward begins with what forward did last. Reversed here, it takes micro-batches in their order.
+        given = tokens_BT, targets_BT, dropout_keys_B, documents
+        tokens, targets, keys, numbers = (_cut(batch, sizes)[::-1] for batch in given)
+        masks = [None if part is None else document_mask(part, self.compute_dtype) for part in numbers]
+        losses = [
+            loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten())
+            for hidden_BTC, target_BT in zip(self._hidden(tokens, keys, masks), targets, strict=True)
+        ]
+        return sum(losses[-2::-1], start=losses[-1])
 
     def logits(self, tokens_BT: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """Returns [B, T, V] float32. With a cache, the tokens follow those in it, and are added to it."""
-        hidden_BTC = self._hidden(tokens_BT, cache=cache)
+        [hidden_BTC] = self._hidden([tokens_BT], cache=cache)
         return F.linear(hidden_BTC, self.head_weight.to(hidden_BTC.dtype)).float()
 
     @property
@@ -92,29 +106,30 @@ class GPT(nn.Module):
 
     def _hidden(
         self,
-        tokens_BT: Tensor,
-        dropout_keys_B: Tensor | None = None,
+        tokens: Sequence[Tensor],
+        dropout_keys: Sequence[Tensor | None] = (None,),
+        masks: Sequence[Tensor | None] = (None,),
         cache: list[LayerCache] | None = None,
-        mask_BTT: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the last norm's output [B, T, C] in the compute dtype."""
+    ) -> list[Tensor]:
+        """Returns the last norm's output [B, T, C] in the compute dtype, for each micro-batch."""
         first = cache[0].length if cache else 0
-        num_tokens = tokens_BT.shape[1]
+        num_tokens = tokens[0].shape[1]
         if first + num_tokens > self.config.n_positions:
             raise UserError(
                 f"a sequence of {first + num_tokens} tokens is longer than the model's {self.config.n_positions} "
                 "positions (model.n-positions): shorten it, or train with more positions"
             )
         if not self.training or self.config.dropout == 0.0:
-            dropout_keys_B = None
-        x_BTC = self._embed(tokens_BT, first)
-        if dropout_keys_B is not None:
-            x_BTC = dropout(x_BTC, self.config.dropout, dropout_keys_B, site=0)
-        rotary_2TD = self._rotary(first, num_tokens, x_BTC.device)
+            dropout_keys = [None] * len(tokens)
+        streams = [self._embed(*part, first) for part in zip(tokens, dropout_keys, strict=True)]
+        rotary_2TD = self._rotary(first, num_tokens, streams[0].device)
         for index, block in enumerate(self.layers):
             layer_cache = cache[index] if cache else None
-            x_BTC = self._run(block, x_BTC, self.compute_dtype, rotary_2TD, dropout_keys_B, layer_cache, mask_BTT)
-        return cast(Tensor, self.norm(x_BTC).to(self.compute_dtype))
+            streams = [
+                self._run(block, x_BTC, self.compute_dtype, rotary_2TD, keys_B, layer_cache, mask_BTT)
+                for x_BTC, keys_B, mask_BTT in zip(streams, dropout_keys, masks, strict=True)
+            ]
+        return [self.norm(x_BTC).to(self.compute_dtype) for x_BTC in streams]
 
     def _run(self, block: nn.Module, *arguments: object) -> Tensor:
         """Calls the block; if checkpointed, only its input is kept. Dropout needs no generator state."""
@@ -122,17 +137,22 @@ class GPT(nn.Module):
             return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
         return cast(Tensor, block(*arguments))
 
-    def _embed(self, tokens_BT: Tensor, first: int) -> Tensor:
+    def _embed(self, tokens_BT: Tensor, dropout_keys_B: Tensor | None, first: int) -> Tensor:
         x_BTC: Tensor = self.embed_tokens(tokens_BT)
-        if self.embed_positions is None:
-            return x_BTC
-        return x_BTC + self.embed_positions.weight[first : first + tokens_BT.shape[1]]
+        if self.embed_positions is not None:
+            x_BTC = x_BTC + self.embed_positions.weight[first : first + tokens_BT.shape[1]]
+        return x_BTC if dropout_keys_B is None else dropout(x_BTC, self.config.dropout, dropout_keys_B, site=0)
 
     def _rotary(self, first: int, num_tokens: int, device: torch.device) -> Tensor | None:
         if self.config.arch == "gpt2":
             return None
         tables_2TD = rotary_tables(first, num_tokens, self.config.head_dim, self.config.rope_theta, device)
         return tables_2TD.to(self.compute_dtype)
+
+
+def _cut(batch: Tensor | None, sizes: list[int]) -> list[Any]:
+    """Returns the micro-batches of these sizes; None for each if there is no batch."""
+    return [None] * len(sizes) if batch is None else list(torch.split(batch, sizes))
 
 
 def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:

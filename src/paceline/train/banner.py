@@ -37,7 +37,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
-        "gradients": f"{config.parallel.strategy}, summed over ranks on the last micro-step; {_checks_text(config)}",
+        "gradients": f"{config.parallel.strategy}, summed over ranks {_when(config, plan)}; {_checks_text(config)}",
         "horizon": _horizon_text(settings, data),
         "checkpoints": _saves_text(config),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
@@ -98,6 +98,11 @@ def _shares_text(config: Config, plan: BatchPlan) -> str:
     counts = sorted({plan.num_micro_batches(rank) for rank in range(plan.world_size)})
     micro_steps = _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
     return f"{_plural(plan.world_size, 'rank')} x {micro_steps}"
+
+
+def _when(config: Config, plan: BatchPlan) -> str:
+    together = min(config.train.layered_micro_batches, plan.passes)
+    return f"during the last micro-steps, up to {together} block by block" if together > 1 else "on the last micro-step"
 
 
 def _checks_text(config: Config) -> str:

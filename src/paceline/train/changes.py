@@ -15,7 +15,7 @@ _CHANGEABLE = (
     *HORIZONS,
     *_OF_ONE_ATTEMPT,
     *("data.path", "data.mix", "train.device-batch-size", "train.dtype", "train.compile", "train.max-skips"),
-    *("train.activation-checkpoint", "train.eval-every", "train.eval-sequences"),
+    *("train.activation-checkpoint", "train.layered-micro-batches", "train.eval-every", "train.eval-sequences"),
     *("train.sample-tokens", "train.sample-prompt"),
 )
 # These change the sequences of a step, or the model.

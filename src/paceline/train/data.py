@@ -1,5 +1,6 @@
 """The data of a run, and functions on micro-batches of a language model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from paceline.config import Config
 from paceline.data.blend import Blend
 from paceline.data.cache import cache_dir, ensure_datasets
 from paceline.data.loader import MicroBatch
+from paceline.data.plan import cut
 from paceline.data.prefetch import Prefetcher
 from paceline.data.prepare import Report
 from paceline.data.sequences import PackedRows, Sequences
@@ -48,7 +50,14 @@ def dropout_keys(probability: float, micro_batch: MicroBatch, seed: int) -> torc
     return micro_batch.positions + (seeds.key(seed, "dropout") >> 8)  # leaves room for positions: keys stay in 63 bits
 
 
-def dummy_micro_batch(loader: Prefetcher) -> MicroBatch:
+def layered(micro_batches: Sequence[MicroBatch], most: int) -> list[tuple[MicroBatch, list[int]]]:
+    """Joins consecutive micro-batches to as few batches of at most `most` of them as possible, of nearly equal numbers.
+    Returns each with the sizes of its micro-batches, as GPT.forward takes them."""
+    groups = [micro_batches[part.start : part.stop] for part in cut(0, len(micro_batches), most)]
+    return [(MicroBatch.joined(group), [len(each.tokens) for each in group]) for group in groups]
+
+
+def dummy_micro_batch(loader: Prefetcher) -> tuple[MicroBatch, list[int]]:
     """Returns one sequence with weight 0: FSDP needs equally many forward passes on all ranks."""
     tokens = torch.zeros(1, loader.seq_len, dtype=torch.int64, device=loader.device)
-    return MicroBatch(tokens, tokens, tokens[:, 0], tokens.int())
+    return MicroBatch(tokens, tokens, tokens[:, 0], tokens.int()), [1]

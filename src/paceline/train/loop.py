@@ -33,7 +33,7 @@ from paceline.replica.trouble import Trouble
 from paceline.sync.replicas import overall
 from paceline.train import banner
 from paceline.train.check import Checks
-from paceline.train.data import dropout_keys, dummy_micro_batch, open_data
+from paceline.train.data import dropout_keys, dummy_micro_batch, layered, open_data
 from paceline.train.evaluate import evaluate, say_sample
 from paceline.train.meet import Setup, meet
 from paceline.train.progress import Progress
@@ -155,16 +155,17 @@ class Training:
             group["lr"] = lr
         model = replica.model
         assert isinstance(model, GPT)
+        together, number = self.config.train.layered_micro_batches, self.progress.step
         batch = Batch(
-            partial(loader.micro_batches, self.progress.step),
-            count=plan.num_micro_batches(setup.world.rank),
+            lambda: layered(loader.micro_batches(number), together),
+            count=math.ceil(plan.num_micro_batches(setup.world.rank) / together),
             passes=plan.passes,
             stand_in=partial(dummy_micro_batch, loader),
         )
         step = replica.step(batch, total=setup.settings.tokens_per_step)
-        for micro_batch in step:
+        for micro_batch, sizes in step:
             keys = dropout_keys(model.config.dropout, micro_batch, self.config.train.seed)
-            loss = model(micro_batch.tokens, micro_batch.targets, keys, micro_batch.documents)
+            loss = model(micro_batch.tokens, micro_batch.targets, keys, micro_batch.documents, sizes)
             step.backward(loss, weight=micro_batch.targets.numel(), is_sum=True)
         self.checks.own_state()
         share = (self.stopwatch.elapsed_s, float(setup.checkpoints.saver.is_busy))

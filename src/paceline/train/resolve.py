@@ -73,6 +73,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Sett
     tokens_per_step = batch * config.data.seq_len
     num_steps = _num_steps(config, tokens_per_step)
     plan = _plan(config, facts, choices)
+    _require_memory(config, plan, facts)
     lr, decay = _rate(config, tokens_per_step, num_steps, choices)
     return Settings(
         config=config,
@@ -180,15 +181,52 @@ def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tu
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":
         return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
-    state = _state_bytes(config, world_size)[config.parallel.strategy]
-    per_sequence = seq_len * cost.activation_bytes(
+    each = _room(config, rank, world_size) / train.layered_micro_batches - _fixed_bytes(config)
+    fits = int(each / _sequence_bytes(config, rank))
+    return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"
+
+
+def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts]) -> None:
+    """Raises UserError if a rank cannot keep the activations of as many micro-batches as are layered."""
+    wanted = config.train.layered_micro_batches
+    for rank, each in enumerate(facts):
+        most = wanted if config.parallel.shares == "auto" else min(wanted, plan.num_micro_batches(rank))
+        sequences = plan.limits[rank] if plan.limits else plan.device_batch_size
+        one = sequences * _sequence_bytes(config, each) + _fixed_bytes(config)
+        room = _room(config, each, len(facts))
+        if most > 1 and most * one > room:
+            raise UserError(
+                f"train.layered-micro-batches is {wanted}, and {most} micro-batches of {sequences} sequences keep "
+                f"{units.size(most * one)} of activations; rank {rank} has {units.size(max(0.0, room))} for that: "
+                f"give --train.layered-micro-batches {max(1, int(room / one))}, or --train.activation-checkpoint",
+                reach="world",
+            )
+
+
+def _room(config: Config, rank: RankFacts, world_size: int) -> float:
+    """Bytes for the activations of a rank."""
+    return rank.free_bytes * _MEMORY_SHARE - _state_bytes(config, world_size)[config.parallel.strategy]
+
+
+def _fixed_bytes(config: Config) -> int:
+    """Bytes that a micro-batch of any size keeps: the output layer's gradient from its loss until backward, and the
+    blocks' weights in the compute dtype."""
+    model, train = config.model, config.train
+    head = model.vocab_size * model.n_embd
+    cast_bytes = 0 if train.dtype == "float32" or train.activation_checkpoint else 2  # an element
+    return 4 * head + cast_bytes * (cost.num_parameters(model).matmul - head)
+
+
+def _sequence_bytes(config: Config, rank: RankFacts) -> float:
+    """Bytes of activations of a sequence."""
+    train, seq_len = config.train, config.data.seq_len
+    return seq_len * cost.activation_bytes(
         config.model,
         seq_len,
         compute_bytes=getattr(torch, train.dtype).itemsize,
         checkpoint=train.activation_checkpoint,
+        keeps_scores=rank.device == "cpu" and train.dtype == "bfloat16",
     )
-    fits = int((rank.free_bytes * _MEMORY_SHARE - state) / per_sequence)
-    return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"
 
 
 def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:

@@ -21,7 +21,7 @@ from paceline.record.console import Console
 T = TypeVar("T")
 PACELINE = (sys.executable, "-m", "paceline")
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes of variables
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_OUR_LAUNCHER = ("PACELINE_LAUNCHER", "PACELINE_JOB", "PACELINE_ATTEMPT", "PACELINE_STATUS_FOLDER")
 _MOST_SAID_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.05
@@ -59,7 +59,7 @@ def in_turn(todo: Sequence[T], rounds: int, console: Console, describe: Callable
 def environment_of_one(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a process that is no rank: without a launcher's variables."""
     own = environment_of_rank(environ)
-    return {name: own[name] for name in own if name not in _OF_RANKS and not name.startswith(_OF_TORCHRUN)}
+    return {name: own[name] for name in own if name not in OF_RANKS and not name.startswith(_OF_TORCHRUN)}
 
 
 def environment_of_rank(environ: Mapping[str, str], **changes: str) -> dict[str, str]:

@@ -87,8 +87,7 @@ class Setup:
     @property
     def batch(self) -> int:
         """Sequences in a step of a single rank."""
-        train = self.config.train
-        return train.global_batch_size or max(1, round(train.global_batch_tokens / self.config.data.seq_len))
+        return sequences_of(self.config)
 
     @property
     def num_places(self) -> int:
@@ -166,6 +165,11 @@ class Sample:
     exposed_ms: float = 0.0  # of which a rank waited; mean over ranks
     spread_ms: float = 0.0  # between the first and the last rank to reach the collective
     comm_bytes: float = 0.0  # sent by a rank
+
+
+def sequences_of(config: Config) -> int:
+    """Sequences in a step."""
+    return config.train.global_batch_size or max(1, round(config.train.global_batch_tokens / config.data.seq_len))
 
 
 # ---- measuring ----

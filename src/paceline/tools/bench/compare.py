@@ -1,0 +1,245 @@
+"""`paceline bench scaling --compare ...` and `--cpu 1.0,0.35`: variants of a run on the hosts of a lab, against hosts
+that do not exchange anything.
+
+Every round makes the same steps in each variant, by all hosts as one world, and in the worlds whose tokens/s add up to
+the ideal. Hosts of one speed train each its part of the batch, at the same time, so that they share the machine's
+memory and caches as in one world. Of hosts with shares of a core (`--cpu`) each trains the whole batch alone.
+"""
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import rich.table
+
+from paceline import __version__
+from paceline.base.errors import RunError
+from paceline.config import Config, to_toml
+from paceline.record.balance import speeds
+from paceline.record.console import Console, table
+from paceline.tools.bench import runs
+from paceline.tools.bench.scaling import WARM_UP_STEPS, sequences_of
+from paceline.tools.bench.scaling_show import command_line, machine, markdown_table, medians_of
+
+_ADAPTING_STEPS = 40  # left out of a run with shares by speed: two changes, each after some 18 measured steps
+UNLIMITED = "unlimited"  # a host that may use its cores completely
+COLUMNS = ["world", "tokens/s", "of the ideal", "MB sent", "exposed ms", "step ms", "sequences", "idle, %"]
+LEGEND = (
+    "of the ideal: of the tokens/s of hosts that exchange nothing. MB sent: by rank 0 in a step. exposed: waiting for "
+    "collectives, mean over ranks. sequences and idle: by rank; a rank is idle while it waits for other ranks or for "
+    "the network."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A world to measure."""
+
+    label: str
+    config: Config
+    cpu: tuple[str, ...]  # shares of a core of its hosts, as for `paceline lab`
+    is_apart: bool = False  # each host is a world of one, all at once
+
+    @property
+    def adapting_steps(self) -> int:
+        """Steps of a run that are left out besides the warm-up."""
+        return _ADAPTING_STEPS if self.config.parallel.shares == "auto" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """All worlds to measure."""
+
+    config: Config
+    variants: Mapping[str, Config]  # by label
+    hosts: tuple[str, ...]  # their names in the lab
+    cpu: tuple[str, ...]  # by host
+    rate: str
+    steps: int
+    rounds: int
+
+    @property
+    def ideal(self) -> list[World]:
+        """Worlds without exchange, whose tokens/s add up to the ideal."""
+        whole = self.config.replace("parallel", shares="equal")
+        if self.cpu != (UNLIMITED,) * len(self.cpu):
+            return [
+                World(label=f"host {name} alone, {share} of a core", config=whole, cpu=(share,))
+                for name, share in zip(self.hosts, self.cpu, strict=True)
+            ]
+        part = max(1, sequences_of(self.config) // len(self.hosts))
+        sizes = {"global_batch_size": part, "device_batch_size": min(self.config.train.device_batch_size, part)}
+        config = whole.replace("train", global_batch_tokens=0, layered_micro_batches=1, **sizes)
+        return [World(label=f"{len(self.hosts)} hosts, no exchange", config=config, cpu=self.cpu, is_apart=True)]
+
+    @property
+    def together(self) -> list[World]:
+        """All hosts in one world."""
+        return [World(label=label, config=config, cpu=self.cpu) for label, config in self.variants.items()]
+
+
+def kinds_of_shares(config: Config) -> dict[str, Config]:
+    """Returns the variants that are measured of hosts of unequal speed, if none are given."""
+    shares = dict.fromkeys(("equal", "auto", config.parallel.shares))
+    return {f"all, shares {value}": config.replace("parallel", shares=value) for value in shares}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One run of a world after its warm-up; lists are by rank."""
+
+    tokens_per_s: float
+    step_ms: float
+    exposed_ms: float  # mean over ranks
+    comm_bytes: float  # sent by rank 0 in a step
+    sequences: tuple[int, ...]  # in the last step
+    idle_frac: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Sample):
+    """One world: medians over the rounds, sequences of the last."""
+
+    label: str
+    ideal_frac: float  # of the tokens/s of the worlds without exchange, in the same round
+    rounds_tokens_per_s: tuple[float, ...]
+
+
+def measure(setup: Setup, console: Console) -> list[Row]:
+    """Returns a row for each world; takes minutes. Raises RunError, with its message, if a run fails."""
+    todo = [*setup.ideal, *setup.together]
+    samples: list[list[Sample]] = [[] for _ in todo]
+    with runs.tidy(), console.progress(None, transient=True):
+        places = range(len(todo))
+        for place in runs.in_turn(places, setup.rounds, console, lambda place: todo[place].label):
+            try:
+                samples[place].append(_train(setup, todo[place]))
+            except runs.Failed as error:
+                raise RunError(f"{todo[place].label}: {error}") from None
+    ideals = [sum(one.tokens_per_s for one in round) for round in zip(*samples[: len(setup.ideal)], strict=True)]
+    return [_row(world.label, found, ideals) for world, found in zip(todo, samples, strict=True)]
+
+
+def _train(setup: Setup, world: World) -> Sample:
+    """Trains on the hosts of one world, or in a world of one on each of them."""
+    config = runs.only_steps(world.config, setup.steps + world.adapting_steps)
+    config = config.replace("parallel", device="cpu", check_every=0, interface="", expect_ranks=0)
+    lab = ("lab", "--hosts", str(len(world.cpu)), "--cpu", ",".join(world.cpu), "--rate", setup.rate, "--")
+    with tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
+        folder = Path(scratch)
+        (folder / "config.toml").write_text(to_toml(config))
+        train = ["train", "--config", str(folder / "config.toml"), "--out"]
+        names, line = ["run"], [*train, str(folder / "run")]
+        if world.is_apart:
+            names = [f"run-{host}" for host in setup.hosts]
+            line = ["exec", "sh", "-c", f'{_alone(train)} "{folder}/run-$(hostname)"']
+        runs.run_at_once(
+            [([*runs.PACELINE, *lab, *line], runs.environment_of_one(os.environ))], folder, end_by=signal.SIGTERM
+        )
+        found = [sample_of(runs.training_rows(folder / name), world) for name in names]
+    return replace(
+        found[0],
+        tokens_per_s=sum(one.tokens_per_s for one in found),
+        step_ms=max(one.step_ms for one in found),
+        sequences=tuple(count for one in found for count in one.sequences),
+        idle_frac=tuple(idle for one in found for idle in one.idle_frac),
+    )
+
+
+def _alone(train: list[str]) -> str:
+    """Returns the shell's command that makes a host of a lab a world of one."""
+    return shlex.join(
+        ["exec", "env", *(word for name in runs.OF_RANKS for word in ("-u", name)), *runs.PACELINE, *train]
+    )
+
+
+def sample_of(rows: Sequence[dict[str, Any]], world: World) -> Sample:
+    """Returns the medians of a run's steps after the warm-up, from rows of metrics.jsonl, and the mean idle time."""
+    steady = rows[WARM_UP_STEPS + world.adapting_steps :]
+    if not steady:
+        raise runs.Failed("it left too few steps in metrics.jsonl")
+    step_ms = statistics.median(row["step_ms"] for row in steady)
+    balance = speeds(steady)
+    assert balance is not None
+    sequences = tuple(steady[-1]["rank_sequences"])
+    return Sample(
+        tokens_per_s=1e3 * sum(sequences) * world.config.data.seq_len / step_ms,
+        step_ms=step_ms,
+        exposed_ms=statistics.median(statistics.fmean(row["rank_exposed_comm_ms"]) for row in steady),
+        comm_bytes=statistics.median(row["comm_bytes"] for row in steady),
+        sequences=sequences,
+        idle_frac=tuple(balance.idle_frac),
+    )
+
+
+def _row(label: str, samples: Sequence[Sample], ideals: Sequence[float]) -> Row:
+    measured = ("tokens_per_s", "step_ms", "exposed_ms", "comm_bytes")
+    medians: dict[str, Any] = {name: statistics.median(getattr(one, name) for one in samples) for name in measured}
+    return Row(
+        label=label,
+        rounds_tokens_per_s=tuple(one.tokens_per_s for one in samples),
+        # Ratios within a round, since a machine's speed may drift; then their median.
+        ideal_frac=statistics.median(one.tokens_per_s / ideal for one, ideal in zip(samples, ideals, strict=True)),
+        sequences=samples[-1].sequences,
+        idle_frac=tuple(map(statistics.median, zip(*(one.idle_frac for one in samples), strict=True))),
+        **medians,
+    )
+
+
+# ---- tables, JSON ----
+
+
+def terminal_table(setup: Setup, rows: Sequence[Row]) -> rich.table.Table:
+    return table(_title(setup), COLUMNS, list(map(_cells, rows)))
+
+
+def _title(setup: Setup) -> str:
+    cores = "" if UNLIMITED in setup.cpu else f": {', '.join(setup.cpu)} of a core"
+    batch = sequences_of(setup.config)
+    return f"{len(setup.hosts)} hosts{cores}, links of {setup.rate}, {batch} sequences a step"
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [row.label, f"{row.tokens_per_s:,.0f}", f"{row.ideal_frac:.1%}"]
+    sent = f"{row.comm_bytes / 1e6:.1f}" if row.comm_bytes else ""
+    idle = ", ".join(f"{100 * frac:.0f}" for frac in row.idle_frac) if row.comm_bytes else ""
+    exposed = f"{row.exposed_ms:.0f}" if row.comm_bytes else ""
+    return [*cells, sent, exposed, f"{row.step_ms:.1f}", ", ".join(map(str, row.sequences)), idle]
+
+
+def markdown(setup: Setup, rows: Sequence[Row]) -> str:
+    """Returns the table, and how to reproduce the measurement."""
+    return "\n".join(
+        [
+            f"**{_title(setup)}**",
+            "",
+            *markdown_table(COLUMNS, list(map(_cells, rows))),
+            "",
+            f"{machine()}; {medians_of(setup.rounds, setup.steps)}: `{command_line()}`",
+            "",
+        ]
+    )
+
+
+def as_json(setup: Setup, rows: Sequence[Row]) -> str:
+    """Returns all results, with units in the names."""
+    made = {
+        "command": command_line(),
+        "version": __version__,
+        "machine": machine(),
+        "cpu": setup.cpu,
+        "rate": setup.rate,
+        "rounds": setup.rounds,
+        "steps": setup.steps,
+        "warm_up_steps": WARM_UP_STEPS,
+        "config": asdict(setup.config),
+        "rows": list(map(asdict, rows)),
+    }
+    return json.dumps(made, indent=1) + "\n"
