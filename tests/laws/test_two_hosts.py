@@ -92,8 +92,10 @@ def test_two_ranks_a_host_send_over_the_link_what_one_does(two_hosts, tmp_path: 
     for num_ranks in (1, 2):
         folders = [tmp_path / f"{host.name}-{num_ranks}" / "run" for host in two_hosts]
         before = [host.received_bytes() for host in two_hosts]
-        for ended in run_on(two_hosts, folders, rendezvous, "--parallel.strategy", strategy, num_ranks=num_ranks):
+        ends = run_on(two_hosts, folders, rendezvous, "--parallel.strategy", strategy, num_ranks=num_ranks)
+        for ended in ends:
             ended.require(0)
+        assert f"a step from each host with {strategy}, wire exact" in ends[0].out
         received.append([host.received_bytes() - earlier for host, earlier in zip(two_hosts, before, strict=True)])
         curves.append(losses(next(folder for folder in folders if (folder / "metrics.jsonl").exists())))
     assert received[1] == pytest.approx(received[0], rel=0.05)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from paceline.sync.wire import WireBits, wire_bits
+
 Kind = Literal["exact", "rounding", "another algorithm"]
 GOAL_FRAC = 0.97  # of the speed that a link without cost would give
 _STEPS = 4  # until steps repeat
@@ -55,22 +57,15 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A way of exchanging. Bits are of an element on the wire; an all-reduce sends each twice, and no weights."""
+    """A way of exchanging gradients and weights."""
 
     flags: str
+    bits: WireBits
     kind: Kind = "exact"
     strategy: Literal["ddp", "zero", "local"] = "zero"
-    gradient_bits: float = 32
-    weight_bits: float = 32
-    embedding_bits: float | None = None  # of weights, if different
     is_layered: bool = False  # all micro-batches pass a block before the next block
-    sync_every: int = 1
     encode_s: float = 0.0  # codec time for each element of the model: before the reduce-scatter
     update_codec_s: float = 0.0  # and around the all-gather
-
-    def weight_bytes(self, stage: Stage, num_elements: int) -> float:
-        bits = self.weight_bits if self.embedding_bits is None or not stage.is_embedding else self.embedding_bits
-        return num_elements * bits / 8
 
 
 @dataclass(frozen=True)
@@ -95,11 +90,11 @@ class _Bucket:
 def predict(job: Job, path: Path) -> Prediction:
     """Returns the duration of a step once steps repeat."""
     share = (job.num_hosts - 1) / job.num_hosts
+    embeddings = sum(sum(stage.elements) for stage in job.stages if stage.is_embedding)
+    wire_bytes = path.bits.bytes_sent(job.num_hosts, job.num_elements, embeddings)
     if path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
-        wire_bytes = 2 * share * job.num_elements / path.sync_every * path.gradient_bits / 8
         step_s = max(job.compute_s + job.update_s, job.latency_s + wire_bytes / job.bytes_per_s)
         return Prediction(path, wire_bytes, step_s, job.ideal_s / step_s)
-    times = 2 if path.strategy == "ddp" else 1
     buckets = _cut(job, path)
     num_passes = 1 if path.is_layered else job.num_micro_batches
     width = job.num_micro_batches / num_passes
@@ -115,7 +110,7 @@ def predict(job: Job, path: Path) -> Prediction:
         now += path.encode_s * job.num_elements
         for bucket in buckets:
             link = max(link, backward + width * bucket.ready_s) + job.latency_s
-            link += times * share * bucket.elements * path.gradient_bits / 8 / job.bytes_per_s
+            link += share * bucket.elements * path.bits.gradient / 8 / job.bytes_per_s
         now = max(now, link) + job.latency_s
         if path.strategy == "ddp":
             now += job.update_s
@@ -126,9 +121,7 @@ def predict(job: Job, path: Path) -> Prediction:
             now += part * job.update_s / job.num_ranks + bucket.elements * path.update_codec_s
             link = max(link, now) + job.latency_s + share * bucket.weight_bytes / job.bytes_per_s
             bucket.arrived_s = link
-    gradients = times * job.num_elements * path.gradient_bits / 8
-    weights = 0.0 if path.strategy == "ddp" else sum(bucket.weight_bytes for bucket in buckets)
-    return Prediction(path, share * (gradients + weights), now - begun, job.ideal_s / (now - begun))
+    return Prediction(path, wire_bytes, now - begun, job.ideal_s / (now - begun))
 
 
 def _cut(job: Job, path: Path) -> list[_Bucket]:
@@ -136,7 +129,7 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     before = 0.0
     for number, stage in reversed(list(enumerate(job.stages))):
-        done = 0
+        done, weight_bits = 0, path.bits.embedding if stage.is_embedding else path.bits.weight
         for elements in stage.elements:
             if not buckets or 4 * (buckets[-1].elements + elements) > _BUCKET_BYTES[path.strategy]:
                 buckets.append(_Bucket(set()))
@@ -145,43 +138,33 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
             bucket.stages.add(number)
             bucket.ready_s = before + stage.backward_s * done / sum(stage.elements)
             bucket.elements += elements
-            bucket.weight_bytes += path.weight_bytes(stage, elements)
+            bucket.weight_bytes += elements * weight_bits / 8
         before += stage.backward_s
     return buckets
 
 
-# Codec times are those of docs/LOG.md, for an element of the model: half of it is encoded and half decoded.
-_NS = 1e-9
+# For an element of the model, of which a rank encodes one half and decodes the other (two ranks, one thread of a Xeon).
+_CODEC_NS = {"exact": (0.0, 0.0), "bf16": (0.5, 0.4), "int8": (1.8, 1.8), "int4": (2.2, 1.8)}
 
 
 def paths(job: Job, sync_every: Sequence[int] = (8, 32)) -> list[Path]:
-    """Returns all paths: the exact ones first, then those that round, then other algorithms. `exact` sends weights in
-    the compute dtype where they are read in no other."""
-    coded = [Path(flags="--parallel.strategy zero", weight_bits=job.compute_bits, embedding_bits=32)]
-    for name, gradient, weight, encode_ns, update_ns in (
-        ("bf16", 16.0, 16.0, 0.5, 0.4),
-        ("int8", 8.125, 4.125, 1.8, 1.8),
-        ("int4", 4.125, 4.125, 2.2, 1.8),
-    ):
-        coded.append(
-            Path(
-                flags=f"--parallel.strategy zero --parallel.wire {name}",
-                kind="rounding",
-                gradient_bits=gradient,
-                weight_bits=weight,
-                encode_s=encode_ns * _NS,
-                update_codec_s=update_ns * _NS,
-            )
-        )
+    """Returns all paths: the exact ones first, then those that round, then other algorithms."""
+    found = [Path(flags="--parallel.strategy ddp", bits=wire_bits("ddp", "exact", 32), strategy="ddp")]
     layers = f" --train.layered-micro-batches {job.num_micro_batches}"
-    found = [Path(flags="--parallel.strategy ddp", strategy="ddp")]
-    for path in coded:
+    for wire, (encode_ns, update_ns) in _CODEC_NS.items():
+        path = Path(
+            flags="--parallel.strategy zero" + (f" --parallel.wire {wire}" if wire != "exact" else ""),
+            bits=wire_bits("zero", wire, job.compute_bits),
+            kind="exact" if wire == "exact" else "rounding",
+            encode_s=encode_ns * 1e-9,
+            update_codec_s=update_ns * 1e-9,
+        )
         found.append(path)
         if job.num_micro_batches > 1:
             found.append(replace(path, is_layered=True, flags=path.flags + layers))
     for every in sync_every:
-        flags = f"--parallel.strategy local --parallel.sync-every {every}"
-        found.append(Path(flags=flags, kind="another algorithm", strategy="local", sync_every=every))
+        flags, bits = f"--parallel.strategy local --parallel.sync-every {every}", wire_bits("local", "exact", 32, every)
+        found.append(Path(flags=flags, bits=bits, kind="another algorithm", strategy="local"))
     return found
 
 
