@@ -31,9 +31,11 @@ def two_hosts() -> Iterator[list[Host]]:
         pytest.skip(str(why))
 
 
-def run_on(hosts: list[Host], folders: list[Path], rendezvous: dict[str, tuple[str, ...]], *flags: str) -> list[Ended]:
-    """Starts torchrun on each host, the second one first, and returns how each ended."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+def run_on(
+    hosts: list[Host], folders: list[Path], rendezvous: dict[str, tuple[str, ...]], *flags: str, num_ranks: int = 1
+) -> list[Ended]:
+    """Starts torchrun on each host, the second one first, and returns how each ended. num_ranks: per host."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(num_ranks))
     with contextlib.ExitStack() as stack:
         programs = {}
         for host, folder in reversed(list(zip(hosts, folders, strict=True))):
@@ -79,6 +81,25 @@ def test_two_hosts_give_the_curve_of_one_process(runs, two_hosts, tmp_path: Path
         0
     )  # what was saved is whole, in another world
     assert len(losses(stopped)) == 41
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_two_ranks_a_host_send_over_the_link_what_one_does(two_hosts, tmp_path: Path, strategy: str) -> None:
+    at = ("--master-addr", two_hosts[0].address, "--master-port", str(PORT))
+    rendezvous = {host.name: ("--node-rank", str(rank), *at) for rank, host in enumerate(two_hosts)}
+    received, curves = [], []
+    for num_ranks in (1, 2):
+        folders = [tmp_path / f"{host.name}-{num_ranks}" / "run" for host in two_hosts]
+        before = [host.received_bytes() for host in two_hosts]
+        ends = run_on(two_hosts, folders, rendezvous, "--parallel.strategy", strategy, num_ranks=num_ranks)
+        for ended in ends:
+            ended.require(0)
+        assert f"a step from each host with {strategy}, wire exact" in ends[0].out
+        received.append([host.received_bytes() - earlier for host, earlier in zip(two_hosts, before, strict=True)])
+        curves.append(losses(next(folder for folder in folders if (folder / "metrics.jsonl").exists())))
+    assert received[1] == pytest.approx(received[0], rel=0.05)
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) <= TOLERANCE
 
 
 @pytest.mark.long

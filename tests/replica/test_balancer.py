@@ -39,7 +39,9 @@ def adopted(
 
         own = [(noisy(work_ms(n) / speed), noisy(UPDATE_MS)) for n, speed in zip(shares, speeds_at(step), strict=True)]
         step_ms = max(link_ms, *map(sum, own))
-        times = [StepTimes(0, ms / 3, ms * 2 / 3, update, 0, step_ms - ms - update, 0, step_ms) for ms, update in own]
+        times = [
+            StepTimes(0, ms / 3, ms * 2 / 3, update, 0, step_ms - ms - update, 0, 0, step_ms) for ms, update in own
+        ]
         if change := balancer.observe(shares, times):
             coming[step + 2] = change.shares
             found.append((step, change.shares))

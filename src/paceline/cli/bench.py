@@ -115,8 +115,8 @@ def _loader(arguments: list[str]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class LinkArguments(_ModelArguments):
     """Measure the network between ranks: latency and bandwidth between hosts, the collectives from 1 KiB up with a
-    fitted line, and the resulting all-reduce time of a model. Start it like training: --nproc, or torchrun on all
-    hosts."""
+    fitted line, and the resulting all-reduce time of a model. Then predict a training step for each way of exchanging,
+    and say which is fast enough. Start it like training: --nproc, or torchrun on all hosts."""
 
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""
@@ -124,6 +124,8 @@ class LinkArguments(_ModelArguments):
     """The largest collective."""
     time_budget: float = 60.0
     """Approximate time limit in seconds. Sizes that a slow link cannot carry in time are left out, and listed."""
+    compute_ms: float = 0.0
+    """Milliseconds of a step's forward and backward on a rank, for the predictions of a step; 0: measured."""
     plot: str = ""
     """A file for a plot of bandwidth over size, an .html page; needs plotly (`pip install 'paceline[report]'`)."""
 
@@ -137,6 +139,8 @@ def _link(arguments: list[str]) -> int:
         raise UserError(f"--max-bytes is {parsed.max_bytes}; two sizes, {_LEAST_BYTES} bytes, are the least for a line")
     if not _LEAST_BUDGET_S <= parsed.time_budget < 1e6:
         raise UserError(f"--time-budget is {parsed.time_budget}; it is at least {_LEAST_BUDGET_S:g} seconds")
+    if not 0 <= parsed.compute_ms < 1e9:
+        raise UserError(f"--compute-ms is {parsed.compute_ms}; give the milliseconds of a step, or 0 to measure them")
     _check_files(json=parsed.json, plot=parsed.plot)
     env, num_ranks = find_world(parsed.nproc, config.parallel)
     if num_ranks > 1:
@@ -158,6 +162,7 @@ def _link(arguments: list[str]) -> int:
             config,
             max_bytes=parsed.max_bytes,
             budget_s=parsed.time_budget,
+            compute_ms=parsed.compute_ms,
             say=lambda what: console.advance(0, "measuring", what),
         )
     if env.rank == 0:

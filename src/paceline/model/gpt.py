@@ -16,7 +16,7 @@ from paceline.base import seeds
 from paceline.base.errors import UserError
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
-from paceline.model.layers import Block, Embedding, Head, LayerCache, document_mask, make_norm, rotary_tables
+from paceline.model.layers import Block, Embedding, Head, LayerCache, Linear, document_mask, make_norm, rotary_tables
 from paceline.model.loss import loss_sum
 
 _INIT_STD = 0.02  # GPT-2's

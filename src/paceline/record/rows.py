@@ -22,6 +22,7 @@ class StepRow:
     backward_ms: float
     comm_ms: float  # time with at least one collective under way
     exposed_comm_ms: float  # the part of comm_ms that compute did not hide
+    comm_cpu_ms: float  # CPU time of the threads that carry transfers; takes compute's core where there is no other
     optim_ms: float  # clipping and update
     other_ms: float
     comm_bytes: int  # sent by this rank

@@ -20,6 +20,7 @@ class StepTimes(NamedTuple):
     optim_ms: float  # clipping and update
     comm_ms: float  # with at least one collective under way
     exposed_comm_ms: float  # the rank waited for a collective
+    comm_cpu_ms: float  # CPU time of the threads that carry transfers
     comm_bytes: float  # sent by this rank in transfers that began in this step
     step_ms: float  # from the step's beginning until the read
     codec_ms: float = 0.0  # coding messages, in all threads; the other parts contain it
@@ -78,7 +79,7 @@ class StepClock:
         self._marks: list[tuple[str, Stamp]] = []
         self._transfers: list[tuple[float, float]] = []
         self._waits: list[tuple[float, float]] = []
-        self._num_bytes = self._codec_ms = 0.0
+        self._num_bytes = self._codec_ms = self._cpu_s = 0.0
 
     def end(self, part: str) -> None:
         """Ends the current part, named `part`."""
@@ -93,6 +94,7 @@ class StepClock:
         self._waits += [self._span(*wait) for wait in traffic.waits]
         self._num_bytes += traffic.num_bytes
         self._codec_ms += self._take_codec_ms()
+        self._cpu_s += traffic.cpu_s
         spent = dict.fromkeys(("data", "forward", "backward", "reduce", "optim"), 0.0)
         before = 0.0
         for part, stamp in self._marks:
@@ -106,6 +108,7 @@ class StepClock:
             optim_ms=spent["reduce"] + spent["optim"],
             comm_ms=union_ms([*self._transfers, *self._waits]),  # a rank may wake a moment after a transfer ends
             exposed_comm_ms=sum(end - start for start, end in self._waits),
+            comm_cpu_ms=self._cpu_s * 1e3,
             comm_bytes=self._num_bytes,
             step_ms=(time.perf_counter() - self._began_s) * 1e3,
             codec_ms=self._codec_ms,

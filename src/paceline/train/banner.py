@@ -10,6 +10,7 @@ from paceline.data.plan import BatchPlan
 from paceline.model import cost
 from paceline.record.balance import listed
 from paceline.record.console import Console, facts, table
+from paceline.sync.wire import wire_bits
 from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
 from paceline.world.device import Peak
@@ -39,6 +40,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
         "gradients": f"{config.parallel.strategy}, summed over ranks {_when(config, plan)}; {_checks_text(config)}",
         **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
+        **_link(world, settings),
         "horizon": _horizon_text(settings, data),
         "checkpoints": _saves_text(config),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
@@ -104,6 +106,18 @@ def _shares_text(config: Config, plan: BatchPlan) -> str:
 def _when(config: Config, plan: BatchPlan) -> str:
     together = min(config.train.layered_micro_batches, plan.passes)
     return f"during the last micro-steps, up to {together} block by block" if together > 1 else "on the last micro-step"
+
+
+def _link(world: World, settings: Settings) -> dict[str, str]:
+    """Returns what the link between hosts carries, as a row; none on one host, or with fsdp, whose bytes vary."""
+    parallel, hosts = settings.config.parallel, len({each.host for each in world.facts})
+    if hosts == 1 or parallel.strategy == "fsdp":
+        return {}
+    counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
+    sent = wire_bits(parallel.strategy, parallel.wire, bits)
+    num_bytes = sent.bytes_sent(hosts, counts.total, counts.total - counts.non_embedding)
+    text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
+    return {"link": f"{text}; paceline bench link predicts the time of other ways"}
 
 
 def _checks_text(config: Config) -> str:

@@ -120,6 +120,7 @@ class Recorder:
             backward_ms=times.backward_ms,
             comm_ms=times.comm_ms,
             exposed_comm_ms=times.exposed_comm_ms,
+            comm_cpu_ms=times.comm_cpu_ms,
             optim_ms=times.optim_ms,
             other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
             comm_bytes=round(times.comm_bytes),

@@ -9,7 +9,6 @@ import torch
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.config import Config
-from paceline.data.blend import Blend
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.optim.config import require_some_left, scaled_with_batch
@@ -51,14 +50,14 @@ class Settings:
         return self.plan.global_batch_size * self.config.data.seq_len
 
 
-def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Settings:
-    """Returns the settings: a pure function of the config, the data and the facts of all ranks, so the same on all.
-    Raises UserError if weight decay would remove more than the complete weight, or if the ranks' processors cannot use
-    the given strategy together."""
+def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Settings:
+    """Returns the settings: a pure function of the config, the data's vocabulary and all ranks' facts, so the same on
+    all. Raises UserError if weight decay would remove more than the complete weight, or if the ranks'
+    processors cannot use the given strategy together."""
     choices = _device_choices(config, facts[0])
     config = config.replace(
         "model",
-        vocab_size=config.model.vocab_size or blend.vocab_size,
+        vocab_size=config.model.vocab_size or vocab_size,
         n_positions=config.model.n_positions or config.data.seq_len,
     )
     config.model.check()

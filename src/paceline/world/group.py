@@ -18,16 +18,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from paceline.base.ownership import borders
 from paceline.world.device import DeviceClock
 from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
-from paceline.world.transfer import Background, Messages, StreamTransfer, nothing, post
+from paceline.world.hierarchy import Hosts
+from paceline.world.transfer import Exchanges, GlooThreads, Messages, Phase, StreamTransfer, nothing, post
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
 
 ReduceOp = Literal["sum", "min", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_LEAST_BYTES_BY_LEVELS = 1 << 16  # of an all-reduce; a smaller one takes the time of its latency
 SPEAKS_FIRST_S = 5.0  # collectives time out this much later than the watchdog, which knows who is missing
 
 
@@ -161,8 +164,8 @@ class LocalGroup(Group):
 class DistributedGroup(Group):
     """All ranks of torch.distributed's default process group."""
 
-    def __init__(self, device: torch.device, timeout_s: float = 300.0):
-        """timeout_s: the timeout that the process group was opened with."""
+    def __init__(self, device: torch.device, timeout_s: float = 300.0, hosts: Sequence[str] = ()):
+        """timeout_s: the timeout that the process group was opened with. hosts: the name of each rank's host."""
         self.timeout_s = timeout_s
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -172,14 +175,18 @@ class DistributedGroup(Group):
         # Own CUDA stream for collectives: events before and after one then time only that one.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._is_nccl = dist.get_backend() == "nccl"
-        self._background = Background()
-        self._num_exchanges = 0
-        # Timeout for Work.wait of sends and receives; empty: the one they were opened with, which Gloo keeps.
-        self._patience: tuple[timedelta, ...] = ()
+        self._hosts = Hosts.of(hosts or [""] * self.size)
+        self._exchanges = Exchanges()
+        self._gloo, self._cpu_s = GlooThreads(), 0.0
+        self._gloo.yield_to_compute()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
-        num_bytes = 2 * tensor.nbytes * (self.size - 1) / self.size
-        return self._start("an all-reduce", num_bytes, tensor, partial(dist.all_reduce, op=_OPS[op], async_op=True))
+        name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
+        if op == "sum" and self._hosts.has_levels and not self._is_nccl and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
+            parts = self._parts(tensor.view(-1), borders(tensor.numel(), self._hosts.even_shares()))
+            reduce, gather = self._hosts.reduce_scatter(self.rank, parts), self._hosts.all_gather(self.rank, parts)
+            return self._exchange(name, [*reduce, *gather])
+        return self._start(name, num_bytes, tensor, partial(dist.all_reduce, op=_OPS[op], async_op=True))
 
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "a reduce-scatter", self._parts(flat, borders)
@@ -187,16 +194,8 @@ class DistributedGroup(Group):
         if self._is_nccl:
             num_bytes = flat.nbytes - mine.nbytes
             return self._start(name, num_bytes, flat, lambda _: dist.reduce_scatter(mine, parts, async_op=True))
-        # Gloo's reduce-scatter is an all-reduce: twice the bytes. Here each pair of ranks exchanges its parts; the
-        # owner adds them in the order of distance, so the sum always has the same bits.
-        arrived = torch.empty(self.size - 1, mine.numel(), dtype=flat.dtype, device=flat.device)
-
-        def add_up() -> None:
-            for part in arrived:
-                mine.data.add_(part)  # .data: keeps the version that autograd checks
-
-        sends = {to: parts[to] for to in self._others(1)}
-        return self._exchange(name, sends, dict(zip(self._others(-1), arrived, strict=True)), add_up)
+        # Gloo's reduce-scatter is an all-reduce: twice the bytes.
+        return self._exchange(name, self._hosts.reduce_scatter(self.rank, parts))
 
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
@@ -205,8 +204,7 @@ class DistributedGroup(Group):
             num_bytes = mine.nbytes * (self.size - 1)
             return self._start(name, num_bytes, flat, lambda _: dist.all_gather(parts, mine, async_op=True))
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
-        sends = dict.fromkeys(self._others(1), mine)
-        return self._exchange(name, sends, {source: parts[source] for source in self._others(-1)})
+        return self._exchange(name, self._hosts.all_gather(self.rank, parts))
 
     def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         if self.rank in (*sends, *receives):
@@ -214,12 +212,12 @@ class DistributedGroup(Group):
         name = "messages between ranks"
         transfer, num_bytes = Transfer(self._clock), sum(tensor.nbytes for tensor in sends.values())
         with lost_peers_named(self.rank, name):
-            works = post(sends, receives, is_nccl=self._is_nccl)
+            works = post(sends.items(), receives.items(), is_nccl=self._is_nccl)
         # Finished in the caller's thread: switching threads would add latency.
-        return self._counted(transfer, num_bytes, name, lambda: self._finish(works))
+        return self._counted(transfer, num_bytes, name, lambda: self._exchanges.finish(works))
 
     def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
-        return self._exchange("an exchange", sends, receives, then)
+        return self._exchange("an exchange", [Phase([*sends.items()], [*receives.items()], [then])])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         with self._timed("a broadcast", tensor):
@@ -234,13 +232,14 @@ class DistributedGroup(Group):
         over: list[Transfer] = []
         for transfer in known.transfers:
             (over if transfer.is_over else self._traffic.transfers).append(transfer)
-        return Traffic(known.num_bytes, over, known.waits)
+        before, self._cpu_s = self._cpu_s, self._gloo.cpu_s() + self._exchanges.cpu_s()
+        return Traffic(known.num_bytes, over, known.waits, self._cpu_s - before)
 
     def set_timeout(self, seconds: float) -> None:
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
         self.timeout_s = seconds
-        self._patience = (timedelta(seconds=seconds),)
+        self._exchanges.patience = (timedelta(seconds=seconds),)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -250,10 +249,6 @@ class DistributedGroup(Group):
 
     def _parts(self, flat: torch.Tensor, borders: Sequence[int]) -> list[torch.Tensor]:
         return [flat[borders[rank] : borders[rank + 1]] for rank in range(self.size)]
-
-    def _others(self, direction: int) -> list[int]:
-        """The other ranks, nearest first, upwards (1) or downwards (-1), so that not all send to the same rank."""
-        return [(self.rank + direction * distance) % self.size for distance in range(1, self.size)]
 
     def _start(
         self, name: str, num_bytes: float, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work | None]
@@ -277,26 +272,13 @@ class DistributedGroup(Group):
         end: Any = transfer.end
         return self._counted(transfer, num_bytes, name, lambda: torch.cuda.current_stream(self.device).wait_event(end))
 
-    def _exchange(self, name: str, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
-        self._num_exchanges += 1
-        tag = self._num_exchanges % (1 << 20)  # ranks with a different order fail instead of mixing data
+    def _exchange(self, name: str, phases: Sequence[Phase]) -> Transfer:
         transfer = Transfer(self._clock)
         with lost_peers_named(self.rank, name):
-            works = post(sends, receives, is_nccl=False, tag=tag)
-
-        def run() -> None:
-            self._finish(works)
-            then()
-            transfer.record_end()
-
-        num_bytes = sum(tensor.nbytes for tensor in sends.values())
-        return self._counted(transfer, num_bytes, name, self._background.submit(run).result)
-
-    def _finish(self, works: list[dist.Work]) -> None:
-        """Waits for sends and receives; a second call does nothing."""
-        for work in works:
-            work.wait(*self._patience)
-        works.clear()
+            done = self._exchanges.begin(phases)
+        done.add_done_callback(lambda _: transfer.record_end())
+        num_bytes = sum(tensor.nbytes for phase in phases for _, tensor in phase.sends)
+        return self._counted(transfer, num_bytes, name, done.result)
 
     def _counted(self, transfer: Transfer, num_bytes: float, name: str, wait: Callable[[], object]) -> Transfer:
         def finish() -> None:

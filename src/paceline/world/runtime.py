@@ -238,7 +238,7 @@ def _open_group(
     clean = False
     try:
         _open_process_group(config, env, device, backend, joined)
-        yield _make_group(device, backend, config.timeout_s), joined, backend
+        yield _make_group(device, backend, config.timeout_s, joined), joined, backend
         clean = True
     finally:
         if dist.is_initialized():
@@ -253,15 +253,16 @@ def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
     try:
-        yield _make_group(device, backend, config.timeout_s), joined, backend
+        yield _make_group(device, backend, config.timeout_s, joined), joined, backend
     finally:
         if dist.group.WORLD is not None:
             dist.group.WORLD.set_timeout(timeout)
 
 
-def _make_group(device: torch.device, backend: str, timeout_s: float) -> DistributedGroup:
+def _make_group(device: torch.device, backend: str, timeout_s: float, joined: Joined) -> DistributedGroup:
     is_staged = device.type == "cuda" and backend == "gloo"
-    return (StagedGroup if is_staged else DistributedGroup)(device, timeout_s)
+    hosts = [peer.host for peer in joined.peers]
+    return (StagedGroup if is_staged else DistributedGroup)(device, timeout_s, hosts)
 
 
 def _check_backend(config: ParallelConfig) -> None:

@@ -13,8 +13,8 @@ class StagedGroup(DistributedGroup):
     """Gloo between ranks of which this one computes on a GPU. Gloo sends no GPU's memory, so each tensor passes through
     host memory, and the copies wait for the GPU."""
 
-    def __init__(self, device: torch.device, timeout_s: float = 300.0):
-        super().__init__(torch.device("cpu"), timeout_s)
+    def __init__(self, device: torch.device, timeout_s: float = 300.0, hosts: Sequence[str] = ()):
+        super().__init__(torch.device("cpu"), timeout_s, hosts)
         self._clock = DeviceClock(device)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:

@@ -1,10 +1,16 @@
-"""Transfers under way, messages between pairs of ranks, and a thread that finishes exchanges."""
+"""Transfers under way, messages between pairs of ranks, and threads that finish exchanges."""
 
+import contextlib
+import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -53,18 +59,46 @@ class StreamTransfer(Transfer):
 
 @dataclass
 class Traffic:
-    """What a rank sends in transfers that began in an interval, the transfers that finished in it, and when this rank
-    was blocked in them."""
+    """What a rank sends in transfers that began in an interval, the transfers that finished in it, when this rank was
+    blocked in them, and the CPU time of the threads that carry them."""
 
     num_bytes: float = 0.0
     transfers: list[Transfer] = field(default_factory=list)
     waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    cpu_s: float = field(default=0.0, compare=False)
+
+
+Message = tuple[int, torch.Tensor]  # the other rank, and the tensor that goes there or comes from there
+
+
+@dataclass
+class Phase:
+    """One step of an exchange: what this rank sends and receives, and what it does when both are done."""
+
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+    def add_up(self, ranks: Sequence[int], rank: int, mine: torch.Tensor) -> None:
+        """Receives a tensor like `mine` from each other rank, then replaces `mine` by the sum in the order of ranks."""
+        arriving = {other: torch.empty_like(mine) for other in ranks if other != rank}
+        self.receives += arriving.items()
+        mine = mine.data  # keeps the version that autograd checks
+        terms = [arriving.get(other, mine) for other in ranks]
+
+        def add() -> None:
+            total = terms[0]
+            for term in terms[1:]:
+                total = torch.add(total, term, out=mine if term is mine else total)
+
+        self.then.append(add)
 
 
 class Background:
     """Runs calls one by one in a daemon thread: at exit Python would join an executor's, and so wait for peers."""
 
     def __init__(self) -> None:
+        self.cpu_s = 0.0
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="transfers", daemon=True).start()
 
@@ -82,18 +116,92 @@ class Background:
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
+            self.cpu_s = time.thread_time()
             del call, future  # free the transfer's tensors
 
 
-def post(sends: Messages, receives: Messages, *, is_nccl: bool, tag: int = 0) -> list[dist.Work]:
-    """Begins receives, then sends. Empty tensors are left out. Receives
-    come first: Gloo's permission to send uses the same connection, and would wait behind a send's data."""
-    sends = {to: tensor for to, tensor in sends.items() if tensor.numel()}
-    receives = {source: tensor for source, tensor in receives.items() if tensor.numel()}
+class Exchanges:
+    """Sends and receives in phases, one after the other. Each phase has a thread, which goes through all exchanges in
+    their order: the phases of several exchanges overlap, and none waits for a later exchange."""
+
+    def __init__(self) -> None:
+        # Timeout for Work.wait of sends and receives; empty: the one they were opened with, which Gloo keeps.
+        self.patience: tuple[timedelta, ...] = ()
+        self._number = 0
+        self._threads: list[Background] = []  # by phase
+
+    def begin(self, phases: Sequence[Phase]) -> "Future[None]":
+        """Begins an exchange, and returns the future of its last phase."""
+        self._number += 1
+        tag = self._number % (1 << 20)  # ranks with a different order fail instead of mixing data
+        receives = [post([], phase.receives, is_nccl=False, tag=tag) for phase in phases]
+        sends = post(phases[0].sends, [], is_nccl=False, tag=tag)
+
+        def run(number: int, before: Future[None] | None) -> None:
+            if before is not None:
+                before.result()  # raises what that phase raised
+                sends.extend(post(phases[number].sends, [], is_nccl=False, tag=tag))
+            self.finish(receives[number])
+            self.finish(sends)
+            for call in phases[number].then:
+                call()
+
+        done = None
+        for number in range(len(phases)):
+            if number == len(self._threads):
+                self._threads.append(Background())
+            done = self._threads[number].submit(partial(run, number, done))
+        assert done is not None
+        return done
+
+    def cpu_s(self) -> float:
+        """Returns the CPU time of the threads, with the sums that they compute."""
+        return sum(thread.cpu_s for thread in self._threads)
+
+    def finish(self, works: list[dist.Work]) -> None:
+        """Waits for sends and receives; a second call does nothing."""
+        for work in works:
+            work.wait(*self.patience)
+        works.clear()
+
+
+class GlooThreads:
+    """The threads that Gloo has begun in this process (Linux; elsewhere none)."""
+
+    def __init__(self) -> None:
+        names = Path("/proc/self/task").glob("*/comm")
+        self._tasks = [name.parent for name in names if "gloo" in _read(name)]
+
+    def yield_to_compute(self) -> None:
+        """Makes them wait for the end of a time slice while all cores compute. Else each TCP segment that arrives
+        interrupts a compute thread: at 100 Mbit/s that took four times as much CPU time."""
+        for task in self._tasks:
+            with contextlib.suppress(OSError):  # the system forbids it
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+    def cpu_s(self) -> float:
+        """Returns their CPU time since they began."""
+        return sum(int((_read(task / "schedstat") or "0").split()[0]) for task in self._tasks) / 1e9
+
+
+def _read(path: Path) -> str:
+    """Returns what a file of /proc says; an empty text if its thread has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def post(sends: Iterable[Message], receives: Iterable[Message], *, is_nccl: bool, tag: int = 0) -> list[dist.Work]:
+    """Begins receives, then sends. Empty tensors are left out. Receives come first: Gloo's permission to send uses the
+    same connection, and would wait behind a send's data."""
+    calls = [
+        (dist.irecv if is_receive else dist.isend, tensor, other)
+        for is_receive, messages in ((True, receives), (False, sends))
+        for other, tensor in messages
+        if tensor.numel()
+    ]
     if is_nccl:  # one by one they would wait for each other
-        operations = [dist.P2POp(dist.isend, tensor, to) for to, tensor in sends.items()]
-        operations += [dist.P2POp(dist.irecv, tensor, source) for source, tensor in receives.items()]
-        return list(dist.batch_isend_irecv(operations)) if operations else []
-    works = [dist.irecv(tensor, source, tag=tag) for source, tensor in receives.items()]
-    works += [dist.isend(tensor, to, tag=tag) for to, tensor in sends.items()]
+        return list(dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])) if calls else []
+    works = [begin(tensor, other, tag=tag) for begin, tensor, other in calls]
     return [work for work in works if work is not None]

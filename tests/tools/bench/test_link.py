@@ -143,22 +143,37 @@ def test_three_ranks_come_to_the_same_report_and_its_parts_add_up() -> None:
     by_fit = len(model["bucket_bytes"]) * fitted["alpha_s"] + model["gradient_bytes"] / fitted["beta_bytes_per_s"]
     assert model["fitted_s"] == pytest.approx(by_fit)
     assert model["predicted_s"] == model["alone_s"] > 0
+    job = found["job"]
+    assert sum(sum(stage["elements"]) for stage in job["stages"]) == model["parameters"]
+    assert job["num_hosts"] == job["num_ranks"] == 3
+    assert job["bytes_per_s"] == slowest
+    assert job["update_s"] > 0
+    assert all(0 < path["efficiency_frac"] < 1 for path in found["paths"])
+    assert found["paths"][0]["wire_bytes"] == pytest.approx(model["wire_bytes"])
 
 
 def test_the_command_prints_tables_and_writes_a_file_and_a_page(tmp_path: Path) -> None:
     ended = run(
         *("bench", "link", "--nproc", "2", "--time-budget", "5", "--max-bytes", "65536", "--json", "found.json"),
-        *("--plot", "plot.html", *SMALL),
+        *("--plot", "plot.html", "--compute-ms", "640", *SMALL),
         cwd=tmp_path,
     ).require(0)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["world_size"] == 2
     assert [host["ranks"] for host in found["hosts"]] == [[0, 1]]
     assert " 127.0.0.1, MTU " in found["hosts"][0]["interface"]
-    for words in ("the slowest pair: ranks 0 and 1", *COLLECTIVES, "alpha us", "All-reduce of", "measured alone"):
+    for words in (
+        "the slowest pair: ranks 0 and 1",
+        *COLLECTIVES,
+        "alpha us",
+        "All-reduce of",
+        "measured alone",
+        "97%",
+    ):
         assert words in ended.out
     predicted = f"{found['model']['predicted_s'] * 1e3:.3g}"[:3]
     assert f"comm_ms of a training step, strategy ddp: {predicted}" in ended.out
+    assert "A step predicted: 640.0 ms of forward and backward" in ended.out
     page = (tmp_path / "plot.html").read_text()
     assert all(f'"name":"{name}"' in page for name in COLLECTIVES)
     assert "<script src=" not in page  # plotly is in the page
@@ -178,6 +193,7 @@ def test_what_cannot_be_is_refused_at_once_with_what_to_do(tmp_path: Path, monke
         (("--nproc", "two"), "a number of ranks"),
         (("--nproc", "2", "--max-bytes", "1024"), "--max-bytes is 1024"),
         (("--nproc", "2", "--time-budget", "1"), "at least 5 seconds"),
+        (("--nproc", "2", "--compute-ms", "-1"), "--compute-ms is -1"),
         (("--nproc", "2", "--plot", "plot.jpg"), "ends in .html"),
         (("--nproc", "2", "--json", "no/where.json"), "name a file in a folder that exists"),
         (("--nproc", "2", "--tiem-budget", "9"), "did you mean '--time-budget'?"),

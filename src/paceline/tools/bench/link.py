@@ -1,4 +1,5 @@
-"""`paceline bench link`: latency and bandwidth between hosts, times of collectives, and of a model's all-reduce.
+"""`paceline bench link`: latency and bandwidth between hosts, times of collectives, of a model's all-reduce, and of a
+training step by path.
 
 It uses the `Group` that training uses. The number of repetitions follows from times that all ranks share, so that it is
 the same on all. Bandwidths are bytes of payload a second, without network headers.
@@ -21,7 +22,9 @@ from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.sync.buckets import backward_order, cut
+from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.bench.link_fit import COLLECTIVES, Fit, bus_factor, fit, sizes
+from paceline.tools.bench.link_paths import Job, Prediction, paths, predict
 from paceline.world.device import DeviceClock
 from paceline.world.env import transfer_address
 from paceline.world.group import Group
@@ -105,6 +108,8 @@ class LinkReport:
     pairs: tuple[Pair, ...]
     collectives: tuple[Collective, ...]
     model: ModelTimes
+    job: Job
+    paths: tuple[Prediction, ...]
 
     @property
     def slowest(self) -> Pair:
@@ -118,10 +123,12 @@ def measure(
     *,
     max_bytes: int,
     budget_s: float,
+    compute_ms: float = 0.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> LinkReport:
-    """Returns all measurements of this world's links, in about budget_s. say: receives what is being measured.
-    Collective. Raises PeerLost if a rank dies."""
+    """Returns all measurements of this world's links, in about budget_s, and predictions of a training step.
+    compute_ms: forward and backward of a step; 0: measured. say: receives what is being measured. Collective. Raises
+    PeerLost if a rank dies."""
     # Gloo's messages start and end in host memory.
     messages = Stopwatch(world.group, torch.device("cpu") if world.backend == "gloo" else world.device)
     ranks = pairs_to_measure(world.peers)
@@ -137,7 +144,10 @@ def measure(
         say(f"{name}, 1 KiB to {units.size(max_bytes)}")
         collectives.append(_time_collective(watch, name, max_bytes, _COLLECTIVE_SHARE * budget_s))
     say("the model's gradients")
-    slowest = min(pair.bytes_per_s for pair in pairs)
+    slowest = min(pairs, key=lambda pair: pair.bytes_per_s)
+    model = _time_model(watch, config, collectives[0].fit, slowest.bytes_per_s, _MODEL_SHARE * budget_s)
+    say("the model's forward, backward and update")
+    job = measured_job(world, config, compute_ms, slowest.latency_s, slowest.bytes_per_s)
     versions = {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if world.backend == "nccl":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -148,7 +158,9 @@ def measure(
         hosts=_hosts(world),
         pairs=tuple(pairs),
         collectives=tuple(collectives),
-        model=_time_model(watch, config, collectives[0].fit, slowest, _MODEL_SHARE * budget_s),
+        model=model,
+        job=job,
+        paths=tuple(predict(job, path) for path in paths(job)),
     )
 
 

@@ -1,5 +1,6 @@
 """The tables and the plot of `paceline bench link`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -7,6 +8,7 @@ from rich.table import Table
 from paceline.base import units
 from paceline.record.console import Console, facts, table
 from paceline.tools.bench.link import Host, LinkReport, Pair
+from paceline.tools.bench.link_paths import GOAL_FRAC, Prediction, first_good
 
 
 def show(report: LinkReport, console: Console) -> None:
@@ -25,7 +27,9 @@ def show(report: LinkReport, console: Console) -> None:
     console.say(_model(report))
     model = report.model
     how = "by the fit; not measured, for lack of time (--time-budget)" if model.alone_s is None else "measured alone"
-    console.say(f"prediction: comm_ms of a training step, strategy ddp: {_ms(model.predicted_s)} ms ({how})")
+    console.say(f"prediction: comm_ms of a training step, strategy ddp: {_ms(model.predicted_s)} ms ({how})\n")
+    console.say(_paths(report))
+    console.say(choice_text(report.paths))
 
 
 def _where(report: LinkReport) -> str:
@@ -86,6 +90,35 @@ def _model(report: LinkReport) -> Table:
     ]
     size = f"{units.size(model.gradient_bytes)}, {num_buckets} bucket{'s'[: num_buckets > 1]}"
     return table(f"All-reduce of {units.count(model.parameters)} parameters: {size}", ["once a step", "ms"], rows)
+
+
+def _paths(report: LinkReport) -> Table:
+    rows = [
+        [
+            found.path.flags,
+            "nothing: exact" if found.path.kind == "exact" else found.path.kind,
+            units.size(found.wire_bytes),
+            _ms(found.step_s),
+            f"{found.efficiency_frac:.1%}",
+        ]
+        for found in report.paths
+    ]
+    job = report.job
+    title = f"A step predicted: {_ms(job.compute_s)} ms of forward and backward in {job.num_micro_batches} micro-batch"
+    columns = ["path", "changes", "a host sends", "step, ms", "of the ideal"]
+    return table(f"{title}{'es'[: 2 * (job.num_micro_batches > 1)]}", columns, rows)
+
+
+def choice_text(predictions: Sequence[Prediction]) -> str:
+    """Returns which path to take, in a sentence."""
+    if found := first_good(predictions):
+        changes = "exact" if found.path.kind == "exact" else f"it changes: {found.path.kind}"
+        return f"the first that reaches {GOAL_FRAC:.0%}: {found.path.flags} ({changes})"
+    best = max(predictions, key=lambda each: each.efficiency_frac)
+    return (
+        f"none reaches {GOAL_FRAC:.0%}; the best: {best.path.flags} ({best.path.kind}, {best.efficiency_frac:.1%}). A "
+        "larger --train.global-batch-size hides more"
+    )
 
 
 def write_plot(report: LinkReport, path: Path) -> None:

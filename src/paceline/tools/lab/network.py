@@ -19,6 +19,7 @@ _BRIDGE = "switch"
 _TCP = Path("/proc/sys/net/ipv4")
 _BURST_S = 0.002  # of the rate, may leave at once: covers a timer's delay on a busy machine
 _LEAST_BURST = 4096  # bytes; two frames
+_LARGEST_PACKET = 65536  # that TCP hands to an interface (GSO); the interface cuts it into frames
 _QUEUE_S = 0.05  # of the rate, may wait; later frames are dropped, as by a switch with a full buffer
 # The least queues in bytes: a small switch's buffer for one port, and a host's 1000 frames before an interface
 # (txqueuelen). With less, TCP would lose frames in its own host, as it never does on real ones.
@@ -72,13 +73,19 @@ def _control_congestion(pid: int) -> None:
 
 
 def set_rate(switch: int, name: str, pid: int, rate: int | None) -> None:
-    """Sets the rate of a host's link in both directions, bits/s; None: no limit. In force at once."""
+    """Sets the rate of a host's link in both directions, bits/s; None: no limit. In force at once.
+
+    The bucket cuts packets that are larger than its burst into frames, and each frame then takes a timer's interrupt,
+    where a network card would do this. So connections that are opened later send packets of half a burst: at 100mbit
+    that takes an eighth of the kernel's time (docs/LOG.md)."""
     ends = ((switch, port_of(name)), (pid, INTERFACE))
     for (holder, device), least_queue in zip(ends, _LEAST_QUEUES, strict=True):
+        burst = 2 * _LARGEST_PACKET if rate is None else max(_LEAST_BURST, round(rate / 8 * _BURST_S))
+        packet = ("gso_max_size", f"{min(_LARGEST_PACKET, burst // 2)}")
+        call(inside(holder, "ip", "link", "set", device, *packet), "the size of an interface's packets")
         if rate is None:
             attempt(inside(holder, "tc", "qdisc", "del", "dev", device, "root"))  # fails if it had no rate
             continue
-        burst = max(_LEAST_BURST, round(rate / 8 * _BURST_S))
         queue = max(least_queue, round(rate / 8 * _QUEUE_S)) + burst
         bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}", "limit", f"{queue}")
         call(inside(holder, "tc", "qdisc", "replace", "dev", device, "root", *bucket), "a link with a rate (tbf)")

@@ -1,0 +1,30 @@
+"""How many bits a strategy sends for each element of the model in a step. Needs no torch."""
+
+from dataclasses import dataclass
+
+_WEIGHT_BITS = {"int8": 4.125, "int4": 4.125}  # differences of weights: 4 bits, and a float32 scale for 256 elements
+_GRADIENT_BITS = {"exact": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125}
+
+
+@dataclass(frozen=True)
+class WireBits:
+    """Bits of an element that n ranks send (n-1)/n times."""
+
+    gradient: float
+    weight: float
+    embedding: float  # of weights that are read in float32
+
+    def bytes_sent(self, num_ranks: int, num_elements: int, num_embedding: int) -> float:
+        """Returns what a rank sends in a step. num_embedding: how many of the elements are embeddings."""
+        bits = num_elements * (self.gradient + self.weight) + num_embedding * (self.embedding - self.weight)
+        return (num_ranks - 1) / num_ranks * bits / 8
+
+
+def wire_bits(strategy: str, wire: str, compute_bits: int, sync_every: int = 1) -> WireBits:
+    """Returns the bits of ddp and naive (an all-reduce of gradients), zero, or local (an all-reduce of a fragment).
+    compute_bits: of the compute dtype, in which zero sends weights that are read in no other."""
+    if strategy != "zero":
+        return WireBits(64 / sync_every, 0, 0)
+    if wire in _WEIGHT_BITS:
+        return WireBits(_GRADIENT_BITS[wire], _WEIGHT_BITS[wire], _WEIGHT_BITS[wire])
+    return WireBits(_GRADIENT_BITS[wire], compute_bits, 32)

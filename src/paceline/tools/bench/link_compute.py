@@ -1,0 +1,86 @@
+"""Measures what a rank computes in a training step, for the predictions of link_paths.py."""
+
+import torch
+
+from paceline.config import Config
+from paceline.model.gpt import GPT, build
+from paceline.optim.optimizer import make_optimizers
+from paceline.sync.buckets import backward_order
+from paceline.tools.bench.link_paths import Job, Stage
+from paceline.train.resolve import Settings, resolve
+from paceline.world.device import DeviceClock
+from paceline.world.runtime import World
+
+_ROUNDS = 3  # the fastest counts
+
+
+def measured_job(world: World, config: Config, compute_ms: float, latency_s: float, bytes_per_s: float) -> Job:
+    """Returns what the slowest rank computes in a step, and the link. compute_ms: forward and backward of a step as
+    given; 0: one micro-batch and an update are measured. Collective."""
+    settings = resolve(config, config.data.tokenizer_vocab, world.facts)
+    model = build(settings.config.model, 0, world.device)
+    model.compute_dtype = settings.dtype
+    num_micro_batches = max(settings.plan.num_micro_batches(rank) for rank in range(world.world_size))
+    if compute_ms:
+        once_s = compute_ms / 1e3 / num_micro_batches
+        forward_s, backward_s, update_s = once_s / 3, 2 * once_s / 3, 0.0
+    else:
+        own = _fastest(model, settings, world.device)
+        forward_s, backward_s, update_s = (max(column) for column in zip(*world.group.share(own), strict=True))
+    num_hosts = len({peer.host for peer in world.peers})
+    return Job(
+        stages=_stages(model, settings, forward_s, backward_s),
+        num_micro_batches=num_micro_batches,
+        update_s=update_s,
+        num_ranks=world.world_size,
+        num_hosts=num_hosts if num_hosts > 1 else world.world_size,
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        compute_bits=8 * settings.dtype.itemsize,
+    )
+
+
+def _fastest(model: GPT, settings: Settings, device: torch.device) -> list[float]:
+    """Returns the seconds of a micro-batch's forward and backward, and of an update of all weights."""
+    size = settings.plan.device_batch_size, settings.config.data.seq_len
+    tokens = torch.randint(settings.config.model.vocab_size, size, device=device)
+    optimizers = make_optimizers(
+        settings.config.optim,
+        model.named_parameters(),
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        compute_dtype=settings.dtype,
+    )
+    clock = DeviceClock(device)
+    rounds = []
+    for _ in range(_ROUNDS):
+        stamps = [clock.stamp()]
+        loss = model(tokens, tokens) / tokens.numel()
+        stamps.append(clock.stamp())
+        loss.backward()
+        stamps.append(clock.stamp())
+        for optimizer in optimizers:
+            optimizer.step()
+        stamps.append(clock.stamp())
+        clock.finish()
+        rounds.append([clock.ms(*stamps[i : i + 2]) / 1e3 for i in range(3)])
+        model.zero_grad()
+    return [min(column) for column in zip(*rounds, strict=True)]
+
+
+def _stages(model: GPT, settings: Settings, forward_s: float, backward_s: float) -> tuple[Stage, ...]:
+    """Divides the times among embedding, blocks and head by FLOPs. The loss computes its gradients in forward."""
+    config = settings.config.model
+    elements: dict[str, list[int]] = {"embed": [], **{f"layers.{i}": [] for i in range(config.n_layer)}, "head": []}
+    for name, parameter in backward_order(model):
+        first, _, rest = name.partition(".")
+        key = f"layers.{rest.partition('.')[0]}" if first == "layers" else "embed" if "embed" in first else "head"
+        elements[key].append(parameter.numel())
+    block = 2 * sum(elements["layers.0"]) + 4 * settings.config.data.seq_len * config.n_embd
+    head = 3 * 2 * config.vocab_size * config.n_embd
+    unit_s = forward_s / (config.n_layer * block + head)
+    each_s = {"embed": (0.0, 0.0), "head": (unit_s * head, 0.0)}
+    return tuple(
+        Stage(*each_s.get(key, (unit_s * block, backward_s / config.n_layer)), tuple(counts), key == "embed")
+        for key, counts in elements.items()
+    )
