@@ -2,10 +2,14 @@
 
 A replica's tensors are named `NAME:parameter` and `NAME:parameter/moment`, without the prefix if the replica has no
 name (`paceline train`). Tensors of other objects are named `NAME.key`, kind "extra".
+
+With strategy local, `parameter` is the anchor's. Each rank saves its own moments, `parameter/moment@RANK`, and its own
+weights, `parameter/own@RANK`. A world of the same size restores them; in another world, and with another strategy,
+every rank begins with their average.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +21,7 @@ from paceline.checkpoint.manifest import Kind
 from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.share import Share
+from paceline.sync.local import LocalSync
 from paceline.world.calls import place
 
 if TYPE_CHECKING:
@@ -69,7 +74,18 @@ class ReplicaContents:
                 elif kind == "tensor":
                     tensors[Slice(name, 0, value.numel())] = _flat(value)
                     shapes[name] = tuple(value.shape)
-        return tensors, shapes, numbers
+        sync = self.replica.sync
+        if not isinstance(sync, LocalSync):
+            return tensors, shapes, numbers
+        for name, weight in sync.own_weights().items():
+            tensors[Slice(f"{self._kept_name(name)}/own", 0, weight.numel())] = _flat(weight)
+        numbers[f"{self.prefix}/progress"] = sync.progress()
+        mark = f"@{self.replica.world.rank}"
+        return (
+            {Slice(item.name + mark, item.start, item.stop): tensor for item, tensor in tensors.items()},
+            {name + mark: shape for name, shape in shapes.items()},
+            {name + mark: value for name, value in numbers.items()},
+        )
 
     def facts(self) -> dict[str, Any]:
         """Returns the manifest's entry: optimizer settings, data position, loss scale."""
@@ -112,7 +128,8 @@ class ReplicaContents:
         held = {**self.weights(), **self.buffers()}
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         buffers = replica.buffers()
-        tensors = buffers if replica.sync.shards_weights else {**dict(replica.model.named_parameters()), **buffers}
+        is_held_apart = replica.sync.shards_weights or isinstance(replica.sync, LocalSync)
+        tensors = buffers if is_held_apart else {**dict(replica.model.named_parameters()), **buffers}
         targets = {self._kept_name(name): tensor.detach() for name, tensor in tensors.items()}
         found = receive("weights", {item: tensor.dtype for item, tensor in held.items()})
         for item, tensor in held.items():
@@ -122,25 +139,55 @@ class ReplicaContents:
 
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""
-        by_parameter: dict[str, list[str]] = {}
-        for name in [*stored, *numbers]:
-            by_parameter.setdefault(name.rpartition("/")[0], []).append(name)
+        sources = self._sources(numbers)
+        by_parameter = _by_parameter([*stored, *numbers], sources)
         for optimizer in self.replica.optimizers:
             optimizer.state.clear()
-        wanted: dict[Slice, tuple[ParamSlice, Any, tuple[int, ...]]] = {}
+        wanted: dict[Slice, tuple[ParamSlice, Any, str, tuple[int, ...]]] = {}
         for part, optimizer, group in self.replica.updates.owned():
-            for name in by_parameter.get(self._kept_name(part.name), []):
+            for key, name in by_parameter.get(self._kept_name(part.name), []):
                 if name in numbers:
-                    key, number = name.rpartition("/")[2], _number(optimizer, group, part, numbers[name])
+                    number = _number(optimizer, group, part, numbers[name])
                     optimizer.state.setdefault(part.parameter, {})[key] = number
                 elif (shape := tuple(stored[name]["shape"])) == tuple(part.shape):
-                    wanted[Slice(name, part.start, part.stop)] = part, optimizer, tuple(part.parameter.shape)
+                    wanted[Slice(name, part.start, part.stop)] = part, optimizer, key, tuple(part.parameter.shape)
                 else:
-                    wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, shape
+                    wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, key, shape
         found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
-        for item, (part, optimizer, shape) in wanted.items():
-            tensor = found[item].to(part.parameter.device).view(shape)
-            optimizer.state.setdefault(part.parameter, {})[item.name.rpartition("/")[2]] = tensor
+        for item, (part, optimizer, key, shape) in wanted.items():
+            tensor = found.pop(item).to(part.parameter.device).view(shape)
+            state = optimizer.state.setdefault(part.parameter, {})
+            state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
+        if isinstance(self.replica.sync, LocalSync):
+            self._take_own_weights(self.replica.sync, receive, sources, numbers)
+
+    def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
+        """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
+        own = f"{self.prefix}/progress@"
+        marks = [f"@{name.removeprefix(own)}" for name in numbers if name.startswith(own)]
+        world = self.replica.world
+        is_same = isinstance(self.replica.sync, LocalSync) and len(marks) == world.world_size
+        return [f"@{world.rank}"] if is_same else marks or [""]
+
+    def _take_own_weights(
+        self, sync: LocalSync, receive: Receive, sources: Sequence[str], numbers: Mapping[str, Any]
+    ) -> None:
+        """Restores this rank's own weights; another strategy's checkpoint has the anchor's only. Collective."""
+        own, anchor = sync.own_weights(), sync.full_weights()
+        if sources == [""]:
+            torch._foreach_copy_(list(own.values()), [anchor[name] for name in own])
+            return
+        wanted = {
+            name: [Slice(f"{self._kept_name(name)}/own{mark}", 0, weight.numel()) for mark in sources]
+            for name, weight in own.items()
+        }
+        found = receive("optimizer", {item: own[name].dtype for name, items in wanted.items() for item in items})
+        for name, items in wanted.items():
+            tensors = [found[item] for item in items]
+            mean = tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
+            own[name].copy_(mean.view_as(own[name]))
+        progress = numbers[f"{self.prefix}/progress{sources[0]}"]
+        sync.resume(progress if len(sources) == 1 else progress[:1])
 
     def take_facts(self, kept: Mapping[str, Any]) -> None:
         """Restores optimizer settings, number of steps, data positions and loss scale."""
@@ -161,6 +208,17 @@ class ReplicaContents:
 
     def _kept_name(self, name: str) -> str:
         return self.prefix + plain(name)
+
+
+def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Returns parameter -> (key, name) of the optimizer state of these sources, see ReplicaContents._sources."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        parameter, _, ending = name.rpartition("/")
+        key, mark, rank = ending.partition("@")
+        if key != "own" and mark + rank in sources:
+            found.setdefault(parameter, []).append((key, name))
+    return found
 
 
 def not_kept(replica: "Replica") -> str:

@@ -57,10 +57,11 @@ class Replica:
         optimizer: Any,
         world: World,
         *,
-        strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto",
+        strategy: Literal["auto", "ddp", "zero", "fsdp", "local", "naive"] = "auto",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 10.0,
+        sync_every: int = 0,
     ):
         """Copies rank 0's weights and buffers to all ranks. Collective.
 
@@ -70,6 +71,7 @@ class Replica:
         micro-batches; `float16` scales the loss. blocks: modules that run one after the other, such as a transformer's
         layers. With `zero` their weights are gathered during the forward pass (call `wait_for_params` before you read
         weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one collective.
+        sync_every: with strategy `local`, another algorithm, the steps between two exchanges of a weight.
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
@@ -78,6 +80,8 @@ class Replica:
             raise UserError(f"{place()}: dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
         if strategy == "auto":
             strategy = "zero" if unequal_kinds(world.facts) else "ddp"
+        config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, sync_every=sync_every)
+        config.check()
         check_strategy(strategy, world.facts)
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -97,7 +101,6 @@ class Replica:
             broadcast_parameters(model, world.group)
         self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
         mistakes.warn_of_prefix(model, world)
-        config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb)
         self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks))
         self.sync = self.gradients.sync
         self.updates.adopt(self.sync.slices())
@@ -199,9 +202,16 @@ class Replica:
             sharing.setdefault("shuffle", False)
         if self.shares:
             sharing.setdefault("shares", self.shares[0].shares)
-        with torch.no_grad(), self.aside(), self.precision():
+        with torch.no_grad(), self.aside(), self.precision(), self.sync.shared_weights():
             batches = self._shared(source, sharing, keep=False)
             return evaluate(self.model, batches, loss_of, self.sync, self.world)
+
+    def merge(self) -> None:
+        """Makes the weights of all ranks their average: call it after the last step with strategy `local`. Does nothing
+        with others. Collective."""
+        self.world.calls.record("Replica.merge")
+        self.wait_copied()
+        self.sync.merge()
 
     # ---- the model ----
 
@@ -269,9 +279,13 @@ class Replica:
                 f"nothing used {mistakes.listed(unused)} in the first step: they get no gradient and are not updated",
                 self.world,
             )
+        self.wait_copied()
+        self.updates.make(unused)
+
+    def wait_copied(self) -> None:
+        """Waits until saves under way have copied weights and state, which may change then."""
         for wait_copied in self.copies:
             wait_copied()
-        self.updates.make(unused)
 
     def end_step(self, batch_share: float, rows: Sequence[Exchanged]) -> None:
         """Ends an update on all ranks. batch_share: this rank's share of the batch; rows: by rank."""
@@ -284,6 +298,7 @@ class Replica:
         if not self.num_steps and (problem := not_kept(self)):
             mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", self.world)
         self.num_steps += 1
+        self.sync.end_step()
         self.open_step = self.begun_from = None
         self.stop_reason = why_to_stop([row.vote for row in rows])
 

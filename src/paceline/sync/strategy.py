@@ -12,7 +12,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 """
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class Strategy(ABC):
     """How gradients are summed over ranks, and who updates what. Defaults: a rank holds and updates all weights."""
 
     shards_weights = False  # each rank holds only a part of the weights
-    shards_state = False  # each rank updates, and holds optimizer state for, its own slices only
+    shards_state = False  # ranks hold different optimizer state: each for its own slices only (zero, fsdp), or its own
     lockstep = False  # forward and backward communicate: all ranks must make equally many passes
 
     def __init__(self, model: nn.Module, group: Group):
@@ -55,6 +55,11 @@ class Strategy(ABC):
     def changed_gradients(self) -> list[torch.Tensor]:
         """Returns what `reduce` does, after `.grad` of the model's parameters was changed."""
 
+    def weigh(self, own: float, total: float) -> float:
+        """Takes this rank's weight of the step (samples, or tokens) and all ranks', before the update. Returns what the
+        sum of losses is divided by: all ranks'; with local this rank's."""
+        return total
+
     def total(self, amount: float) -> float:
         """Returns a sum over all gradients from that over `reduce`'s, equal on all ranks. Collective if sharded."""
         return float(sum(row[0] for row in self._group.share([amount]))) if self.shards_state else amount
@@ -67,6 +72,18 @@ class Strategy(ABC):
     @abstractmethod
     def publish(self) -> None:
         """After the update: clears the gradients, and begins to send the updated slices to other ranks. Collective."""
+
+    def end_step(self) -> None:
+        """After the ranks have shared the step's numbers: local begins an exchange of weights. Collective then."""
+        return
+
+    def merge(self) -> None:
+        """At the end of training: makes the ranks' weights equal. They are, except with local. Collective then."""
+        return
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Returns the context of an evaluation, in which the model has the weights that all ranks share."""
+        return nullcontext()
 
     def wait_for_params(self) -> None:
         """Waits for the weights of the last `publish`. A forward pass does so itself; other readers call this first."""

@@ -207,7 +207,14 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         weight_decay=settings.weight_decay,
         compute_dtype=settings.dtype,
     )
-    blocks = list(model.layers)
-    replica = Replica(model, optimizers, world, strategy=strategy, blocks=blocks, bucket_mb=config.parallel.bucket_mb)
+    replica = Replica(
+        model,
+        optimizers,
+        world,
+        strategy=strategy,
+        blocks=list(model.layers),
+        bucket_mb=config.parallel.bucket_mb,
+        sync_every=config.parallel.sync_every,
+    )
     replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
     return replica
