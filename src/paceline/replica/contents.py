@@ -3,9 +3,10 @@
 A replica's tensors are named `NAME:parameter` and `NAME:parameter/moment`, without the prefix if the replica has no
 name (`paceline train`). Tensors of other objects are named `NAME.key`, kind "extra".
 
-With strategy local, `parameter` is the anchor's. Each rank saves its own moments, `parameter/moment@RANK`, and its own
-weights, `parameter/own@RANK`. A world of the same size restores them; in another world, and with another strategy,
-every rank begins with their average.
+With strategy local, `parameter` is the anchor's. Each rank saves its own moments, `parameter/moment@RANK`, its own
+weights, `parameter/own@RANK`, and the anchor's momentum, `parameter/outer@RANK`. A world of the same size restores
+them. In another world, every rank begins with their average; with another strategy, with the anchor and the average
+moments.
 """
 
 import math
@@ -77,8 +78,9 @@ class ReplicaContents:
         sync = self.replica.sync
         if not isinstance(sync, LocalSync):
             return tensors, shapes, numbers
-        for name, weight in sync.own_weights().items():
-            tensors[Slice(f"{self._kept_name(name)}/own", 0, weight.numel())] = _flat(weight)
+        for key, named in sync.held.items():
+            for name, tensor in named.items():
+                tensors[Slice(f"{self._kept_name(name)}/{key}", 0, tensor.numel())] = _flat(tensor)
         numbers[f"{self.prefix}/progress"] = sync.progress()
         mark = f"@{self.replica.world.rank}"
         return (
@@ -159,7 +161,7 @@ class ReplicaContents:
             state = optimizer.state.setdefault(part.parameter, {})
             state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
         if isinstance(self.replica.sync, LocalSync):
-            self._take_own_weights(self.replica.sync, receive, sources, numbers)
+            self._take_local(self.replica.sync, receive, sources, stored, numbers)
 
     def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
         """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
@@ -169,23 +171,28 @@ class ReplicaContents:
         is_same = isinstance(self.replica.sync, LocalSync) and len(marks) == world.world_size
         return [f"@{world.rank}"] if is_same else marks or [""]
 
-    def _take_own_weights(
-        self, sync: LocalSync, receive: Receive, sources: Sequence[str], numbers: Mapping[str, Any]
+    def _take_local(
+        self,
+        sync: LocalSync,
+        receive: Receive,
+        sources: Sequence[str],
+        stored: Mapping[str, Any],
+        numbers: Mapping[str, Any],
     ) -> None:
-        """Restores this rank's own weights; another strategy's checkpoint has the anchor's only. Collective."""
-        own, anchor = sync.own_weights(), sync.full_weights()
+        """Restores what this rank holds besides the anchor; of another strategy's checkpoint nothing. Collective."""
+        sync.begin_at_anchor()
         if sources == [""]:
-            torch._foreach_copy_(list(own.values()), [anchor[name] for name in own])
             return
-        wanted = {
-            name: [Slice(f"{self._kept_name(name)}/own{mark}", 0, weight.numel()) for mark in sources]
-            for name, weight in own.items()
-        }
-        found = receive("optimizer", {item: own[name].dtype for name, items in wanted.items() for item in items})
-        for name, items in wanted.items():
-            tensors = [found[item] for item in items]
-            mean = tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
-            own[name].copy_(mean.view_as(own[name]))
+        targets: dict[tuple[Slice, ...], torch.Tensor] = {}
+        for key, named in sync.held.items():
+            for name, tensor in named.items():
+                items = [Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel()) for mark in sources]
+                if items[0].name in stored:  # no momentum, if rounds were short
+                    targets[tuple(items)] = tensor
+        found = receive("optimizer", {item: tensor.dtype for slot, tensor in targets.items() for item in slot})
+        for slot, tensor in targets.items():
+            first, *others = (found[item] for item in slot)
+            tensor.copy_((torch.stack([first, *others]).mean(0) if others else first).view_as(tensor))
         progress = numbers[f"{self.prefix}/progress{sources[0]}"]
         sync.resume(progress if len(sources) == 1 else progress[:1])
 
@@ -216,7 +223,7 @@ def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, lis
     for name in names:
         parameter, _, ending = name.rpartition("/")
         key, mark, rank = ending.partition("@")
-        if key != "own" and mark + rank in sources:
+        if key not in ("own", "outer") and mark + rank in sources:
             found.setdefault(parameter, []).append((key, name))
     return found
 
