@@ -67,7 +67,9 @@ class LocalSync(BucketedSync):
         return sum(row[0] for row in self._world.share([amount])) / self._world.size
 
     def full_gradients(self) -> list[torch.Tensor]:
-        raise UserError("with strategy local gradients are not summed over ranks: leave step.reduce() out")
+        raise UserError(
+            "with strategy local gradients are not summed over ranks: leave step.reduce() out", reach="world"
+        )
 
     def publish(self) -> None:
         """Also merges the fragment that was sent after the step before."""

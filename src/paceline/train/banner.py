@@ -37,7 +37,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
-        "gradients": f"{config.parallel.strategy}, summed over ranks on the last micro-step; {_checks_text(config)}",
+        "gradients": f"{_strategy_text(config)}; {_checks_text(config)}",
         "horizon": _horizon_text(settings, data),
         "checkpoints": _saves_text(config),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
@@ -98,6 +98,16 @@ def _shares_text(config: Config, plan: BatchPlan) -> str:
     counts = sorted({plan.num_micro_batches(rank) for rank in range(plan.world_size)})
     micro_steps = _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
     return f"{_plural(plan.world_size, 'rank')} x {micro_steps}"
+
+
+def _strategy_text(config: Config) -> str:
+    parallel = config.parallel
+    if parallel.strategy != "local":
+        return f"{parallel.strategy}, summed over ranks on the last micro-step"
+    return (
+        "local steps: ANOTHER ALGORITHM, whose loss depends on the number of ranks. Each rank updates its own weights; "
+        f"in each step the ranks average 1/{parallel.sync_every} of them"
+    )
 
 
 def _checks_text(config: Config) -> str:

@@ -216,9 +216,9 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
 
 
 def _state_bytes(config: Config, world_size: int) -> dict[str, float]:
-    """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 4 of
-    local's anchor."""
+    """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
+    local's anchor and its momentum."""
     total = cost.num_parameters(config.model).total
     shared = (8 + 8 / world_size) * total
     full = dict.fromkeys(("ddp", "naive"), 16 * total)
-    return {**full, "local": 20 * total, "zero": shared, "fsdp": 16 * total / world_size}
+    return {**full, "local": 24 * total, "zero": shared, "fsdp": 16 * total / world_size}
