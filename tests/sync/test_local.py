@@ -144,7 +144,7 @@ def test_ranks_train_as_the_definition_says(num_ranks: int, sync_every: int) -> 
 
 # ---- whole runs ----
 
-STEPS, ROUND, MIDDLE = 24, 4, 14  # steps of a run, of a round, and one amid a round
+STEPS, ROUND, LONG_ROUND, MIDDLE = 24, 4, 17, 14  # steps of a run, of rounds, and one amid a round
 
 
 def tiny(**changes: Any) -> Config:
@@ -160,11 +160,13 @@ def make_all(_: ParallelConfig, env: Environment, base: Path) -> list[str]:
     def made(name: str, resume: bool = False, **changes: Any) -> None:
         assert train(Request(tiny(**changes), base / name, resume=resume), env) in (0, 75)
 
-    made("straight")
-    made("resumed", checkpoint__every=5, train__stop_at_step=MIDDLE)
-    if env.rank == 0:
-        shutil.copytree(base / "resumed", base / "middle")
-    made("resumed", resume=True)
+    for sync_every in (ROUND, LONG_ROUND):
+        name = f"resumed-{sync_every}"
+        made(f"straight-{sync_every}", parallel__sync_every=sync_every)
+        made(name, parallel__sync_every=sync_every, checkpoint__every=5, train__stop_at_step=MIDDLE)
+        if env.rank == 0:
+            shutil.copytree(base / name, base / f"middle-{sync_every}")
+        made(name, resume=True, parallel__sync_every=sync_every)
     os.environ["PACELINE_FAULTS"] = f"rank=1 step={MIDDLE} kind=flip"
     with pytest.raises(PacelineError) as raised:
         made("flipped")
@@ -183,8 +185,9 @@ def end(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(made) -> None:
-    straight, resumed = (made[0] / name for name in ("straight", "resumed"))
+@pytest.mark.parametrize("sync_every", [ROUND, LONG_ROUND])
+def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(made, sync_every: int) -> None:
+    straight, resumed = (made[0] / f"{name}-{sync_every}" for name in ("straight", "resumed"))
     assert losses(resumed) == losses(straight)
     assert end(resumed)["digest"] == end(straight)["digest"]
     assert end(resumed)["state_digests"] == end(straight)["state_digests"]
@@ -193,8 +196,8 @@ def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(made) -> No
 
 @pytest.mark.long
 def test_a_step_sends_its_part_of_the_weights(made) -> None:
-    num_bytes = 4 * sum(tensor.numel() for tensor in load_weights(made[0] / "straight").values())
-    sent = [row["comm_bytes"] for row in steps(made[0] / "straight")]
+    num_bytes = 4 * sum(tensor.numel() for tensor in load_weights(made[0] / f"straight-{ROUND}").values())
+    sent = [row["comm_bytes"] for row in steps(made[0] / f"straight-{ROUND}")]
     num_small = 2000  # numbers about the step
     for first in range(0, STEPS - ROUND, ROUND):
         assert num_bytes <= sum(sent[first : first + ROUND]) <= num_bytes + ROUND * num_small  # 2 (n-1)/n is 1
@@ -203,13 +206,13 @@ def test_a_step_sends_its_part_of_the_weights(made) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_world_goes_on_from_the_average(made, tmp_path: Path, num_ranks: int) -> None:
-    folder = Path(shutil.copytree(made[0] / "middle", tmp_path / "run"))
+    folder = Path(shutil.copytree(made[0] / f"middle-{ROUND}", tmp_path / "run"))
     flags = ("--parallel.shares", "equal", "--train.stop-at-step", "0")
     run("resume", str(folder), "--nproc", str(num_ranks), *flags).require()
-    before, after = losses(made[0] / "straight"), losses(folder)
+    before, after = losses(made[0] / f"straight-{ROUND}"), losses(folder)
     assert before[:MIDDLE] == after[:MIDDLE]
     assert 0 < max(abs(x - y) for x, y in zip(before, after, strict=True)) < 0.2 < before[0] - before[-1]
-    assert abs(val_loss(folder) - val_loss(made[0] / "straight")) < 0.1
+    assert abs(val_loss(folder) - val_loss(made[0] / f"straight-{ROUND}")) < 0.1
 
 
 @pytest.mark.long
@@ -219,13 +222,13 @@ def test_a_flipped_bit_of_what_all_ranks_share_ends_the_run(made) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_restarts_and_nothing_is_lost(made, tmp_path: Path) -> None:
-    folder, config = tmp_path / "run", made[0] / "straight" / "config.toml"
+    folder, config = tmp_path / "run", made[0] / f"straight-{ROUND}" / "config.toml"
     flags = ("--checkpoint.every", "3", "--nproc", "2", "--max-restarts", "1", "--out", str(folder))
     kill = {"PACELINE_FAULTS": f"rank=1 step={MIDDLE} phase=exchange kind=kill"}
     run("train", "--config", str(config), *flags, env=kill).require()
     assert [row["step"] for row in whole_runs.events(folder, "resume")] == [12]
-    assert losses(folder) == losses(made[0] / "straight")
-    assert digest(folder) == digest(made[0] / "straight")
+    assert losses(folder) == losses(made[0] / f"straight-{ROUND}")
+    assert digest(folder) == digest(made[0] / f"straight-{ROUND}")
 
 
 def test_a_world_of_one_has_no_rounds(tmp_path: Path) -> None:
