@@ -81,7 +81,7 @@ class Replica:
         if strategy == "auto":
             strategy = "zero" if unequal_kinds(world.facts) else "ddp"
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, sync_every=sync_every)
-        config.check()
+        config.check_rounds()
         check_strategy(strategy, world.facts)
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]

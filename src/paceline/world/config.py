@@ -70,12 +70,7 @@ class ParallelConfig:
             if not (math.isfinite(value) and value >= least):
                 raise UserError(f"parallel.{name} is {value}; it must be at least {least}")
         self.fixed_shares()
-        if (self.strategy == "local") != (self.sync_every > 0):
-            raise UserError(
-                f"parallel.strategy is {self.strategy} and parallel.sync-every {self.sync_every}; strategy local needs "
-                "both: --parallel.strategy local --parallel.sync-every 8. Other strategies have no rounds: leave "
-                "sync-every out, or 0"
-            )
+        self.check_rounds()
         if self.repair and self.strategy == "local":
             raise UserError(
                 "parallel.repair copies the majority's weights, and with parallel.strategy local a rank's own weights "
@@ -85,6 +80,15 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.backend nccl works on GPUs only, and parallel.device is {self.device}; "
                 "use --parallel.backend gloo"
+            )
+
+    def check_rounds(self) -> None:
+        """Raises UserError for strategy local without sync_every, or sync_every with another strategy."""
+        if (self.strategy == "local") != (self.sync_every > 0):
+            raise UserError(
+                f"parallel.strategy is {self.strategy} and parallel.sync-every {self.sync_every}; local steps need "
+                "both: --parallel.strategy local --parallel.sync-every 8. Other strategies have no rounds: leave "
+                "sync-every out, or 0"
             )
 
     def fixed_shares(self) -> tuple[int, ...]:
