@@ -20,6 +20,8 @@ from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import load_weights
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
+from paceline.tools.report.facts import Summary
+from paceline.tools.report.read import read_run
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -208,7 +210,9 @@ def test_a_step_sends_its_part_of_the_weights(made) -> None:
 def test_another_world_goes_on_from_the_average(made, tmp_path: Path, num_ranks: int) -> None:
     folder = Path(shutil.copytree(made[0] / f"middle-{ROUND}", tmp_path / "run"))
     flags = ("--parallel.shares", "equal", "--train.stop-at-step", "0")
-    run("resume", str(folder), "--nproc", str(num_ranks), *flags).require()
+    said = run("resume", str(folder), "--nproc", str(num_ranks), *flags).require().out
+    assert ("ANOTHER ALGORITHM" in said) == (num_ranks > 1)
+    assert "another algorithm" in Summary(read_run(folder)).headline()
     before, after = losses(made[0] / f"straight-{ROUND}"), losses(folder)
     assert before[:MIDDLE] == after[:MIDDLE]
     assert 0 < max(abs(x - y) for x, y in zip(before, after, strict=True)) < 0.2 < before[0] - before[-1]

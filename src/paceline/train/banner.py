@@ -37,7 +37,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
-        "gradients": f"{_strategy_text(config)}; {_checks_text(config)}",
+        "gradients": f"{_strategy_text(config, plan.world_size)}; {_checks_text(config)}",
         "horizon": _horizon_text(settings, data),
         "checkpoints": _saves_text(config),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
@@ -100,9 +100,9 @@ def _shares_text(config: Config, plan: BatchPlan) -> str:
     return f"{_plural(plan.world_size, 'rank')} x {micro_steps}"
 
 
-def _strategy_text(config: Config) -> str:
+def _strategy_text(config: Config, world_size: int) -> str:
     parallel = config.parallel
-    if parallel.strategy != "local":
+    if parallel.strategy != "local" or world_size == 1:
         return f"{parallel.strategy}, summed over ranks on the last micro-step"
     return (
         "local steps: ANOTHER ALGORITHM, whose loss depends on the number of ranks. Each rank updates its own weights; "
