@@ -32,6 +32,7 @@ from paceline.world.runtime import World, open_world
 
 HALF = 3  # steps before the save, and after it
 KINDS = ("adamw", "sgd", "muon")
+STRATEGIES = ("ddp", "zero", "fsdp", "local")
 
 
 class Net(nn.Module):
@@ -77,7 +78,8 @@ class Script:
     def __post_init__(self) -> None:
         net = Net(self.dropout)
         made = optimizers(self.kind, net)
-        self.replica = Replica(net, made, self.world, strategy=self.strategy, bucket_mb=100 / 2**20)
+        sizes = {"bucket_mb": 100 / 2**20, "sync_every": 2 * (self.strategy == "local")}
+        self.replica = Replica(net, made, self.world, strategy=self.strategy, **sizes)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(made[0], [2, 4, 5], 0.5)
         data = torch.randint(0, 9, (40, 5), generator=torch.Generator().manual_seed(0))
         self.batches = share(data, self.world, batch_size=6, micro_batch_size=1, seed=3)
@@ -102,7 +104,7 @@ class Script:
 
 def combinations(world_size: int) -> Iterator[tuple[str, str]]:
     for kind in KINDS:
-        for strategy in ("ddp", "zero", "fsdp"):
+        for strategy in STRATEGIES:
             if strategy != "fsdp" or (kind != "muon" and 6 % world_size == 0):
                 yield kind, strategy
 
@@ -128,7 +130,7 @@ def first_half(config: ParallelConfig, env: Environment, folder: str) -> dict[An
 def second_half(world: World, folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for kind in KINDS:
-        for saved in ("ddp", "zero", "fsdp"):
+        for saved in STRATEGIES:
             for _, strategy in (one for one in combinations(world.world_size) if one[0] == kind):
                 path = f"{folder}/{kind}-{saved}"
                 if Path(path).exists():
@@ -163,7 +165,8 @@ def require_same_curves(found: dict[Any, Any], wanted: dict[Any, Any]) -> int:
     for key, (losses, digest) in found.items():
         if key != "dropout":
             kind, saved, strategy = key
-            assert losses == pytest.approx(wanted[kind, saved][0], abs=2e-6), key
+            assert "local" in key or losses == pytest.approx(wanted[kind, saved][0], abs=2e-6), key
+            assert losses == pytest.approx(wanted[kind, saved][0], abs=0.2), key
             num_same += saved == strategy and (losses, digest) == wanted[kind, saved]
     return num_same
 

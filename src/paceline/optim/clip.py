@@ -17,7 +17,7 @@ def clip_(
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     own = float(torch.linalg.vector_norm(torch.stack(norms)).double().square()) if norms else 0.0
-    norm = math.sqrt(total(own)) / scale
+    norm = math.sqrt(total(own / scale**2))
     factor = 1.0 / scale
     if max_norm > 0 and norm > max_norm:
         factor *= max_norm / norm

@@ -76,8 +76,8 @@ def where_time_went(console: Console, totals: Totals, num_ranks: int) -> None:
         comm_ms = totals.mean("comm_ms")
         hidden_ms = max(0.0, comm_ms - totals.mean("exposed_comm_ms"))
         line += (
-            f"; all-reduce: {units.size(totals.mean('comm_bytes'))} of gradients a step, {comm_ms:.1f} ms under way, "
-            f"{hidden_ms:.1f} ms of it behind backward, {totals.mean('comm_cpu_ms'):.1f} ms of CPU time"
+            f"; a rank sends {units.size(totals.mean('comm_bytes'))} a step, {comm_ms:.1f} ms under way, "
+            f"{hidden_ms:.1f} ms of it behind compute, {totals.mean('comm_cpu_ms'):.1f} ms of CPU time"
         )
     console.say(line + "\n")
 

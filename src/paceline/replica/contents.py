@@ -2,10 +2,15 @@
 
 A replica's tensors are named `NAME:parameter` and `NAME:parameter/moment`, without the prefix if the replica has no
 name (`paceline train`). Tensors of other objects are named `NAME.key`, kind "extra".
+
+With strategy local, `parameter` is the anchor's. Each rank saves its own moments, `parameter/moment@RANK`, its own
+weights, `parameter/own@RANK`, and the anchor's momentum, `parameter/outer@RANK`. A world of the same size restores
+them. In another world, every rank begins with their average; with another strategy, with the anchor and the average
+moments.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +22,7 @@ from paceline.checkpoint.manifest import Kind
 from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.share import Share
+from paceline.sync.local import LocalSync
 from paceline.world.calls import place
 
 if TYPE_CHECKING:
@@ -54,9 +60,7 @@ class ReplicaContents:
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         """What must be equal on all ranks, by name: parameters, if each rank has them all, and buffers."""
-        self.replica.wait_for_params()
-        parameters = {} if self.replica.sync.shards_weights else dict(self.replica.model.named_parameters())
-        named = {**parameters, **self.replica.buffers()}
+        named = {**self.replica.sync.on_all_ranks(), **self.replica.buffers()}
         return {self._kept_name(name): tensor.detach() for name, tensor in named.items()}
 
     def state(self) -> tuple[dict[Slice, torch.Tensor], dict[str, tuple[int, ...]], dict[str, Any]]:
@@ -75,7 +79,19 @@ class ReplicaContents:
                 elif kind == "tensor":
                     tensors[Slice(name, 0, value.numel())] = _flat(value)
                     shapes[name] = tuple(value.shape)
-        return tensors, shapes, numbers
+        sync = self.replica.sync
+        if not isinstance(sync, LocalSync):
+            return tensors, shapes, numbers
+        for key, named in sync.held.items():
+            for name, tensor in named.items():
+                tensors[Slice(f"{self._kept_name(name)}/{key}", 0, tensor.numel())] = _flat(tensor)
+        numbers[f"{self.prefix}/progress"] = sync.progress()
+        mark = f"@{self.replica.world.rank}"
+        return (
+            {Slice(item.name + mark, item.start, item.stop): tensor for item, tensor in tensors.items()},
+            {name + mark: shape for name, shape in shapes.items()},
+            {name + mark: value for name, value in numbers.items()},
+        )
 
     def facts(self) -> dict[str, Any]:
         """Returns the manifest's entry: optimizer settings, data position, loss scale."""
@@ -121,7 +137,7 @@ class ReplicaContents:
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         whole = self.on_all_ranks()
         targets = {
-            item: mine[item] if item in mine and replica.sync.shards_state else whole[item.name]
+            item: mine[item] if item in mine and replica.sync.updates_slices else whole[item.name]
             for item in (*mine, *constants)
         }
         found = receive("weights", {item: target.dtype for item, target in targets.items()})
@@ -133,25 +149,60 @@ class ReplicaContents:
 
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""
-        by_parameter: dict[str, list[str]] = {}
-        for name in [name for name in stored if "/wire." not in name] + [*numbers]:
-            by_parameter.setdefault(name.rpartition("/")[0], []).append(name)
+        sources = self._sources(numbers)
+        by_parameter = _by_parameter([*stored, *numbers], sources)
         for optimizer in self.replica.optimizers:
             optimizer.state.clear()
-        wanted: dict[Slice, tuple[ParamSlice, Any, tuple[int, ...]]] = {}
+        wanted: dict[Slice, tuple[ParamSlice, Any, str, tuple[int, ...]]] = {}
         for part, optimizer, group in self.replica.updates.owned():
-            for name in by_parameter.get(self._kept_name(part.name), []):
+            for key, name in by_parameter.get(self._kept_name(part.name), []):
                 if name in numbers:
-                    key, number = name.rpartition("/")[2], _number(optimizer, group, part, numbers[name])
+                    number = _number(optimizer, group, part, numbers[name])
                     optimizer.state.setdefault(part.parameter, {})[key] = number
                 elif (shape := tuple(stored[name]["shape"])) == tuple(part.shape):
-                    wanted[Slice(name, part.start, part.stop)] = part, optimizer, tuple(part.parameter.shape)
+                    wanted[Slice(name, part.start, part.stop)] = part, optimizer, key, tuple(part.parameter.shape)
                 else:
-                    wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, shape
+                    wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, key, shape
         found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
-        for item, (part, optimizer, shape) in wanted.items():
-            tensor = found[item].to(part.parameter.device).view(shape)
-            optimizer.state.setdefault(part.parameter, {})[item.name.rpartition("/")[2]] = tensor
+        for item, (part, optimizer, key, shape) in wanted.items():
+            tensor = found.pop(item).to(part.parameter.device).view(shape)
+            state = optimizer.state.setdefault(part.parameter, {})
+            state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
+        if isinstance(self.replica.sync, LocalSync):
+            self._take_local(self.replica.sync, receive, sources, stored, numbers)
+
+    def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
+        """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
+        own = f"{self.prefix}/progress@"
+        marks = [f"@{name.removeprefix(own)}" for name in numbers if name.startswith(own)]
+        world = self.replica.world
+        is_same = isinstance(self.replica.sync, LocalSync) and len(marks) == world.world_size
+        return [f"@{world.rank}"] if is_same else marks or [""]
+
+    def _take_local(
+        self,
+        sync: LocalSync,
+        receive: Receive,
+        sources: Sequence[str],
+        stored: Mapping[str, Any],
+        numbers: Mapping[str, Any],
+    ) -> None:
+        """Restores what this rank holds besides the anchor; of another strategy's checkpoint nothing. Collective."""
+        sync.begin_at_anchor()
+        if sources == [""]:
+            return
+        targets: dict[tuple[Slice, ...], torch.Tensor] = {}
+        for key, named in sync.held.items():
+            for name, tensor in named.items():
+                items = [Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel()) for mark in sources]
+                if items[0].name in stored:  # no momentum, if rounds were short
+                    targets[tuple(items)] = tensor
+        found = receive("optimizer", {item: tensor.dtype for slot, tensor in targets.items() for item in slot})
+        for slot, tensor in targets.items():
+            first, *others = (found[item] for item in slot)
+            tensor.copy_((torch.stack([first, *others]).mean(0) if others else first).view_as(tensor))
+        progress = numbers[f"{self.prefix}/progress{sources[0]}"]
+        sync.resume(progress if len(sources) == 1 else progress[:1])
 
     def wire_state(self) -> dict[Slice, torch.Tensor]:
         """What this rank's later messages depend on besides (sync/coded.py)."""
@@ -197,6 +248,17 @@ class ReplicaContents:
 
     def _kept_name(self, name: str) -> str:
         return self.prefix + plain(name)
+
+
+def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Returns parameter -> (key, name) of the optimizer state of these sources, see ReplicaContents._sources."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        parameter, _, ending = name.rpartition("/")
+        key, mark, rank = ending.partition("@")
+        if key not in ("own", "outer") and not key.startswith("wire.") and mark + rank in sources:
+            found.setdefault(parameter, []).append((key, name))
+    return found
 
 
 def not_kept(replica: "Replica") -> str:

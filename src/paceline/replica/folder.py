@@ -76,7 +76,7 @@ class CheckpointFolder:
             # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
             mine["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
             weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
-            mine["weights"] |= weights if sync.shards_state else self._my_part(weights)
+            mine["weights"] |= weights if sync.updates_slices else self._my_part(weights)
             mine["optimizer"] |= each.wire_state() | (state if sync.shards_state else self._my_part(state))
             shapes |= each.shapes() | own_shapes
             numbers |= own_numbers

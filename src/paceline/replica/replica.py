@@ -57,12 +57,13 @@ class Replica:
         optimizer: Any,
         world: World,
         *,
-        strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto",
+        strategy: Literal["auto", "ddp", "zero", "fsdp", "local", "naive"] = "auto",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 0.0,
         wire: Literal["exact", "bf16", "int8", "int4"] = "exact",
         read_as: Mapping[str, torch.dtype] | None = None,
+        sync_every: int = 0,
     ):
         """Copies rank 0's weights and buffers to all ranks. Collective.
 
@@ -79,6 +80,7 @@ class Replica:
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
         them. `zero` sends these rounded to it, which halves the bytes and changes no result. Between steps the model
         then holds rounded values; `state_dict` and checkpoints have the exact ones.
+        sync_every: with strategy `local`, another algorithm, the steps between two exchanges of a weight.
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
@@ -87,8 +89,9 @@ class Replica:
             raise UserError(f"{place()}: dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
         if strategy == "auto":
             strategy = "zero" if unequal_kinds(world.facts) or wire != "exact" else "ddp"
-        config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire)
+        config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire, sync_every=sync_every)
         config.check_wire()
+        config.check_rounds()
         check_strategy(strategy, world.facts, wire)
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -210,9 +213,16 @@ class Replica:
             sharing.setdefault("shuffle", False)
         if self.shares:
             sharing.setdefault("shares", self.shares[0].shares)
-        with torch.no_grad(), self.aside(), self.precision():
+        with torch.no_grad(), self.aside(), self.precision(), self.sync.shared_weights():
             batches = self._shared(source, sharing, keep=False)
             return evaluate(self.model, batches, loss_of, self.sync, self.world)
+
+    def merge(self) -> None:
+        """Makes the weights of all ranks their average: call it after the last step with strategy `local`. Does nothing
+        with others. Collective."""
+        self.world.calls.record("Replica.merge")
+        self.wait_copied()
+        self.sync.merge()
 
     # ---- the model ----
 
@@ -280,9 +290,13 @@ class Replica:
                 f"nothing used {mistakes.listed(unused)} in the first step: they get no gradient and are not updated",
                 self.world,
             )
+        self.wait_copied()
+        self.updates.make(unused, self.sync.parts())
+
+    def wait_copied(self) -> None:
+        """Waits until saves under way have copied weights and state, which may change then."""
         for wait_copied in self.copies:
             wait_copied()
-        self.updates.make(unused, self.sync.parts())
 
     def end_step(self, batch_share: float, rows: Sequence[Exchanged]) -> None:
         """Ends an update on all ranks. batch_share: this rank's share of the batch; rows: by rank."""
@@ -295,6 +309,7 @@ class Replica:
         if not self.num_steps and (problem := not_kept(self)):
             mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", self.world)
         self.num_steps += 1
+        self.sync.end_step()
         self.open_step = self.begun_from = None
         self.stop_reason = why_to_stop([row.vote for row in rows])
 

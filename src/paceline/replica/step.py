@@ -161,6 +161,7 @@ class Step:
             replica.update(self._unused)
         else:
             trouble = find_trouble(sync, replica.world.group)
+            replica.wait_copied()
             sync.skip()
         replica.scaler.observe(trouble is not None)
         self._clock.end("optim")
@@ -269,9 +270,9 @@ class Step:
         return by_rank
 
     def _scale(self) -> float:
-        """Returns the divisor of the summed gradients: loss scale, and true total / estimate."""
+        """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""
         assert self._total is not None
-        return self._replica.scaler.scale * self._total / self._divisor
+        return self._replica.scaler.scale * self._replica.sync.weigh(self._weight, self._total) / self._divisor
 
     def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
         assert self._total is not None

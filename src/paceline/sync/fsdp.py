@@ -26,7 +26,7 @@ class FullySharded(Strategy):
     same in backward, and s (n-1)/n for the gradients on the last one."""
 
     shards_weights = True
-    shards_state = True
+    shards_state = updates_slices = True
     lockstep = True
 
     def __init__(self, model: nn.Module, group: Group, device: torch.device, stages: Sequence[nn.Module]):
@@ -80,6 +80,9 @@ class FullySharded(Strategy):
         for mine, parameter in zip(self._slices, self._parameters.values(), strict=True):
             parameter.grad = mine.parameter.grad = None
         self._sums.clear()
+
+    def on_all_ranks(self) -> dict[str, torch.Tensor]:
+        return {}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self._parameters.items()}

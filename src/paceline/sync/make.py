@@ -8,6 +8,7 @@ from torch import nn
 from paceline.base.errors import UserError
 from paceline.sync.coded import CodedSync
 from paceline.sync.ddp import BucketedSync
+from paceline.sync.local import LocalSync
 from paceline.sync.naive import NaiveSync
 from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
@@ -65,11 +66,18 @@ def make_strategy(
             else ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, sent_as)
         ),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
+        "local": lambda: _local(config, model, group, bucket_bytes),
         "naive": lambda: NaiveSync(model, group),
     }
     if config.strategy not in makers:
         raise UserError(f"parallel.strategy is '{config.strategy}'; it must be one of {', '.join(makers)}")
     return makers[config.strategy]()
+
+
+def _local(config: ParallelConfig, model: nn.Module, group: Group, bucket_bytes: int) -> Strategy:
+    if group.size == 1:  # nobody to exchange weights with: no rounding either
+        return BucketedSync(model, group, bucket_bytes)
+    return LocalSync(model, group, bucket_bytes, config.sync_every)
 
 
 def _fully_sharded(model: nn.Module, group: Group, bucket_bytes: int, stages: Sequence[nn.Module]) -> Strategy:

@@ -13,7 +13,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ class Strategy(ABC):
     """How gradients are summed over ranks, and who updates what. Defaults: a rank holds and updates all weights."""
 
     shards_weights = False  # each rank holds only a part of the weights
-    shards_state = False  # each rank updates, and holds optimizer state for, its own slices only
+    updates_slices = False  # each rank updates its own slices only
+    shards_state = False  # ranks hold different optimizer state: each for its own slices only (zero, fsdp), or its own
     holds_rounded = False  # the model's parameters are rounded; `weights` and `full_weights` are exact
     is_coded = False  # messages leave something out, which `wire_state` has
     lockstep = False  # forward and backward communicate: all ranks must make equally many passes
@@ -64,6 +65,11 @@ class Strategy(ABC):
     def changed_gradients(self) -> list[torch.Tensor]:
         """Returns what `reduce` does, after `.grad` of the model's parameters was changed."""
 
+    def weigh(self, own: float, total: float) -> float:
+        """Takes this rank's weight of the step (samples, or tokens) and all ranks', before the update. Returns what the
+        sum of losses is divided by: all ranks'; with local this rank's."""
+        return total
+
     def total(self, amount: float) -> float:
         """Returns a sum over all gradients from that over `reduce`'s, equal on all ranks. Collective if sharded."""
         return float(sum(row[0] for row in self._group.share([amount]))) if self.shards_state else amount
@@ -90,6 +96,18 @@ class Strategy(ABC):
         """After `weights` were changed: begins to give them to the model's parameters on all ranks. Collective."""
         return
 
+    def end_step(self) -> None:
+        """After the ranks have shared the step's numbers: local begins an exchange of weights. Collective then."""
+        return
+
+    def merge(self) -> None:
+        """At the end of training: makes the ranks' weights equal. They are, except with local. Collective then."""
+        return
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Returns the context of an evaluation, in which the model has the weights that all ranks share."""
+        return nullcontext()
+
     def wait_for_params(self) -> None:
         """Waits for the weights of the last `publish`. A forward pass does so itself; other readers call this first."""
         return
@@ -113,11 +131,14 @@ class Strategy(ABC):
         return 0.0
 
     def weights(self) -> dict[Slice, torch.Tensor]:
-        """Returns the weights that this rank updates, exact, flat, in place where they are contiguous: those of
-        `slices`."""
+        """Returns the weights to save, exact, flat, in place where they are contiguous: those of `slices`, or all."""
         return {Slice(s.name, s.start, s.stop): s.parameter.detach().reshape(-1) for s in self.slices()}
+
+    def on_all_ranks(self) -> dict[str, torch.Tensor]:
+        """Returns the weights that every rank holds, bit for bit equal, by name."""
+        self.wait_for_params()
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """Returns all weights by name, exact, in their shapes. Collective if they are sharded or rounded."""
-        self.wait_for_params()
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        return self.on_all_ranks()

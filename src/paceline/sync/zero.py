@@ -116,7 +116,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
     """Communication a step: (n-1)/n times the gradients' bytes on the last micro-batch, the same for the weights after
     the update: together as much as `ddp`, or three quarters of it with weights in bfloat16."""
 
-    shards_state = True
+    shards_state = updates_slices = True
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
         f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
-        "gradients": f"{config.parallel.strategy}, summed over ranks {_when(config, plan)}; {_checks_text(config)}",
+        "gradients": f"{_strategy_text(config, plan)}; {_checks_text(config)}",
         **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
         **_link(world, settings),
         "horizon": _horizon_text(settings, data),
@@ -103,9 +103,15 @@ def _shares_text(config: Config, plan: BatchPlan) -> str:
     return f"{_plural(plan.world_size, 'rank')} x {micro_steps}"
 
 
-def _when(config: Config, plan: BatchPlan) -> str:
-    together = min(config.train.layered_micro_batches, plan.passes)
-    return f"during the last micro-steps, up to {together} block by block" if together > 1 else "on the last micro-step"
+def _strategy_text(config: Config, plan: BatchPlan) -> str:
+    parallel, together = config.parallel, min(config.train.layered_micro_batches, plan.passes)
+    if parallel.strategy == "local" and plan.world_size > 1:
+        return (
+            "local steps: ANOTHER ALGORITHM, whose loss depends on the number of ranks. Each rank updates its own "
+            f"weights; in each step the ranks average 1/{parallel.sync_every} of them"
+        )
+    when = f"during the last micro-steps, up to {together} block by block" if together > 1 else "on the last micro-step"
+    return f"{parallel.strategy}, summed over ranks {when}"
 
 
 def _link(world: World, settings: Settings) -> dict[str, str]:
@@ -114,7 +120,7 @@ def _link(world: World, settings: Settings) -> dict[str, str]:
     if hosts == 1 or parallel.strategy == "fsdp":
         return {}
     counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
-    sent = wire_bits(parallel.strategy, parallel.wire, bits)
+    sent = wire_bits(parallel.strategy, parallel.wire, bits, parallel.sync_every or 1)
     num_bytes = sent.bytes_sent(hosts, counts.total, counts.total - counts.non_embedding)
     text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
     return {"link": f"{text}; paceline bench link predicts the time of other ways"}

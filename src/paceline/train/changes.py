@@ -43,7 +43,8 @@ def changes(before: Mapping[str, Mapping[str, Any]], now: Config) -> Changes:
 
 def makes_another_run(name: str) -> bool:
     """Whether a field, named as the user types it, changes what is computed."""
-    return not name.startswith(_CHANGEABLE_SECTIONS) and name not in _CHANGEABLE
+    is_free = name.startswith(_CHANGEABLE_SECTIONS) or name in _CHANGEABLE
+    return not is_free or name == "parallel.sync-every"  # local steps: another algorithm
 
 
 def changes_curve(name: str) -> bool:

@@ -218,7 +218,8 @@ class Training:
         """Evaluates this step, and saves it if it is the best so far. Collective. Returns why to stop, if a rank's stop
         flag was set meanwhile. Then the step may have no validation loss until the run is resumed."""
         setup, progress = self.setup, self.progress
-        row = evaluate(setup)
+        with setup.replica.sync.shared_weights():
+            row = evaluate(setup)
         reason = setup.replica.agree_to_stop()  # now, since the next step may take too long
         setup.group.take_traffic()  # it belongs to no step
         if row is None:
@@ -267,6 +268,8 @@ class Training:
         console, recorder = setup.console, setup.recorder
         if stop_reason:
             console.say(f"stopping at step {step} ({stop_reason}): saving")
+        if stop_reason is None:
+            setup.replica.merge()
         self.saves.save_and_wait(self.progress)
         if stop_reason is None and config.train.eval_every >= 0 and self.progress.val_loss is None:
             reason = self._evaluate()

@@ -255,7 +255,9 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
 
 
 def _state_bytes(config: Config, world_size: int) -> dict[str, float]:
-    """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices)."""
+    """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
+    local's anchor and its momentum."""
     total = cost.num_parameters(config.model).total
     shared = (8 + 8 / world_size) * total
-    return {"ddp": 16 * total, "naive": 16 * total, "zero": shared, "fsdp": 16 * total / world_size}
+    full = dict.fromkeys(("ddp", "naive"), 16 * total)
+    return {**full, "local": 24 * total, "zero": shared, "fsdp": 16 * total / world_size}

@@ -11,17 +11,21 @@ from paceline.base.errors import UserError
 class ParallelConfig:
     """Ranks, device, network."""
 
-    strategy: Literal["auto", "ddp", "zero", "fsdp", "naive"] = "auto"
+    strategy: Literal["auto", "ddp", "zero", "fsdp", "local", "naive"] = "auto"
     """ddp: every rank updates everything. zero: each rank updates its share and holds that optimizer state. fsdp:
-    weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. auto: the first of
-    ddp, zero, fsdp that fits in memory; zero with Muon, whose update is expensive, and where processors round
-    differently."""
+    weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. local: each rank
+    updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose loss
+    depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; zero with Muon, whose update
+    is expensive, and where processors round differently; never local."""
     wire: Literal["exact", "bf16", "int8", "int4"] = "exact"
     """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
     bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but
     each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change of weights
     as 4-bit ones: a quarter and an eighth of float32's bytes. int4: gradients, too, in 4 bits; what a message leaves
     out is in the next one. Other values than exact make auto choose zero, and need gloo."""
+    sync_every: int = 0
+    """local: steps between two exchanges of a weight, 8 for example. In each step 1/sync-every of the weights is sent,
+    during the next step. Larger: fewer bytes, and a higher loss. 0 with other strategies."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -68,11 +72,18 @@ class ParallelConfig:
             ("threads", self.threads, 0),
             ("bucket-mb", self.bucket_mb or 10.0, 0.001),
             ("check-every", self.check_every, 0),
+            ("sync-every", self.sync_every, 0),
         ):
             if not (math.isfinite(value) and value >= least):
                 raise UserError(f"parallel.{name} is {value}; it must be at least {least}")
         self.fixed_shares()
         self.check_wire()
+        self.check_rounds()
+        if self.repair and self.strategy == "local":
+            raise UserError(
+                "parallel.repair copies the majority's weights, and with parallel.strategy local a rank's own weights "
+                "are on no other rank; leave it out: a difference ends the run, which restarts from a checkpoint"
+            )
         if self.backend == "nccl" and self.device in ("cpu", "mps"):
             raise UserError(
                 f"parallel.backend nccl works on GPUs only, and parallel.device is {self.device}; "
@@ -89,6 +100,15 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.wire {self.wire} works with strategy zero only, and parallel.strategy is {self.strategy}; "
                 "use --parallel.strategy zero, or --parallel.wire exact"
+            )
+
+    def check_rounds(self) -> None:
+        """Raises UserError for strategy local without sync_every, or sync_every with another strategy."""
+        if (self.strategy == "local") != (self.sync_every > 0):
+            raise UserError(
+                f"parallel.strategy is {self.strategy} and parallel.sync-every {self.sync_every}; local steps need "
+                "both: --parallel.strategy local --parallel.sync-every 8. Other strategies have no rounds: leave "
+                "sync-every out, or 0"
             )
 
     def fixed_shares(self) -> tuple[int, ...]:

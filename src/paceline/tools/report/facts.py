@@ -71,6 +71,11 @@ class Summary:
 
     def headline(self) -> str:
         """A warning to read before the figures; empty if there is none."""
+        if self.records.config.get("parallel.strategy") == "local":
+            return (
+                "Trained with local steps (parallel.strategy local), which is another algorithm than data-parallel "
+                "training: the loss depends on the number of ranks."
+            )
         repairs = events.repairs(self.events)
         if not repairs:
             return ""
@@ -242,8 +247,8 @@ class Summary:
         if not size > 1 or not math.isfinite(num_bytes) or not math.isfinite(comm_ms):
             return None
         computed = math.nan
-        # fsdp gathers the weights for every micro-batch, whose number the records lack.
-        if num_parameters and self.records.config.get("parallel.strategy") != "fsdp":
+        # fsdp gathers the weights for every micro-batch, whose number the records lack; local sends no gradients.
+        if num_parameters and self.records.config.get("parallel.strategy") not in ("fsdp", "local"):
             computed = 2 * (size - 1) / size * num_parameters * _GRADIENT_BYTES  # nccl-tests, PERFORMANCE.md
         return Traffic(num_bytes, comm_ms, exposed_ms, step_ms, computed)
 

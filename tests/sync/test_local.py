@@ -1,0 +1,256 @@
+"""Strategy local against its definition, written down again for one process; and what a run with it keeps."""
+
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import whole_runs
+from program import digest, losses, run, steps, val_loss
+from ranks import run_ranks
+from torch import nn
+
+from paceline.base.errors import PacelineError, UserError
+from paceline.config import Config
+from paceline.replica.batch import Batch
+from paceline.replica.checkpoints import load_weights
+from paceline.replica.replica import Replica
+from paceline.sync.replicas import overall
+from paceline.tools.report.facts import Summary
+from paceline.tools.report.read import read_run
+from paceline.train.loop import train
+from paceline.train.request import Request
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+from paceline.world.runtime import World
+
+NUM_STEPS, POISONED, MAX_NORM = 40, 6, 0.3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def inner(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.8)
+
+
+def rows_of(step: int, rank: int) -> torch.Tensor:
+    """What a rank sees in a step: none, or up to four rows; a row that is not a number on rank 0 in one step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    found = torch.randn((step + 3 * rank) % 5, 3, dtype=torch.float64, generator=generator)
+    return found * math.nan if (step, rank) == (POISONED, 0) else found
+
+
+def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(net(x), x.sum(1, keepdim=True))
+
+
+def trained(world: World, sync_every: int) -> dict[str, Any]:
+    net = network()
+    replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every)
+    skipped, anchors = [], []
+    for number in range(NUM_STEPS):
+        x = rows_of(number, world.rank)
+        step = replica.step(Batch([x] if len(x) else []))
+        for micro_batch in step:
+            step.backward(loss_of(net, micro_batch), weight=len(micro_batch))
+        result = step.finish(max_norm=MAX_NORM)
+        skipped += [number] if result.skipped else []
+        anchors.append(overall(replica.state_dict()))
+    own, shared = overall(dict(net.named_parameters())), overall(replica.state_dict())
+    with replica.sync.shared_weights():
+        assert overall(dict(net.named_parameters())) == shared != own
+    before = flat(net)
+    replica.merge()
+    assert overall(dict(net.named_parameters())) == overall(replica.state_dict())
+    return {"own": before, "skipped": skipped, "anchors": anchors, "merged": flat(net)}
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+def make_updates(nets: list[nn.Module], optimizers: list[torch.optim.Optimizer], batches: list[torch.Tensor]) -> None:
+    norms = []
+    for net, x in zip(nets, batches, strict=True):
+        net.zero_grad()
+        (loss_of(net, x) if len(x) else 0.0 * sum(p.sum() for p in net.parameters())).backward()
+        norms.append(sum(p.grad.square().sum() for p in net.parameters()))
+    norm = (sum(norms) / len(nets)).sqrt()
+    if norm.isfinite():
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for parameter in net.parameters():
+                parameter.grad *= min(1.0, MAX_NORM / norm)
+            optimizer.step()
+
+
+def reference(num_ranks: int, sync_every: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Returns each rank's own weights after the last step, and the average at the end: the definition, for one rank
+    after the other, on flat vectors, without the strategy's code."""
+    nets = [network() for _ in range(num_ranks)]
+    optimizers = [inner(net) for net in nets]
+    anchor = flat(nets[0])
+    momentum = torch.zeros_like(anchor)
+    borders = [round(len(anchor) * part / sync_every) for part in range(sync_every + 1)]
+    weight = torch.zeros(sync_every, num_ranks)  # rows seen since the fragment's last exchange
+    sent: list[torch.Tensor] = []
+
+    def exchange(part: int, vectors: list[torch.Tensor], sent: list[torch.Tensor], is_last: bool = False) -> None:
+        cut = slice(borders[part], borders[part + 1])
+        share = weight[part].double() if weight[part].any() else torch.ones(num_ranks)
+        change = sum(s * (vector[cut] - anchor[cut]) for s, vector in zip(share / share.sum(), sent, strict=True))
+        if sync_every > 16 and not is_last:
+            momentum[cut] = 0.6 * momentum[cut] + change
+            change = 0.7 * (change + 0.6 * momentum[cut])
+        anchor[cut] += change
+        for vector, before in zip(vectors, sent, strict=True):
+            vector[cut] += anchor[cut] - before[cut]
+        weight[part] = 0
+
+    for number in range(NUM_STEPS):
+        batches = [rows_of(number, rank) for rank in range(num_ranks)]
+        make_updates(nets, optimizers, batches)
+        vectors = [flat(net) for net in nets]
+        if sent:
+            exchange(number % sync_every, vectors, sent)
+        weight += torch.tensor([len(x) for x in batches])
+        sent = [vector.clone() for vector in vectors]
+        for net, vector in zip(nets, vectors, strict=True):
+            nn.utils.vector_to_parameters(vector, net.parameters())
+    own = [vector.clone() for vector in vectors]
+    for part in range(sync_every):
+        exchange(part, vectors, own, is_last=True)
+    return own, vectors[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("sync_every", [1, 4, 17])
+def test_ranks_train_as_the_definition_says(num_ranks: int, sync_every: int) -> None:
+    found = run_ranks(trained, num_ranks, sync_every)
+    own, merged = reference(num_ranks, sync_every)
+    assert [each["skipped"] for each in found] == [[POISONED]] * num_ranks, "all ranks skip the step"
+    assert len({tuple(each["anchors"]) for each in found}) == 1, "the anchor has the same bits after every step"
+    assert len(set(found[0]["anchors"])) > NUM_STEPS / 2
+    for mine, wanted in zip(found, own, strict=True):
+        torch.testing.assert_close(mine["own"], wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine["merged"], merged, rtol=0, atol=1e-12)
+    assert all(torch.equal(each["merged"], found[0]["merged"]) for each in found)
+    assert not torch.equal(found[0]["own"], found[1]["own"])
+
+
+# ---- whole runs ----
+
+STEPS, ROUND, LONG_ROUND, MIDDLE = 24, 4, 17, 14  # steps of a run, of rounds, and one amid a round
+
+
+def tiny(**changes: Any) -> Config:
+    """A run with local steps: rank 0 has two thirds of the tokens."""
+    local = {"parallel__strategy": "local", "parallel__sync_every": ROUND, "parallel__shares": "8,4"}
+    fixed = {"train__steps": STEPS, "parallel__check_every": 1, "optim__name": "muon", "checkpoint__every": 0}
+    return whole_runs.tiny(**fixed | local | changes)
+
+
+def make_all(_: ParallelConfig, env: Environment, base: Path) -> list[str]:
+    """Makes the runs of two ranks. Returns what the one with a flipped bit ended with, on this rank."""
+
+    def made(name: str, resume: bool = False, **changes: Any) -> None:
+        assert train(Request(tiny(**changes), base / name, resume=resume), env) in (0, 75)
+
+    for sync_every in (ROUND, LONG_ROUND):
+        name = f"resumed-{sync_every}"
+        made(f"straight-{sync_every}", parallel__sync_every=sync_every)
+        made(name, parallel__sync_every=sync_every, checkpoint__every=5, train__stop_at_step=MIDDLE)
+        if env.rank == 0:
+            shutil.copytree(base / name, base / f"middle-{sync_every}")
+        made(name, resume=True, parallel__sync_every=sync_every)
+    os.environ["PACELINE_FAULTS"] = f"rank=1 step={MIDDLE} kind=flip"
+    with pytest.raises(PacelineError) as raised:
+        made("flipped")
+    del os.environ["PACELINE_FAULTS"]
+    return [str(raised.value)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    base = tmp_path_factory.mktemp("local")
+    return base, run_ranks(make_all, 2, base, opened=False, timeout_s=120)
+
+
+def end(folder: Path) -> dict[str, Any]:
+    return whole_runs.events(folder, "end")[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync_every", [ROUND, LONG_ROUND])
+def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(made, sync_every: int) -> None:
+    straight, resumed = (made[0] / f"{name}-{sync_every}" for name in ("straight", "resumed"))
+    assert losses(resumed) == losses(straight)
+    assert end(resumed)["digest"] == end(straight)["digest"]
+    assert end(resumed)["state_digests"] == end(straight)["state_digests"]
+    assert len(set(end(straight)["state_digests"])) == 2, "each rank has moments of its own"
+
+
+@pytest.mark.long
+def test_a_step_sends_its_part_of_the_weights(made) -> None:
+    num_bytes = 4 * sum(tensor.numel() for tensor in load_weights(made[0] / f"straight-{ROUND}").values())
+    sent = [row["comm_bytes"] for row in steps(made[0] / f"straight-{ROUND}")]
+    num_small = 2000  # numbers about the step
+    for first in range(0, STEPS - ROUND, ROUND):
+        assert num_bytes <= sum(sent[first : first + ROUND]) <= num_bytes + ROUND * num_small  # 2 (n-1)/n is 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_world_goes_on_from_the_average(made, tmp_path: Path, num_ranks: int) -> None:
+    folder = Path(shutil.copytree(made[0] / f"middle-{ROUND}", tmp_path / "run"))
+    flags = ("--parallel.shares", "equal", "--train.stop-at-step", "0")
+    said = run("resume", str(folder), "--nproc", str(num_ranks), *flags).require().out
+    assert ("ANOTHER ALGORITHM" in said) == (num_ranks > 1)
+    assert "another algorithm" in Summary(read_run(folder)).headline()
+    before, after = losses(made[0] / f"straight-{ROUND}"), losses(folder)
+    assert before[:MIDDLE] == after[:MIDDLE]
+    assert 0 < max(abs(x - y) for x, y in zip(before, after, strict=True)) < 0.2 < before[0] - before[-1]
+    assert abs(val_loss(folder) - val_loss(made[0] / f"straight-{ROUND}")) < 0.1
+
+
+@pytest.mark.long
+def test_a_flipped_bit_of_what_all_ranks_share_ends_the_run(made) -> None:
+    assert all("replicas are not equal at step" in said for (said,) in made[1]), made[1]
+
+
+@pytest.mark.long
+def test_a_killed_rank_restarts_and_nothing_is_lost(made, tmp_path: Path) -> None:
+    folder, config = tmp_path / "run", made[0] / f"straight-{ROUND}" / "config.toml"
+    flags = ("--checkpoint.every", "3", "--nproc", "2", "--max-restarts", "1", "--out", str(folder))
+    kill = {"PACELINE_FAULTS": f"rank=1 step={MIDDLE} phase=exchange kind=kill"}
+    run("train", "--config", str(config), *flags, env=kill).require()
+    assert [row["step"] for row in whole_runs.events(folder, "resume")] == [12]
+    assert losses(folder) == losses(made[0] / f"straight-{ROUND}")
+    assert digest(folder) == digest(made[0] / f"straight-{ROUND}")
+
+
+def test_a_world_of_one_has_no_rounds(tmp_path: Path) -> None:
+    for strategy, sync_every in (("local", ROUND), ("ddp", 0)):
+        config = tiny(parallel__strategy=strategy, parallel__sync_every=sync_every, parallel__shares="equal")
+        assert whole_runs.status_of(tmp_path / strategy, config) == 0
+    assert losses(tmp_path / "local") == losses(tmp_path / "ddp")
+    assert end(tmp_path / "local")["state_digests"] == end(tmp_path / "ddp")["state_digests"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel__sync_every": 0}, "--parallel.strategy local --parallel.sync-every 8"),
+        ({"parallel__strategy": "ddp"}, "leave sync-every out"),
+        ({"parallel__repair": True}, "parallel.repair copies the majority"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny(**changes)
