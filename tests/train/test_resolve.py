@@ -3,8 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,13 +11,12 @@ from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
 from paceline.config import Config
-from paceline.data.blend import Blend
 from paceline.model import cost
 from paceline.train.resolve import Settings, resolve
 from paceline.world.facts import RankFacts
 
 SEQ_LEN = 64
-BLEND = cast(Blend, SimpleNamespace(vocab_size=100))
+VOCAB_SIZE = 100
 FACTS = RankFacts(
     host="a",
     device="cpu",
@@ -42,7 +40,7 @@ def settings_of(free_bytes: list[float], dtypes: tuple[str, ...] = ("float32",),
         section, field = name.split("__")
         config = config.replace(section, **{field: value})
     facts = [replace(FACTS, free_bytes=free, dtype=dtypes[rank % len(dtypes)]) for rank, free in enumerate(free_bytes)]
-    return resolve(config, BLEND, facts)
+    return resolve(config, VOCAB_SIZE, facts)
 
 
 def test_the_strategy_is_the_simplest_that_fits_on_the_rank_with_the_least_memory() -> None:
@@ -108,10 +106,10 @@ def test_any_facts_give_one_possible_choice_or_one_refusal(
     if (is_unequal and strategy in ("ddp", "naive")) or (is_staged and strategy == "fsdp"):
         for order in (facts, facts[::-1]):
             with pytest.raises(UserError, match=f"strategy {strategy}") as refusal:
-                resolve(config, BLEND, order)
+                resolve(config, VOCAB_SIZE, order)
             assert refusal.value.reach == "world"
         return
-    found, again, reversed_ = (resolve(config, BLEND, order) for order in (facts, list(facts), facts[::-1]))
+    found, again, reversed_ = (resolve(config, VOCAB_SIZE, order) for order in (facts, list(facts), facts[::-1]))
     assert found == again
     assert (found.config, found.plan) == (reversed_.config, reversed_.plan)
     chosen, plan = found.config.parallel.strategy, found.plan

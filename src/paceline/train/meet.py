@@ -85,7 +85,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
-    settings = resolve(request.config, data.blend, world.facts)
+    settings = resolve(request.config, data.blend.vocab_size, world.facts)
     config = settings.config
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints

@@ -9,7 +9,6 @@ import torch
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.config import Config
-from paceline.data.blend import Blend
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.optim.config import require_some_left, scaled_with_batch
@@ -51,14 +50,14 @@ class Settings:
         return self.plan.global_batch_size * self.config.data.seq_len
 
 
-def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Settings:
-    """Returns the settings: a pure function of the config, the data and the facts of all ranks, so the same on all.
-    Raises UserError if weight decay would remove more than the complete weight, or if the ranks' processors cannot use
+def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Settings:
+    """Returns the settings: a pure function of the config, the data's vocabulary and the facts of all ranks, so the same
+    on all. Raises UserError if weight decay would remove more than the complete weight, or if the ranks' processors cannot use
     the given strategy together."""
     choices = _device_choices(config, facts[0])
     config = config.replace(
         "model",
-        vocab_size=config.model.vocab_size or blend.vocab_size,
+        vocab_size=config.model.vocab_size or vocab_size,
         n_positions=config.model.n_positions or config.data.seq_len,
     )
     config.model.check()
@@ -181,7 +180,7 @@ def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tu
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":
         return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
-    state = _state_bytes(config, world_size)[config.parallel.strategy]
+    state = state_bytes(config, world_size)[config.parallel.strategy]
     per_sequence = seq_len * cost.activation_bytes(
         config.model,
         seq_len,
@@ -197,7 +196,7 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     check_strategy(config.parallel.strategy, facts)
     if config.parallel.strategy != "auto":
         return config.parallel.strategy
-    needed, kinds = _state_bytes(config, len(facts)), unequal_kinds(facts)
+    needed, kinds = state_bytes(config, len(facts)), unequal_kinds(facts)
     free = min(each.free_bytes for each in facts)
     room = f"{units.size(free)} free a rank"
     if len(facts) == 1:
@@ -215,7 +214,7 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     return chosen
 
 
-def _state_bytes(config: Config, world_size: int) -> dict[str, float]:
+def state_bytes(config: Config, world_size: int) -> dict[str, float]:
     """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices)."""
     total = cost.num_parameters(config.model).total
     shared = (8 + 8 / world_size) * total
