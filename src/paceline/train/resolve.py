@@ -51,9 +51,9 @@ class Settings:
 
 
 def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Settings:
-    """Returns the settings: a pure function of the config, the data's vocabulary and the facts of all ranks, so the same
-    on all. Raises UserError if weight decay would remove more than the complete weight, or if the ranks' processors cannot use
-    the given strategy together."""
+    """Returns the settings: a pure function of the config, the data's vocabulary and the facts of all ranks, so the
+    same on all. Raises UserError if weight decay would remove more than the complete weight, or if the ranks'
+    processors cannot use the given strategy together."""
     choices = _device_choices(config, facts[0])
     config = config.replace(
         "model",

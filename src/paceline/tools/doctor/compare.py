@@ -13,7 +13,7 @@ from paceline.tools.doctor.meeting import Address, Report
 from paceline.world.torchrun import MOST_CLOCK_OFFSET_S
 
 _NOTED_CLOCK_OFFSET_S = 1.0
-_MOST_ROUND_TRIP_US = 5000.0
+_MOST_ROUND_TRIP_US = 10_000.0
 _LEAST_OF_BEST = 0.5  # of the fastest link, or of the fastest processor of a kind
 _LIMIT_S = 5.0
 _FIREWALL = "let it in there: ufw allow from {}; and see: ip route get {}"

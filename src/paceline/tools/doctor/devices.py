@@ -80,8 +80,8 @@ def driver(place: Place) -> Iterator[Verdict]:
     if shutil.which("nvidia-smi") is None:
         return
     gpus = _ask("--query-gpu=" + _FIELDS)
-    place.notes["driver"] = gpus[0][2] if gpus else ""
     for gpu in gpus:
+        place.notes["versions"]["driver"] = gpu[2]
         yield _gpu(gpu)
     for pid, name, used in _ask("--query-compute-apps=pid,process_name,used_memory"):
         yield warning(f"process {pid} ({name}) uses {used} MiB of a GPU", f"kill {pid}")

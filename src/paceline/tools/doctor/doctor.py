@@ -48,8 +48,7 @@ def doctor(place: Place, env: Environment, hosts: Hosts | None, wait_s: float, a
         else:
             if not hosts:
                 place.address = _own_address(place, env)
-            meeting = Meeting(hosts[0][hosts[1]] if hosts else (place.address, 0), report)
-            stack.callback(meeting.close)
+            meeting = stack.enter_context(Meeting(hosts[0][hosts[1]] if hosts else (place.address, 0), report))
             _examine_alone(place, report)
             if hosts:
                 meeting.invite(*hosts)
@@ -61,8 +60,8 @@ def doctor(place: Place, env: Environment, hosts: Hosts | None, wait_s: float, a
             # A launcher shows the output of all hosts in one place.
             first = meeting.heard.get(0)
             prints = bool(hosts) or meeting.node == 0 or first is None or meeting.node not in first.heard
-    if prints:
-        _print(findings, num_hosts, time.monotonic() - began, as_json)
+        if prints:
+            _print(findings, num_hosts, time.monotonic() - began, as_json)
     return EXIT_FAILED if any(finding.level == "failure" for finding in findings) else EXIT_DONE
 
 

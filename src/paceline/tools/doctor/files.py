@@ -79,7 +79,11 @@ def data(place: Place) -> Iterator[Verdict]:
         dataset = Dataset.open(path, config.model.vocab_size)
         place.notes["vocab_size"] = config.model.vocab_size or dataset.vocab_size
         place.notes["data"].append(dataset.fingerprint)
-        verified = _verify(dataset)
+        try:
+            verified = _verify(dataset)
+        except UserError as error:
+            yield failure(str(error), f"copy {path} from its source again, or prepare it again")
+            continue
         whole = "all" if verified == dataset.num_bytes else f"{units.size(verified)} in {_VERIFY_S:g} s"
         rest = "" if whole == "all" else f"; all of it: paceline data info {path} --verify"
         yield ok(f"{path}: {units.size(dataset.num_bytes)}, {whole} verified{rest}")

@@ -35,17 +35,18 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
     model = model_of(config, next((note["vocab_size"] for note in notes if "vocab_size" in note), 0))
     settings = resolve(config, model.vocab_size, facts)
     plan, strategy = settings.plan, settings.config.parallel.strategy
-    yield ok(
+    size = (
         f"{units.count(cost.num_parameters(model).total)} parameters; {plan.global_batch_size} sequences of "
         f"{config.data.seq_len} tokens a step on {len(facts)} ranks, in micro-batches of {plan.device_batch_size}; "
-        f"{strategy}, {settings.config.train.dtype}"
+        f"{strategy}, {settings.config.train.dtype}; "
     )
-    if plan.passes * plan.device_batch_size * (len(facts) - 1) >= plan.global_batch_size and not plan.shares:
-        yield warning(
-            f"that leaves ranks without work: {plan.global_batch_size} sequences, {len(facts)} ranks",
-            f"--train.device-batch-size {max(1, plan.global_batch_size // len(facts))}",
-        )
-    yield _memory(settings, facts)
+    if plan.num_micro_batches(len(facts) - 1) == 0:  # ranks after the first ones have the fewest
+        least, micro = len(facts), max(1, plan.global_batch_size // len(facts))
+        fewer = plan.global_batch_size < least
+        mend = f"--train.global-batch-size {least}" if fewer else f"--train.device-batch-size {micro}"
+        yield warning(f"{size}ranks are left without work", mend)
+    level, seen, mend = _memory(settings, facts)
+    yield level, size + seen, mend
     if slowest_bytes_per_s:
         yield _network(settings, len(facts), slowest_bytes_per_s)
 

@@ -20,7 +20,7 @@ from paceline.base import units
 from paceline.base.errors import nearest
 from paceline.config import Config
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
-from paceline.world.cores import usable_cores
+from paceline.world.cores import cgroup_quota, usable_cores
 from paceline.world.device import choose_threads
 from paceline.world.env import check_interface, interfaces_text, is_loopback, transfer_address
 from paceline.world.memory import free_memory
@@ -29,6 +29,7 @@ _QUIET_S = 0.5
 _BUSY_FRAC = 0.25  # of the usable cores
 _LEAST_FREE_BYTES = 1 << 30
 _LEAST_SHM_BYTES = 512 << 20
+_MANY_FILES = 65536
 _FILES_BASE, _FILES_A_RANK = 256, 8  # descriptors: of the libraries and data; of the connections to another rank
 
 
@@ -62,19 +63,19 @@ def versions(place: Place) -> Iterator[Verdict]:
 
 
 def cores(place: Place) -> Iterator[Verdict]:
-    usable, machine = usable_cores(), psutil.cpu_count(logical=False) or 1
+    usable, machine, quota = usable_cores(), psutil.cpu_count(logical=False) or 1, cgroup_quota()
     threads, reason = choose_threads(place.config.parallel.threads, place.num_ranks)
-    seen = f"{usable} of {machine} cores, {place.num_ranks} ranks of {threads} threads"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    seen = f"{usable} of {machine} cores; ranks: {place.num_ranks}, threads of each: {threads}"
+    if quota < min(allowed, machine):
+        yield warning(f"{seen}; the cgroup grants the time of {quota:.2g}", f"docker run --cpus {machine}")
+    elif allowed < machine:
+        yield warning(f"{seen}; the affinity mask allows {allowed}", f"taskset -c 0-{machine - 1} paceline ...")
     if place.num_ranks > usable:
         yield warning(f"{seen}: ranks take turns", f"--nproc {usable}")
     elif reason == "OMP_NUM_THREADS" and threads * place.num_ranks < usable:
-        yield warning(f"{seen}, as OMP_NUM_THREADS says: cores stay idle", "unset OMP_NUM_THREADS")
-    elif allowed < machine:
-        yield warning(f"{seen}: the affinity mask allows no more", f"start it under: taskset -c 0-{machine - 1}")
-    elif usable < machine:
-        yield warning(f"{seen}: the cgroup's quota allows no more", f"docker run --cpus {machine}, or a larger job")
-    else:
+        yield warning(f"{seen}, by OMP_NUM_THREADS: cores stay idle", "unset OMP_NUM_THREADS")
+    elif usable == machine:
         yield ok(seen)
 
 
@@ -142,10 +143,10 @@ def limits(place: Place) -> Iterator[Verdict]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BASE + _FILES_A_RANK * place.world_size
     if files < needed:
-        yield failure(
-            f"{files} open files, and {place.world_size} ranks need about {needed}",
-            f"ulimit -n {max(needed, 65536)}" if most >= 65536 else "LimitNOFILE=65536 in the service, or limits.conf",
-        )
+        enough = most if needed <= most < _MANY_FILES else _MANY_FILES
+        can = most == resource.RLIM_INFINITY or most >= needed
+        mend = f"ulimit -n {enough}" if can else f"nofile {enough} in /etc/security/limits.conf, then log in again"
+        yield failure(f"{files} open files, and {place.world_size} ranks need about {needed}", mend)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     seen = "unlimited" if locked == resource.RLIM_INFINITY else units.size(locked)
     if (
@@ -160,8 +161,6 @@ def limits(place: Place) -> Iterator[Verdict]:
 
 def interface(place: Place) -> Iterator[Verdict]:
     """Finds the address at which ranks will listen, by the rules of Gloo and NCCL."""
-    check_interface(place.config.parallel.interface)
-    check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     named = os.environ.get("NCCL_SOCKET_IFNAME", "")
     known = psutil.net_if_addrs()
     if named and named[0] not in "^=" and not any(each.startswith(tuple(named.split(","))) for each in known):
@@ -169,6 +168,8 @@ def interface(place: Place) -> Iterator[Verdict]:
             f"NCCL_SOCKET_IFNAME is '{named}', which fits no interface{nearest(named, known)}: {', '.join(known)}",
             "unset NCCL_SOCKET_IFNAME",
         )
+    check_interface(place.config.parallel.interface)
+    check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     address = place.notes["listens"] = transfer_address(place.interface)
     way = f"by {place.interface}" if place.interface else f"by the host's name {socket.gethostname()}"
     seen = f"ranks listen at {address} {way}; there is {interfaces_text()}"

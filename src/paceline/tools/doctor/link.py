@@ -24,6 +24,7 @@ _BUFFER_BYTES = 1 << 20  # so that little is on its way when the time is over
 _ANSWER_S = 10.0  # for what is on its way
 _PINGS = 50
 _SMALL, _HEADERS = 512, 28  # a datagram that passes everywhere; of IPv4 and UDP
+_MOST_BYTES = 65_535  # of an IPv4 packet; loopback says one more
 _PACKET_S = 0.15
 _DO_NOT_FRAGMENT = 10, 3  # IP_MTU_DISCOVER, IP_PMTUDISC_PROBE of Linux: one packet, of any size
 _COUNT = struct.Struct("<Qd")
@@ -88,7 +89,7 @@ def measure(host: str, port: int, own: str, *, is_quick: bool = False) -> Link:
     """Returns the way to that host's Listener. Others may measure this host meanwhile: then the link carries both ways
     at once, as it does in training. own: this host's address there. is_quick: the round trip alone."""
     interface = interface_of(own)
-    mtu = int(psutil.net_if_stats()[interface].mtu) if interface else 0
+    mtu = min(psutil.net_if_stats()[interface].mtu, _MOST_BYTES) if interface else 0
     try:
         link = Link(round_trip_us=_round_trip_us(host, port), interface=interface, interface_mtu=mtu)
     except OSError as error:

@@ -97,9 +97,13 @@ class Meeting:
                 best, offset = took, theirs - (asked + took / 2)
         return offset
 
-    def close(self) -> None:
-        """Tells the others that this host has read all; waits until they have, too."""
-        self.reach(_OVER)
+    def __enter__(self) -> "Meeting":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits until the others have read all, too, except after an error."""
+        if kind is None:
+            self.reach(_OVER)
         self._server.shutdown()
         self._server.server_close()
 

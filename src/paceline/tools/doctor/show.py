@@ -22,7 +22,8 @@ def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
         alike: dict[tuple[str, str, str], list[str]] = {}
         for finding in (each for each in findings if each.level == level):
             alike.setdefault((finding.check, finding.seen, finding.mend), []).append(finding.host)
-        for (check, seen, mend), hosts in alike.items():
+        checks = list(dict.fromkeys(check for check, _, _ in alike))
+        for (check, seen, mend), hosts in sorted(alike.items(), key=lambda row: checks.index(row[0][0])):
             who = "all" if len(set(hosts)) == num_hosts > 1 else ", ".join(dict.fromkeys(hosts))
             style = _STYLES[level]
             found = Text(printable(seen), "bold" if level == "failure" else "")
