@@ -81,35 +81,24 @@ def cores(place: Place) -> Iterator[Verdict]:
 
 def load(place: Place) -> Iterator[Verdict]:
     """Measures while this program sleeps, and the doctors of other hosts on this machine do."""
-    processes = list(psutil.process_iter())
-    before = {process.pid: _cpu_s(process) for process in processes}
+    before = _processes()
     psutil.cpu_percent()
     time.sleep(_QUIET_S)
     busy = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
-    used = sorted(
-        ((_cpu_s(p) - before[p.pid], p) for p in processes if p.pid != os.getpid()), key=lambda pair: -pair[0]
-    )
-    top = [f"pid {process.pid} {_command(process)}" for seconds, process in used[:2] if seconds > 0.1 * _QUIET_S]
+    took = {pid: seconds - before[pid][0] for pid, (seconds, _) in _processes().items() if pid in before}
+    top = [pid for pid in sorted(took, key=lambda pid: -took[pid])[:2] if took[pid] > 0.1 * _QUIET_S]
     seen = f"{busy:.1f} cores busy with other work"
     if busy > _BUSY_FRAC * usable_cores():
-        which = re.sub(r"pid (\d+).*", r"\1", top[0]) if top else ""
-        yield warning(f"{seen}: {', '.join(top) or 'of other containers'}", f"kill {which}" if which else "wait for it")
+        names = ", ".join(f"pid {pid} ({before[pid][1]})" for pid in top)
+        yield warning(f"{seen}: {names or 'of other containers'}", f"kill {top[0]}" if top else "wait until it ends")
     else:
         yield ok(seen)
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    try:
-        return sum(process.cpu_times()[:2])
-    except psutil.Error:
-        return 0.0
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return "(ended)"
+def _processes() -> dict[int, tuple[float, str]]:
+    """Returns pid -> (seconds of processor time so far, name)."""
+    found = [process.info for process in psutil.process_iter(["pid", "cpu_times", "name"])]
+    return {each["pid"]: (sum(each["cpu_times"][:2]), each["name"]) for each in found if each["cpu_times"]}
 
 
 def memory(place: Place) -> Iterator[Verdict]:
