@@ -36,7 +36,7 @@ class DoctorArguments:
     """Check these hosts, ADDRESS:PORT,ADDRESS:PORT, as `train --hosts` takes them: start the same command on each."""
     node_rank: int = -1
     """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
-    wait_s: float = 20.0
+    wait_s: float = 15.0
     """Seconds to wait for the other hosts, from the start."""
     json: bool = False
     """One JSON object, with each check by host, instead of a table."""

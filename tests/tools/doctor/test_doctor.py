@@ -81,7 +81,7 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
         "NCCL_SOCKET_IFNAME": "ib7",
         "NCCL_P2P_DISABLE": "1",
         "CUDA_LAUNCH_BLOCKING": "1",
-        "HTTPS_PROXY": "http://proxy:3128",
+        "HTTPS_PROXY": "http://me:secret@proxy:3128",
         "PACELINE_CACHE": str(tmp_path / "cache"),
     }
     options = ("--preset", "gpt2-124m", "--out", "disk/run", "--nproc", "2", "--data.path", str(data))
@@ -103,6 +103,7 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
     assert the(found, "environment", "warning", "NCCL_P2P_DISABLE=1") == "unset NCCL_P2P_DISABLE"
     assert the(found, "environment", "warning", "CUDA_LAUNCH_BLOCKING") == "unset CUDA_LAUNCH_BLOCKING"
     assert the(found, "environment", "ok", "HTTPS_PROXY", "ranks do not") == ""
+    assert "secret" not in ended.out
     assert "it has: " in the(found, "interface", "failure", "eth99")
     assert the(found, "interface", "failure", "ib7") == "unset NCCL_SOCKET_IFNAME"
     assert "--out elsewhere" in the(found, "run folder", "failure", "needs space for 3")

@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -116,11 +117,9 @@ def memory(place: Place) -> Iterator[Verdict]:
 
 def shared_memory(place: Place) -> Iterator[Verdict]:
     """NCCL and workers of loaders exchange data there; containers have 64 MiB of it."""
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError as error:
-        yield warning(f"/dev/shm: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm")
+    if sys.platform != "linux":
         return
+    free = shutil.disk_usage("/dev/shm").free
     seen = f"/dev/shm has {units.size(free)} free"
     if free < _LEAST_SHM_BYTES:
         yield warning(seen, "mount -o remount,size=8G /dev/shm, or docker run --shm-size 8g")
@@ -138,11 +137,7 @@ def limits(place: Place) -> Iterator[Verdict]:
         yield failure(f"{files} open files, and {place.world_size} ranks need about {needed}", mend)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     seen = "unlimited" if locked == resource.RLIM_INFINITY else units.size(locked)
-    if (
-        Path("/sys/class/infiniband").is_dir()
-        and locked != resource.RLIM_INFINITY
-        and any(Path("/sys/class/infiniband").iterdir())
-    ):
+    if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         yield warning(f"locked memory: {seen}, and InfiniBand locks its buffers", "ulimit -l unlimited")
     elif files >= needed:
         yield ok(f"{files} open files, {seen} of locked memory")
@@ -195,11 +190,13 @@ _VARIABLES = (
     ("(http|https|all)_proxy", "downloads go through it, ranks do not", None),
 )
 _OF_IMAGES = re.compile(r".*_(VERSION|HOME|PATH|DIR)$")  # containers say what is in them by such names
+_SECRET = re.compile(r"//[^@/]+@")  # user and password of a proxy
 
 
 def environment(place: Place) -> Iterator[Verdict]:
     found = place.notes["variables"] = {}
-    for name, value in sorted(os.environ.items()):
+    for name, text in sorted(os.environ.items()):
+        value = _SECRET.sub("//...@", text)
         for pattern, what, wrong in _VARIABLES:
             if re.match(pattern, name, re.IGNORECASE) and not _OF_IMAGES.match(name):
                 found[name] = value

@@ -70,9 +70,9 @@ class Meeting:
         self.addresses, self.node = addresses, node
         self.problems = {other: "no answer" for other in range(len(addresses)) if other != node}
 
-    def reach(self, phase: int, wait_s: float = _PHASE_S) -> None:
-        """Publishes this host's report in that phase; returns when all hosts are there, or the time is over. After the
-        first phase only hosts that were heard count."""
+    def reach(self, phase: int, wait_s: float = 0.0) -> None:
+        """Publishes this host's report in that phase, and returns when all hosts are there. wait_s: for hosts that do
+        not answer, in the first phase; those that did have 15 s more, and in later phases only they count."""
         self.own.phase, self.own.heard = phase, sorted(self.heard)
         self.own.problems = {str(node): why for node, why in self.problems.items() if node not in self.heard}
         self._published = json.dumps(asdict(self.own)).encode()
@@ -82,8 +82,8 @@ class Meeting:
             with ThreadPoolExecutor(len(missing)) as pool:
                 reached = list(pool.map(lambda node: self._ask(node, phase), sorted(missing)))
             missing -= {node for node, is_there in zip(sorted(missing), reached, strict=True) if is_there}
-            if time.monotonic() > deadline:
-                return
+            now = time.monotonic()
+            missing = {node for node in missing if now < deadline + (_PHASE_S if node in self.heard else 0.0)}
             time.sleep(_ASK_EVERY_S)
 
     def clock_offset_s(self, node: int) -> float:
