@@ -9,7 +9,7 @@ from functools import partial
 from paceline.base import units
 from paceline.tools.doctor.finding import Finding, Verdict, examine, failure, ok, warning
 from paceline.tools.doctor.link import Link
-from paceline.tools.doctor.meeting import Address, Report
+from paceline.tools.doctor.meeting import STILL_BUSY, Address, Report
 from paceline.world.torchrun import MOST_CLOCK_OFFSET_S
 
 _NOTED_CLOCK_OFFSET_S = 1.0
@@ -48,6 +48,8 @@ def _silence(address: Address, problem: str) -> Iterator[Verdict]:
     where = f"{address[0]}:{address[1]}"
     if "refused" in problem:
         yield failure(f"nothing listens at {where}", "start the same command there")
+    elif problem == STILL_BUSY:
+        yield failure(f"{where} answers, but {problem}", "--wait-s 60")
     else:
         yield failure(
             f"{where}: {problem or 'no answer'}", f"ping {address[0]}; ip route get {address[0]}; its firewall"

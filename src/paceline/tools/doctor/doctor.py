@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def _examine_together(place: Place, meeting: Meeting, deadline: float) -> list[F
     reports = dict(sorted({**meeting.heard, meeting.node: report}.items()))
     shown = host_names(reports, meeting.addresses)
     for node, each in reports.items():
-        each.findings = [Finding(**{**asdict(finding), "host": shown[node]}) for finding in each.findings]
+        each.findings = [replace(finding, host=shown[node]) for finding in each.findings]
     return _with_config(place, reports) + compare(reports, meeting.addresses, meeting.problems)
 
 

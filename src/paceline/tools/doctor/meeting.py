@@ -24,6 +24,7 @@ _ANSWER_S = 2.0
 _ASK_EVERY_S = 0.05
 _PHASE_S = 15.0  # for a host that was heard to reach the next phase
 _CLOCK_ASKS = 5
+STILL_BUSY = "it has not ended its own checks"
 _OVER = 1000  # the phase in which a host has read all reports
 
 
@@ -83,15 +84,20 @@ class Meeting:
                 reached = list(pool.map(lambda node: self._ask(node, phase), sorted(missing)))
             missing -= {node for node, is_there in zip(sorted(missing), reached, strict=True) if is_there}
             now = time.monotonic()
-            missing = {node for node in missing if now < deadline + (_PHASE_S if node in self.heard else 0.0)}
+            living = {node for node in missing if node in self.heard or self.problems[node] == STILL_BUSY}
+            missing = {node for node in missing if now < deadline + (_PHASE_S if node in living else 0.0)}
             time.sleep(_ASK_EVERY_S)
 
-    def clock_offset_s(self, node: int) -> float:
-        """Returns how far that host's wall clock is ahead of this one's, by the fastest of some answers."""
+    def clock_offset_s(self, node: int) -> float | None:
+        """Returns how far that host's wall clock is ahead of this one's, by the fastest of some answers; None if it
+        does not answer."""
         best, offset = float("inf"), 0.0
         for _ in range(_CLOCK_ASKS):
             began, asked = time.monotonic(), time.time()
-            theirs = float(_get(self.addresses[node], "now"))
+            try:
+                theirs = float(_get(self.addresses[node], "now"))
+            except (OSError, http.client.HTTPException):
+                return None
             took = time.monotonic() - began
             if took < best:
                 best, offset = took, theirs - (asked + took / 2)
@@ -119,6 +125,9 @@ class Meeting:
             return False
         except (ValueError, KeyError, TypeError) as error:
             self.problems[node] = str(error)
+            return False
+        if report.phase == 0:
+            self.problems[node] = STILL_BUSY
             return False
         self.heard[node] = report
         return report.phase >= phase
