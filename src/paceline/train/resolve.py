@@ -205,7 +205,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     """Bytes for the activations of a rank."""
-    return rank.free_bytes * _MEMORY_SHARE - _state_bytes(config, world_size)[config.parallel.strategy]
+    return rank.free_bytes * _MEMORY_SHARE - state_bytes(config, world_size)[config.parallel.strategy]
 
 
 def _fixed_bytes(config: Config) -> int:
@@ -234,7 +234,7 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     check_strategy(config.parallel.strategy, facts, config.parallel.wire)
     if config.parallel.strategy != "auto":
         return config.parallel.strategy
-    needed, kinds = _state_bytes(config, len(facts)), unequal_kinds(facts)
+    needed, kinds = state_bytes(config, len(facts)), unequal_kinds(facts)
     free = min(each.free_bytes for each in facts)
     room = f"{units.size(free)} free a rank"
     if config.parallel.wire != "exact":
@@ -254,7 +254,7 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     return chosen
 
 
-def _state_bytes(config: Config, world_size: int) -> dict[str, float]:
+def state_bytes(config: Config, world_size: int) -> dict[str, float]:
     """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
     local's anchor and its momentum."""
     total = cost.num_parameters(config.model).total

@@ -10,11 +10,11 @@ def usable_cores() -> int:
     """Returns the physical cores that this process may use, limited by its affinity mask and the cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, int(min(allowed, physical, _cgroup_quota())))
+    return max(1, int(min(allowed, physical, cgroup_quota())))
 
 
-def _cgroup_quota() -> float:
-    """CPUs that the cgroup (v2, then v1) grants; infinity without a limit."""
+def cgroup_quota() -> float:
+    """Returns the CPUs that the cgroup (v2, then v1) grants; infinity without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return float("inf") if quota == "max" else int(quota) / int(period)

@@ -39,13 +39,16 @@ class RankFacts:
         return f"{self.processor}, {self.instructions}"
 
 
-def gather_facts(
-    group: Group, device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int
-) -> tuple[RankFacts, ...]:
-    """Returns every rank's facts, by rank. Collective. threads: of this rank, and why."""
+def gather_facts(group: Group, mine: RankFacts) -> tuple[RankFacts, ...]:
+    """Returns every rank's facts, by rank. Collective."""
+    return tuple(RankFacts(**json.loads(text)) for text in group.share_text(json.dumps(asdict(mine))))
+
+
+def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
+    """Returns this rank's facts. threads: their number, and why."""
     is_cuda = device.type == "cuda"
     dtype, dtype_reason = choose_dtype("auto", device)
-    mine = RankFacts(
+    return RankFacts(
         host=socket.gethostname(),
         device=device.type,
         backend=backend,
@@ -58,7 +61,6 @@ def gather_facts(
         dtype=str(dtype).removeprefix("torch."),
         dtype_reason=dtype_reason,
     )
-    return tuple(RankFacts(**json.loads(text)) for text in group.share_text(json.dumps(asdict(mine))))
 
 
 def unequal_kinds(facts: Sequence[RankFacts]) -> str:

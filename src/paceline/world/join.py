@@ -50,7 +50,7 @@ def join_world(env: Environment, interface: str, backend: str, device: str, time
     deadline = time.monotonic() + timeout_s
 
     def join() -> Joined:
-        store = _open_store(env, interface, timeout_s)
+        store = open_store(env, interface, timeout_s)
         board = Board(PrefixStore(_ROOT, store))
         me = _facts(env, interface, backend, device)
         meet, until = (gather_ranks, deadline) if env.rank == 0 else (join_rank_0, deadline + _LAST_WORD_S)
@@ -101,7 +101,7 @@ def is_held(port: int) -> bool:
 # ---- the store ----
 
 
-def _open_store(env: Environment, interface: str, timeout_s: float) -> Store:
+def open_store(env: Environment, interface: str, timeout_s: float) -> Store:
     """Returns a client of the ranks' store. Rank 0 hosts it, on one address only, if no agent does."""
     timeout = timedelta(seconds=timeout_s)
     if env.rank == 0 and not env.agent_holds_store:

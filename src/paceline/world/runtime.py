@@ -26,7 +26,7 @@ from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
-from paceline.world.facts import RankFacts, gather_facts
+from paceline.world.facts import RankFacts, gather_facts, own_facts
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
 from paceline.world.join import Joined, is_held, join_open_group, join_world
 from paceline.world.peer import Peer, this_process
@@ -214,7 +214,7 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             threads=threads[0],
             group=group,
             peers=joined.peers if joined else (this_process(env),),
-            facts=gather_facts(group, device, backend, threads, env.local_world_size),
+            facts=gather_facts(group, own_facts(device, backend, threads, env.local_world_size)),
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
             warnings=(*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else (),

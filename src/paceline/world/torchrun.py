@@ -16,7 +16,7 @@ from paceline.world.group import Group
 from paceline.world.peer import Peer
 
 _NAMES = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-_MOST_CLOCK_OFFSET_S = 5.0  # torchrun's c10d rendezvous takes a host for dead after 15 s of silence, by its own clock
+MOST_CLOCK_OFFSET_S = 5.0  # torchrun's c10d rendezvous takes a host for dead after 15 s of silence, by its own clock
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def compare_clocks(group: Group, peers: Sequence[Peer]) -> tuple[str, ...]:
     ahead = [row[0] for row in group.share([time.time()])]
     is_trusted = any(row[0] for row in group.share_integers([int(Torchrun.of_this_process().is_dynamic)]))
     offsets = [seconds - ahead[0] for seconds in ahead]
-    far = {peers[rank].host: offset for rank, offset in enumerate(offsets) if abs(offset) > _MOST_CLOCK_OFFSET_S}
+    far = {peers[rank].host: offset for rank, offset in enumerate(offsets) if abs(offset) > MOST_CLOCK_OFFSET_S}
     texts = tuple(
         f"the clock of {host} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of {peers[0].host}"
         for host, offset in far.items()

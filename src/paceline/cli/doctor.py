@@ -1,0 +1,82 @@
+"""paceline doctor"""
+
+import dataclasses
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from paceline.base.errors import EXIT_DONE, UserError
+from paceline.cli.flags import base_config, parse, require_one_way
+from paceline.config import Config
+from paceline.launch.options import read_hosts
+from paceline.world.env import detect
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments:
+    """Find in under half a minute what would go wrong on this machine, or on all hosts of a job, and what mends it.
+
+    Alone it checks this machine. Under torchrun, `paceline lab` or another launcher, or with --hosts, it checks each
+    host and the network between them. With a preset, a file or options of a model it also checks whether that run fits.
+    Exit status 1 if something fails."""
+
+    preset: str = ""
+    """The run to check these machines for: a preset."""
+    config: str = ""
+    """The same from a TOML file of [section] field = value."""
+    out: str = "runs"
+    """The run folder that the run would have; its disk is measured."""
+    nproc: int = 1
+    """Ranks that the run would have on this machine. Under a launcher leave it out."""
+    hosts: str = ""
+    """Check these hosts, ADDRESS:PORT,ADDRESS:PORT, as `train --hosts` takes them: start the same command on each."""
+    node_rank: int = -1
+    """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
+    wait_s: float = 15.0
+    """Seconds to wait for the other hosts, from the start."""
+    json: bool = False
+    """One JSON object, with each check by host, instead of a table."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(DoctorArguments, DoctorArguments(settings=base_config(arguments)), arguments, "doctor")
+    require_one_way(arguments)
+    for name, value, least in (("nproc", parsed.nproc, 1), ("wait-s", parsed.wait_s, 1)):
+        if value < least:
+            raise UserError(f"--{name} is {value}; it must be at least {least}")
+    config = parsed.settings
+    has_config = dataclasses.replace(config, parallel=Config().parallel) != Config()
+    train = config.train
+    if not (train.steps or train.tokens or train.tokens_per_param or train.time_budget):
+        config = config.replace("train", steps=1)  # the horizon is none of the machines' business
+    config.check()
+    env = detect()
+    if parsed.hosts and env.is_distributed:
+        raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
+    if env.local_rank:  # local rank 0 examines the host
+        return EXIT_DONE
+    hosts = read_hosts(parsed.hosts, parsed.node_rank, 0, parsed.wait_s) if parsed.hosts else None
+    num_ranks = env.local_world_size if env.is_distributed else parsed.nproc
+    num_hosts = len(hosts.addresses) if hosts else -(-env.world_size // env.local_world_size)
+    from paceline.tools.doctor.doctor import doctor  # imports torch: seconds
+    from paceline.tools.doctor.host import Place, interface_of
+
+    address = socket.gethostbyname(hosts.addresses[hosts.node][0]) if hosts else ""
+    if hosts and not config.parallel.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        config = config.replace("parallel", interface=interface_of(address))  # as the launcher of train does
+    place = Place(
+        host=socket.gethostname(),
+        config=config,
+        has_config=has_config,
+        out=Path(parsed.out),
+        num_ranks=num_ranks,
+        world_size=env.world_size if env.is_distributed else num_ranks * num_hosts,
+        num_hosts=num_hosts,
+        address=address,
+    )
+    return doctor(place, env, (hosts.addresses, hosts.node) if hosts else None, parsed.wait_s, parsed.json)

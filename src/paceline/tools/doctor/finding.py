@@ -1,0 +1,54 @@
+"""One line of the doctor's table: what was looked at, whether it is well, and the command that mends it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.base.clock import within
+from paceline.base.errors import PacelineError
+
+Level = Literal["ok", "warning", "failure"]
+Verdict = tuple[Level, str, str]  # what a check yields: the level, what was seen, what mends it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A verdict about one host."""
+
+    host: str
+    check: str
+    level: Level
+    seen: str
+    mend: str = ""
+
+
+def ok(seen: str) -> Verdict:
+    return "ok", seen, ""
+
+
+def warning(seen: str, mend: str) -> Verdict:
+    return "warning", seen, mend
+
+
+def failure(seen: str, mend: str) -> Verdict:
+    return "failure", seen, mend
+
+
+def examine(host: str, check: str, limit_s: float, verdicts: Callable[[], Iterable[Verdict]]) -> list[Finding]:
+    """Returns what a check yields. An error, or no answer within the limit (a network disk hangs), is a failure."""
+    found: list[Verdict] = []
+
+    def collect() -> None:
+        for verdict in verdicts():
+            found.append(verdict)  # noqa: PERF402  also what came before an error counts
+
+    try:
+        within(limit_s, collect)
+    except TimeoutError as error:
+        found.append(failure(str(error), "see whether a disk, a driver or a name server hangs, and mend that first"))
+    except PacelineError as error:
+        seen, _, mend = str(error).rpartition("; ")
+        found.append(failure(seen or mend, mend if seen else ""))
+    except Exception as error:
+        found.append(failure(f"{type(error).__name__}: {error}", ""))
+    return [Finding(host=host, check=check, level=level, seen=seen, mend=mend) for level, seen, mend in found]

@@ -1,0 +1,86 @@
+"""Whether a config fits the ranks of all hosts: batch, memory, network."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.base import units
+from paceline.config import Config
+from paceline.model import cost
+from paceline.model.config import ModelConfig
+from paceline.tools.doctor.finding import Verdict, failure, ok, warning
+from paceline.train.resolve import Settings, resolve, state_bytes
+from paceline.world.facts import RankFacts
+
+_RANK_BYTES = 300 << 20  # of a rank before it has a model: torch, our libraries, buffers
+_MOST_OF_FREE = 0.8
+_MOST_SEND_S = 1.0
+
+
+def model_of(config: Config, vocab_size: int) -> ModelConfig:
+    """Returns the config's model, with what it takes from the data. vocab_size: of the data; 0: not known."""
+    model = config.model
+    return dataclasses.replace(
+        model,
+        vocab_size=model.vocab_size or vocab_size or config.data.tokenizer_vocab,
+        n_positions=model.n_positions or config.data.seq_len,
+    )
+
+
+def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s: float) -> Iterator[Verdict]:
+    """Judges the config on the ranks that the hosts' notes describe. slowest: of the links; 0: there is none."""
+    facts = [RankFacts(**rank) for note in notes for rank in note.get("ranks", [])]
+    if not facts:
+        return
+    model = model_of(config, next((note["vocab_size"] for note in notes if "vocab_size" in note), 0))
+    settings = resolve(config, model.vocab_size, facts)
+    plan, strategy = settings.plan, settings.config.parallel.strategy
+    size = (
+        f"{units.count(cost.num_parameters(model).total)} parameters; {plan.global_batch_size} sequences of "
+        f"{config.data.seq_len} tokens a step on {len(facts)} ranks, in micro-batches of {plan.device_batch_size}; "
+        f"{strategy}, {settings.config.train.dtype}; "
+    )
+    if plan.num_micro_batches(len(facts) - 1) == 0:  # ranks after the first ones have the fewest
+        least, micro = len(facts), max(1, plan.global_batch_size // len(facts))
+        fewer = plan.global_batch_size < least
+        mend = f"--train.global-batch-size {least}" if fewer else f"--train.device-batch-size {micro}"
+        yield warning(f"{size}ranks are left without work", mend)
+    level, seen, mend = _memory(settings, facts)
+    yield level, size + seen, mend
+    if slowest_bytes_per_s:
+        yield _network(settings, len(facts), slowest_bytes_per_s)
+
+
+def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
+    config, micro = settings.config, settings.plan.device_batch_size
+    least = min(facts, key=lambda rank: rank.free_bytes)
+    state = state_bytes(config, len(facts))[config.parallel.strategy] + _RANK_BYTES
+    is_half = settings.dtype.itemsize == 2
+    sequence = config.data.seq_len * cost.activation_bytes(
+        config.model,
+        config.data.seq_len,
+        compute_bytes=settings.dtype.itemsize,
+        checkpoint=config.train.activation_checkpoint,
+        keeps_scores=is_half and least.device == "cpu",
+    )
+    seen = (
+        f"a rank takes {units.size(state)} and {units.size(micro * sequence)} of activations; {least.host} has "
+        f"{units.size(least.free_bytes)} for one"
+    )
+    if state + sequence > least.free_bytes:
+        return failure(seen, "a smaller model, more ranks with --parallel.strategy fsdp, or fewer ranks a host")
+    if state + micro * sequence > least.free_bytes:
+        return failure(seen, f"--train.device-batch-size {int((least.free_bytes - state) // sequence)}")
+    if state + micro * sequence > _MOST_OF_FREE * least.free_bytes:
+        return warning(f"{seen}: little room", f"--train.device-batch-size {max(1, micro // 2)}")
+    return ok(seen)
+
+
+def _network(settings: Settings, num_ranks: int, bytes_per_s: float) -> Verdict:
+    """A ring all-reduce sends 2 (N - 1) / N of the gradients, 4 bytes a parameter, over the slowest link."""
+    num_bytes = 8 * (num_ranks - 1) / num_ranks * cost.num_parameters(settings.config.model).total
+    seconds = num_bytes / bytes_per_s
+    seen = f"a step sends {units.size(num_bytes)} of gradients, {units.duration(seconds)} over the slowest link"
+    if seconds > _MOST_SEND_S:
+        return warning(seen, f"--train.global-batch-size {4 * settings.plan.global_batch_size}: fewer, longer steps")
+    return ok(seen)

@@ -1,0 +1,62 @@
+"""Whether a config fits, by the facts of ranks."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from paceline.base.errors import UserError
+from paceline.config import Config, load_preset
+from paceline.tools.doctor.finding import Verdict
+from paceline.tools.doctor.fit import fits
+from paceline.world.facts import RankFacts
+
+GIB = float(1 << 30)
+RANK = RankFacts(
+    host="a",
+    device="cpu",
+    backend="gloo",
+    processor="a processor",
+    instructions="AVX512",
+    rounding="1234",
+    threads=1,
+    threads_reason="one core",
+    free_bytes=8 * GIB,
+    dtype="float32",
+    dtype_reason="a reason",
+)
+
+
+def found(free_bytes: float, num_ranks: int = 2, bytes_per_s: float = 0.0, **train: Any) -> list[Verdict]:
+    config = load_preset("gpt2-124m", Config()).replace("train", **{"global_batch_size": 64, **train})
+    rank = dataclasses.asdict(dataclasses.replace(RANK, free_bytes=free_bytes))
+    return list(fits(config, [{"ranks": [rank]}] * num_ranks, bytes_per_s))
+
+
+def test_what_fits_is_well() -> None:
+    assert [level for level, _, _ in found(32 * GIB, device_batch_size=4, bytes_per_s=10e9)] == ["ok", "ok"]
+
+
+def test_memory_that_is_too_little_for_the_micro_batch_or_for_the_model() -> None:
+    ((level, seen, mend),) = found(6 * GIB, device_batch_size=32)
+    assert level == "failure"
+    assert "a has 6.0 GiB" in seen
+    fitting = int(mend.removeprefix("--train.device-batch-size "))
+    assert 0 < fitting < 32
+    assert found(6 * GIB, device_batch_size=fitting)[0][0] == "warning", "it fits, with little room"
+    assert found(6 * GIB, device_batch_size=fitting + 1)[0][0] == "failure"
+    ((level, _, mend),) = found(1 * GIB, device_batch_size=1)
+    assert (level, mend.split(",")[0]) == ("failure", "a smaller model")
+
+
+def test_ranks_without_work_and_a_link_that_takes_longer_than_a_step() -> None:
+    levels = [(level, mend) for level, _, mend in found(64 * GIB, 8, 12.5e6, global_batch_size=4, device_batch_size=4)]
+    assert levels[0] == ("warning", "--train.global-batch-size 8")
+    assert levels[-1] == ("warning", "--train.global-batch-size 16: fewer, longer steps")
+
+
+def test_a_strategy_that_the_ranks_cannot_use() -> None:
+    config = load_preset("gpt2-124m", Config()).replace("parallel", strategy="ddp")
+    ranks = [dataclasses.asdict(dataclasses.replace(RANK, rounding=rounding)) for rounding in ("1", "2")]
+    with pytest.raises(UserError):
+        list(fits(config, [{"ranks": ranks}], 0.0))
