@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from paceline.base.ownership import Slice
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.strategy import Strategy
-from paceline.world.group import Group, reduce_scatter_for_torch
+from paceline.world.group import DistributedGroup
+from paceline.world.side import all_gather_for_torch, reduce_scatter_for_torch
 
 
 class FullySharded(Strategy):
@@ -30,10 +31,10 @@ class FullySharded(Strategy):
     shards_state = True
     lockstep = True
 
-    def __init__(self, model: nn.Module, group: Group, device: torch.device, stages: Sequence[nn.Module]):
+    def __init__(self, model: nn.Module, group: DistributedGroup, device: torch.device, stages: Sequence[nn.Module]):
         """stages: modules that are gathered and freed one after the other, such as a model's blocks."""
         super().__init__(model, group)
-        self._sums = _SumsBefore()
+        self._sums = _SumsBefore(group)
         mesh = init_device_mesh(device.type, (group.size,))
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
@@ -43,6 +44,7 @@ class FullySharded(Strategy):
             # A plain sum: Gloo lacks the default, a pre-scaled one.
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
+            sharded.set_custom_all_gather(_Gather(group))  # type: ignore[arg-type]
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -89,15 +91,36 @@ class FullySharded(Strategy):
         return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self._parameters.items()}
 
 
-class _SumsBefore:
-    """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
-    gradient was not finite. Costs one read of the gradients."""
+class _Collective:
+    """A collective that `fully_shard` begins; the group's watchdog sees it."""
 
-    def __init__(self) -> None:
-        self._sums: list[torch.Tensor] = []
+    def __init__(self, group: DistributedGroup) -> None:
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
+    """torch's all-gather of a block's weights."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
+
+
+class _SumsBefore(_Collective):
+    """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
+    gradient was not finite. Costs one read of the gradients."""
+
+    def __init__(self, group: DistributedGroup) -> None:
+        super().__init__(group)
+        self._sums: list[torch.Tensor] = []
 
     def __call__(
         self,
@@ -108,7 +131,7 @@ class _SumsBefore:
         async_op: bool = False,
     ) -> dist.Work | None:
         self._sums.append(input_tensor.sum())
-        return reduce_scatter_for_torch(output_tensor, input_tensor, group, op, async_op)
+        return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
 
     def not_finite(self) -> bool | None:
         """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""
@@ -118,7 +141,7 @@ class _SumsBefore:
         self._sums.clear()
 
 
-def _slice(name: str, parameter: DTensor, group: Group) -> ParamSlice:
+def _slice(name: str, parameter: DTensor, group: DistributedGroup) -> ParamSlice:
     """Returns this rank's rows: torch assigns ceil(rows / ranks) consecutive rows to each rank."""
     rows, width = parameter.shape[0], parameter.shape[1:].numel()
     run = -(-rows // group.size)

@@ -33,7 +33,7 @@ from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
 from paceline.world.device import peak_flops
-from paceline.world.group import Group, from_rank_0
+from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
 
@@ -174,6 +174,7 @@ def make_watchdog(
             print_error(f"error: {verdict.message}")
         record_status(EXIT_FAILED)
 
+    world.group.set_timeout(config.parallel.timeout_s + SPEAKS_FIRST_S)
     return Watchdog(
         world.peers,
         world.rank,

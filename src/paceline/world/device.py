@@ -226,6 +226,10 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def has_passed(self, stamp: Stamp) -> bool:
+        """Whether the device has reached the stamp. Waits for nothing; any thread may ask."""
+        return isinstance(stamp, float) or bool(stamp.query())  # type: ignore[attr-defined]
+
     def ms(self, start: Stamp, end: Stamp) -> float:
         """Returns the milliseconds from start to end. On CUDA call `finish` first: both must have happened."""
         if isinstance(start, float) and isinstance(end, float):

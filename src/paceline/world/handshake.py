@@ -37,7 +37,7 @@ class Facts:
     world_size: int
     job: str
     network: str  # equal if loopback is the same
-    address: str  # at which Gloo will listen; empty: another backend
+    address: str  # at which Gloo will listen, which carries small messages beside NCCL, too
     interfaces: str
     backend: str
     device: str
@@ -154,7 +154,7 @@ def _difference(present: list[Facts]) -> str:
             )
     if len({facts.network for facts in present}) > 1:
         for facts in present:
-            if facts.address and is_loopback(facts.address):
+            if is_loopback(facts.address):
                 return (
                     f"{facts.peer.shown} would listen on {facts.address}, where other hosts do not reach it; name its "
                     f"interface with --parallel.interface: {facts.peer.host} has {facts.interfaces}"

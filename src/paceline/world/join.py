@@ -146,7 +146,7 @@ def _facts(env: Environment, interface: str, backend: str, device: str) -> Facts
         world_size=env.world_size,
         job=env.job,
         network=network_id(),
-        address=transfer_address(named) if backend == "gloo" else "",
+        address=transfer_address(named),
         interfaces=interfaces_text(),
         backend=backend,
         device=device,

@@ -232,13 +232,12 @@ def _open_group(
     backend = _choose_backend(config.backend, device)
     launcher = os.environ.get("PACELINE_LAUNCHER")
     die_with_parent(int(launcher) if launcher else None)
-    if backend == "gloo" and not config.interface:
+    if not config.interface:
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     joined = join_world(env, config.interface, backend, device.type, config.timeout_s)
     clean = False
     try:
-        _open_process_group(config, env, device, backend, joined)
-        yield _make_group(device, backend, config.timeout_s), joined, backend
+        yield _open_process_group(config, env, device, backend, joined), joined, backend
         clean = True
     finally:
         if dist.is_initialized():
@@ -286,7 +285,7 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
 
 def _open_process_group(
     config: ParallelConfig, env: Environment, device: torch.device, backend: str, joined: Joined
-) -> None:
+) -> DistributedGroup:
     if config.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = config.interface
         os.environ["NCCL_SOCKET_IFNAME"] = config.interface
@@ -299,6 +298,7 @@ def _open_process_group(
             timeout=timedelta(seconds=config.timeout_s),
             device_id=device if backend == "nccl" else None,
         )
+        return _make_group(device, backend, config.timeout_s)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"rank {env.rank} of {env.world_size} met the others at {env.master_addr}:{env.master_port}, and could not "
