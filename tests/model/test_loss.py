@@ -1,8 +1,11 @@
 """The loss in chunks against torch's cross-entropy over all logits. N tokens, C width, V vocabulary."""
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.model import loss as loss_module
 from paceline.model.loss import loss_sum
@@ -63,3 +66,24 @@ def test_large_logits_do_not_overflow() -> None:
     weight_VC = torch.tensor([[1.0], [-1.0]])
     targets_N = torch.tensor([0, 0])
     assert loss_sum(hidden_NC, weight_VC, targets_N).item() == 2000.0
+
+
+def test_no_factor_is_rounded_to_the_dtype_of_the_products() -> None:
+    """CUDA casts a 0-dim operand to the other's dtype first, bfloat16 here; a CPU does not: the dtypes are watched."""
+
+    class Watch(TorchDispatchMode):
+        pairs: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mul.Tensor and isinstance(args[1], torch.Tensor):
+                self.pairs.append(args[:2])
+            return func(*args, **(kwargs or {}))
+
+    hidden_NC, weight_VC, targets_N = inputs(64, 16, 99)
+    hidden_NC = hidden_NC.bfloat16().requires_grad_()
+    loss = loss_sum(hidden_NC, weight_VC, targets_N)
+    with Watch():
+        (loss * (1 / 3)).backward()
+    rounded = [(a, b) for a, b in Watch.pairs if a.dtype == torch.bfloat16 and b.dtype == torch.float32 and not b.dim()]
+    assert Watch.pairs
+    assert not rounded

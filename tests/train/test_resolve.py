@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.data.blend import Blend
 from paceline.model import cost
+from paceline.train.memory import out_of_memory
 from paceline.train.resolve import Settings, resolve
 from paceline.world.facts import RankFacts
 
@@ -126,3 +128,20 @@ def test_any_facts_give_one_possible_choice_or_one_refusal(
         or found.config.train.dtype == "float32"
         or {each.dtype for each in facts} == {found.config.train.dtype}
     )
+
+
+def test_a_full_gpu_says_what_needs_less() -> None:
+    on_gpu = replace(FACTS, device="cuda", backend="nccl", free_bytes=8e9, dtype="bfloat16")
+    config = Config().replace("train", global_batch_size=64, device_batch_size=32, steps=1).replace("data", seq_len=64)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8. See the manual")
+    two = [on_gpu, on_gpu]
+    said = str(out_of_memory(full, resolve(config, BLEND, two), on_gpu))
+    assert said == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. This needs less, for the same losses: "
+        "--train.device-batch-size 16, --train.activation-checkpoint, --parallel.strategy zero"
+    )
+    tight = replace(on_gpu, free_bytes=1e6)
+    assert "--train.device-batch-size 1," in str(out_of_memory(full, resolve(config, BLEND, [tight] * 2), tight))
+    config = config.replace("train", device_batch_size=1, activation_checkpoint=True)
+    least = resolve(config.replace("parallel", strategy="fsdp"), BLEND, two)
+    assert str(out_of_memory(full, least, on_gpu)).endswith("needs a smaller model, or more ranks")

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
+from paceline.world.errors import lost_peers_named
 from paceline.world.group import Group, LocalGroup, PeerLost, Traffic, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.staged import StagedGroup
@@ -431,6 +433,13 @@ def test_an_error_of_this_rank_s_own_is_not_told_as_another_s() -> None:
     assert "DefaultCPUAllocator: can't allocate memory" in own
     assert "PeerLost" not in own
     assert "PeerLost: rank 1 lost the other ranks during a barrier: Connection closed by peer" in other
+
+
+@pytest.mark.parametrize("says", ["Cuda failure 2 'out of memory'", "Cuda failure 214 'uncorrectable ECC error'"])
+def test_a_failing_gpu_under_nccl_is_no_lost_peer(says: str) -> None:
+    text = f"NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nncclUnhandledCudaError: Call failed.\n{says}"
+    with pytest.raises(dist.DistBackendError, match=says), lost_peers_named(0, "an all-reduce"):
+        raise dist.DistBackendError(text)
 
 
 class Refused(UserError):

@@ -54,8 +54,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
-        # Scaled in float32 before the cast: under float16 the scale may be far from 1.
-        return (grad_hidden_NC * grads[0]).to(grad_hidden_NC.dtype), grad_weight_VC * grads[0], None, None
+        # Of one dimension, or the product would have hidden's dtype, and CUDA would round the factor to it first.
+        scale_1 = grads[0][None]
+        return (grad_hidden_NC * scale_1).to(grad_hidden_NC.dtype), grad_weight_VC * scale_1, None, None
 
 
 def _chunk(
@@ -72,5 +73,5 @@ def _chunk(
     loss = (total_R1.log() + max_R1 - target_logits_R1).sum()
     if not need_gradients:
         return loss, None
-    exp_RV.scatter_add_(1, targets_R1, -total_R1)
+    exp_RV.scatter_(1, targets_R1, exp_RV.gather(1, targets_R1) - total_R1)
     return loss, exp_RV.div_(total_R1).to(hidden_RC.dtype)

@@ -5,7 +5,7 @@ them afterwards. Here it sums gradients, and its shards become slices as in othe
 forward and backward, so all ranks must make equally many passes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -87,8 +87,24 @@ class FullySharded(Strategy):
     def weights(self) -> dict[Slice, torch.Tensor]:
         return {Slice(s.name, s.start, s.stop): s.parameter.detach() for s in self.slices()}
 
-    def full_weights(self) -> dict[str, torch.Tensor]:
-        return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self._parameters.items()}
+    def full_weights(self) -> Mapping[str, torch.Tensor]:
+        return _Gathered(self._parameters)
+
+
+class _Gathered(Mapping[str, torch.Tensor]):
+    """Sharded parameters by name, each gathered when it is read: together they may not fit on a device."""
+
+    def __init__(self, parameters: Mapping[str, DTensor]):
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return cast(DTensor, self._parameters[name].detach()).full_tensor()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 class _Collective:

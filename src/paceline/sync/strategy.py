@@ -12,6 +12,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -82,7 +83,7 @@ class Strategy(ABC):
         named = self._model.named_parameters()
         return {Slice(name, 0, parameter.numel()): parameter.detach().reshape(-1) for name, parameter in named}
 
-    def full_weights(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by name, in their shapes. Collective if they are sharded."""
+    def full_weights(self) -> Mapping[str, torch.Tensor]:
+        """Returns all weights by name, in their shapes. Reading one that is sharded gathers it: collective."""
         self.wait_for_params()
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}

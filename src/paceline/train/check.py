@@ -28,7 +28,7 @@ class Checks:
         """
         setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
         fault, step = setup.at("check"), setup.progress.step
-        tensors = {} if sync.shards_weights else sync.full_weights()
+        tensors = {} if sync.shards_weights else dict(sync.full_weights())
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
         found = differences(tensors, group, quick=before_save) if tensors else []

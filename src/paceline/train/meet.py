@@ -32,7 +32,7 @@ from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
-from paceline.world.device import peak_flops
+from paceline.world.device import peak_flops, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
@@ -87,6 +87,8 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     require_alike(world.group, request.config, data.blend)
     settings = resolve(request.config, data.blend, world.facts)
     config = settings.config
+    if config.train.deterministic:
+        use_deterministic_kernels()
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints
         from_rank_0(

@@ -160,7 +160,7 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
     and divide a rank's share equally. Otherwise a rank's micro-batches are limited by its own memory."""
     train, world_size = config.train, len(facts)
     batch, given = train.global_batch_size, train.device_batch_size
-    found = [_largest_micro_batch(config, each, world_size) for each in facts]
+    found = [largest_micro_batch(config, each, world_size) for each in facts]
     limits = [min(given or largest, batch) for largest, _ in found]
     size, why = min(found)
     if config.parallel.shares != "equal":
@@ -176,7 +176,7 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
     return BatchPlan(batch, micro, world_size)
 
 
-def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tuple[int, str]:
+def largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tuple[int, str]:
     """The most sequences in a micro-batch of this rank, and why."""
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":

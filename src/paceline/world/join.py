@@ -150,5 +150,6 @@ def _facts(env: Environment, interface: str, backend: str, device: str) -> Facts
         interfaces=interfaces_text(),
         backend=backend,
         device=device,
+        gpu=str(torch.cuda.get_device_properties().uuid) if device == "cuda" else "",
         versions={"torch": torch.__version__.split("+")[0], "paceline": __version__},
     )

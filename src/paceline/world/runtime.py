@@ -26,7 +26,7 @@ from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
-from paceline.world.facts import RankFacts, gather_facts
+from paceline.world.facts import RankFacts, gather_facts, warn_of_idle_gpus
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
 from paceline.world.join import Joined, is_held, join_open_group, join_world
 from paceline.world.peer import Peer, this_process
@@ -196,7 +196,10 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         check_interface(config.interface)
         if not is_held(env.master_port):
             check_master(env, config.interface)
-    device = choose_device(config.device, env.local_rank, env.local_world_size, env.world_size)
+    sees_all_gpus = "TORCHELASTIC_RUN_ID" in os.environ  # its ranks have one environment; Slurm's tasks may not
+    device = choose_device(
+        config.device, env.local_rank, env.local_world_size, env.world_size, sees_all_gpus=sees_all_gpus
+    )
     threads = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads[0])
     _keep_freed_memory()
@@ -204,6 +207,9 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         torch.cuda.set_device(device)
     group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
     with group_open as (group, joined, backend):
+        facts = gather_facts(group, device, backend, threads, env.local_world_size)
+        warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
+        idle = warn_of_idle_gpus(facts) if config.device == "auto" else ()
         yield World(
             rank=env.rank,
             world_size=env.world_size,
@@ -214,10 +220,10 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             threads=threads[0],
             group=group,
             peers=joined.peers if joined else (this_process(env),),
-            facts=gather_facts(group, device, backend, threads, env.local_world_size),
+            facts=facts,
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
-            warnings=(*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else (),
+            warnings=(*warnings, *idle),
         )
 
 
