@@ -145,3 +145,15 @@ def test_a_full_gpu_says_what_needs_less() -> None:
     config = config.replace("train", device_batch_size=1, activation_checkpoint=True)
     least = resolve(config.replace("parallel", strategy="fsdp"), BLEND, two)
     assert str(out_of_memory(full, least, on_gpu)).endswith("needs a smaller model, or more ranks")
+
+
+@pytest.mark.parametrize(("of_data", "of_model"), [(50257, 50304), (50304, 50304), (8193, 8256), (257, 257)])
+def test_a_large_vocabulary_is_rounded_up_and_said(of_data: int, of_model: int) -> None:
+    blend = cast(Blend, SimpleNamespace(vocab_size=of_data))
+    config = Config().replace("train", global_batch_size=4, steps=1)
+    found = resolve(config, blend, [FACTS])
+    assert found.config.model.vocab_size == of_model
+    said = [choice.why for choice in found.choices if choice.flag == "--model.vocab-size"]
+    assert said == ([] if of_model == of_data else [f"{of_data} of the data, rounded up to a multiple of 64"])
+    given = resolve(config.replace("model", vocab_size=of_data), blend, [FACTS])
+    assert given.config.model.vocab_size == of_data

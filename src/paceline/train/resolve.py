@@ -17,6 +17,7 @@ from paceline.sync.make import check_strategy, sends_gpu_memory_by_gloo
 from paceline.world.facts import RankFacts, unequal_kinds
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
+_LARGE_VOCAB, _VOCAB_MULTIPLE = 8192, 64
 _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation, and the optimizer's temporaries
 
 
@@ -58,7 +59,7 @@ def resolve(config: Config, blend: Blend, facts: Sequence[RankFacts]) -> Setting
     choices = _device_choices(config, facts[0])
     config = config.replace(
         "model",
-        vocab_size=config.model.vocab_size or blend.vocab_size,
+        vocab_size=config.model.vocab_size or _vocab_size(blend.vocab_size, choices),
         n_positions=config.model.n_positions or config.data.seq_len,
     )
     config.model.check()
@@ -95,6 +96,16 @@ def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
         threads = "1 thread" if first.threads == 1 else f"{first.threads} threads"
         found.append(Choice(f"{threads} a rank", first.threads_reason, "--parallel.threads"))
     return found
+
+
+def _vocab_size(of_data: int, choices: list[Choice]) -> int:
+    """The model's vocabulary: the data's; a large one rounded up, because the head is a quarter of a small model's work
+    and GPUs are slow at sides like GPT-2's 50,257. The model learns not to use the rest."""
+    size = -(-of_data // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE if of_data >= _LARGE_VOCAB else of_data
+    if size > of_data:
+        why = f"{of_data} of the data, rounded up to a multiple of {_VOCAB_MULTIPLE}"
+        choices.append(Choice(f"vocabulary of {size}", why, "--model.vocab-size"))
+    return size
 
 
 def _dtype(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
