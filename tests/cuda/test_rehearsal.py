@@ -3,6 +3,7 @@
 import re
 import threading
 from collections import Counter
+from typing import Any
 
 import gpu
 import no_gpu
@@ -10,6 +11,8 @@ import pytest
 import torch
 from steps import rehearsal
 
+from paceline.model import loss
+from paceline.model.layers import Block
 from paceline.sync import zero
 from paceline.world.transfer import Transfer
 
@@ -122,3 +125,21 @@ def test_a_rank_whose_own_gpu_is_stuck_does_not_count_as_waiting() -> None:
         rank.gpu.hold_from_now(rank.gpu.default)
         rank.step(1)
         assert rank.group.waiting_for is None
+
+
+def test_compiling_a_model_on_cuda_compiles_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def of_chunk(logits_RV: torch.Tensor, *rest: Any) -> Any:
+        given.append(logits_RV)
+        return loss._fused_chunk(logits_RV, *rest)
+
+    monkeypatch.setattr(Block, "compile", lambda _: None)
+    monkeypatch.setattr(loss, "_compiled", lambda: of_chunk)
+    with rehearsal("gpt2-124m", "ddp", 1, layers=1) as rank:
+        rank.step(1)
+        assert given == []
+        rank.replica.model.compile_blocks()  # type: ignore[operator]
+        rank.step(1)
+    assert {logits_RV.dtype for logits_RV in given} == {BF16}
+    assert without_lines(rank.gpu.waits).keys() >= WAITS.keys()

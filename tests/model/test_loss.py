@@ -87,3 +87,16 @@ def test_no_factor_is_rounded_to_the_dtype_of_the_products() -> None:
     rounded = [(a, b) for a, b in Watch.pairs if a.dtype == torch.bfloat16 and b.dtype == torch.float32 and not b.dim()]
     assert Watch.pairs
     assert not rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_loss_is_the_plain_one_and_one_graph(dtype: torch.dtype) -> None:
+    hidden_NC, weight_VC, targets_N = inputs(64, 16, 99)
+    logits_NV = (hidden_NC @ weight_VC.T).to(dtype)
+    fused = torch.compile(loss_module._fused_chunk, fullgraph=True, backend="aot_eager")
+    loss, grad_NV = fused(logits_NV, targets_N, True)
+    expected, expected_NV = loss_module._chunk(logits_NV.clone(), targets_N, True)
+    assert fused(logits_NV, targets_N, False) == (loss, None)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert grad_NV.dtype == dtype
+    torch.testing.assert_close(grad_NV, expected_NV, rtol=0.008 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

@@ -35,6 +35,7 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = torch.float32
         self.checkpoint_blocks = False
+        self._compiles_loss = False
         self.embed_tokens = Embedding(config.vocab_size, config.n_embd)
         self.embed_positions = Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
@@ -59,7 +60,8 @@ class GPT(nn.Module):
         """
         mask_BTT = None if documents is None else document_mask(documents, self.compute_dtype)
         hidden_BTC = self._hidden(tokens_BT, dropout_keys_B, mask_BTT=mask_BTT)
-        return loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, targets_BT.flatten())
+        hidden_NC, targets_N = hidden_BTC.flatten(0, 1), targets_BT.flatten()
+        return loss_sum(hidden_NC, self.head_weight, targets_N, compiled=self._compiles_loss)
 
     def logits(self, tokens_BT: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         """Returns [B, T, V] float32. With a cache, the tokens follow those in it, and are added to it."""
@@ -78,7 +80,9 @@ class GPT(nn.Module):
         return [LayerCache(*room.clone()) for _ in self.layers]
 
     def compile_blocks(self) -> None:
-        """Compiles each block in place: names stay, and late layers' gradients are ready before early ones."""
+        """Compiles each block in place: names stay, and late layers' gradients are ready before early ones. On CUDA
+        also the loss."""
+        self._compiles_loss = True
         for block in self.layers:
             block.compile()
 
