@@ -77,8 +77,7 @@ class Gpu:
         self.collectives[name] += 1
         self.nccl.wait_stream(self.current)
         self.kernel(name, reads, writes, self.nccl)
-        event = Event(self)
-        event.record(self.nccl)
+        event = self.nccl.record_event()
         if name == self.held and not self._held_at:
             self._held_at = {self.nccl.number: event.clock[self.nccl.number]}
         return Work(event)
@@ -124,9 +123,12 @@ class Stream:
         self.gpu._sanitizer._handle_event_wait(event.number, self.number)
 
     def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> "Event":
         event = Event(self.gpu)
-        event.record(other)
-        self.wait_event(event)
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         syncs = self.gpu._sanitizer.syncs
@@ -217,22 +219,28 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
     def broadcast(tensor: Any, source: int, group: Any = None) -> None:
         gpu.collective("broadcast", [], [tensor]).wait()
 
+    def for_torch(name: str) -> Callable[..., None]:
+        return lambda output, flat, *_: gpu.collective(name, [flat], [output]).wait()
+
     cuda = {
-        "Stream": lambda device=None: Stream(gpu),
+        "Stream": lambda device=None, priority=0: Stream(gpu),
         "Event": lambda enable_timing=False: Event(gpu),
         "current_stream": lambda device=None: gpu.current,
         "stream": gpu.stream,
+        "current_device": lambda: CUDA.index,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
     }
     distributed = {
-        "get_rank": lambda: rank,
-        "get_world_size": lambda: size,
-        "get_backend": lambda: "nccl",
+        "get_rank": lambda group=None: rank,
+        "get_world_size": lambda group=None: size,
+        "get_backend": lambda group=None: "nccl",
         "new_group": lambda backend: SimpleNamespace(set_timeout=lambda _: None),
         "all_reduce": lambda tensor, op, async_op: gpu.collective("all-reduce", [], [tensor]),
         "all_gather": lambda parts, mine, async_op: gpu.collective("all-gather", [mine], parts),
         "reduce_scatter": reduce_scatter,
         "broadcast": broadcast,
+        "all_gather_into_tensor": for_torch("all-gather"),
+        "reduce_scatter_tensor": for_torch("reduce-scatter"),
     }
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), _Kernels(gpu):
         for module, functions in ((torch.cuda, cuda), (dist, distributed)):

@@ -1,12 +1,16 @@
 """Whole training steps of a preset at full size on a modelled GPU (gpu.py)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from gpu import CUDA, Gpu, rehearsed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.config import Config, load_preset
 from paceline.model.gpt import GPT
@@ -14,6 +18,7 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
 from paceline.replica.scaler import LossScaler
+from paceline.sync import fsdp
 from paceline.world.facts import RankFacts
 from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.runtime import World
@@ -66,7 +71,7 @@ def rehearsal(
     config = load_preset(preset, Config()).replace("model", n_positions=SEQ_LEN)
     config = config.replace("model", n_layer=layers or config.model.n_layer)
     gpu = Gpu()
-    with rehearsed(gpu, rank, size):
+    with _torchs_own_mesh(size) if strategy == "fsdp" else nullcontext(), rehearsed(gpu, rank, size):
         group: Group = _World(CUDA) if size > 1 else _Alone(CUDA)
         with CUDA:
             model = GPT(config.model)
@@ -77,6 +82,19 @@ def rehearsal(
         replica = Replica(model, optimizers, world, strategy=strategy, blocks=list(model.layers))
         replica.scaler = LossScaler.for_dtype(dtype)
         yield Rehearsal(gpu, replica, group, micro_batch=4)
+
+
+@contextmanager
+def _torchs_own_mesh(size: int) -> Iterator[None]:
+    """fully_shard asks a process group who it is; torch has one that sends nothing."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    mesh = init_device_mesh("cuda", (size,))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp, "init_device_mesh", lambda *_: mesh)
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _world(group: Group, rank: int, size: int) -> World:
