@@ -3,12 +3,14 @@
 import re
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import gpu
 import no_gpu
 import pytest
 import torch
+import torch.distributed as dist
 from steps import rehearsal
 
 from paceline.model import loss
@@ -79,14 +81,15 @@ def without_lines(places: Counter[str]) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.parametrize("mutation", ["results", "weights", "order"])
-@pytest.mark.parametrize("strategy", ["ddp", "naive", "zero"])
+@pytest.mark.parametrize(
+    ("strategy", "mutation"),
+    [(strategy, mutation) for strategy in ("ddp", "naive", "zero") for mutation in ("results", "order")]
+    + [("zero", "weights")],
+)
 def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation == "results":
         monkeypatch.setattr(Transfer, "wait", lambda _: None)
     elif mutation == "weights":
-        if strategy != "zero":
-            pytest.skip("only zero sends weights")
         monkeypatch.setattr(zero, "_wait_for", lambda _: None)
     with rehearsal("gpt2-124m-modern", strategy, 4, layers=1) as rank:
         if mutation == "order":  # collectives begin before backward has computed what they send
@@ -153,3 +156,19 @@ def test_compiling_a_model_on_cuda_compiles_its_loss(monkeypatch: pytest.MonkeyP
         rank.step(1)
     assert {logits_RV.dtype for logits_RV in given} == {BF16}
     assert without_lines(rank.gpu.waits).keys() >= WAITS.keys()
+
+
+def test_nccls_timeout_which_ends_a_process_comes_long_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, float] = {}
+
+    def process_group(name: str) -> Any:
+        return SimpleNamespace(set_timeout=lambda timeout: given.update({name: timeout.total_seconds()}))
+
+    with rehearsal("gpt2-124m", "ddp", 4, layers=1) as rank:
+        monkeypatch.setattr(rank.group, "_control", process_group("Gloo"))
+        dist.group.WORLD = process_group("NCCL")
+        try:
+            rank.group.set_timeout(65.0)
+        finally:
+            dist.group.WORLD = None
+    assert given == {"NCCL": 130.0, "Gloo": 65.0}

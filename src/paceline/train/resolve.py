@@ -193,13 +193,10 @@ def largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tup
     if rank.device != "cuda":
         return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
     state = _state_bytes(config, world_size)[config.parallel.strategy]
-    per_sequence = seq_len * cost.activation_bytes(
-        config.model,
-        seq_len,
-        compute_bytes=getattr(torch, train.dtype).itemsize,
-        checkpoint=train.activation_checkpoint,
-    )
-    fits = int((rank.free_bytes * _MEMORY_SHARE - state) / per_sequence)
+    compute_bytes, checkpoint = getattr(torch, train.dtype).itemsize, train.activation_checkpoint
+    of_token = cost.activation_bytes(config.model, seq_len, compute_bytes=compute_bytes, checkpoint=checkpoint)
+    room = rank.free_bytes * _MEMORY_SHARE - state - cost.loss_bytes(config.model, compute_bytes)
+    fits = int(room / (seq_len * of_token))
     return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"
 
 
