@@ -45,6 +45,9 @@ class TrainConfig:
     slow links, since gradients are sent during the backward pass of all of them. Their activations are all kept."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of matrix products; weights and optimizer state stay float32."""
+    deterministic: bool = False
+    """On GPUs some of torch's kernels add in a changing order: use only those that repeat bit for bit, so that a resume
+    is exact. Slower; CPUs repeat without it."""
     compile: bool = False
     """torch.compile, block by block; the first step takes a minute."""
     activation_checkpoint: bool = False

@@ -1,13 +1,14 @@
 """The closed forms against counting."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.model.config import ModelConfig
-from paceline.model.cost import activation_bytes, flops_per_token, num_parameters
+from paceline.model.cost import activation_bytes, flops_per_token, loss_bytes, num_parameters
 from paceline.model.gpt import build
 
 SHAPES = [
@@ -73,3 +74,11 @@ def test_activation_bytes_are_of_the_right_size(arch: str, checkpoint: bool) -> 
     estimate = activation_bytes(config, 64, compute_bytes=2, checkpoint=checkpoint, keeps_scores=True)
     one_block = activation_bytes(config, 64, compute_bytes=2, keeps_scores=True) / 6 if checkpoint else 0
     assert 0.6 < (estimate - one_block) / (counted / tokens_BT.numel()) < 1.6
+
+
+def test_what_needs_memory_beside_a_blocks_products_is_counted() -> None:
+    config = ModelConfig(arch="llama", n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50304)
+    with_norms = replace(config, qk_norm=True)
+    difference = activation_bytes(with_norms, 1024, compute_bytes=2) - activation_bytes(config, 1024, compute_bytes=2)
+    assert difference == 12 * 2 * (768 + 768), "q and k before their norms"
+    assert 1.3e9 < loss_bytes(config, 2) < 1.5e9

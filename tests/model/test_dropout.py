@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.base import seeds
 from paceline.model.config import ModelConfig
@@ -90,3 +92,19 @@ def test_it_is_off_in_eval_without_keys_and_at_zero(tokens_BT: torch.Tensor, tar
     assert torch.equal(model(tokens_BT, targets_BT, keys), dropped)
     assert not torch.equal(model(tokens_BT, targets_BT, run_keys(3, seed=1)), dropped)
     assert torch.equal(model.eval()(tokens_BT, targets_BT, keys), expected)
+
+
+def test_compiled_blocks_share_one_graph_with_dropout() -> None:
+    """Torch gives up compiling after eight graphs; a site in the graph made one for each block."""
+    config = ModelConfig(n_layer=12, n_head=2, n_embd=8, vocab_size=16, n_positions=4, dropout=0.1)
+    model, counter = build(config, 0, "cpu"), CompileCounterWithBackend("eager")
+    tokens_BT, keys_B = torch.zeros(2, 4, dtype=torch.int64), torch.arange(2)
+    plain = model(tokens_BT, tokens_BT, keys_B)
+    torch._dynamo.reset()
+    for block in model.layers:
+        block.compile(backend=counter)
+    for _ in range(2):
+        compiled = model(tokens_BT, tokens_BT, keys_B)
+        compiled.backward()
+    assert counter.frame_count == 1
+    assert compiled == plain

@@ -1,8 +1,11 @@
 """The loss in chunks against torch's cross-entropy over all logits. N tokens, C width, V vocabulary."""
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.model import loss as loss_module
 from paceline.model.loss import loss_sum
@@ -21,7 +24,7 @@ def test_loss_and_gradients_are_cross_entropys(
     num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS_CPU", 1)
-    monkeypatch.setattr(loss_module, "_MIN_ROWS", 256)
+    monkeypatch.setattr(loss_module, "LOSS_CHUNK_ROWS", 256)
     hidden_NC, weight_VC, targets_N = inputs(num_tokens, 16, 99)
     hidden_NC, weight_VC = hidden_NC.to(dtype), weight_VC.double() if dtype == torch.float64 else weight_VC
     hidden_NC.requires_grad_()
@@ -63,3 +66,37 @@ def test_large_logits_do_not_overflow() -> None:
     weight_VC = torch.tensor([[1.0], [-1.0]])
     targets_N = torch.tensor([0, 0])
     assert loss_sum(hidden_NC, weight_VC, targets_N).item() == 2000.0
+
+
+def test_no_factor_is_rounded_to_the_dtype_of_the_products() -> None:
+    """CUDA casts a 0-dim operand to the other's dtype first, bfloat16 here; a CPU does not: the dtypes are watched."""
+
+    class Watch(TorchDispatchMode):
+        pairs: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mul.Tensor and isinstance(args[1], torch.Tensor):
+                self.pairs.append(args[:2])
+            return func(*args, **(kwargs or {}))
+
+    hidden_NC, weight_VC, targets_N = inputs(64, 16, 99)
+    hidden_NC = hidden_NC.bfloat16().requires_grad_()
+    loss = loss_sum(hidden_NC, weight_VC, targets_N)
+    with Watch():
+        (loss * (1 / 3)).backward()
+    rounded = [(a, b) for a, b in Watch.pairs if a.dtype == torch.bfloat16 and b.dtype == torch.float32 and not b.dim()]
+    assert Watch.pairs
+    assert not rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_loss_is_the_plain_one_and_one_graph(dtype: torch.dtype) -> None:
+    hidden_NC, weight_VC, targets_N = inputs(64, 16, 99)
+    logits_NV = (hidden_NC @ weight_VC.T).to(dtype)
+    fused = torch.compile(loss_module._fused_chunk, fullgraph=True, backend="aot_eager")
+    loss, grad_NV = fused(logits_NV, targets_N, True)
+    expected, expected_NV = loss_module._chunk(logits_NV.clone(), targets_N, True)
+    assert fused(logits_NV, targets_N, False) == (loss, None)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert grad_NV.dtype == dtype
+    torch.testing.assert_close(grad_NV, expected_NV, rtol=0.008 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

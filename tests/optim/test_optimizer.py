@@ -275,3 +275,9 @@ def test_muon_takes_matrices_whole_at_a_cost_that_counts_its_products() -> None:
         orthogonalise(torch.ones(1, 64, 16), FLOAT32)
     assert update_cost(64, 16) == update_cost(16, 64) == counter.get_total_flops()
     assert Muon.update_cost(torch.ones(64, 16)) == update_cost(64, 16)
+
+
+def test_small_gradients_survive_float16() -> None:
+    small = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) * 1e-9  # float16 ends at 6e-8
+    expected = orthogonalise(small, torch.float32)
+    assert (orthogonalise(small, torch.float16) - expected).norm() < 0.02 * expected.norm()

@@ -6,6 +6,7 @@ next one, which goes on from it with another strategy.
 """
 
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -413,3 +414,19 @@ def test_compiled_blocks_wait_for_their_weights_too() -> None:
     for with_compiler, plain in run_ranks(compiled, 2, timeout_s=180):
         assert with_compiler == pytest.approx(plain, abs=1e-5)
         assert plain[0] - plain[-1] > 0.1, "nothing learned"
+
+
+def alive_while_read(world: World) -> int:
+    """The most complete tensors that exist at once while all of them are read."""
+    model = build(MODELS["adamw"], 0, "cpu")
+    sync = make_strategy(ParallelConfig(strategy="fsdp"), model, world.group, stages=list(model.layers))
+    seen: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    for tensor in sync.full_weights().values():
+        seen.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in seen))
+    return most
+
+
+def test_a_sharded_model_is_read_tensor_by_tensor() -> None:
+    assert max(run_ranks(alive_while_read, 2)) <= 2, "the one that is read, and the one before"

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.model import cost
+from paceline.train.memory import out_of_memory
 from paceline.train.resolve import Settings, resolve
 from paceline.world.facts import RankFacts
 
@@ -137,3 +139,31 @@ def test_any_facts_give_one_possible_choice_or_one_refusal(
         or found.config.train.dtype == "float32"
         or {each.dtype for each in facts} == {found.config.train.dtype}
     )
+
+
+def test_a_full_gpu_says_what_needs_less() -> None:
+    on_gpu = replace(FACTS, device="cuda", backend="nccl", free_bytes=8e9, dtype="bfloat16")
+    config = Config().replace("train", global_batch_size=64, device_batch_size=32, steps=1).replace("data", seq_len=64)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8. See the manual")
+    two = [on_gpu, on_gpu]
+    said = str(out_of_memory(full, resolve(config, VOCAB_SIZE, two), on_gpu))
+    assert said == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. This needs less, for the same losses: "
+        "--train.device-batch-size 16, --train.activation-checkpoint, --parallel.strategy zero"
+    )
+    tight = replace(on_gpu, free_bytes=1e6)
+    assert "--train.device-batch-size 1," in str(out_of_memory(full, resolve(config, VOCAB_SIZE, [tight] * 2), tight))
+    config = config.replace("train", device_batch_size=1, activation_checkpoint=True)
+    least = resolve(config.replace("parallel", strategy="fsdp"), VOCAB_SIZE, two)
+    assert str(out_of_memory(full, least, on_gpu)).endswith("needs a smaller model, or more ranks")
+
+
+@pytest.mark.parametrize(("of_data", "of_model"), [(50257, 50304), (50304, 50304), (8193, 8256), (257, 257)])
+def test_a_large_vocabulary_is_rounded_up_and_said(of_data: int, of_model: int) -> None:
+    config = Config().replace("train", global_batch_size=4, steps=1)
+    found = resolve(config, of_data, [FACTS])
+    assert found.config.model.vocab_size == of_model
+    said = [choice.why for choice in found.choices if choice.flag == "--model.vocab-size"]
+    assert said == ([] if of_model == of_data else [f"{of_data} of the data, rounded up to a multiple of 64"])
+    given = resolve(config.replace("model", vocab_size=of_data), blend, [FACTS])
+    assert given.config.model.vocab_size == of_data

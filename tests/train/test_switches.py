@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,15 @@ def test_a_gradient_that_overflows_changes_nothing_and_is_counted(
     assert all(skipped[:first])
     assert len([event for event in events(tmp_path / "run") if event["event"] == "skipped step"]) == sum(skipped)
     assert all(row["grad_norm"] is None for row in rows[:first])
+
+
+def test_deterministic_kernels_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's stays
+    try:
+        for wanted in (False, True):
+            rows_of(tmp_path / str(wanted), tiny(train__deterministic=wanted, train__steps=1))
+            assert torch.are_deterministic_algorithms_enabled() is wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -5,12 +5,17 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.base.errors import UserError
+from paceline.cli import start
+from paceline.world import device as device_module
+from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 from paceline.world.device import (
     DeviceClock,
@@ -22,6 +27,8 @@ from paceline.world.device import (
     gpu_peak,
     peak_flops,
 )
+from paceline.world.facts import gather_facts, warn_of_idle_gpus
+from paceline.world.group import LocalGroup
 
 CPU = torch.device("cpu")
 
@@ -210,3 +217,43 @@ def test_the_clock_of_a_cpu_counts_milliseconds() -> None:
     start = clock.stamp()
     time.sleep(0.02)
     assert 20 <= clock.ms(start, clock.stamp()) < 500
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local_rank", "local_ranks", "sees_all", "device"),
+    [
+        (8, 3, 8, True, "cuda:3"),
+        (1, 0, 1, True, "cuda:0"),
+        (1, 3, 8, False, "cuda:0"),  # srun --gpus-per-task 1
+        (1, 3, 8, True, "cpu"),  # eight ranks of one launcher, one GPU
+        (4, 3, 8, False, "cpu"),
+        (0, 0, 1, False, "cpu"),
+    ],
+)
+def test_a_rank_has_the_gpu_of_its_number_or_the_only_one_its_task_is_shown(
+    num_gpus: int, local_rank: int, local_ranks: int, sees_all: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "count_gpus", lambda: num_gpus)
+    found = choose_device("auto", local_rank, local_ranks, max(2, local_ranks), sees_all_gpus=sees_all)
+    assert found == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "ranks"), [(8, "auto", 8), (1, "cuda", 1), (8, "cpu", 4), (0, "auto", 4)]
+)
+def test_nproc_auto_is_one_rank_for_each_gpu(
+    num_gpus: int, device: Any, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(start, "usable_cores", lambda: 64)
+    monkeypatch.setattr(start, "free_memory", lambda: 1 << 40)
+    assert start.find_world("auto", ParallelConfig(device=device))[1] == ranks
+
+
+def test_a_host_that_leaves_its_gpus_idle_is_named() -> None:
+    group = LocalGroup(CPU)
+    (mine,) = gather_facts(group, CPU, "gloo", (1, ""), 1)
+    on_gpu = replace(mine, device="cuda", num_gpus=8)
+    assert warn_of_idle_gpus([mine, on_gpu]) == ()
+    (warning,) = warn_of_idle_gpus([on_gpu, *[replace(mine, host="b", num_gpus=4)] * 5])
+    assert warning.startswith("b computes on its CPU: it has 4 visible GPUs and more ranks")

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
+from paceline.world.errors import lost_peers_named
 from paceline.world.group import DistributedGroup, Group, LocalGroup, PeerLost, Traffic, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.staged import StagedGroup
@@ -465,6 +467,13 @@ def test_the_threads_of_gloo_do_not_interrupt_compute() -> None:
     for found in run_ranks(policies, 2):
         assert found
         assert set(found) == {os.SCHED_BATCH}
+
+
+@pytest.mark.parametrize("says", ["Cuda failure 2 'out of memory'", "Cuda failure 214 'uncorrectable ECC error'"])
+def test_a_failing_gpu_under_nccl_is_no_lost_peer(says: str) -> None:
+    text = f"NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nncclUnhandledCudaError: Call failed.\n{says}"
+    with pytest.raises(dist.DistBackendError, match=says), lost_peers_named(0, "an all-reduce"):
+        raise dist.DistBackendError(text)
 
 
 class Refused(UserError):

@@ -215,6 +215,15 @@ def test_ranks_of_different_backends_are_refused_before_a_process_group_starts(a
     assert all(re.search(says, row[2]) and row[3] < 10 for row in rows), rows
 
 
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    me, other, third = (
+        replace(join._facts(place(rank, 3, 1), "lo", "nccl", "cpu"), gpu=gpu) for rank, gpu in enumerate("aba")
+    )
+    assert handshake._difference([me, other]) == ""
+    says = handshake._difference([me, other, third])
+    assert re.search(r"rank 0 \(.*\) and rank 2 \(.*\) would compute on the same GPU, a: show each task its own", says)
+
+
 def test_what_another_program_left_in_the_store_is_refused(agents_store: TCPStore) -> None:
     """Not read as anything else than JSON, and never run."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

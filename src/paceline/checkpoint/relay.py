@@ -15,7 +15,7 @@ from paceline.base.files import sha256_of
 from paceline.checkpoint import shards
 from paceline.checkpoint.publish import Record
 from paceline.checkpoint.shards import Bytes
-from paceline.world.group import SideChannel
+from paceline.world.side import SideChannel
 
 
 def send(channel: SideChannel, record: Record, images: Mapping[str, Bytes]) -> None:

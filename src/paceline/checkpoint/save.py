@@ -34,7 +34,7 @@ from paceline.checkpoint.images import HostImages, ready_event
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.publish import Record
 from paceline.checkpoint.shards import Bytes
-from paceline.world.group import SideChannel
+from paceline.world.side import SideChannel
 
 _NICENESS = 10  # a tenth of training's share of a core that both want
 

@@ -40,7 +40,8 @@ class RankFlags:
     """Flags of train and resume: where ranks run, and what happens when they end."""
 
     nproc: str = "1"
-    """Ranks to start on this machine, or auto: one per core, at most 4. Under torchrun leave it out."""
+    """Ranks to start on this machine, or auto: one for each GPU; without GPUs one for each core, at most 4. Under
+    torchrun leave it out."""
     max_restarts: int = 0
     """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
     hosts: str = ""
@@ -147,7 +148,7 @@ def find_world(
 ) -> tuple[Environment, int]:
     """Returns this process's environment, and how many ranks to start (1: itself). Raises UserError if impossible."""
     env = detect()
-    num_ranks = _num_ranks(nproc, max_restarts, env)
+    num_ranks = _num_ranks(nproc, max_restarts, env, parallel.device)
     check_interface(parallel.interface)
     if not with_hosts:  # other hosts have more ranks, which check the number
         world_size = env.world_size if env.is_distributed else num_ranks
@@ -170,7 +171,7 @@ def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelCo
         return start_ranks(command, Path(folder), lambda _: group, interface=parallel.interface)
 
 
-def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:
+def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> int:
     """Returns how many ranks this process starts; 1 without restarts: it is one itself."""
     if max_restarts < 0:
         raise UserError(f"--max-restarts is {max_restarts}; it must be at least 0")
@@ -184,7 +185,10 @@ def _num_ranks(nproc: str, max_restarts: int, env: Environment) -> int:
     free = free_memory()
     most = max(1, free // _RANK_BYTES)
     if nproc == "auto":
-        return min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
+        from paceline.world.device import count_gpus  # imports torch: a second or two
+
+        num_gpus = count_gpus() if device in ("auto", "cuda") else 0
+        return num_gpus or min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
     if not nproc.isdigit() or not 1 <= int(nproc) <= 1024:
         raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to 1024, or auto")
     if int(nproc) > most:

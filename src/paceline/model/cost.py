@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from paceline.model.config import ModelConfig
 
+# The loss takes so many logits at once on a GPU, which larger products keep busy, and at least so many rows.
+LOSS_CHUNK_ELEMENTS = 1 << 27
+LOSS_CHUNK_ROWS = 512  # with fewer, adding up the chunks' V x C weight gradients takes a tenth of the time
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
@@ -43,6 +47,13 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 6 * num_parameters(config).matmul + 12 * config.n_layer * config.n_embd * seq_len
 
 
+def loss_bytes(config: ModelConfig, compute_bytes: int) -> int:
+    """Returns roughly the most bytes that the loss on a GPU needs at once, whatever the micro-batch: a chunk's logits
+    as computed, in float32, and their gradient; the head's weight and gradient in both formats."""
+    logits = max(LOSS_CHUNK_ROWS * config.vocab_size, LOSS_CHUNK_ELEMENTS)
+    return (logits + config.vocab_size * config.n_embd) * (4 + 2 * compute_bytes)
+
+
 def activation_bytes(
     config: ModelConfig, seq_len: int, *, compute_bytes: int, checkpoint: bool = False, keeps_scores: bool = False
 ) -> int:
@@ -54,6 +65,7 @@ def activation_bytes(
     width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
     stream = 4 * width
     attention = 4 * width + 2 * kv_width  # norm's output, q, k, v, the heads' output twice (as heads, as one row)
+    attention += width + kv_width if config.qk_norm else 0  # q and k before their norms
     mlp = width + (4 if config.arch == "llama" else 2) * hidden
     scores = config.n_head * seq_len if keeps_scores else 0
     masks = 2 * width if config.dropout else 0  # one byte an element

@@ -15,17 +15,17 @@ _FINAL_2 = 0xC2B2AE35
 _GOLDEN = 0x9E3779B1
 
 
-def dropout(x_BTC: Tensor, probability: float, keys_B: Tensor, site: int) -> Tensor:
+def dropout(x_BTC: Tensor, probability: float, keys_B: Tensor, site: int | Tensor) -> Tensor:
     """Returns x with each element zeroed with `probability` and the others divided by (1 - probability).
 
-    keys_B: int64, one key a sequence. `site` is the place in the model. Costs about a dozen element-wise int32 passes,
-    and keeps one byte an element for backward.
+    keys_B: int64, one key a sequence. `site` is the place in the model, a number or a CPU tensor of one int64. Costs
+    about a dozen element-wise int32 passes, and keeps one byte an element for backward.
     """
     keep_BTC = keep_mask(keys_B, site, x_BTC.shape[1], x_BTC.shape[2], probability)
     return torch.where(keep_BTC, x_BTC * (1.0 / (1.0 - probability)), 0.0)
 
 
-def keep_mask(keys_B: Tensor, site: int, num_positions: int, width: int, probability: float) -> Tensor:
+def keep_mask(keys_B: Tensor, site: int | Tensor, num_positions: int, width: int, probability: float) -> Tensor:
     """Returns the bool mask [B, T, C], true where an element stays; a pure function of its arguments."""
     place_TC = torch.arange(num_positions * width, dtype=torch.int32, device=keys_B.device).view(num_positions, width)
     # Two 32-bit words a sequence: two keys that agree in one word still give unrelated masks.

@@ -36,6 +36,7 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = torch.float32
         self.checkpoint_blocks = False
+        self._compiles_loss = False
         self.embed_tokens = Embedding(config.vocab_size, config.n_embd)
         self.embed_positions = Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
@@ -70,7 +71,7 @@ class GPT(nn.Module):
         tokens, targets, keys, numbers = (_cut(batch, sizes)[::-1] for batch in given)
         masks = [None if part is None else document_mask(part, self.compute_dtype) for part in numbers]
         losses = [
-            loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten())
+            loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten(), compiled=self._compiles_loss)
             for hidden_BTC, target_BT in zip(self._hidden(tokens, keys, masks), targets, strict=True)
         ]
         return sum(losses[-2::-1], start=losses[-1])
@@ -105,7 +106,9 @@ class GPT(nn.Module):
         return [self.norm] if self.lm_head is None else [self.norm, self.lm_head]
 
     def compile_blocks(self) -> None:
-        """Compiles each block in place: names stay, and late layers' gradients are ready before early ones."""
+        """Compiles each block in place: names stay, and late layers' gradients are ready before early ones. On CUDA
+        also the loss."""
+        self._compiles_loss = True
         for block in self.layers:
             block.compile()
 

@@ -216,7 +216,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.first_site = 1 + 2 * index  # for dropout; site 0 is the embedding sum
+        # For dropout; site 0 is the embedding sum. A tensor: for each new number torch.compile would make a new graph.
+        self.first_site = torch.tensor(1 + 2 * index, device="cpu")
         self.input_layernorm = make_norm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = make_norm(config)

@@ -49,7 +49,9 @@ class AdamW:
             for tensor in tensors:
                 if tensor not in self.state:
                     self.state[tensor] = {moment: torch.zeros_like(tensor) for moment in MOMENTS}
-            count = torch.tensor(float(group["step"]), device=tensors[0].device)
+            count = torch.full(
+                (), group["step"], dtype=torch.float32, device=tensors[0].device
+            )  # no copy from the host
             torch._fused_adamw_(
                 tensors,
                 [tensor.grad for tensor in tensors if tensor.grad is not None],

@@ -76,11 +76,10 @@ def update_cost(rows: int, columns: int) -> float:
 
 def orthogonalise(matrices: torch.Tensor, compute_dtype: torch.dtype) -> torch.Tensor:
     """Returns about U V^T for each matrix U S V^T of (batch, rows, columns), in float32, by Newton-Schulz iteration."""
-    x = matrices.to(compute_dtype)
-    tall = x.shape[1] > x.shape[2]
-    if tall:
-        x = x.mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # the largest singular value is at most the Frobenius norm
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    # The largest singular value is at most the Frobenius norm. Cast after that: float16 would lose small gradients.
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(compute_dtype)
     a, b, c = _COEFFICIENTS
     for _ in range(_NUM_ITERATIONS):
         gram = x @ x.mT

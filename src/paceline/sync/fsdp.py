@@ -5,7 +5,7 @@ them afterwards. Here it sums gradients, and its shards become slices as in othe
 forward and backward, so all ranks must make equally many passes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.strategy import Strategy
-from paceline.world.group import Group, reduce_scatter_for_torch
+from paceline.world.group import DistributedGroup
+from paceline.world.side import all_gather_for_torch, reduce_scatter_for_torch
 
 
 class FullySharded(Strategy):
@@ -29,10 +30,10 @@ class FullySharded(Strategy):
     shards_state = updates_slices = True
     lockstep = True
 
-    def __init__(self, model: nn.Module, group: Group, device: torch.device, stages: Sequence[nn.Module]):
+    def __init__(self, model: nn.Module, group: DistributedGroup, device: torch.device, stages: Sequence[nn.Module]):
         """stages: modules that are gathered and freed one after the other, such as a model's blocks."""
         super().__init__(model, group)
-        self._sums = _SumsBefore()
+        self._sums = _SumsBefore(group)
         mesh = init_device_mesh(device.type, (group.size,))
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
@@ -42,6 +43,7 @@ class FullySharded(Strategy):
             # A plain sum: Gloo lacks the default, a pre-scaled one.
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
+            sharded.set_custom_all_gather(_Gather(group))  # type: ignore[arg-type]
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -84,19 +86,56 @@ class FullySharded(Strategy):
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def full_weights(self) -> dict[str, torch.Tensor]:
-        return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self._parameters.items()}
+    def full_weights(self) -> Mapping[str, torch.Tensor]:
+        return _Gathered(self._parameters)
 
 
-class _SumsBefore:
-    """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
-    gradient was not finite. Costs one read of the gradients."""
+class _Gathered(Mapping[str, torch.Tensor]):
+    """Sharded parameters by name, each gathered when it is read: together they may not fit on a device."""
 
-    def __init__(self) -> None:
-        self._sums: list[torch.Tensor] = []
+    def __init__(self, parameters: Mapping[str, DTensor]):
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return cast(DTensor, self._parameters[name].detach()).full_tensor()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+class _Collective:
+    """A collective that `fully_shard` begins; the group's watchdog sees it."""
+
+    def __init__(self, group: DistributedGroup) -> None:
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
+    """torch's all-gather of a block's weights."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
+
+
+class _SumsBefore(_Collective):
+    """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
+    gradient was not finite. Costs one read of the gradients."""
+
+    def __init__(self, group: DistributedGroup) -> None:
+        super().__init__(group)
+        self._sums: list[torch.Tensor] = []
 
     def __call__(
         self,
@@ -107,7 +146,7 @@ class _SumsBefore:
         async_op: bool = False,
     ) -> dist.Work | None:
         self._sums.append(input_tensor.sum())
-        return reduce_scatter_for_torch(output_tensor, input_tensor, group, op, async_op)
+        return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
 
     def not_finite(self) -> bool | None:
         """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""
@@ -117,7 +156,7 @@ class _SumsBefore:
         self._sums.clear()
 
 
-def _slice(name: str, parameter: DTensor, group: Group) -> ParamSlice:
+def _slice(name: str, parameter: DTensor, group: DistributedGroup) -> ParamSlice:
     """Returns this rank's rows: torch assigns ceil(rows / ranks) consecutive rows to each rank."""
     rows, width = parameter.shape[0], parameter.shape[1:].numel()
     run = -(-rows // group.size)

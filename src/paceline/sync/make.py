@@ -55,7 +55,7 @@ def make_strategy(
     read_as: Mapping[str, torch.dtype] | None = None,
 ) -> Strategy:
     """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
-    bucket_bytes = config.bucket_bytes(group.device.type)
+    bucket_bytes = config.bucket_bytes(next(model.parameters()).device.type)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
     bits = {"int8": 8, "int4": 4}
     makers: dict[str, Callable[[], Strategy]] = {

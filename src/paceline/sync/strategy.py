@@ -139,6 +139,7 @@ class Strategy(ABC):
         self.wait_for_params()
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
-    def full_weights(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by name, exact, in their shapes. Collective if they are sharded or rounded."""
+    def full_weights(self) -> Mapping[str, torch.Tensor]:
+        """Returns all weights by name, exact, in their shapes. Collective if they are rounded; if they are sharded,
+        reading one is."""
         return self.on_all_ranks()

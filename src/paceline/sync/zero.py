@@ -168,7 +168,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             self._num_published += 1
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        found = super().full_weights()
+        found = self.on_all_ranks()
         masters = [bucket.start_full(self._group) for bucket in self.buckets if bucket.is_rounded]
         for full, transfer in masters:
             transfer.wait()

@@ -66,7 +66,8 @@ def start_again(console: Console, world: World, settings: Settings, folder: str)
 
 
 def _devices(world: World) -> str:
-    return " and ".join(sorted({each.device for each in world.facts}))
+    text = " and ".join(sorted({each.device for each in world.facts}))
+    return text.replace("cuda", "cuda (rehearsed, not yet run on a GPU)")
 
 
 def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -74,9 +74,15 @@ def _micro_batches(setup: Setup) -> Iterator[range]:
         yield mine[number] if number < len(mine) else range(0)
 
 
-def say_sample(setup: Setup, weights: dict[str, torch.Tensor]) -> None:
-    """Prints text from the trained model. Rank 0 only, without a collective: the others wait at the end."""
+def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
+    """Prints text from the trained model, on rank 0; the others wait at the end. Collective if weights are sharded."""
     if setup.data.blend.tokenizer_json is None:
+        return
+    on_host = {}
+    for name, tensor in weights.items():  # which gathers a sharded one
+        if setup.world.is_main:
+            on_host[name] = tensor.cpu()
+    if not setup.world.is_main:
         return
     config, tokenizer = setup.config, setup.data.blend.tokenizer()
     prompt = config.train.sample_prompt
@@ -85,7 +91,7 @@ def say_sample(setup: Setup, weights: dict[str, torch.Tensor]) -> None:
         return  # a character vocabulary has no token to begin with
     # A fresh model, because compiled blocks would be compiled again for each length.
     model = build(config.model, config.train.seed, setup.world.device)
-    model.load_state_dict(weights)
+    model.load_state_dict(on_host)
     model.compute_dtype = setup.settings.dtype
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = generate(

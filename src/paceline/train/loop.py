@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Iterator
 from functools import partial
 
+import torch
+
 from paceline.base import faults, units
 from paceline.base.clock import Stopwatch
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
@@ -36,6 +38,7 @@ from paceline.train.check import Checks
 from paceline.train.data import dropout_keys, dummy_micro_batch, layered, open_data
 from paceline.train.evaluate import evaluate, say_sample
 from paceline.train.meet import Setup, meet
+from paceline.train.memory import out_of_memory
 from paceline.train.progress import Progress
 from paceline.train.recorder import cause_of, shown
 from paceline.train.request import Request
@@ -84,7 +87,11 @@ def _failure_recorded(setup: Setup) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        told = _with_missing_rank(error, setup) if isinstance(error, PeerLost) else error
+        told = error
+        if isinstance(error, PeerLost):
+            told = _with_missing_rank(error, setup)
+        elif isinstance(error, torch.OutOfMemoryError):
+            told = out_of_memory(error, setup.settings, setup.world.facts[setup.world.rank])
         setup.checkpoints.saver.abandon()
         step = setup.progress.step
         setup.console.log(f"stopped at step {step}\n{traceback.format_exc()}")
@@ -287,7 +294,7 @@ class Training:
         summary.who_was_slow(console, recorder.stragglers, recorder.totals, recorder.hosts)
         if stop_reason:
             console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
-        elif config.train.sample_tokens and setup.world.is_main:
+        elif config.train.sample_tokens:
             say_sample(setup, weights)
         if row := recorder.evaluation:
             trained = f"{units.count(self.progress.tokens)} tokens, {units.duration(self.progress.elapsed_s)}"

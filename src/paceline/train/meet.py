@@ -31,8 +31,8 @@ from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
-from paceline.world.device import peak_flops
-from paceline.world.group import Group, from_rank_0
+from paceline.world.device import peak_flops, use_deterministic_kernels
+from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
 
@@ -83,6 +83,8 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     require_alike(world.group, request.config, data.blend)
     settings = resolve(request.config, data.blend.vocab_size, world.facts)
     config = settings.config
+    if config.train.deterministic:
+        use_deterministic_kernels()
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints
         from_rank_0(
@@ -170,6 +172,7 @@ def make_watchdog(
             print_error(f"error: {verdict.message}")
         record_status(EXIT_FAILED)
 
+    world.group.set_timeout(config.parallel.timeout_s + SPEAKS_FIRST_S)
     return Watchdog(
         world.peers,
         world.rank,

@@ -16,6 +16,7 @@ from paceline.sync.make import check_strategy, sends_gpu_memory_by_gloo
 from paceline.world.facts import RankFacts, unequal_kinds
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
+_LARGE_VOCAB, _VOCAB_MULTIPLE = 8192, 64
 _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation, and the optimizer's temporaries
 
 
@@ -57,7 +58,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Sett
     choices = _device_choices(config, facts[0])
     config = config.replace(
         "model",
-        vocab_size=config.model.vocab_size or vocab_size,
+        vocab_size=config.model.vocab_size or _vocab_size(vocab_size, choices),
         n_positions=config.model.n_positions or config.data.seq_len,
     )
     config.model.check()
@@ -95,6 +96,16 @@ def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
         threads = "1 thread" if first.threads == 1 else f"{first.threads} threads"
         found.append(Choice(f"{threads} a rank", first.threads_reason, "--parallel.threads"))
     return found
+
+
+def _vocab_size(of_data: int, choices: list[Choice]) -> int:
+    """The model's vocabulary: the data's; a large one rounded up, because the head is a quarter of a small model's work
+    and GPUs are slow at sides like GPT-2's 50,257. The model learns not to use the rest."""
+    size = -(-of_data // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE if of_data >= _LARGE_VOCAB else of_data
+    if size > of_data:
+        why = f"{of_data} of the data, rounded up to a multiple of {_VOCAB_MULTIPLE}"
+        choices.append(Choice(f"vocabulary of {size}", why, "--model.vocab-size"))
+    return size
 
 
 def _dtype(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
@@ -160,7 +171,7 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
     and divide a rank's share equally. Otherwise a rank's micro-batches are limited by its own memory."""
     train, world_size = config.train, len(facts)
     batch, given = train.global_batch_size, train.device_batch_size
-    found = [_largest_micro_batch(config, each, world_size) for each in facts]
+    found = [largest_micro_batch(config, each, world_size) for each in facts]
     limits = [min(given or largest, batch) for largest, _ in found]
     size, why = min(found)
     if config.parallel.shares != "equal":
@@ -176,7 +187,7 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
     return BatchPlan(batch, micro, world_size)
 
 
-def _largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tuple[int, str]:
+def largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tuple[int, str]:
     """The most sequences in a micro-batch of this rank, and why."""
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":
@@ -205,7 +216,10 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     """Bytes for the activations of a rank."""
-    return rank.free_bytes * _MEMORY_SHARE - state_bytes(config, world_size)[config.parallel.strategy]
+    state = state_bytes(config, world_size)[config.parallel.strategy]
+    itemsize = getattr(torch, config.train.dtype).itemsize
+    loss = cost.loss_bytes(config.model, itemsize) if rank.device == "cuda" else 0
+    return rank.free_bytes * _MEMORY_SHARE - state - loss
 
 
 def _fixed_bytes(config: Config) -> int:

@@ -57,10 +57,20 @@ _GPU_PEAKS = (
 _OTHER_PARTS = frozenset(("ti", "super", "d", "laptop", "mobile", "max", "mig"))
 
 
-def choose_device(wanted: str, local_rank: int, local_world_size: int, world_size: int) -> torch.device:
-    """Returns this rank's device; a GPU by its local rank. Raises UserError if the wanted device is missing, or if
-    several ranks want MPS, which Gloo does not support."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def count_gpus() -> int:
+    """Returns the number of GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_device(
+    wanted: str, local_rank: int, local_world_size: int, world_size: int, *, sees_all_gpus: bool = True
+) -> torch.device:
+    """Returns this rank's device; a GPU by its local rank. sees_all_gpus False: a scheduler may show each rank its own
+    GPU only, which is then number 0 on all of them. Raises UserError if the wanted device is missing, or if several
+    ranks want MPS, which Gloo does not support."""
+    num_gpus = count_gpus()
+    if num_gpus == 1 and not sees_all_gpus:
+        local_rank, local_world_size = 0, 1
     if wanted == "auto":
         if num_gpus >= local_world_size:
             wanted = "cuda"
@@ -85,6 +95,14 @@ def choose_device(wanted: str, local_rank: int, local_world_size: int, world_siz
         if world_size > 1:
             raise UserError("parallel.device mps serves one process only (Gloo has no MPS tensors); use cpu")
     return torch.device(wanted)
+
+
+def use_deterministic_kernels() -> None:
+    """Makes torch choose kernels that repeat bit for bit from now on, and refuse operations that have none. Call it
+    before the first matrix product: cuBLAS then takes a fixed workspace."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # we read none
+    torch.use_deterministic_algorithms(True)
 
 
 def choose_threads(wanted: int, local_world_size: int) -> tuple[int, str]:
@@ -225,6 +243,10 @@ class DeviceClock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def has_passed(self, stamp: Stamp) -> bool:
+        """Whether the device has reached the stamp. Waits for nothing; any thread may ask."""
+        return isinstance(stamp, float) or bool(stamp.query())  # type: ignore[attr-defined]
 
     def ms(self, start: Stamp, end: Stamp) -> float:
         """Returns the milliseconds from start to end. On CUDA call `finish` first: both must have happened."""

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 # Gloo raises a plain RuntimeError for everything, its source file first: "[.../tcp/pair.cc:553] Connection closed".
 _SOURCE_FILE = r"^\[\S+:\d+\] "
+_OWN_GPU = "ncclUnhandledCudaError"  # NCCL found this rank's GPU failing, or its memory full
 _GLOO = re.compile(r"^\[\S*gloo[\\/]\S+:\d+\] ")
 
 
@@ -32,7 +33,8 @@ def lost_peers_named(rank: int, what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # NCCL raises a DistBackendError, the store a DistNetworkError.
-        if not isinstance(error, dist.DistError) and not _GLOO.match(str(error)):
+        is_transport = isinstance(error, dist.DistError) or _GLOO.match(str(error))
+        if not is_transport or _OWN_GPU in str(error):
             raise
         raise PeerLost(
             f"rank {rank} {LOST_PEERS} during {what}: {_first_sentence(error)}. "

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline.world.device import choose_dtype, cpu_name
+from paceline.world.device import choose_dtype, count_gpus, cpu_name
 from paceline.world.group import Group
 from paceline.world.handshake import numbers_text
 from paceline.world.memory import free_memory
@@ -30,6 +30,7 @@ class RankFacts:
     free_bytes: float  # memory for this rank: of its GPU, or its part of the host's
     dtype: str  # what "auto" means on this device
     dtype_reason: str
+    num_gpus: int = 0  # that this rank sees
 
     @property
     def kind(self) -> str:
@@ -60,6 +61,17 @@ def own_facts(device: torch.device, backend: str, threads: tuple[int, str], loca
         free_bytes=float(torch.cuda.mem_get_info(device)[0]) if is_cuda else free_memory() / local_world_size,
         dtype=str(dtype).removeprefix("torch."),
         dtype_reason=dtype_reason,
+        num_gpus=count_gpus(),
+    )
+
+
+def warn_of_idle_gpus(facts: Sequence[RankFacts]) -> tuple[str, ...]:
+    """Returns a warning for each host that has GPUs and computes on its CPU."""
+    idle = {each.host: each.num_gpus for each in facts if each.device == "cpu" and each.num_gpus}
+    return tuple(
+        f"{host} computes on its CPU: it has {num_gpus} visible GPU{'s' if num_gpus > 1 else ''} and more ranks. Start "
+        "one rank for each GPU (--nproc auto), or say --parallel.device cpu"
+        for host, num_gpus in idle.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""The only caller of torch.distributed's collectives: all communication between ranks goes through a Group.
+"""The only caller of torch.distributed's collectives, with side.py: all communication between ranks goes through it.
 
 `LocalGroup` has the same verbs for a world of one, so no other code asks how many ranks there are. `DistributedGroup`
 counts bytes and times of each collective. Object collectives are not used: they unpickle what another rank sent.
@@ -24,7 +24,7 @@ from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
 from paceline.world.hierarchy import Hosts
-from paceline.world.transfer import Exchanges, GlooThreads, Messages, Phase, StreamTransfer, nothing, post
+from paceline.world.transfer import Exchanges, GlooThreads, Messages, Phase, Queued, nothing, post
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
 
@@ -40,8 +40,11 @@ class Group(ABC):
     rank: int
     size: int
     timeout_s: float  # how long a collective waits for the other ranks
-    waiting_for: str | None = None  # the collective that this rank is blocked in; the watchdog reads it
-    device: torch.device  # of the tensors that carry numbers and texts
+
+    @property
+    def waiting_for(self) -> str | None:
+        """The collective that this rank waits in; the watchdog reads it in another thread."""
+        return None
 
     @abstractmethod
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
@@ -83,7 +86,7 @@ class Group(ABC):
 
     @abstractmethod
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns every rank's tensor, stacked by rank; all have the same shape. s (n-1) bytes."""
+        """Returns every rank's CPU tensor, stacked by rank; all have the same shape. s (n-1) bytes."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Calls start_all_reduce, and waits."""
@@ -91,32 +94,32 @@ class Group(ABC):
 
     def share(self, values: list[float]) -> list[list[float]]:
         """Returns every rank's values, by rank, as float64. All ranks pass equally many. s (n-1) bytes."""
-        rows: list[list[float]] = self._rows(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        rows: list[list[float]] = self._rows(torch.tensor(values, dtype=torch.float64)).tolist()
         return rows
 
     def share_integers(self, values: list[int]) -> list[list[int]]:
         """Returns every rank's values, by rank, exactly (int64). All ranks pass equally many. s (n-1) bytes."""
-        rows: list[list[int]] = self._rows(torch.tensor(values, dtype=torch.int64, device=self.device)).tolist()
+        rows: list[list[int]] = self._rows(torch.tensor(values, dtype=torch.int64)).tolist()
         return rows
 
     def share_text(self, text: str) -> list[str]:
         """Returns every rank's text, by rank. Costs n-1 times the bytes of the longest."""
         data = text.encode()
         longest = max(row[0] for row in self.share_integers([len(data)]))
-        padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8).to(self.device)
+        padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
         # No text contains NUL: all are JSON or messages, whose encoders escape it.
-        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._rows(padded).cpu()]
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._rows(padded)]
 
     def broadcast_json(self, value: Any, source: int = 0) -> Any:
         """Returns the source's JSON value on every rank. The other ranks' values are ignored."""
         data = json.dumps(value).encode() if self.rank == source else b""
-        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        length = torch.tensor([len(data)], dtype=torch.int64)
         self.broadcast(length, source)
-        buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.device)
+        buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
         if self.rank == source:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.broadcast(buffer, source)
-        return json.loads(bytes(buffer.cpu().tolist()))
+        return json.loads(bytes(buffer.tolist()))
 
 
 class LocalGroup(Group):
@@ -125,7 +128,6 @@ class LocalGroup(Group):
     rank = 0
     size = 1
     timeout_s = 0.0
-    device = torch.device("cpu")
 
     def __init__(self, device: torch.device):
         self._clock = DeviceClock(device)
@@ -172,13 +174,21 @@ class DistributedGroup(Group):
         self.device = device
         self._clock = DeviceClock(device)
         self._traffic = Traffic()
-        # Own CUDA stream for collectives: events before and after one then time only that one.
+        # Collectives of a GPU's tensors have their own stream: events before and after one then time only that one.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._is_nccl = dist.get_backend() == "nccl"
+        # CPU tensors beside NCCL: numbers and texts neither queue behind gradients nor block on the GPU.
+        self._control = dist.new_group(backend="gloo") if self._is_nccl else None  # None: the default group
+        self._blocked_in: str | None = None
+        self._queued = Queued()
         self._hosts = Hosts.of(hosts or [""] * self.size)
         self._exchanges = Exchanges()
         self._gloo, self._cpu_s = GlooThreads(), 0.0
         self._gloo.yield_to_compute()
+
+    @property
+    def waiting_for(self) -> str | None:
+        return self._blocked_in or self._queued.under_way()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
@@ -221,11 +231,11 @@ class DistributedGroup(Group):
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         with self._timed("a broadcast", tensor):
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, source, group=self._control if tensor.device.type == "cpu" else None)
 
     def barrier(self) -> None:
         with self._waiting("a barrier"):
-            dist.barrier()
+            dist.barrier(group=self._control)
 
     def take_traffic(self) -> Traffic:
         known, self._traffic = self._traffic, Traffic()
@@ -237,14 +247,17 @@ class DistributedGroup(Group):
 
     def set_timeout(self, seconds: float) -> None:
         assert dist.group.WORLD is not None
-        dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
+        if self._control is not None:
+            self._control.set_timeout(timedelta(seconds=seconds))
+        # NCCL counts from when a collective is queued, and then ends the process: the watchdog has to be first.
+        dist.group.WORLD.set_timeout(timedelta(seconds=2 * seconds if self._is_nccl else seconds))
         self.timeout_s = seconds
         self._exchanges.patience = (timedelta(seconds=seconds),)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=self.device)
+        gathered = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
         with self._timed("an all-gather", tensor):
-            dist.all_gather(list(gathered.unbind()), tensor)
+            dist.all_gather(list(gathered.unbind()), tensor, group=self._control)
         return gathered
 
     def _parts(self, flat: torch.Tensor, borders: Sequence[int]) -> list[torch.Tensor]:
@@ -264,11 +277,12 @@ class DistributedGroup(Group):
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream), lost_peers_named(self.rank, name):
-            transfer = StreamTransfer(self._clock)
+            transfer = Transfer(self._clock)
             work = begin(tensor)
             assert work is not None
             work.wait()  # makes this stream, not the host, wait for NCCL's stream
             transfer.record_end()
+        self._queued.add(name, transfer)
         end: Any = transfer.end
         return self._counted(transfer, num_bytes, name, lambda: torch.cuda.current_stream(self.device).wait_event(end))
 
@@ -291,42 +305,26 @@ class DistributedGroup(Group):
         return transfer
 
     @contextmanager
-    def _timed(self, name: str, tensor: torch.Tensor) -> Iterator[None]:
+    def watched(self, name: str) -> Iterator[Transfer]:
+        """Shows the watchdog the collective that is queued inside, in the GPU's current stream."""
         transfer = Transfer(self._clock)
-        with self._waiting(name):
-            yield
+        yield transfer
         transfer.record_end()
+        if self._is_nccl:
+            self._queued.add(name, transfer)
+
+    @contextmanager
+    def _timed(self, name: str, tensor: torch.Tensor) -> Iterator[None]:
+        with self._waiting(name), self.watched(name) as transfer:
+            yield
         self._traffic.num_bytes += tensor.nbytes * (self.size - 1)
         self._traffic.transfers.append(transfer)
 
     @contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
         """Marks this rank as blocked in the collective `name`."""
-        start, self.waiting_for = self._clock.stamp(), name
+        start, self._blocked_in = self._clock.stamp(), name
         with lost_peers_named(self.rank, name):
             yield
-        self.waiting_for = None  # kept if it raises: shows where the rank failed
+        self._blocked_in = None  # kept if it raises: shows where the rank failed
         self._traffic.waits.append((start, self._clock.stamp()))
-
-
-class SideChannel:
-    """Sends and receives CPU tensors from any thread, in its own Gloo process group. Creating it is collective."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Returns when the tensor may be overwritten. Raises RuntimeError if the other rank is gone."""
-        dist.send(tensor, to, group=self._group)
-
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Fills the tensor with what the source sends. Raises RuntimeError if the source is gone."""
-        dist.recv(tensor, source, group=self._group)
-
-
-def reduce_scatter_for_torch(
-    output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool
-) -> dist.Work | None:
-    """The collective with which torch's `fully_shard` sums a block's gradients. Its bytes and time are not counted."""
-    work: dist.Work | None = dist.reduce_scatter_tensor(output, flat, op, group, async_op)
-    return work

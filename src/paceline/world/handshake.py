@@ -37,10 +37,11 @@ class Facts:
     world_size: int
     job: str
     network: str  # equal if loopback is the same
-    address: str  # at which Gloo will listen; empty: another backend
+    address: str  # at which Gloo will listen, which carries small messages beside NCCL, too
     interfaces: str
     backend: str
     device: str
+    gpu: str  # its UUID; empty: none
     versions: dict[str, str]  # of libraries that must be the same
 
 
@@ -154,11 +155,22 @@ def _difference(present: list[Facts]) -> str:
             )
     if len({facts.network for facts in present}) > 1:
         for facts in present:
-            if facts.address and is_loopback(facts.address):
+            if is_loopback(facts.address):
                 return (
                     f"{facts.peer.shown} would listen on {facts.address}, where other hosts do not reach it; name its "
                     f"interface with --parallel.interface: {facts.peer.host} has {facts.interfaces}"
                 )
+    return _shared_gpu(present)
+
+
+def _shared_gpu(present: list[Facts]) -> str:
+    by_gpu = {facts.gpu: facts.peer for facts in reversed(present)}
+    for facts in present:
+        if facts.gpu and by_gpu[facts.gpu] is not facts.peer:
+            return (
+                f"{by_gpu[facts.gpu].shown} and {facts.peer.shown} would compute on the same GPU, {facts.gpu}: show "
+                "each task its own (srun --gpus-per-task 1), or all of them all GPUs and give each its LOCAL_RANK"
+            )
     return ""
 
 

@@ -146,9 +146,10 @@ def _facts(env: Environment, interface: str, backend: str, device: str) -> Facts
         world_size=env.world_size,
         job=env.job,
         network=network_id(),
-        address=transfer_address(named) if backend == "gloo" else "",
+        address=transfer_address(named),
         interfaces=interfaces_text(),
         backend=backend,
         device=device,
+        gpu=str(torch.cuda.get_device_properties().uuid) if device == "cuda" else "",
         versions={"torch": torch.__version__.split("+")[0], "paceline": __version__},
     )

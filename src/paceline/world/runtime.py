@@ -26,7 +26,7 @@ from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
-from paceline.world.facts import RankFacts, gather_facts, own_facts
+from paceline.world.facts import RankFacts, gather_facts, own_facts, warn_of_idle_gpus
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
 from paceline.world.join import Joined, is_held, join_open_group, join_world
 from paceline.world.peer import Peer, this_process
@@ -196,7 +196,10 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         check_interface(config.interface)
         if not is_held(env.master_port):
             check_master(env, config.interface, config.timeout_s)
-    device = choose_device(config.device, env.local_rank, env.local_world_size, env.world_size)
+    sees_all_gpus = "TORCHELASTIC_RUN_ID" in os.environ  # its ranks have one environment; Slurm's tasks may not
+    device = choose_device(
+        config.device, env.local_rank, env.local_world_size, env.world_size, sees_all_gpus=sees_all_gpus
+    )
     threads = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads[0])
     _keep_freed_memory()
@@ -204,6 +207,9 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         torch.cuda.set_device(device)
     group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
     with group_open as (group, joined, backend):
+        facts = gather_facts(group, own_facts(device, backend, threads, env.local_world_size))
+        warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
+        idle = warn_of_idle_gpus(facts) if config.device == "auto" else ()
         yield World(
             rank=env.rank,
             world_size=env.world_size,
@@ -214,10 +220,10 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             threads=threads[0],
             group=group,
             peers=joined.peers if joined else (this_process(env),),
-            facts=gather_facts(group, own_facts(device, backend, threads, env.local_world_size)),
+            facts=facts,
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
-            warnings=(*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else (),
+            warnings=(*warnings, *idle),
         )
 
 
@@ -232,13 +238,12 @@ def _open_group(
     backend = _choose_backend(config.backend, device)
     launcher = os.environ.get("PACELINE_LAUNCHER")
     die_with_parent(int(launcher) if launcher else None)
-    if backend == "gloo" and not config.interface:
+    if not config.interface:
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     joined = join_world(env, config.interface, backend, device.type, config.timeout_s)
     clean = False
     try:
-        _open_process_group(config, env, device, backend, joined)
-        yield _make_group(device, backend, config.timeout_s, joined), joined, backend
+        yield _open_process_group(config, env, device, backend, joined), joined, backend
         clean = True
     finally:
         if dist.is_initialized():
@@ -287,7 +292,7 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
 
 def _open_process_group(
     config: ParallelConfig, env: Environment, device: torch.device, backend: str, joined: Joined
-) -> None:
+) -> DistributedGroup:
     if config.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = config.interface
         os.environ["NCCL_SOCKET_IFNAME"] = config.interface
@@ -300,6 +305,7 @@ def _open_process_group(
             timeout=timedelta(seconds=config.timeout_s),
             device_id=device if backend == "nccl" else None,
         )
+        return _make_group(device, backend, config.timeout_s, joined)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"rank {env.rank} of {env.world_size} met the others at {env.master_addr}:{env.master_port}, and could not "

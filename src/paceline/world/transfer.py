@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,7 +37,12 @@ class Transfer:
     @property
     def is_over(self) -> bool:
         """Whether `start` and `end` may be compared."""
-        return self.end is not None
+        return self.end is not None and self._clock.has_passed(self.end)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has begun on the device, and has not ended there."""
+        return self._clock.has_passed(self.start) and not self.is_over
 
     def wait(self) -> None:
         """Returns when the result may be used; raises PeerLost."""
@@ -49,12 +55,24 @@ class Transfer:
             self.end = self._clock.stamp()
 
 
-class StreamTransfer(Transfer):
-    """A collective in a CUDA stream: `end` is an event recorded when the collective was queued."""
+class Queued:
+    """The collectives in a GPU's streams, by name. The host only queues them; later it waits in some read of a result,
+    where only the GPU's events tell which collective it waits for."""
 
-    @property
-    def is_over(self) -> bool:
-        return bool(self.end.query())  # type: ignore[union-attr]
+    def __init__(self) -> None:
+        self._transfers: deque[tuple[str, Transfer]] = deque()
+
+    def add(self, name: str, transfer: Transfer) -> None:
+        """Adds one whose `end` is set; drops those that are over."""
+        while self._transfers and self._transfers[0][1].is_over:
+            self._transfers.popleft()
+        self._transfers.append((name, transfer))
+
+    def under_way(self) -> str | None:
+        """Returns the name of the first one that the GPU has begun and not ended. For another thread."""
+        with contextlib.suppress(RuntimeError):  # the GPU failed: the main thread gets the same error
+            return next((name for name, transfer in tuple(self._transfers) if transfer.is_under_way), None)
+        return None
 
 
 @dataclass

@@ -129,8 +129,9 @@ class Watchdog:
             still_s = now - self._seen[2]
             self._beats.listens = self._state != "runs" or still_s > 3 * self._beat_s()
             self._obey()
-            if self._beats.listens and self._calls is not None and wait is not None:
-                self._end_if(blame.different_calls(self._known()))
+            if self._beats.listens and wait is not None:  # NCCL does not tell that a rank is dead
+                known = self._known()
+                self._end_if(blame.dead(known) or blame.different_calls(known))
             is_watched = self._state == "runs" and (self._calls is None or wait is not None)
             if is_watched and still_s > self.timeout_s:
                 # Half the limit: news of others is some beats late, and a rank that resumed meanwhile is not to blame.

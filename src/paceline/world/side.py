@@ -1,0 +1,48 @@
+"""Collectives and messages beside a Group's, which neither counts nor times them."""
+
+import torch
+import torch.distributed as dist
+
+from paceline.world.group import DistributedGroup
+
+
+class SideChannel:
+    """Sends and receives CPU tensors from any thread, in its own Gloo process group. Creating it is collective."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Returns when the tensor may be overwritten. Raises RuntimeError if the other rank is gone."""
+        dist.send(tensor, to, group=self._group)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fills the tensor with what the source sends. Raises RuntimeError if the source is gone."""
+        dist.recv(tensor, source, group=self._group)
+
+
+def all_gather_for_torch(
+    group: DistributedGroup,
+    output: torch.Tensor,
+    flat: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    async_op: bool,
+) -> dist.Work | None:
+    """The collective with which torch's `fully_shard` gathers a block's weights."""
+    with group.watched("an all-gather of weights"):
+        work: dist.Work | None = dist.all_gather_into_tensor(output, flat, process_group, async_op)
+    return work
+
+
+def reduce_scatter_for_torch(
+    group: DistributedGroup,
+    output: torch.Tensor,
+    flat: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    op: dist.ReduceOp,
+    async_op: bool,
+) -> dist.Work | None:
+    """The collective with which it sums a block's gradients."""
+    with group.watched("a reduce-scatter of gradients"):
+        work: dist.Work | None = dist.reduce_scatter_tensor(output, flat, op, process_group, async_op)
+    return work

@@ -1,0 +1,73 @@
+"""Lets fake tensors on "cuda" take part in autograd on a CPU build of torch, on a machine without a GPU.
+
+A CUDA build without a GPU needs nothing of this: FakeTensorMode gives it a device guard that does nothing. A CPU build
+has no guard that could be replaced, and its engine asks `hasCUDA()` before it runs a backward pass on "cuda". Both are
+answered here by copies of C++ vtables, in this process only. So it is tied to torch's version.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TORCH = "2.13.0"
+_CUDA, _META = 1, 14  # c10::DeviceType
+_ROOT = Path(torch.__file__).parent
+_kept: list[object] = []  # what C++ points to
+
+Table = ctypes.Array[ctypes.c_void_p]
+
+
+def why_not() -> str:
+    """Why this build cannot be made to believe in a GPU; empty if it can."""
+    if torch.version.cuda is not None:
+        return "a build of torch with CUDA"
+    found = torch.__version__.split("+")[0]
+    return "" if found == TORCH else f"torch {found}; written for the C++ interfaces of {TORCH}"
+
+
+def pretend() -> None:
+    """Makes torch take "cuda" for a device of this machine that has no streams and no kernels. Again: does nothing."""
+    c10, cpu = (ctypes.CDLL(str(_ROOT / "lib" / name)) for name in ("libc10.so", "libtorch_cpu.so"))
+    guards = (ctypes.c_void_p * 22).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    if guards[_CUDA]:
+        return
+    guard = ctypes.cast(guards[_META], ctypes.POINTER(ctypes.c_void_p))
+    slots = [*_virtuals("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface"), "~", "~"]
+    table = _copied(guard, len(slots))
+    count = ctypes.CFUNCTYPE(ctypes.c_byte, ctypes.c_void_p)(lambda _: 0)  # none: torch then takes its empty guard
+    table[slots.index("deviceCount")] = ctypes.cast(count, ctypes.c_void_p).value
+    empty = ctypes.c_void_p(ctypes.addressof(table))
+    _kept.extend((count, empty))
+    guards[_CUDA] = ctypes.addressof(empty)
+    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+    assert guards[_CUDA] != ctypes.addressof(empty), "torch did not take its empty guard"
+
+    # at::hasCUDA() is a virtual call. `current_device` takes as many arguments and returns -1, which is true.
+    get_hooks: Callable[[], int] = cpu._ZN2at6detail12getCUDAHooksEv
+    get_hooks.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+    hooks = ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))
+    base = _virtuals("ATen/detail/AcceleratorHooksInterface.h", "AcceleratorHooksInterface")
+    own = _virtuals("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface")
+    slots = ["~", "~", *base, *(name for name in own if name not in base)]
+    table = _copied(hooks, len(slots))
+    for name in ("hasCUDA", "isBuilt", "hasPrimaryContext"):
+        table[slots.index(name)] = table[slots.index("current_device")]
+    hooks[0] = ctypes.addressof(table)
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+
+
+def _virtuals(header: str, struct: str) -> list[str]:
+    """The virtual functions of a C++ struct in the order of their declaration, without the destructor."""
+    text = (_ROOT / "include" / header).read_text()
+    body = text[re.search(rf"struct \w+ {struct}\b", text).start() :].split("\n};")[0]  # type: ignore[union-attr]
+    return re.findall(r"^\s*virtual\s+[\w:<>,\s&*]*?[\s&*](\w+)\s*\(", body, re.M)
+
+
+def _copied(place: "ctypes._Pointer[ctypes.c_void_p]", size: int) -> Table:
+    """A copy of the vtable that an object begins with."""
+    table = (ctypes.c_void_p * size).from_buffer_copy((ctypes.c_void_p * size).from_address(place[0] or 0))
+    _kept.append(table)
+    return table

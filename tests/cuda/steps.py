@@ -1,0 +1,128 @@
+"""Whole training steps of a preset at full size on a modelled GPU (gpu.py)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu import CUDA, Gpu, rehearsed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from paceline.config import Config, load_preset
+from paceline.model.gpt import GPT
+from paceline.optim.optimizer import make_optimizers
+from paceline.replica.batch import Batch
+from paceline.replica.replica import Replica
+from paceline.replica.scaler import LossScaler
+from paceline.sync import fsdp
+from paceline.world.facts import RankFacts
+from paceline.world.group import DistributedGroup, Group, LocalGroup
+from paceline.world.runtime import World
+
+SEQ_LEN = 1024
+
+
+class _Alike(Group):
+    """Small messages pass over Gloo, which is not modelled: all ranks have this one's."""
+
+    def share(self, values: list[float]) -> list[list[float]]:
+        return [values] * self.size
+
+    def share_integers(self, values: list[int]) -> list[list[int]]:
+        return [values] * self.size
+
+    def share_text(self, text: str) -> list[str]:
+        return [text] * self.size
+
+
+class _World(_Alike, DistributedGroup): ...
+
+
+class _Alone(_Alike, LocalGroup): ...
+
+
+@dataclass
+class Rehearsal:
+    """One rank on a GPU."""
+
+    gpu: Gpu
+    replica: Replica
+    group: Group
+    micro_batch: int
+
+    def step(self, micro_batches: int) -> None:
+        """One update as train/loop.py makes it."""
+        tokens = [torch.zeros(self.micro_batch, SEQ_LEN, dtype=torch.int64, device=CUDA) for _ in range(micro_batches)]
+        step = self.replica.step(Batch(tokens), total=float(self.micro_batch * SEQ_LEN * self.group.size))
+        for tokens_BT in step:
+            step.backward(self.replica.model(tokens_BT, tokens_BT), weight=tokens_BT.numel(), is_sum=True)
+        step.finish(max_norm=1.0)
+
+
+@contextmanager
+def rehearsal(
+    preset: str, strategy: Any, size: int, *, rank: int = 0, layers: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Rehearsal]:
+    """Yields a rank of a world of this size; inside all tensors are fake. layers: 0: as many as the preset has."""
+    config = load_preset(preset, Config()).replace("model", n_positions=SEQ_LEN)
+    config = config.replace("model", n_layer=layers or config.model.n_layer)
+    gpu = Gpu()
+    with _torchs_own_mesh(size) if strategy == "fsdp" else nullcontext(), rehearsed(gpu, rank, size):
+        group: Group = _World(CUDA) if size > 1 else _Alone(CUDA)
+        with CUDA:
+            model = GPT(config.model)
+        model.compute_dtype = dtype
+        named = list(model.named_parameters())
+        optimizers = make_optimizers(config.optim, named, lr=1e-3, weight_decay=0.1, compute_dtype=dtype)
+        world = _world(group, rank, size)
+        replica = Replica(model, optimizers, world, strategy=strategy, blocks=list(model.layers))
+        replica.scaler = LossScaler.for_dtype(dtype)
+        yield Rehearsal(gpu, replica, group, micro_batch=4)
+
+
+@contextmanager
+def _torchs_own_mesh(size: int) -> Iterator[None]:
+    """fully_shard asks a process group who it is; torch has one that sends nothing."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    mesh = init_device_mesh("cuda", (size,))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp, "init_device_mesh", lambda *_: mesh)
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _world(group: Group, rank: int, size: int) -> World:
+    facts = RankFacts(
+        host="a",
+        device="cuda",
+        backend="nccl",
+        processor="a GPU",
+        instructions="CUDA",
+        rounding="",
+        threads=1,
+        threads_reason="",
+        free_bytes=8e10,
+        dtype="bfloat16",
+        dtype_reason="",
+    )
+    return World(
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        local_world_size=size,
+        device=CUDA,
+        backend="nccl",
+        threads=1,
+        group=group,
+        peers=(),
+        facts=(facts,) * size,
+        generation="",
+        store=None,
+        warnings=(),
+    )

@@ -1,0 +1,174 @@
+"""Training on GPUs, rehearsed without one: no race, no host wait and no copy that is not listed here."""
+
+import re
+import threading
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import gpu
+import no_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from steps import rehearsal
+
+from paceline.model import loss
+from paceline.model.layers import Block
+from paceline.sync import zero
+from paceline.world.transfer import Transfer
+
+if reason := no_gpu.why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("_pretended")
+
+# What a step waits for. One of these leaves the GPU idle for as long as the host takes to queue the next kernels.
+WAITS = {
+    "clip.py clip_": 1,  # the norm decides whether there is an update
+    "step.py _exchange": 1,  # the loss
+}
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module")
+def _pretended() -> None:
+    no_gpu.pretend()
+
+
+@pytest.mark.parametrize(
+    ("preset", "strategy", "size", "layers", "micro_batches", "dtype"),
+    [
+        ("gpt2-124m", "ddp", 1, 1, 1, BF16),
+        ("gpt2-124m", "ddp", 8, 1, 3, FP16),
+        ("gpt2-124m", "naive", 2, 1, 1, BF16),
+        ("gpt2-124m-modern", "zero", 8, 1, 0, BF16),  # a rank without a micro-batch
+        ("gpt2-124m", "fsdp", 4, 2, 2, BF16),
+        pytest.param("gpt2-124m", "ddp", 8, 12, 2, BF16, marks=pytest.mark.long),
+        pytest.param("gpt2-124m", "zero", 8, 12, 1, BF16, marks=pytest.mark.long),
+        pytest.param("gpt2-124m-modern", "zero", 8, 12, 2, BF16, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed(
+    preset: str, strategy: str, size: int, layers: int, micro_batches: int, dtype: torch.dtype
+) -> None:
+    with rehearsal(preset, strategy, size, layers=layers, dtype=dtype) as rank:
+        rank.step(micro_batches)
+        rank.step(micro_batches)
+        rank.gpu.waits.clear()
+        rank.gpu.copies.clear()
+        rank.step(micro_batches)
+    expected = WAITS if micro_batches else {"clip.py clip_": 1, "device.py finish": 1}
+    assert rank.gpu.races == []
+    assert without_lines(rank.gpu.waits) == expected, f"the host waits in {dict(rank.gpu.waits)}"
+    assert rank.gpu.copies == {}
+    if size > 1:
+        assert (
+            rank.gpu.collectives.keys()
+            == {
+                "ddp": {"broadcast", "all-reduce"},
+                "naive": {"broadcast", "all-reduce"},
+                "zero": {"broadcast", "reduce-scatter", "all-gather"},
+                "fsdp": {"broadcast", "reduce-scatter", "all-gather"},
+            }[strategy]
+        )
+
+
+def without_lines(places: Counter[str]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for place, count in places.items():
+        found[re.sub(r":\d+", "", place)] += count
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mutation"),
+    [(strategy, mutation) for strategy in ("ddp", "naive", "zero") for mutation in ("results", "order")]
+    + [("zero", "weights")],
+)
+def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutation == "results":
+        monkeypatch.setattr(Transfer, "wait", lambda _: None)
+    elif mutation == "weights":
+        monkeypatch.setattr(zero, "_wait_for", lambda _: None)
+    with rehearsal("gpt2-124m-modern", strategy, 4, layers=1) as rank:
+        if mutation == "order":  # collectives begin before backward has computed what they send
+            wait = gpu.Stream.wait_stream
+            monkeypatch.setattr(
+                gpu.Stream, "wait_stream", lambda mine, other: wait(mine, other) if mine is rank.gpu.nccl else None
+            )
+        rank.step(1)
+        rank.step(1)
+    assert rank.gpu.races
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [
+        ("ddp", "all-reduce"),
+        ("naive", "all-reduce"),
+        ("zero", "reduce-scatter"),
+        ("zero", "all-gather"),
+        ("fsdp", "all-gather"),
+        ("fsdp", "reduce-scatter"),
+    ],
+)
+def test_the_watchdog_sees_which_collective_a_blocked_host_waits_for(strategy: str, held: str) -> None:
+    """Other ranks do not join a collective. NCCL blocks no call: the host blocks where it reads a result."""
+    seen: list[str | None] = []
+    with rehearsal("gpt2-124m", strategy, 4, layers=1) as rank:
+        rank.step(1)
+
+        def ask() -> None:  # as the watchdog does, from its thread
+            thread = threading.Thread(target=lambda: seen.append(rank.group.waiting_for))
+            thread.start()
+            thread.join()
+
+        rank.gpu.held, rank.gpu.when_held = held, ask
+        rank.step(1)
+        rank.step(1)
+    assert seen
+    assert all(name is not None and held in name for name in seen), seen
+
+
+def test_a_rank_whose_own_gpu_is_stuck_does_not_count_as_waiting() -> None:
+    """A kernel of ours never ends; a collective is queued behind it."""
+    with rehearsal("gpt2-124m", "ddp", 4, layers=1) as rank:
+        rank.step(1)
+        rank.gpu.hold_from_now(rank.gpu.default)
+        rank.step(1)
+        assert rank.group.waiting_for is None
+
+
+def test_compiling_a_model_on_cuda_compiles_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def of_chunk(logits_RV: torch.Tensor, *rest: Any) -> Any:
+        given.append(logits_RV)
+        return loss._fused_chunk(logits_RV, *rest)
+
+    monkeypatch.setattr(Block, "compile", lambda _: None)
+    monkeypatch.setattr(loss, "_compiled", lambda: of_chunk)
+    with rehearsal("gpt2-124m", "ddp", 1, layers=1) as rank:
+        rank.step(1)
+        assert given == []
+        rank.replica.model.compile_blocks()  # type: ignore[operator]
+        rank.step(1)
+    assert {logits_RV.dtype for logits_RV in given} == {BF16}
+    assert without_lines(rank.gpu.waits).keys() >= WAITS.keys()
+
+
+def test_nccls_timeout_which_ends_a_process_comes_long_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, float] = {}
+
+    def process_group(name: str) -> Any:
+        return SimpleNamespace(set_timeout=lambda timeout: given.update({name: timeout.total_seconds()}))
+
+    with rehearsal("gpt2-124m", "ddp", 4, layers=1) as rank:
+        monkeypatch.setattr(rank.group, "_control", process_group("Gloo"))
+        dist.group.WORLD = process_group("NCCL")
+        try:
+            rank.group.set_timeout(65.0)
+        finally:
+            dist.group.WORLD = None
+    assert given == {"NCCL": 130.0, "Gloo": 65.0}
