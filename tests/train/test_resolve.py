@@ -165,5 +165,5 @@ def test_a_large_vocabulary_is_rounded_up_and_said(of_data: int, of_model: int) 
     assert found.config.model.vocab_size == of_model
     said = [choice.why for choice in found.choices if choice.flag == "--model.vocab-size"]
     assert said == ([] if of_model == of_data else [f"{of_data} of the data, rounded up to a multiple of 64"])
-    given = resolve(config.replace("model", vocab_size=of_data), blend, [FACTS])
+    given = resolve(config.replace("model", vocab_size=of_data), of_data, [FACTS])
     assert given.config.model.vocab_size == of_data
