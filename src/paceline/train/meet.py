@@ -218,6 +218,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         wire=config.parallel.wire,
         read_as=model.read_as(),
         sync_every=config.parallel.sync_every,
+        rounded_gradients=model.rounded_gradients(),
     )
     replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
     return replica
