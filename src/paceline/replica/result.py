@@ -22,7 +22,7 @@ class StepTimes(NamedTuple):
     exposed_comm_ms: float  # the rank waited for a collective
     comm_bytes: float  # sent by this rank in transfers that began in this step
     step_ms: float  # from the step's beginning until the read
-    codec_ms: float = 0.0  # coding messages, in all threads; the other parts contain it
+    codec_ms: float = 0.0  # CPU time of coding messages, in the background, too; the other parts contain it
 
     @property
     def compute_ms(self) -> float:
