@@ -102,7 +102,6 @@ def train(world: Any, data: torch.Tensor, size: str, optimizer: Any, path: str, 
     blocks = data[-held_out:][: 256 * length].view(-1, length).long()
     with torch.no_grad():
         total = float(model(blocks[:, :-1], blocks[:, 1:])) / blocks[:, 1:].numel()
-    replica.release()
     return total
 
 

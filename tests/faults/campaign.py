@@ -33,6 +33,8 @@ SETTINGS = (
     (2, ("--parallel.strategy", "zero", "--optim.name", "muon")),
     (3, ("--parallel.strategy", "zero")),
     (2, ("--parallel.strategy", "fsdp")),
+    (2, ("--parallel.wire", "int4")),
+    (3, ("--parallel.wire", "int8", "--optim.name", "muon")),
 )
 WAYS = ("rank", "rank", "save", "launcher", "all", "outside", "twice")
 

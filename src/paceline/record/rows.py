@@ -36,7 +36,7 @@ class StepRow:
     rank_backward_ms: list[float]
     rank_exposed_comm_ms: list[float]  # includes the rest of step_ms
     rank_optim_ms: list[float]
-    codec_ms: float = 0.0  # this rank's threads coded messages (parallel.wire int8, int4); the parts contain it
+    codec_ms: float = 0.0  # CPU time of coding messages (parallel.wire int8, int4); the parts contain it
 
     def parts(self) -> dict[str, list[float]]:
         """Returns part -> milliseconds by rank; a rank's parts add up to its step."""

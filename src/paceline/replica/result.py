@@ -23,7 +23,7 @@ class StepTimes(NamedTuple):
     comm_cpu_ms: float  # CPU time of the threads that carry transfers
     comm_bytes: float  # sent by this rank in transfers that began in this step
     step_ms: float  # from the step's beginning until the read
-    codec_ms: float = 0.0  # coding messages, in all threads; the other parts contain it
+    codec_ms: float = 0.0  # CPU time of coding messages, in the background, too; the other parts contain it
 
     @property
     def compute_ms(self) -> float:

@@ -44,7 +44,7 @@ class CodedBucket(ShardedBucket):
 
     def start_coded_reduce(self, group: Group, loss_factor: float) -> Transfer:
         """Begins to add up the ranks' gradients on their owners. 1 or 1/2 byte an element of the other ranks' parts."""
-        began = time.perf_counter()
+        began = time.thread_time()
         own = slice(*self.span)
         if self.excess is not None:
             if loss_factor != self.loss_factor:  # a new tensor: a save may still copy the old one
@@ -63,7 +63,7 @@ class CodedBucket(ShardedBucket):
         self._count(began)
 
         def add_up() -> None:
-            began = time.perf_counter()
+            began = time.thread_time()
             for message in arrived.values():
                 self._gradients.add_decoded(message, self.flat.data[own])
             self._count(began)
@@ -76,14 +76,14 @@ class CodedBucket(ShardedBucket):
             assert self._next is not None
             self.excess, self._next = self._next, self.excess
             self._next[slice(*self.span)] = 0
-        began = time.perf_counter()
+        began = time.thread_time()
         arrived = {source: self._message(self._weights, source) for source in _others(group, -1)}
         mine = self._message(self._weights, group.rank)
         self._weights.encode(self.master, mine, minus=self.values[slice(*self.span)])
         self._count(began)
 
         def add_up() -> None:
-            began = time.perf_counter()
+            began = time.thread_time()
             for source, message in {group.rank: mine, **arrived}.items():
                 self._weights.add_decoded(message, self.values[slice(*self._parts[source])])
             self._count(began)
@@ -105,7 +105,7 @@ class CodedBucket(ShardedBucket):
         return torch.empty(codec.num_bytes(stop - start), dtype=torch.uint8, device=self.flat.device)
 
     def _count(self, began: float) -> None:
-        self.codec_ms += (time.perf_counter() - began) * 1e3
+        self.codec_ms += (time.thread_time() - began) * 1e3
 
 
 class CodedSync(ShardedSync):

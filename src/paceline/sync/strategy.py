@@ -128,7 +128,7 @@ class Strategy(ABC):
         return
 
     def take_codec_ms(self) -> float:
-        """Returns the time spent coding messages since the last call, in all threads."""
+        """Returns the CPU time of coding messages since the last call, of the threads that did it."""
         return 0.0
 
     def weights(self) -> dict[Slice, torch.Tensor]:
