@@ -401,6 +401,20 @@ def test_a_bucket_is_gathered_when_the_next_one_is_to_be_updated() -> None:
     assert not any(bucket.gathering in begun for bucket in sync.buckets)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_last_norm_and_the_output_layer_wait_for_their_weights_after_the_blocks(name: str) -> None:
+    model = build(MODELS[name], 1, "cpu")
+    sync = ShardedSync(model, LocalGroup(CPU), 1, {}, [*model.layers, *model.ends()])
+    missing = lambda *_: {bucket.names[0] for bucket in sync.buckets if bucket.gathering is not None}  # noqa: E731
+    seen: list[set[str]] = []
+    model.layers[-1].register_forward_hook(lambda *_: seen.append(missing()))
+    sync.publish()
+    tokens_BT = torch.ones(1, 8, dtype=torch.int64)
+    model(tokens_BT, tokens_BT)
+    assert seen == [{name for name, _ in model.named_parameters() if name.startswith(("norm", "lm_head"))}]
+    assert not missing()
+
+
 def compiled(world: World) -> list[list[float]]:
     """Losses with blocks compiled in place, and plain; one rank publishes late, so a stale weight would show."""
     found = []
