@@ -20,11 +20,18 @@ class WireBits:
         return (num_ranks - 1) / num_ranks * bits / 8
 
 
-def wire_bits(strategy: str, wire: str, compute_bits: int, sync_every: int = 1) -> WireBits:
-    """Returns the bits of ddp and naive (an all-reduce of gradients), zero, or local (an all-reduce of a fragment).
-    compute_bits: of the compute dtype, in which zero sends weights that are read in no other."""
+def wire_bits(
+    strategy: str, wire: str, compute_bits: int, *, sync_every: int = 1, ranks_per_host: float = 1
+) -> WireBits:
+    """Returns the bits of ddp and naive (an all-reduce of gradients), zero, or local (an all-reduce of a fragment), as
+    hosts send them.
+
+    compute_bits: of the compute dtype, in which zero sends weights that are read in no other. ranks_per_host: ranks of
+    a host add up float32 gradients before they send them; other gradients go from each rank to each.
+    """
     if strategy != "zero":
         return WireBits(64 / sync_every, 0, 0)
+    gradient = _GRADIENT_BITS[wire] * (1 if wire == "exact" else ranks_per_host)
     if wire in _WEIGHT_BITS:
-        return WireBits(_GRADIENT_BITS[wire], _WEIGHT_BITS[wire], _WEIGHT_BITS[wire])
-    return WireBits(_GRADIENT_BITS[wire], compute_bits, 32)
+        return WireBits(gradient, _WEIGHT_BITS[wire], _WEIGHT_BITS[wire])
+    return WireBits(gradient, compute_bits, 32)

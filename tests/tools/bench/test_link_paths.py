@@ -1,5 +1,7 @@
 """The predicted step against a schedule simulated before (times of two hosts with the preset `lesson`)."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.tools.bench.link_paths import Job, Stage, paths, predict
@@ -53,6 +55,11 @@ def test_bytes_are_those_of_the_elements_on_the_wire() -> None:
     assert sent["--parallel.strategy zero --parallel.wire int8"] == pytest.approx(
         2 / 3 * 12.25 / 8 * (blocks + embeddings)
     )
+    two_a_host = replace(work, num_ranks=6)
+    shared = {path.flags: predict(two_a_host, path).wire_bytes for path in paths(two_a_host)}
+    assert shared["--parallel.strategy zero"] == sent["--parallel.strategy zero"]
+    coded = "--parallel.strategy zero --parallel.wire int8"
+    assert shared[coded] - sent[coded] == pytest.approx(2 / 3 * 8.125 / 8 * (blocks + embeddings))
     every = "--parallel.strategy local --parallel.sync-every"
     assert sent[f"{every} 8"] == 4 * sent[f"{every} 32"] == pytest.approx(sent["--parallel.strategy ddp"] / 8)
 

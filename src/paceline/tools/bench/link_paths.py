@@ -154,7 +154,7 @@ def paths(job: Job, sync_every: Sequence[int] = (8, 32)) -> list[Path]:
     for wire, (encode_ns, update_ns) in _CODEC_NS.items():
         path = Path(
             flags="--parallel.strategy zero" + (f" --parallel.wire {wire}" if wire != "exact" else ""),
-            bits=wire_bits("zero", wire, job.compute_bits),
+            bits=wire_bits("zero", wire, job.compute_bits, ranks_per_host=job.num_ranks / job.num_hosts),
             kind="exact" if wire == "exact" else "rounding",
             encode_s=encode_ns * 1e-9,
             update_codec_s=update_ns * 1e-9,
@@ -163,7 +163,10 @@ def paths(job: Job, sync_every: Sequence[int] = (8, 32)) -> list[Path]:
         if job.num_micro_batches > 1:
             found.append(replace(path, is_layered=True, flags=path.flags + layers))
     for every in sync_every:
-        flags, bits = f"--parallel.strategy local --parallel.sync-every {every}", wire_bits("local", "exact", 32, every)
+        flags, bits = (
+            f"--parallel.strategy local --parallel.sync-every {every}",
+            wire_bits("local", "exact", 32, sync_every=every),
+        )
         found.append(Path(flags=flags, bits=bits, kind="another algorithm", strategy="local"))
     return found
 

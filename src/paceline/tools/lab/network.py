@@ -83,12 +83,13 @@ def set_rate(switch: int, name: str, pid: int, rate: int | None) -> None:
         burst = 2 * _LARGEST_PACKET if rate is None else max(_LEAST_BURST, round(rate / 8 * _BURST_S))
         packet = ("gso_max_size", f"{min(_LARGEST_PACKET, burst // 2)}")
         call(inside(holder, "ip", "link", "set", device, *packet), "the size of an interface's packets")
+        # A packet in the queue that is larger than the new burst would stay there for ever. TCP sends it again.
+        attempt(inside(holder, "tc", "qdisc", "del", "dev", device, "root"))  # fails if it had no rate
         if rate is None:
-            attempt(inside(holder, "tc", "qdisc", "del", "dev", device, "root"))  # fails if it had no rate
             continue
         queue = max(least_queue, round(rate / 8 * _QUEUE_S)) + burst
         bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}", "limit", f"{queue}")
-        call(inside(holder, "tc", "qdisc", "replace", "dev", device, "root", *bucket), "a link with a rate (tbf)")
+        call(inside(holder, "tc", "qdisc", "add", "dev", device, "root", *bucket), "a link with a rate (tbf)")
 
 
 def set_link(switch: int, name: str, *, is_up: bool) -> None:
