@@ -35,15 +35,15 @@ def run_folder(place: Place) -> Iterator[Verdict]:
     token = existing / f".paceline-doctor-{secrets.token_hex(6)}"
     free = shutil.disk_usage(existing).free
     num_bytes = min(_WRITTEN_BYTES, free // 4)
+    written = os.urandom(num_bytes)  # some file systems store no zeros
+    place.notes["token"] = str(token)
     try:
         began = time.perf_counter()
-        write_synced(token, os.urandom(num_bytes))
+        write_synced(token, written)
         speed = num_bytes / (time.perf_counter() - began)
         os.truncate(token, 0)
     except OSError as error:
-        token.unlink(missing_ok=True)
         raise UserError(f"{existing} takes no {units.size(num_bytes)}: {error.strerror}; free space there") from None
-    place.notes["token"] = str(token)
     seen = f"{existing}: {units.size(free)} free, {units.size(speed)}/s written and synced"
     if not place.has_config:
         slow = speed < _SLOW_BYTES_PER_S
