@@ -122,7 +122,7 @@ def _link(world: World, settings: Settings) -> dict[str, str]:
         return {}
     counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
     rounds, per_host = parallel.sync_every or 1, world.world_size / hosts
-    sent = wire_bits(parallel.strategy, parallel.wire, bits, rounds, ranks_per_host=per_host)
+    sent = wire_bits(parallel.strategy, parallel.wire, bits, sync_every=rounds, ranks_per_host=per_host)
     num_bytes = sent.bytes_sent(hosts, counts.total, counts.total - counts.non_embedding)
     text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
     return {"link": f"{text}; paceline bench link predicts the time of other ways"}
