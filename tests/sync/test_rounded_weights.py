@@ -1,5 +1,6 @@
-"""Weights that are sent in the dtype in which they are read give the same losses and weights, bit for bit."""
+"""Weights and gradients that lose no bit in bfloat16 are sent in it: the same losses and weights, bit for bit."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from paceline.base.errors import RunError
 from paceline.base.ownership import Slice
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
@@ -14,6 +16,7 @@ from paceline.optim.config import OptimConfig
 from paceline.optim.optimizer import make_optimizers
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
+from paceline.sync.zero import ShardedSync
 from paceline.world.runtime import World
 
 NUM_STEPS, NUM_TOKENS = 20, 16
@@ -25,6 +28,7 @@ CASES = [  # family, optimizer, head, micro-batches of a rank in a step: each pa
     for optimizer in ("adamw", "muon")
     for head in ("tied", "untied")
 ]
+LOSSY = CASES[-1]  # the one that is trained with rounded gradients, too
 pytestmark = pytest.mark.long
 
 
@@ -62,15 +66,21 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
     optimizers = make_optimizers(
         optim, model.named_parameters(), lr=2e-3, weight_decay=0.1, compute_dtype=torch.float32
     )
-    read_as = dict.fromkeys(model.read_as(), sent_as) if sent_as else {}
-    blocks = list(model.layers)
     replica = Replica(
-        model, optimizers, world, strategy="zero", blocks=blocks, bucket_mb=0.05, read_as=read_as, wire=wire
-    )  # type: ignore[arg-type]
+        model,
+        optimizers,
+        world,
+        strategy="zero",
+        blocks=list(model.layers),
+        bucket_mb=0.05,
+        wire=wire,  # type: ignore[arg-type]
+        read_as=dict.fromkeys(model.read_as(), sent_as) if sent_as else {},
+        rounded_gradients=model.rounded_gradients() if sent_as else (),
+    )
     losses, sent_bytes = [], 0.0
     world.group.take_traffic()  # of the replica before
     for number in range(NUM_STEPS):
-        batch = Batch([micro_batch(number, world.rank, i) for i in range(count)])
+        batch = Batch([micro_batch(number, world.rank, i) for i in range(count)], passes=count)
         step = replica.step(batch, total=world.world_size * count * 2.0 * NUM_TOKENS)
         for tokens, targets in step:
             step.backward(model(tokens, targets), weight=2 * NUM_TOKENS, is_sum=True)
@@ -88,7 +98,7 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
 def all_cases(world: World) -> dict[Any, Trained]:
     dtypes = [torch.float32, torch.bfloat16, *([None] if world.world_size <= 2 else [])]
     found = {(case, sent_as): trained(world, case, sent_as) for case in CASES for sent_as in dtypes}
-    return found | {"bf16": trained(world, CASES[0], torch.bfloat16, "bf16")}
+    return found | {"bf16": trained(world, LOSSY, torch.bfloat16, "bf16")}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda size: f"world-{size}")
@@ -127,17 +137,34 @@ def test_all_ranks_read_the_same_rounded_weights_and_own_an_exact_share(rows: li
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_a_rounded_weight_costs_two_bytes_to_each_other_rank(rows: list[Any], case: Any) -> None:
-    num_elements = ROUNDED[case[0]] + (128 * WIDTH if case[2] == "untied" else 0)
+def test_what_is_rounded_costs_two_bytes_to_each_other_rank(rows: list[Any], case: Any) -> None:
+    """Weights always; gradients of blocks after one micro-batch."""
+    arch, _, head, count = case
+    num_elements = ROUNDED[arch] * (2 if count == 1 else 1) + (128 * WIDTH if head == "untied" else 0)
     plain, rounded = (sum(row[case, dtype].sent_bytes for row in rows) for dtype in (torch.float32, torch.bfloat16))
     assert plain - rounded == NUM_STEPS * 2 * num_elements * (len(rows) - 1)
 
 
-def test_gradients_in_bfloat16_cost_half_and_change_only_rounding(rows: list[Any]) -> None:
-    plain, rounded = ([row[key] for row in rows] for key in ((CASES[0], torch.bfloat16), "bf16"))
+def test_gradients_rounded_to_bfloat16_cost_half_and_change_only_rounding(rows: list[Any]) -> None:
+    plain, rounded = ([row[key] for row in rows] for key in ((LOSSY, torch.bfloat16), "bf16"))
     num_elements = sum(weight.numel() for weight in plain[0].exact.values())
     saved = sum(row.sent_bytes for row in plain) - sum(row.sent_bytes for row in rounded)
     assert saved == NUM_STEPS * 2 * num_elements * (len(rows) - 1)
     assert (rounded[0].losses == plain[0].losses) == (len(rows) == 1)
     assert rounded[0].losses == pytest.approx(plain[0].losses, abs=2e-2)
     assert all(equal(row.read, rounded[0].read) for row in rounded)
+
+
+def two_passes(world: World) -> str:
+    """What is said if a gradient that is said to be rounded is a sum of two."""
+    model = built("gpt2", "tied")
+    sync = ShardedSync(model, world.group, 1 << 20, {}, (), model.read_as(), model.rounded_gradients())
+    sync.is_one_pass = True
+    for index in range(2):
+        with pytest.raises(RunError) if index else contextlib.nullcontext() as found, sync.accumulate(last=index == 1):
+            model(*micro_batch(0, world.rank, index)).backward()
+    return str(found.value) if found else ""
+
+
+def test_a_gradient_of_more_bits_than_was_said_is_refused() -> None:
+    assert all("has more bits than torch.bfloat16" in said for said in run_ranks(two_passes, 2))

@@ -79,6 +79,12 @@ class GPT(nn.Module):
         layers = [(name, module) for name, module in self.named_modules() if isinstance(module, Linear)]
         return {f"{name}.{own}": self.compute_dtype for name, layer in layers for own, _ in layer.named_parameters()}
 
+    def rounded_gradients(self) -> list[str]:
+        """Returns those of `read_as` whose gradient from one backward pass has values of the compute dtype: all but the
+        head's, which is added up in float32. None if blocks are compiled: the compiler may leave a rounding out."""
+        is_compiled = any(block._compiled_call_impl is not None for block in self.layers)
+        return [] if is_compiled else [name for name in self.read_as() if name.startswith("layers.")]
+
     def make_cache(self, batch: int) -> list[LayerCache]:
         """Returns an empty cache with room for n_positions tokens: one entry a layer."""
         shape = (batch, self.config.num_kv_heads, self.config.n_positions, self.config.head_dim)

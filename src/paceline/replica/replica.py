@@ -12,7 +12,7 @@ updates this rank's part.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -63,6 +63,7 @@ class Replica:
         bucket_mb: float = 0.0,
         wire: Literal["exact", "bf16", "int8", "int4"] = "exact",
         read_as: Mapping[str, torch.dtype] | None = None,
+        rounded_gradients: Collection[str] = (),
     ):
         """Copies rank 0's weights and buffers to all ranks. Collective.
 
@@ -78,7 +79,8 @@ class Replica:
         and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
         them. `zero` sends these rounded to it, which halves the bytes and changes no result. Between steps the model
-        then holds rounded values; `state_dict` and checkpoints have the exact ones.
+        then holds rounded values; `state_dict` and checkpoints have the exact ones. rounded_gradients: those of them
+        whose gradient from one backward pass has that dtype's values: sent in it if no rank makes two passes.
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
@@ -108,7 +110,9 @@ class Replica:
             broadcast_parameters(model, world.group)
         self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
         mistakes.warn_of_prefix(model, world)
-        self.gradients = Gradients(model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as))
+        self.gradients = Gradients(
+            model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded_gradients)
+        )
         self.sync = self.gradients.sync
         self.updates.adopt(self.sync.slices())
 

@@ -51,6 +51,7 @@ class Step:
         self._clock = StepClock(replica.clock, replica.world.group, replica.sync.take_codec_ms)
         self._is_total_given, self._total = total is not None, total
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
+        replica.sync.is_one_pass = batch.passes == 1
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
         self._weight = 0.0  # of this rank's micro-batches so far
         self._loss_sum: torch.Tensor | None = None  # sum of losses times weights

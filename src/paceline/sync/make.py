@@ -1,6 +1,6 @@
 """Makes the strategy that a config names, and refuses one that the ranks' processors cannot use together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -52,8 +52,9 @@ def make_strategy(
     unsplit_costs: Mapping[str, float] | None = None,
     stages: Sequence[nn.Module] = (),
     read_as: Mapping[str, torch.dtype] | None = None,
+    rounded_gradients: Collection[str] = (),
 ) -> Strategy:
-    """Returns the strategy, attached to the model's parameters. unsplit_costs, stages, read_as: see ShardedSync."""
+    """Returns the strategy, attached to the model's parameters. unsplit_costs and what follows: see ShardedSync."""
     bucket_bytes = config.bucket_bytes(group.device.type)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
     bits = {"int8": 8, "int4": 4}
@@ -62,7 +63,9 @@ def make_strategy(
         "zero": lambda: (
             CodedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, bits[config.wire])
             if config.wire in bits
-            else ShardedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, sent_as)
+            else ShardedSync(
+                model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, rounded_gradients, sent_as
+            )
         ),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
         "naive": lambda: NaiveSync(model, group),

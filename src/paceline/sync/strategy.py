@@ -34,6 +34,7 @@ class Strategy(ABC):
 
     def __init__(self, model: nn.Module, group: Group):
         self._model, self._group = model, group
+        self.is_one_pass = False  # no rank makes more than one backward pass in this step
         self.loss_factor = 1.0  # of the losses before this step's backward passes: loss scale over divisor
 
     def slices(self) -> list[ParamSlice]:

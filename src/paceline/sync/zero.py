@@ -17,7 +17,7 @@ All ranks compute the same ownership (base/ownership.py). Matrices that cannot b
 their update; everything else is split so that each rank has an equal share of the state.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.base import ownership
+from paceline.base.errors import RunError
 from paceline.optim import adamw, muon
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import Bucket, BucketStrategy, Named, backward_order, cut
@@ -56,6 +57,7 @@ class ShardedBucket(Bucket):
             self.master = self.master.clone()
             self.values.copy_(self.values.to(read_as))
         self.gathering: Transfer | None = None
+        self.has_fitted = False
 
     def slices(self, is_unsplit: bool) -> list[ParamSlice]:
         """Returns this rank's slices of it, with their gradients in place."""
@@ -69,14 +71,22 @@ class ShardedBucket(Bucket):
                 found.append(ParamSlice(name, parameter.shape, start - offset, stop - offset, mine))
         return found
 
-    def start_reduce(self, group: Group, sent_as: torch.dtype | None) -> Transfer:
-        """Begins to add up the ranks' gradients on their owners, sent in another dtype if one is given."""
+    def start_reduce(self, group: Group, sent_as: torch.dtype | None, must_fit: bool) -> Transfer:
+        """Begins to add up the ranks' gradients on their owners, sent in another dtype if one is given. must_fit: they
+        have its values; the first ones are compared, which takes longer than to round them."""
         if sent_as is None:
             return group.start_reduce_scatter(self.flat, self.borders)
         parts = [self.flat[start:stop] for start, stop in pairwise(self.borders)]
         mine = parts[group.rank]
         distances = range(1, group.size)
         sends = {to: parts[to].to(sent_as) for to in ((group.rank + d) % group.size for d in distances)}
+        if must_fit and not self.has_fitted:
+            if any(not torch.equal(part.to(self.flat.dtype), parts[to]) for to, part in sends.items()):
+                raise RunError(
+                    f"the gradient of {self.names[0]} has more bits than {sent_as}, in which `rounded_gradients` says "
+                    "that it can be sent: leave that parameter out there"
+                )
+            self.has_fitted = True
         sources = [(group.rank - d) % group.size for d in distances]
         arrived = {source: torch.empty_like(mine, dtype=sent_as) for source in sources}
 
@@ -126,6 +136,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         unsplit_costs: Mapping[str, float],
         stages: Sequence[nn.Module] = (),
         read_as: Mapping[str, torch.dtype] | None = None,
+        rounded_gradients: Collection[str] = (),
         sent_as: torch.dtype | None = None,
     ):
         """unsplit_costs: the parameters that one rank must update completely, and the cost of that, in any unit.
@@ -133,14 +144,16 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         stages: modules whose forward runs before any of their parameters is read, such as a model's blocks; each waits
         for its own weights. The model's forward waits for all other weights.
 
-        read_as: the parameters that every reader casts to this dtype before any other use of them. sent_as: the dtype
-        in which gradients are sent; they are added in their own.
+        read_as: the parameters that every reader casts to this dtype before any other use of them.
+        rounded_gradients: those of them whose gradient from one backward pass has values of that dtype. sent_as: the
+        dtype to which all gradients are rounded before they are sent. They are added in their own dtype always.
         """
         self._unsplit, read_as = frozenset(unsplit_costs), read_as or {}
         members = backward_order(model)
-        alike: dict[tuple[bool, torch.dtype | None], list[Named]] = {}  # may be in one bucket
+        alike: dict[tuple[bool, torch.dtype | None, bool], list[Named]] = {}  # may be in one bucket
         for name, parameter in members:
-            alike.setdefault((name in unsplit_costs, read_as.get(name)), []).append((name, parameter))
+            kind = name in unsplit_costs, read_as.get(name), name in rounded_gradients
+            alike.setdefault(kind, []).append((name, parameter))
         chunks = [chunk for group_members in alike.values() for chunk in cut(group_members, bucket_bytes)]
         place = {name: index for index, (name, _) in enumerate(members)}
         chunks.sort(key=lambda chunk: max(place[name] for name, _ in chunk))  # in the order in which they fill
@@ -149,12 +162,13 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             model,
             group,
             [self._make_bucket(group.rank, *_layout(chunk, owners, shares, read_as)) for chunk in chunks],
-            launch=lambda bucket: bucket.start_reduce(group, sent_as),
+            launch=self._start_reduce,
             max_in_flight=_MAX_IN_FLIGHT,
         )
         self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)
         self._slices = [bucket.slices(bucket.names[0] in self._unsplit) for bucket in self.buckets]
         self._forward_order = self.buckets[::-1]
+        self._rounded_gradients, self._sent_as = frozenset(rounded_gradients), sent_as
         self._num_published = 0  # of these buckets: their gathers began within the update
         self._handles = self._hook(stages)
 
@@ -203,6 +217,13 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             full = self.full_weights()
             for name, parameter in self._model.named_parameters():
                 parameter.data.copy_(full[name])
+
+    def _start_reduce(self, bucket: ShardedBucket) -> Transfer:
+        # NCCL adds by itself, in the dtype in which it sends.
+        is_exact = self.is_one_pass and bucket.names[0] in self._rounded_gradients and self._group.device.type == "cpu"
+        if self._sent_as is None and is_exact:
+            return bucket.start_reduce(self._group, bucket.read_as, must_fit=True)
+        return bucket.start_reduce(self._group, self._sent_as, must_fit=False)
 
     def _make_bucket(self, rank: int, chunk: list[Named], borders: list[int], read_as: torch.dtype) -> ShardedBucket:
         return ShardedBucket(chunk, borders, rank, read_as)

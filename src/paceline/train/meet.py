@@ -217,6 +217,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         bucket_mb=config.parallel.bucket_mb,
         wire=config.parallel.wire,
         read_as=model.read_as(),
+        rounded_gradients=model.rounded_gradients(),
     )
     replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
     return replica
