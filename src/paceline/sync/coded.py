@@ -127,7 +127,6 @@ class CodedSync(ShardedSync):
         self._gradient_bits = gradient_bits
         self._is_skipped = False
         super().__init__(model, group, bucket_bytes, unsplit_costs, stages)
-        self._launch = lambda bucket: bucket.start_coded_reduce(group, self.loss_factor)  # type: ignore[attr-defined]
 
     def skip(self) -> None:
         self._is_skipped = True
@@ -178,6 +177,10 @@ class CodedSync(ShardedSync):
         for bucket in self.buckets:
             bucket.codec_ms = 0.0
         return spent
+
+    def _start_reduce(self, bucket: ShardedBucket) -> Transfer:
+        assert isinstance(bucket, CodedBucket)
+        return bucket.start_coded_reduce(self._group, self.loss_factor)
 
     def _make_bucket(self, rank: int, chunk: list[Named], borders: list[int], read_as: torch.dtype) -> CodedBucket:
         block = block_of([parameter.shape for _, parameter in chunk])
