@@ -31,7 +31,7 @@ from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import Bucket, BucketStrategy, Named, backward_order, cut
 from paceline.world.group import Group, Transfer
 
-_MAX_IN_FLIGHT = 4  # buckets; a received part takes memory until it is added
+_MAX_BYTES_IN_FLIGHT = 40 << 20  # of buckets, and at least 4 of them: a received part takes memory until it is added
 
 
 class ShardedBucket(Bucket):
@@ -163,7 +163,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             group,
             [self._make_bucket(group.rank, *_layout(chunk, owners, shares, read_as)) for chunk in chunks],
             launch=self._start_reduce,
-            max_in_flight=_MAX_IN_FLIGHT,
+            max_in_flight=max(4, _MAX_BYTES_IN_FLIGHT // bucket_bytes),
         )
         self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)
         self._slices = [bucket.slices(bucket.names[0] in self._unsplit) for bucket in self.buckets]
