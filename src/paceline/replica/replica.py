@@ -113,8 +113,10 @@ class Replica:
             broadcast_parameters(model, world.group)
         self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
         mistakes.warn_of_prefix(model, world)
-        # NCCL adds in the dtype in which it sends.
-        rounded = rounded_gradients if all(facts.device == "cpu" for facts in world.facts) else ()
+        # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
+        hosts = len({facts.host for facts in world.facts})
+        is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
+        rounded = rounded_gradients if is_direct else ()
         self.gradients = Gradients(
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
         )

@@ -81,7 +81,8 @@ class ShardedBucket(Bucket):
         distances = range(1, group.size)
         sends = {to: parts[to].to(sent_as) for to in ((group.rank + d) % group.size for d in distances)}
         if must_fit and not self.has_fitted:
-            if any(not torch.equal(part.to(self.flat.dtype), parts[to]) for to, part in sends.items()):
+            # Values that are not finite make all ranks skip the step.
+            if any(((part != parts[to]) & parts[to].isfinite()).any() for to, part in sends.items()):
                 raise RunError(
                     f"the gradient of {self.names[0]} has more bits than {sent_as}, in which `rounded_gradients` says "
                     "that it can be sent: leave that parameter out there"
