@@ -27,7 +27,7 @@ from paceline.world.device import (
     gpu_peak,
     peak_flops,
 )
-from paceline.world.facts import gather_facts, warn_of_idle_gpus
+from paceline.world.facts import gather_facts, own_facts, warn_of_idle_gpus
 from paceline.world.group import LocalGroup
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_nproc_auto_is_one_rank_for_each_gpu(
 
 def test_a_host_that_leaves_its_gpus_idle_is_named() -> None:
     group = LocalGroup(CPU)
-    (mine,) = gather_facts(group, CPU, "gloo", (1, ""), 1)
+    (mine,) = gather_facts(group, own_facts(CPU, "gloo", (1, ""), 1))
     on_gpu = replace(mine, device="cuda", num_gpus=8)
     assert warn_of_idle_gpus([mine, on_gpu]) == ()
     (warning,) = warn_of_idle_gpus([on_gpu, *[replace(mine, host="b", num_gpus=4)] * 5])
