@@ -18,7 +18,7 @@ from paceline.world.env import detect
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArguments:
-    """Find in under half a minute what would go wrong on this machine, or on all hosts of a job, and what mends it.
+    """Find in under half a minute what would go wrong on this machine, or on all hosts of a job, and what fixes it.
 
     Alone it checks this machine. Under torchrun, `paceline lab` or another launcher, or with --hosts, it checks each
     host and the network between them. With a preset, a file or options of a model it also checks whether that run fits.

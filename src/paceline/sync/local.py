@@ -133,7 +133,7 @@ class LocalSync(BucketedSync):
             torch._foreach_zero_(momentum)
 
     def resume(self, progress: Sequence[float]) -> None:
-        """Goes on from restored weights: sends the fragment that was under way again. Collective. progress: of this
+        """Continues from restored weights: sends the fragment that was under way again. Collective. progress: of this
         rank; if it is of another sync_every, or the number of steps alone, ranks have equal shares at first."""
         self._num_steps = int(progress[0])
         if len(progress) == 1 + 2 * len(self._fragments):

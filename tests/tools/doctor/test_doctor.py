@@ -1,4 +1,4 @@
-"""Each check: broken for real, named with what mends it; and healthy, without a word."""
+"""Each check: broken for real, named with what fixes it; and healthy, without a word."""
 
 import contextlib
 import json
@@ -40,11 +40,11 @@ def rows(ended: Ended, host: str = "", but: tuple[str, ...] = ("load", "same spe
 
 
 def the(found: Sequence[Row], check: str, level: str, *parts: str) -> str:
-    """There is one finding of this check and level that says all this; returns its mend."""
+    """There is one finding of this check and level that says all this; returns its fix."""
     of_check = [row for row in found if row["check"] == check]
     fitting = [row for row in of_check if row["level"] == level and all(part in row["seen"] for part in parts)]
     assert len(fitting) == 1, f"{check}, {level}, {parts} in {of_check}"
-    return fitting[0]["mend"]
+    return fitting[0]["fix"]
 
 
 def prepared(folder: Path, text: str) -> Path:
@@ -181,8 +181,8 @@ def test_two_hosts_that_differ_and_hide_behind_a_firewall(two_hosts: list[Host],
         )
         assert "rsync" in the(found, "same data", "failure", f"than on {a.name}")
         the(rows(each, a.name), "shared folder", "ok", "a run folder of its own")
-        mend = the(rows(each, a.name), f"to {b.name}", "failure", "unreachable", "a port as ranks open")
-        assert f"ufw allow from {a.address}" in mend
+        fix = the(rows(each, a.name), f"to {b.name}", "failure", "unreachable", "a port as ranks open")
+        assert f"ufw allow from {a.address}" in fix
         the(found, f"to {a.name}", "failure")
 
 
@@ -191,7 +191,7 @@ def test_a_path_that_loses_large_packets_and_a_host_that_is_missing(two_hosts: l
     sh("ip", "-n", b.name, "link", "set", b.interface, "mtu", "1400")
     table, _ = on_both(two_hosts, [(*DOCTOR[:-1], *listed(two_hosts))] * 2, [HEALTHY] * 2, tmp_path)
     said = " ".join(table.require().out.split())
-    assert f"mend: ip link set dev {a.interface} mtu 14" in said
+    assert f"fix: ip link set dev {a.interface} mtu 14" in said
     assert "packets of 1500 bytes are lost" in said
     with Program(command=a.inside(*DOCTOR, *listed(two_hosts), "--wait-s", "4"), cwd=tmp_path) as program:
         alone = program.wait().require(1)

@@ -38,19 +38,19 @@ def test_what_fits_is_well() -> None:
 
 
 def test_memory_that_is_too_little_for_the_micro_batch_or_for_the_model() -> None:
-    ((level, seen, mend),) = found(6 * GIB, device_batch_size=32)
+    ((level, seen, fix),) = found(6 * GIB, device_batch_size=32)
     assert level == "failure"
     assert "a has 6.0 GiB" in seen
-    fitting = int(mend.removeprefix("--train.device-batch-size "))
+    fitting = int(fix.removeprefix("--train.device-batch-size "))
     assert 0 < fitting < 32
     assert found(6 * GIB, device_batch_size=fitting)[0][0] == "warning", "it fits, with little room"
     assert found(6 * GIB, device_batch_size=fitting + 1)[0][0] == "failure"
-    ((level, _, mend),) = found(1 * GIB, device_batch_size=1)
-    assert (level, mend.split(",")[0]) == ("failure", "a smaller model")
+    ((level, _, fix),) = found(1 * GIB, device_batch_size=1)
+    assert (level, fix.split(",")[0]) == ("failure", "a smaller model")
 
 
 def test_ranks_without_work_and_a_link_that_takes_longer_than_a_step() -> None:
-    levels = [(level, mend) for level, _, mend in found(64 * GIB, 8, 12.5e6, global_batch_size=4, device_batch_size=4)]
+    levels = [(level, fix) for level, _, fix in found(64 * GIB, 8, 12.5e6, global_batch_size=4, device_batch_size=4)]
     assert levels[0] == ("warning", "--train.global-batch-size 8")
     assert levels[-1] == ("warning", "--train.global-batch-size 16: fewer, longer steps")
 

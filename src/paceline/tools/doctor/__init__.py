@@ -1,1 +1,1 @@
-"""`paceline doctor`: what is wrong with these machines, and the command that mends it, before a run costs anything."""
+"""`paceline doctor`: what is wrong with these machines, and the command that fixes it, before a run costs anything."""

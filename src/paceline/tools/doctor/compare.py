@@ -69,16 +69,16 @@ def _link(node: int, other: int, reports: Reports, addresses: Sequence[Address])
     link = Link(**report.links[str(other)])
     if link.problem:
         fits = f"; ip link set dev {link.interface} mtu {link.mtu}" if 0 < link.mtu < link.interface_mtu else ""
-        where, mend = reports[other].notes["listener"], _FIREWALL.format(addresses[node][0], target)
-        yield failure(f"at {where[0]}:{where[1]}, a port as ranks open: {link.problem}", mend + fits)
+        where, fix = reports[other].notes["listener"], _FIREWALL.format(addresses[node][0], target)
+        yield failure(f"at {where[0]}:{where[1]}, a port as ranks open: {link.problem}", fix + fits)
         return
     rates = [each["bytes_per_s"] for one in reports.values() for each in one.links.values()]
     seen = f"round trip {link.round_trip_us:.0f} µs"
     if link.bytes_per_s:
         seen += f", {8 * link.bytes_per_s / 1e9:.3g} Gbit/s with both ways in use"
     if 0 < link.mtu < link.interface_mtu:
-        mend = f"ip link set dev {link.interface} mtu {link.mtu}"
-        yield warning(f"{seen}; packets of {link.interface_mtu} bytes are lost, {link.mtu} pass", mend)
+        fix = f"ip link set dev {link.interface} mtu {link.mtu}"
+        yield warning(f"{seen}; packets of {link.interface_mtu} bytes are lost, {link.mtu} pass", fix)
     elif 0 < link.bytes_per_s < _LEAST_OF_BEST * max(rates):
         yield warning(
             f"{seen}; others carry {8 * max(rates) / 1e9:.3g}", f"ethtool {link.interface}; its cable, a switch"
@@ -102,11 +102,11 @@ def _clock(node: int, reports: Reports) -> Iterator[Verdict]:
     if offset is None:
         return
     seen = f"{abs(offset):.2f} s {'ahead of' if offset > 0 else 'behind'} {first.host}"
-    mend = "timedatectl set-ntp true, or: chronyc makestep"
+    fix = "timedatectl set-ntp true, or: chronyc makestep"
     if abs(offset) > MOST_CLOCK_OFFSET_S:
-        yield failure(f"{seen}: torchrun may take living hosts for dead", mend)
+        yield failure(f"{seen}: torchrun may take living hosts for dead", fix)
     else:
-        yield warning(seen, mend) if abs(offset) > _NOTED_CLOCK_OFFSET_S else ok("clocks agree within a second")
+        yield warning(seen, fix) if abs(offset) > _NOTED_CLOCK_OFFSET_S else ok("clocks agree within a second")
 
 
 def _versions(node: int, reports: Reports) -> Iterator[Verdict]:
@@ -127,8 +127,8 @@ def _variables(node: int, reports: Reports) -> Iterator[Verdict]:
     for name in sorted(own.keys() | first.keys()):
         here, there = own.get(name), first.get(name)
         if here != there and not name.endswith(("_IFNAME", "VISIBLE_DEVICES")):  # these may differ
-            mend = f"unset {name}" if there is None else f"export {name}={there}"
-            yield warning(f"{name} is {here or 'not set'}, and {there or 'not set'} on {_first(reports).host}", mend)
+            fix = f"unset {name}" if there is None else f"export {name}={there}"
+            yield warning(f"{name} is {here or 'not set'}, and {there or 'not set'} on {_first(reports).host}", fix)
 
 
 def _data(node: int, reports: Reports) -> Iterator[Verdict]:

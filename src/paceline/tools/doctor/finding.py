@@ -1,4 +1,4 @@
-"""One line of the doctor's table: what was looked at, whether it is well, and the command that mends it."""
+"""One line of the doctor's table: what was looked at, whether it is well, and the command that fixes it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from paceline.base.clock import within
 from paceline.base.errors import PacelineError
 
 Level = Literal["ok", "warning", "failure"]
-Verdict = tuple[Level, str, str]  # what a check yields: the level, what was seen, what mends it
+Verdict = tuple[Level, str, str]  # what a check yields: the level, what was seen, what fixes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,19 +19,19 @@ class Finding:
     check: str
     level: Level
     seen: str
-    mend: str = ""
+    fix: str = ""
 
 
 def ok(seen: str) -> Verdict:
     return "ok", seen, ""
 
 
-def warning(seen: str, mend: str) -> Verdict:
-    return "warning", seen, mend
+def warning(seen: str, fix: str) -> Verdict:
+    return "warning", seen, fix
 
 
-def failure(seen: str, mend: str) -> Verdict:
-    return "failure", seen, mend
+def failure(seen: str, fix: str) -> Verdict:
+    return "failure", seen, fix
 
 
 def examine(host: str, check: str, limit_s: float, verdicts: Callable[[], Iterable[Verdict]]) -> list[Finding]:
@@ -45,10 +45,10 @@ def examine(host: str, check: str, limit_s: float, verdicts: Callable[[], Iterab
     try:
         within(limit_s, collect)
     except TimeoutError as error:
-        found.append(failure(str(error), "see whether a disk, a driver or a name server hangs, and mend that first"))
+        found.append(failure(str(error), "see whether a disk, a driver or a name server hangs, and fix that first"))
     except PacelineError as error:
-        seen, _, mend = str(error).rpartition("; ")
-        found.append(failure(seen or mend, mend if seen else ""))
+        seen, _, fix = str(error).rpartition("; ")
+        found.append(failure(seen or fix, fix if seen else ""))
     except Exception as error:
         found.append(failure(f"{type(error).__name__}: {error}", ""))
-    return [Finding(host=host, check=check, level=level, seen=seen, mend=mend) for level, seen, mend in found]
+    return [Finding(host=host, check=check, level=level, seen=seen, fix=fix) for level, seen, fix in found]

@@ -43,10 +43,10 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
     if plan.num_micro_batches(len(facts) - 1) == 0:  # ranks after the first ones have the fewest
         least, micro = len(facts), max(1, plan.global_batch_size // len(facts))
         fewer = plan.global_batch_size < least
-        mend = f"--train.global-batch-size {least}" if fewer else f"--train.device-batch-size {micro}"
-        yield warning(f"{size}ranks are left without work", mend)
-    level, seen, mend = _memory(settings, facts)
-    yield level, size + seen, mend
+        fix = f"--train.global-batch-size {least}" if fewer else f"--train.device-batch-size {micro}"
+        yield warning(f"{size}ranks are left without work", fix)
+    level, seen, fix = _memory(settings, facts)
+    yield level, size + seen, fix
     if slowest_bytes_per_s:
         yield _network(settings, len(facts), slowest_bytes_per_s)
 

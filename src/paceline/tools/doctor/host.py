@@ -133,8 +133,8 @@ def limits(place: Place) -> Iterator[Verdict]:
     if files < needed:
         enough = most if needed <= most < _MANY_FILES else _MANY_FILES
         can = most == resource.RLIM_INFINITY or most >= needed
-        mend = f"ulimit -n {enough}" if can else f"nofile {enough} in /etc/security/limits.conf, then log in again"
-        yield failure(f"{files} open files, and {place.world_size} ranks need about {needed}", mend)
+        fix = f"ulimit -n {enough}" if can else f"nofile {enough} in /etc/security/limits.conf, then log in again"
+        yield failure(f"{files} open files, and {place.world_size} ranks need about {needed}", fix)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     seen = "unlimited" if locked == resource.RLIM_INFINITY else units.size(locked)
     if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):

@@ -21,14 +21,14 @@ def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
     for level in _ORDER:
         alike: dict[tuple[str, str, str], list[str]] = {}
         for finding in (each for each in findings if each.level == level):
-            alike.setdefault((finding.check, finding.seen, finding.mend), []).append(finding.host)
+            alike.setdefault((finding.check, finding.seen, finding.fix), []).append(finding.host)
         checks = list(dict.fromkeys(check for check, _, _ in alike))
-        for (check, seen, mend), hosts in sorted(alike.items(), key=lambda row: checks.index(row[0][0])):
+        for (check, seen, fix), hosts in sorted(alike.items(), key=lambda row: checks.index(row[0][0])):
             who = "all" if len(set(hosts)) == num_hosts > 1 else ", ".join(dict.fromkeys(hosts))
             style = _STYLES[level]
             found = Text(printable(seen), "bold" if level == "failure" else "")
-            if mend:
-                found.append(f"\nmend: {printable(mend)}", style)
+            if fix:
+                found.append(f"\nmend: {printable(fix)}", style)
             made.add_row(Text(check), Text(printable(who)), Text(level, style), found)
     return made
 
