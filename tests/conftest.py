@@ -55,7 +55,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, all labs run in one process, one after another, and so do a file's other tests."""
     for item in items:
-        is_lab = item.get_closest_marker("lab") is not None
+        is_lab = any(item.get_closest_marker(name) for name in ("lab", "alone"))
         if is_lab or item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("lab" if is_lab else item.path.name))
 

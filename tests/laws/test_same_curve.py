@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,11 @@ def test_rows_say_what_is_promised(runs, world_size: int) -> None:
         assert row["world_size"] == world_size
         assert len(row["rank_step_ms"]) == len(row["rank_compute_ms"]) == world_size
         assert row["rank_compute_ms"][0] == row["compute_ms"]
-        assert all(
-            0 < compute <= whole <= 1.02 * row["step_ms"]
-            for compute, whole in zip(row["rank_compute_ms"][:1], row["rank_step_ms"][:1], strict=True)
-        )
+        assert 0 < row["rank_compute_ms"][0] <= row["rank_step_ms"][0]
         assert row["tokens_per_s"] == pytest.approx(TOKENS_A_STEP / row["step_ms"] * 1e3, rel=1e-6)
+    # A rank's own time has the update of the step before.
+    own = statistics.median(row["rank_step_ms"][0] for row in steps(folder))
+    assert own <= 1.1 * statistics.median(row["step_ms"] for row in steps(folder))
     evaluations = [row for row in rows(folder / "metrics.jsonl") if "val_loss" in row]
     assert [row["step"] for row in evaluations] == [40]
     assert evaluations[0].keys() >= PROMISED_OF_EVALUATION

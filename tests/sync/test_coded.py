@@ -163,9 +163,12 @@ def test_what_messages_left_out_follows_the_loss_scale() -> None:
 def saving(world: World, folder: str, wire: str, optimizer: str) -> Any:
     replica = made(world, wire, optimizer)
     trained(replica, 4)
-    Checkpoints(folder, net=replica).save()
+    checkpoints = Checkpoints(folder, net=replica)
+    checkpoints.save()
     kept = wire_state(replica)
-    return kept, trained(replica, 4), overall(replica.state_dict()), replica_digest(replica)
+    found = kept, trained(replica, 4), overall(replica.state_dict()), replica_digest(replica)
+    checkpoints.saver.finish()
+    return found
 
 
 def resuming(world: World, folder: str, wire: str, optimizer: str) -> Any:
