@@ -77,7 +77,15 @@ class Cluster:
         """Returns the id of the job."""
         path = self.folder / "job.sh"
         path.write_text(script)
-        return self.run("sbatch", "--parsable", *options, str(path)).partition(";")[0]
+        jobs: list[str] = []
+
+        def is_taken() -> bool:  # a controller that has just started answers some messages wrongly
+            with contextlib.suppress(AssertionError):
+                jobs.append(self.run("sbatch", "--parsable", *options, str(path)).partition(";")[0])
+            return bool(jobs)
+
+        wait_for(is_taken, f"{path} is a job", 30.0)
+        return jobs[0]
 
     def state(self, job: str) -> str:
         """Returns PENDING, RUNNING, COMPLETING, COMPLETED ..."""

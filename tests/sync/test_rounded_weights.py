@@ -28,6 +28,7 @@ CASES = [  # family, optimizer, head, micro-batches of a rank in a step: each pa
     for optimizer in ("adamw", "muon")
     for head in ("tied", "untied")
 ]
+SOME = (CASES[0], CASES[3], CASES[-1])  # in worlds of other sizes than 2
 LOSSY = CASES[-1]  # the one that is trained with rounded gradients, too
 pytestmark = pytest.mark.long
 
@@ -97,7 +98,8 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
 
 def all_cases(world: World) -> dict[Any, Trained]:
     dtypes = [torch.float32, torch.bfloat16, *([None] if world.world_size <= 2 else [])]
-    found = {(case, sent_as): trained(world, case, sent_as) for case in CASES for sent_as in dtypes}
+    cases = CASES if world.world_size == 2 else SOME
+    found = {(case, sent_as): trained(world, case, sent_as) for case in cases for sent_as in dtypes}
     return found | {"bf16": trained(world, LOSSY, torch.bfloat16, "bf16")}
 
 
@@ -110,8 +112,14 @@ def equal(left: dict[Any, torch.Tensor], right: dict[Any, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
+def skip_unless_trained(rows: list[Any], case: Any) -> None:
+    if (case, torch.bfloat16) not in rows[0]:
+        pytest.skip("trained in a world of 2 only")
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_losses_and_masters_are_those_of_weights_sent_in_float32(rows: list[Any], case: Any) -> None:
+    skip_unless_trained(rows, case)
     for row in rows:
         plain, rounded = row[case, torch.float32], row[case, torch.bfloat16]
         assert plain.losses[0] - min(plain.losses) > 0.1, "nothing learned"
@@ -124,6 +132,7 @@ def test_losses_and_masters_are_those_of_weights_sent_in_float32(rows: list[Any]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_all_ranks_read_the_same_rounded_weights_and_own_an_exact_share(rows: list[Any], case: Any) -> None:
+    skip_unless_trained(rows, case)
     layers = built(case[0], case[2]).read_as()
     for row in rows:
         mine, first = row[case, torch.bfloat16], rows[0][case, torch.bfloat16]
@@ -138,7 +147,7 @@ def test_all_ranks_read_the_same_rounded_weights_and_own_an_exact_share(rows: li
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_what_is_rounded_costs_two_bytes_to_each_other_rank(rows: list[Any], case: Any) -> None:
-    """Weights always; gradients of blocks after one micro-batch."""
+    skip_unless_trained(rows, case)
     arch, _, head, count = case
     num_elements = ROUNDED[arch] * (2 if count == 1 else 1) + (128 * WIDTH if head == "untied" else 0)
     plain, rounded = (sum(row[case, dtype].sent_bytes for row in rows) for dtype in (torch.float32, torch.bfloat16))
