@@ -224,4 +224,5 @@ def _make_watchdog(world: World, timeout_s: float) -> Watchdog:
         waiting_for=lambda: world.group.waiting_for,
         on_verdict=print_verdict,
         calls=world.calls,
+        is_nccl=world.backend == "nccl",
     )

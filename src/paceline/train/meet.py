@@ -181,6 +181,7 @@ def make_watchdog(
         waiting_for=lambda: world.group.waiting_for,
         on_verdict=report,
         log=console.log_file,
+        is_nccl=world.backend == "nccl",
     )
 
 

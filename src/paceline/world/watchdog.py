@@ -57,11 +57,12 @@ class Watchdog:
         on_verdict: Callable[[Verdict], None],
         log: IO[str] | None = None,
         calls: Calls | None = None,
+        is_nccl: bool = False,
     ):
         """peers: all ranks, in order. store: the world's; None in a world of one, which can also hang. timeout_s: how
         long a rank may make no progress (inf: for ever); may be changed at any time. waiting_for: the collective that
         the watched thread is in. calls: of a script, which may take its time: there only waiting for others counts as
-        no progress.
+        no progress. is_nccl: a collective does not fail when another rank dies, so the watchdog looks.
 
         Then all ranks end within two seconds. In every living rank `log` gets the stacks of all threads, and
         on_verdict, in another thread, has half a second. The ranks to blame on this host are killed, because a stopped
@@ -70,6 +71,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._me, self._peers = rank, peers
         self._waiting_for, self._on_verdict, self._log, self._calls = waiting_for, on_verdict, log, calls
+        self._is_nccl = is_nccl
         self._clock = AwakeClock()
         self._place = ("start", 0)
         self._seen: tuple[object, str | None, float] = (None, None, 0.0)  # place, wait, since when
@@ -129,9 +131,9 @@ class Watchdog:
             still_s = now - self._seen[2]
             self._beats.listens = self._state != "runs" or still_s > 3 * self._beat_s()
             self._obey()
-            if self._beats.listens and wait is not None:  # NCCL does not tell that a rank is dead
+            if self._beats.listens and wait is not None:
                 known = self._known()
-                self._end_if(blame.dead(known) or blame.different_calls(known))
+                self._end_if((blame.dead(known) if self._is_nccl else []) or blame.different_calls(known))
             is_watched = self._state == "runs" and (self._calls is None or wait is not None)
             if is_watched and still_s > self.timeout_s:
                 # Half the limit: news of others is some beats late, and a rank that resumed meanwhile is not to blame.
