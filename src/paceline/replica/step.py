@@ -171,8 +171,7 @@ class Step:
         fault = replica.at("publish")
         sync.publish()
         if fault == "flip":
-            sync.wait_for_params()
-            flip_a_bit(next(replica.model.parameters()))
+            flip_a_bit(next(iter((sync.on_all_ranks() or sync.weights()).values())))
         return self._close(norm, trouble)
 
     def reduce(self) -> None:
