@@ -33,8 +33,10 @@ def faults(num_ranks: int) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", [ZERO_OF_THREE, INT4_OF_TWO], ids=["zero", "int4"])
-@pytest.mark.parametrize("way", ["rank", "save", "launcher", "all"])
+@pytest.mark.parametrize(
+    ("way", "setting"),
+    [*((way, ZERO_OF_THREE) for way in ("rank", "save", "launcher", "all")), ("rank", INT4_OF_TWO)],
+)
 def test_what_was_hit_ends_as_the_undisturbed_run(
     way: str, setting: int, straight: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
