@@ -28,7 +28,7 @@ def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
             style = _STYLES[level]
             found = Text(printable(seen), "bold" if level == "failure" else "")
             if fix:
-                found.append(f"\nmend: {printable(fix)}", style)
+                found.append(f"\nfix: {printable(fix)}", style)
             made.add_row(Text(check), Text(printable(who)), Text(level, style), found)
     return made
 
