@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch's compiler leaves a pool of workers behind
 
 import hypothesis
+import namespaces
 import psutil
 import pytest
 
@@ -58,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_lab = any(item.get_closest_marker(name) for name in ("lab", "alone"))
         if is_lab or item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("lab" if is_lab else item.path.name))
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[namespaces.Host]]:
+    try:
+        with namespaces.two_hosts() as hosts:
+            yield hosts
+    except namespaces.Unavailable as why:
+        pytest.skip(str(why))
 
 
 @pytest.fixture(autouse=True)

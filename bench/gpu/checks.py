@@ -170,6 +170,7 @@ def script(machine: Machine) -> str:
 # ---- several GPUs ----
 
 
+@check("every strategy on all GPUs has the losses of one", 2, 400)
 def strategies(machine: Machine) -> str:
     """Every strategy with both optimizers; the tiny batch of 12 leaves some of 5 or more ranks with less."""
     found = {}
@@ -187,9 +188,6 @@ def strategies(machine: Machine) -> str:
     if any(not gap <= 1e-3 for gap in found.values()):
         raise Failed(shown)
     return shown
-
-
-check("every strategy on all GPUs has the losses of one", 2, 400)(strategies)
 
 
 @check("ranks with unequal parts, and one with none, give the losses of one GPU", 2)

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,11 @@ def assert_one_message(ended: Ended) -> None:
     assert len(ended.err.strip().splitlines()) == 1, ended.err
     assert "Traceback" not in ended.err
     assert ended.out == ""
+
+
+def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
+    with open("/dev/full", "w") as full:
+        assert subprocess.run((sys.executable, "-m", "paceline", "frain"), stderr=full, check=False).returncode == 2
 
 
 @pytest.mark.parametrize(

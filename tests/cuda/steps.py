@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gpu import CUDA, Gpu, rehearsed
+from rank_facts import FACTS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,7 +20,6 @@ from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
 from paceline.replica.scaler import LossScaler
 from paceline.sync import fsdp
-from paceline.world.facts import RankFacts
 from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.runtime import World
 
@@ -98,19 +98,7 @@ def _torchs_own_mesh(size: int) -> Iterator[None]:
 
 
 def _world(group: Group, rank: int, size: int) -> World:
-    facts = RankFacts(
-        host="a",
-        device="cuda",
-        backend="nccl",
-        processor="a GPU",
-        instructions="CUDA",
-        rounding="",
-        threads=1,
-        threads_reason="",
-        free_bytes=8e10,
-        dtype="bfloat16",
-        dtype_reason="",
-    )
+    facts = replace(FACTS, device="cuda", backend="nccl", free_bytes=8e10, dtype="bfloat16")
     return World(
         rank=rank,
         world_size=size,

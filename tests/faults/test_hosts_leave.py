@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,15 +13,6 @@ from program import TINY, Program, losses, rows, run, steps
 pytestmark = pytest.mark.lab
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[namespaces.Host]]:
-    try:
-        with namespaces.two_hosts() as made:
-            yield made
-    except namespaces.Unavailable as why:
-        pytest.skip(str(why))
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return undisturbed(tmp_path_factory.mktemp("straight"))
@@ -31,10 +21,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "way"), [(0, "kill"), (1, "power"), (0, "cable")])
 def test_a_host_that_is_lost_and_comes_back_changes_nothing(
-    hosts: list[namespaces.Host], straight: list[float], tmp_path: Path, victim: int, way: str
+    two_hosts: list[namespaces.Host], straight: list[float], tmp_path: Path, victim: int, way: str
 ) -> None:
     hit = Hit(0, way, victim, at_step=25, after_s=0.2, away_s=1.0)
-    make(hit, hosts, tmp_path, straight)
+    make(hit, two_hosts, tmp_path, straight)
     assert not hit.problems, hit
     assert hit.on_s, "the other host went on alone"
     assert hit.back_s, "and took it in again"
@@ -42,14 +32,14 @@ def test_a_host_that_is_lost_and_comes_back_changes_nothing(
 
 @pytest.mark.long
 def test_a_signal_to_one_host_stops_the_run_and_both_can_resume_it(
-    hosts: list[namespaces.Host], tmp_path: Path
+    two_hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:
-    addresses = ",".join(host.address for host in hosts)
-    folders = [tmp_path / host.name / "run" for host in hosts]
+    addresses = ",".join(host.address for host in two_hosts)
+    folders = [tmp_path / host.name / "run" for host in two_hosts]
     for verb, more in (("train", ("--train.steps", "2000")), ("resume", ("--train.steps", "2000"))):
         with ExitStack() as stack:
             programs = []
-            for host, folder in zip(hosts, folders, strict=True):
+            for host, folder in zip(two_hosts, folders, strict=True):
                 place = (*TINY, "--out", str(folder)) if verb == "train" else (str(folder),)
                 command = (sys.executable, "-m", "paceline", verb, *place, *more, "--hosts", addresses)
                 programs.append(stack.enter_context(Program(command=host.inside(*command))))
@@ -85,10 +75,10 @@ def test_a_rank_that_dies_is_a_failure_and_all_hosts_hear_of_it(tmp_path: Path) 
 
 @pytest.mark.long
 def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
-    hosts: list[namespaces.Host], tmp_path: Path
+    two_hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:
     """The first host has the rendezvous and must live; the run folder is shared."""
-    at = ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{hosts[0].address}:29400")
+    at = ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{two_hosts[0].address}:29400")
     patience = (
         "--max-restarts",
         "3",
@@ -101,7 +91,7 @@ def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
     slow = {"PACELINE_FAULTS": "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=100 attempt=any"}
     with ExitStack() as stack:
         programs = []
-        for host in hosts:
+        for host in two_hosts:
             command = (*torchrun, "-m", "paceline", "train", *flags, "--parallel.interface", host.interface)
             inside = host.inside(sys.executable, *command)
             env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **slow}

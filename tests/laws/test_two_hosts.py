@@ -5,11 +5,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
 from namespaces import Host
 from program import TINY, Ended, Program, losses, rows, run, steps
@@ -20,15 +18,6 @@ TOLERANCE = 1e-4
 PORT = 29400  # in namespaces of our own every port is free
 TIMEOUT_S = 5.0
 ALL_REDUCES = Path(__file__).parent.parent / "world" / "all_reduces.py"
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[Host]]:
-    try:
-        with namespaces.two_hosts() as hosts:
-            yield hosts
-    except namespaces.Unavailable as why:
-        pytest.skip(str(why))
 
 
 def run_on(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from rank_facts import FACTS
 
 from paceline.base.errors import UserError
 from paceline.config import Config
@@ -19,19 +20,6 @@ from paceline.world.facts import RankFacts
 
 SEQ_LEN = 64
 VOCAB_SIZE = 100
-FACTS = RankFacts(
-    host="a",
-    device="cpu",
-    backend="gloo",
-    processor="a processor",
-    instructions="AVX512",
-    rounding="1234",
-    threads=1,
-    threads_reason="one core",
-    free_bytes=1e9,
-    dtype="float32",
-    dtype_reason="a reason",
-)
 
 
 def settings_of(free_bytes: list[float], dtypes: tuple[str, ...] = ("float32",), **changes: Any) -> Settings:

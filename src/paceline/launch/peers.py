@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from paceline.base.errors import EXIT_DONE
 from paceline.base.net import listen
+from paceline.base.serving import QuietHandler
 from paceline.base.status import Status
 from paceline.launch.options import Address
 from paceline.launch.restarts import Failure
@@ -141,15 +142,15 @@ def _get(address: Address, name: str, timeout_s: float) -> http.client.HTTPRespo
     return answer
 
 
-def _handler(run: Path, own: Callable[[], State]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _handler(run: Path, own: Callable[[], State]) -> type[QuietHandler]:
+    class Handler(QuietHandler):
         timeout = _READ_S
 
         def do_GET(self) -> None:
             name = self.path[1:]
             if name == "state":
                 body = json.dumps(asdict(own())).encode()
-                self._begin(len(body))
+                self.begin(len(body))
                 self.wfile.write(body)
                 return
             file = _open(run, name)
@@ -158,22 +159,9 @@ def _handler(run: Path, own: Callable[[], State]) -> type[BaseHTTPRequestHandler
                 return
             with file:
                 size = os.fstat(file.fileno()).st_size  # records grow meanwhile
-                self._begin(size)
+                self.begin(size)
                 if size:
                     self.connection.sendfile(file, count=size)
-
-        def _begin(self, num_bytes: int) -> None:
-            self.send_response(http.HTTPStatus.OK)
-            self.send_header("Content-Length", str(num_bytes))
-            self.end_headers()
-
-        def handle(self) -> None:
-            try:
-                super().handle()
-            except OSError:  # the asker is gone
-                self.close_connection = True
-
-        def log_message(self, format: str, *arguments: object) -> None: ...
 
     return Handler
 

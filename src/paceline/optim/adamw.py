@@ -49,9 +49,8 @@ class AdamW:
             for tensor in tensors:
                 if tensor not in self.state:
                     self.state[tensor] = {moment: torch.zeros_like(tensor) for moment in MOMENTS}
-            count = torch.full(
-                (), group["step"], dtype=torch.float32, device=tensors[0].device
-            )  # no copy from the host
+            # Filled on the device: no copy from the host.
+            count = torch.full((), group["step"], dtype=torch.float32, device=tensors[0].device)
             torch._fused_adamw_(
                 tensors,
                 [tensor.grad for tensor in tensors if tensor.grad is not None],

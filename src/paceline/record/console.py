@@ -41,9 +41,10 @@ def printable(text: str) -> str:
 
 def print_error(text: str) -> None:
     """Writes an error to the terminal, from any rank, in one write, so that lines of ranks do not mix."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode())
+    with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk: the exit status stays what it is
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode())
 
 
 class _Terminal(rich.console.Console):

@@ -14,31 +14,11 @@ values that are not finite, so the sum of gradients shows it on their owner.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 _CHUNK = 65536  # elements for each thread: its two workspaces of 256 KiB stay in the cache
 _LEAST = 1e-30  # a block of smaller values is sent as zeros: its scale would lose bits, or be zero
-
-
-class Codec(Protocol):
-    """Turns float32 tensors into messages and back."""
-
-    def num_bytes(self, num_elements: int) -> int:
-        """Returns the length of the message for so many elements."""
-
-    def encode(
-        self,
-        x: torch.Tensor,
-        message: torch.Tensor,
-        minus: torch.Tensor | None = None,
-        excess: torch.Tensor | None = None,
-    ) -> None:
-        """Fills a message (uint8) with the flat tensor x - minus. Sets `excess` to what is decoded less x - minus."""
-
-    def add_decoded(self, message: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds what a message holds to a flat tensor."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +37,7 @@ class Blocks:
         return -(-num_elements // (self.block * self._lanes))
 
     def num_bytes(self, num_elements: int) -> int:
+        """Returns the length of the message for so many elements."""
         return self._lane(num_elements) * (4 * self._lanes + self.block)
 
     def encode(
@@ -66,6 +47,7 @@ class Blocks:
         minus: torch.Tensor | None = None,
         excess: torch.Tensor | None = None,
     ) -> None:
+        """Fills a message (uint8) with the flat float32 tensor x - minus; sets `excess` to what is decoded less it."""
         largest = (1 << (self.bits - 1)) - 1
         scales, integers = self._split(message, x.numel())
         for low, high, values, other in self._chunks(x):
@@ -89,6 +71,7 @@ class Blocks:
                     torch.sub(row[: stop - start], was[: stop - start], out=excess[start:stop])
 
     def add_decoded(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        """Adds what a message holds to a flat tensor."""
         scales, integers = self._split(message, into.numel())
         for low, high, values, _ in self._chunks(into):
             rest = values[0]

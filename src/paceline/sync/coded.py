@@ -23,6 +23,7 @@ from paceline.sync.buckets import BucketStrategy, Named
 from paceline.sync.codec import Blocks
 from paceline.sync.zero import ShardedBucket, ShardedSync
 from paceline.world.group import Group, Transfer
+from paceline.world.hierarchy import by_distance
 
 _WEIGHT_BITS = 4
 _LARGEST_BLOCK, _LEAST_BLOCK = 256, 64
@@ -52,14 +53,16 @@ class CodedBucket(ShardedBucket):
                 self.loss_factor = loss_factor
             self.flat[own].sub_(self.excess[own])  # zero, but after a resume in another world
         sends = {}
-        for to in _others(group, 1):
+        for to in by_distance(group.rank, 1, group.size):
             part = slice(*self._parts[to])
             sends[to] = self._message(self._gradients, to)
             if self.excess is None or self._next is None:
                 self._gradients.encode(self.flat[part], sends[to])
             else:
                 self._gradients.encode(self.flat[part], sends[to], self.excess[part], self._next[part])
-        arrived = {source: self._message(self._gradients, group.rank) for source in _others(group, -1)}
+        arrived = {
+            source: self._message(self._gradients, group.rank) for source in by_distance(group.rank, -1, group.size)
+        }
         self._count(began)
 
         def add_up() -> None:
@@ -77,7 +80,7 @@ class CodedBucket(ShardedBucket):
             self.excess, self._next = self._next, self.excess
             self._next[slice(*self.span)] = 0
         began = time.thread_time()
-        arrived = {source: self._message(self._weights, source) for source in _others(group, -1)}
+        arrived = {source: self._message(self._weights, source) for source in by_distance(group.rank, -1, group.size)}
         mine = self._message(self._weights, group.rank)
         self._weights.encode(self.master, mine, minus=self.values[slice(*self.span)])
         self._count(began)
@@ -88,7 +91,9 @@ class CodedBucket(ShardedBucket):
                 self._weights.add_decoded(message, self.values[slice(*self._parts[source])])
             self._count(began)
 
-        self.gathering = group.start_exchange(dict.fromkeys(_others(group, 1), mine), arrived, add_up)
+        self.gathering = group.start_exchange(
+            dict.fromkeys(by_distance(group.rank, 1, group.size), mine), arrived, add_up
+        )
 
     def start_refresh(self, group: Group) -> None:
         """Begins to make the replica equal to the masters. 4 bytes an element."""
@@ -194,8 +199,3 @@ def block_of(shapes: Sequence[torch.Size]) -> int:
     128 where only tiny blocks do."""
     row = math.gcd(*(shape[1:].numel() if len(shape) > 1 else shape.numel() for shape in shapes))
     return max((b for b in range(_LEAST_BLOCK, _LARGEST_BLOCK + 1) if row % b == 0), default=128)
-
-
-def _others(group: Group, direction: int) -> list[int]:
-    """The other ranks, nearest first, upwards (1) or downwards (-1), so that not all send to the same rank."""
-    return [(group.rank + direction * distance) % group.size for distance in range(1, group.size)]

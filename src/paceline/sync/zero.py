@@ -30,6 +30,7 @@ from paceline.optim import adamw, muon
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import Bucket, BucketStrategy, Named, backward_order, cut
 from paceline.world.group import Group, Transfer
+from paceline.world.hierarchy import by_distance
 
 _MAX_BYTES_IN_FLIGHT = 40 << 20  # of buckets, and at least 4 of them: a received part takes memory until it is added
 
@@ -78,8 +79,7 @@ class ShardedBucket(Bucket):
             return group.start_reduce_scatter(self.flat, self.borders)
         parts = [self.flat[start:stop] for start, stop in pairwise(self.borders)]
         mine = parts[group.rank]
-        distances = range(1, group.size)
-        sends = {to: parts[to].to(sent_as) for to in ((group.rank + d) % group.size for d in distances)}
+        sends = {to: parts[to].to(sent_as) for to in by_distance(group.rank, 1, group.size)}
         if must_fit and not self.has_fitted:
             # Values that are not finite make all ranks skip the step.
             if any(((part != parts[to]) & parts[to].isfinite()).any() for to, part in sends.items()):
@@ -88,7 +88,7 @@ class ShardedBucket(Bucket):
                     "that it can be sent: leave that parameter out there"
                 )
             self.has_fitted = True
-        sources = [(group.rank - d) % group.size for d in distances]
+        sources = by_distance(group.rank, -1, group.size)
         arrived = {source: torch.empty_like(mine, dtype=sent_as) for source in sources}
 
         def add_up() -> None:  # in the order of start_reduce_scatter

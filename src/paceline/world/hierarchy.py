@@ -53,8 +53,8 @@ class Hosts:
     def reduce_scatter(self, rank: int, parts: Sequence[torch.Tensor]) -> list[Phase]:
         """Returns the phases of this rank, after which parts[rank] is the sum over ranks; other parts are undefined."""
         if not self.has_levels:
-            flat = Phase([(to, parts[to]) for to in _by_distance(rank, 1, len(parts))])
-            flat.add_up([rank, *_by_distance(rank, -1, len(parts))], rank, parts[rank])
+            flat = Phase([(to, parts[to]) for to in by_distance(rank, 1, len(parts))])
+            flat.add_up([rank, *by_distance(rank, -1, len(parts))], rank, parts[rank])
             return [flat]
         here = next(ranks for ranks in self.ranks if rank in ranks)
         inside, between = Phase(), Phase()
@@ -74,8 +74,8 @@ class Hosts:
     def all_gather(self, rank: int, parts: Sequence[torch.Tensor]) -> list[Phase]:
         """Returns the phases of this rank, after which each part is what its owner had."""
         if not self.has_levels:
-            sends = [(to, parts[rank]) for to in _by_distance(rank, 1, len(parts))]
-            return [Phase(sends, [(source, parts[source]) for source in _by_distance(rank, -1, len(parts))])]
+            sends = [(to, parts[rank]) for to in by_distance(rank, 1, len(parts))]
+            return [Phase(sends, [(source, parts[source]) for source in by_distance(rank, -1, len(parts))])]
         here = next(ranks for ranks in self.ranks if rank in ranks)
         between, inside = Phase(), Phase()
         for owner, part in enumerate(parts):
@@ -92,6 +92,6 @@ class Hosts:
         return [between, inside]
 
 
-def _by_distance(rank: int, direction: int, size: int) -> list[int]:
-    """The other ranks, nearest first, upwards (1) or downwards (-1), so that not all send to the same rank."""
+def by_distance(rank: int, direction: int, size: int) -> list[int]:
+    """Returns the other ranks, nearest first, upwards (1) or downwards (-1), so that not all send to the same rank."""
     return [(rank + direction * distance) % size for distance in range(1, size)]

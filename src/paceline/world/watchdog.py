@@ -131,9 +131,10 @@ class Watchdog:
             still_s = now - self._seen[2]
             self._beats.listens = self._state != "runs" or still_s > 3 * self._beat_s()
             self._obey()
-            if self._beats.listens and wait is not None:
-                known = self._known()
-                self._end_if((blame.dead(known) if self._is_nccl else []) or blame.different_calls(known))
+            if self._beats.listens and wait is not None and self._is_nccl:
+                self._end_if(blame.dead(self._known()))
+            if self._beats.listens and wait is not None and self._calls is not None:
+                self._end_if(blame.different_calls(self._known()))
             is_watched = self._state == "runs" and (self._calls is None or wait is not None)
             if is_watched and still_s > self.timeout_s:
                 # Half the limit: news of others is some beats late, and a rank that resumed meanwhile is not to blame.

@@ -7,11 +7,10 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
 from namespaces import Host, sh
 from program import Ended, Program, run
@@ -119,15 +118,6 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
 
 
 # ---- several hosts ----
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[Host]]:
-    try:
-        with namespaces.two_hosts() as hosts:
-            yield hosts
-    except namespaces.Unavailable as why:
-        pytest.skip(str(why))
 
 
 def on_both(

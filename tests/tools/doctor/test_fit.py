@@ -4,27 +4,15 @@ import dataclasses
 from typing import Any
 
 import pytest
+from rank_facts import FACTS
 
 from paceline.base.errors import UserError
 from paceline.config import Config, load_preset
 from paceline.tools.doctor.finding import Verdict
 from paceline.tools.doctor.fit import fits
-from paceline.world.facts import RankFacts
 
 GIB = float(1 << 30)
-RANK = RankFacts(
-    host="a",
-    device="cpu",
-    backend="gloo",
-    processor="a processor",
-    instructions="AVX512",
-    rounding="1234",
-    threads=1,
-    threads_reason="one core",
-    free_bytes=8 * GIB,
-    dtype="float32",
-    dtype_reason="a reason",
-)
+RANK = dataclasses.replace(FACTS, free_bytes=8 * GIB)
 
 
 def found(free_bytes: float, num_ranks: int = 2, bytes_per_s: float = 0.0, **train: Any) -> list[Verdict]:

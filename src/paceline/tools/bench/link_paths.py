@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.sync.wire import WireBits, wire_bits
+from paceline.world.config import ParallelConfig
 
 Kind = Literal["exact", "rounding", "another algorithm"]
 GOAL_FRAC = 0.97  # of the speed that a link without cost would give
 _STEPS = 4  # until steps repeat
-_BUCKET_BYTES = {"ddp": 10 << 20, "zero": 2 << 20}  # of float32 gradients
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def predict(job: Job, path: Path) -> Prediction:
 def _cut(job: Job, path: Path) -> list[_Bucket]:
     """Returns the buckets in the order of backward. A stage's gradients are ready in proportion to their elements."""
     buckets: list[_Bucket] = []
-    before = 0.0
+    before, most_bytes = 0.0, ParallelConfig(strategy=path.strategy).bucket_bytes("cpu")
     for number, stage in reversed(list(enumerate(job.stages))):
         done, weight_bits = 0, path.bits.embedding if stage.is_embedding else path.bits.weight
         for elements in stage.elements:
-            if not buckets or 4 * (buckets[-1].elements + elements) > _BUCKET_BYTES[path.strategy]:
+            if not buckets or 4 * (buckets[-1].elements + elements) > most_bytes:
                 buckets.append(_Bucket(set()))
             bucket = buckets[-1]
             done += elements

@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 from paceline import __version__
 from paceline.base.net import listen
+from paceline.base.serving import QuietHandler
 from paceline.tools.doctor.finding import Finding
 
 Address = tuple[str, int]  # host, port
@@ -132,26 +133,16 @@ class Meeting:
         self.heard[node] = report
         return report.phase >= phase
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self) -> type[QuietHandler]:
         meeting = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             timeout = _ANSWER_S
 
             def do_GET(self) -> None:
                 body = repr(time.time()).encode() if self.path == "/now" else meeting._published
-                self.send_response(http.HTTPStatus.OK)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
+                self.begin(len(body))
                 self.wfile.write(body)
-
-            def handle(self) -> None:
-                try:
-                    super().handle()
-                except OSError:  # the asker is gone
-                    self.close_connection = True
-
-            def log_message(self, format: str, *arguments: object) -> None: ...
 
         return Handler
 

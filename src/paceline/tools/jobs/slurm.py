@@ -31,29 +31,30 @@ exit $status
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What to ask Slurm for."""
+    """Print a batch script for Slurm that trains with the options after `--`: it saves before its time is over or when
+    it is preempted, and queues itself again until the run is done. `paceline slurm ... > job.sh; sbatch job.sh`"""
 
-    name: str
-    nodes: int
-    tasks_per_node: int
-    gpus_per_task: int
-    cpus_per_task: int
-    time: str
-    save_before_s: int
-    options: Sequence[str]  # further lines of sbatch's options
+    nodes: int = 1
+    """Number of nodes."""
+    tasks_per_node: int = 1
+    """Ranks on each node: one per GPU, or one per group of cores."""
+    gpus_per_task: int = 0
+    """GPUs of a rank: 1, or 0 on CPUs."""
+    cpus_per_task: int = 0
+    """Cores of a rank; 0: Slurm's default."""
+    time: str = "04:00:00"
+    """Time limit of one start of the job."""
+    save_before_s: int = 300
+    """Save and stop so many seconds before the time limit; Slurm may be up to 60 s early."""
+    sbatch: str = ""
+    """Further options of sbatch: --sbatch="--partition=gpu --account=mine"."""
 
 
-def batch_script(job: Slurm, command: Sequence[str]) -> str:
+def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
     """Returns the script for `sbatch`, whose tasks run the command."""
     resources = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
     resources += f" --gpus-per-task={job.gpus_per_task}" if job.gpus_per_task else ""
-    resources += "".join(f"\n#SBATCH {option}" for option in job.options)
-    return _SCRIPT.format(
-        name=shlex.quote(job.name),
-        nodes=job.nodes,
-        tasks_per_node=job.tasks_per_node,
-        resources=resources,
-        time=job.time,
-        save_before_s=job.save_before_s,
-        command=shlex.join(command),
-    )
+    resources += "".join(f"\n#SBATCH {option}" for option in shlex.split(job.sbatch))
+    numbers = {"nodes": job.nodes, "tasks_per_node": job.tasks_per_node, "save_before_s": job.save_before_s}
+    words = {"name": shlex.quote(name), "resources": resources, "time": job.time, "command": shlex.join(command)}
+    return _SCRIPT.format(**numbers, **words)
