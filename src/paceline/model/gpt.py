@@ -182,7 +182,8 @@ def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
             raise UserError(f"model.{name.replace('_', '-')} is 0, and there is no data to derive it from: give it")
     with torch.device("meta"):
         model = GPT(config)
-    model.to_empty(device=device)
+    # Not to_empty(): empty_like of a meta tensor imports sympy, 0.6 s.
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             parameter.copy_(_initial(name, parameter.shape, config.n_layer, seed))
