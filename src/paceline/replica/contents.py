@@ -23,7 +23,7 @@ from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.share import Share
 from paceline.sync.local import LocalSync
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 if TYPE_CHECKING:
     from paceline.optim.optimizer import ParamSlice
@@ -325,8 +325,8 @@ def check_object(name: str, thing: Any) -> None:
     """Raises UserError for an object that has no state to save."""
     has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
     if not (isinstance(thing, dict | torch.Generator) or has_state):
-        raise UserError(
-            f"{place()}: {name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(): give a "
+        raise mistake(
+            f"{name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(): give a "
             "Replica, a module, a schedule, a generator, what paceline.share returned, or a dict of JSON values"
         )
 
@@ -343,8 +343,8 @@ def kept_of(name: str, thing: Any, begun: "BegunFrom | None") -> tuple[Any, dict
     try:
         return encode(state, name)
     except (TypeError, ValueError):
-        raise UserError(
-            f"{place()}: {name} cannot be kept: its state is to be made of numbers, texts, lists, dicts and tensors; "
+        raise mistake(
+            f"{name} cannot be kept: its state is to be made of numbers, texts, lists, dicts and tensors; "
             f"it is a {type(thing).__name__}"
         ) from None
 

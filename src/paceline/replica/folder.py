@@ -21,7 +21,7 @@ from paceline.replica.contents import ReplicaContents, dtype_of
 from paceline.replica.loop import BegunFrom
 from paceline.replica.mistakes import listed, warn
 from paceline.replica.replica import Replica
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 _States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
 
@@ -111,7 +111,7 @@ class CheckpointFolder:
         }
         rows = [json.loads(text) for text in self._group.share_text(json.dumps(mine))]
         if problem := next(filter(None, (row["problem"] for row in rows)), ""):
-            raise UserError(f"{place()}: {problem}, and cannot be kept", reach="world")
+            raise mistake(f"{problem}, and cannot be kept", reach="world")
         return rows
 
     def _begun_from(self) -> BegunFrom | None:

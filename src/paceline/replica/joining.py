@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar, NoReturn
 
-from paceline.base.errors import EXIT_FAILED, PacelineError, UserError
+from paceline.base.errors import EXIT_FAILED, PacelineError
 from paceline.record.console import print_error
-from paceline.world.calls import LEAVE, place
+from paceline.world.calls import LEAVE, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.group import SPEAKS_FIRST_S, PeerLost
 from paceline.world.runtime import World, open_world
@@ -44,7 +44,7 @@ def join(config: ParallelConfig | None = None) -> World:
     current = _Membership.current
     if current is not None and current.world is not None:
         if config not in (None, current.config):
-            raise UserError(f"{place()}: this process has joined with another ParallelConfig; leave that world first")
+            raise mistake("this process has joined with another ParallelConfig; leave that world first")
         return current.world
     config = config or ParallelConfig()
     config.check()
@@ -80,8 +80,8 @@ class _Membership:
     def enter(self) -> World:
         sys.excepthook = self.on_exception
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child imports its parent's script
-            raise UserError(
-                f"{place()}: this is a worker process, which reads the script from its top: put what the script does "
+            raise mistake(
+                "this is a worker process, which reads the script from its top: put what the script does "
                 'beneath `if __name__ == "__main__":`'
             )
         self.world = world = self.open.enter_context(open_world(self.config))

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from paceline.base.errors import UserError
 from paceline.replica.batch import Batch, moved, num_rows
 from paceline.replica.share import Share
 from paceline.sync.strategy import Strategy
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
 _NONE = object()
@@ -36,8 +35,8 @@ def passes(batch: Batch, sync: Strategy, world: World) -> Iterator[Pass]:
         is_real = index < len(batch)
         micro_batch = next(drawn, _NONE) if is_real else batch.stand_in() if batch.stand_in else _NONE
         if micro_batch is _NONE:
-            raise UserError(
-                f"{place()}: another step went through this batch before: for a second model keep what the first "
+            raise mistake(
+                "another step went through this batch before: for a second model keep what the first "
                 "one is to see, or made, in a list, and say replica.step(batch.like(that_list))"
             )
         size, rows = num_rows(micro_batch), None
@@ -54,8 +53,8 @@ def _count(batch: Batch, world: World) -> int:
     rows = world.group.share_integers([len(batch), int(batch.stand_in is not None)])
     most = max(count for count, _ in rows)
     if any(count < most and not has_stand_in for count, has_stand_in in rows):
-        raise UserError(
-            f"{place()}: ranks have {[count for count, _ in rows]} micro-batches, and with strategy fsdp, whose "
+        raise mistake(
+            f"ranks have {[count for count, _ in rows]} micro-batches, and with strategy fsdp, whose "
             "forward communicates, each rank needs one at least: share the data by replica.steps(loader), or take "
             "strategy zero",
             reach="world",
