@@ -87,9 +87,7 @@ class Loader:
         self.sequences, self.rank, self.seed = sequences, rank, seed
         self.device = torch.device(device)
         self._plans = [(0, plan)]  # with the first step of each
-        self._located = _Located(
-            -1, range(0), np.empty(0, np.int64), Places(np.empty(0, np.int64), np.empty(0, np.int64))
-        )
+        self._located: _Located | None = None
 
     @property
     def seq_len(self) -> int:
@@ -111,7 +109,7 @@ class Loader:
         in_step = range(micro_batches[0].start, micro_batches[-1].stop)  # consecutive for a rank
         number, within = divmod(step, max(1, _LOCATED_AT_ONCE // len(in_step)))
         located = self._located
-        if (located.number, located.in_step) != (number, in_step):
+        if located is None or (located.number, located.in_step) != (number, in_step):
             located = self._located = self._locate(number, in_step, plan.global_batch_size)
         begin = within * len(in_step) - in_step.start
         batches = []

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header
+from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, reading
 
 Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -79,10 +79,8 @@ class Shard:
     @classmethod
     def without_header(cls, path: Path) -> "Shard":
         """Opens nanoGPT's uint16 tokens without a header. Raises UserError for an odd number of bytes."""
-        try:
+        with reading(path):
             num_bytes = path.stat().st_size
-        except OSError as error:
-            raise UserError(f"{path} can not be read: {error.strerror}") from error
         if num_bytes % 2:
             raise UserError(
                 f"{path} is truncated: its {num_bytes} bytes are an odd number, and a token is a uint16; copy it again"
@@ -135,12 +133,9 @@ _opened: deque[weakref.ref[Shard]] = deque()
 
 def _head(path: Path) -> tuple[bytes, int]:
     """Returns the header's bytes and the file's length."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-            num_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise UserError(f"shard {path} can not be read: {error.strerror}; {AGAIN}") from error
+    with reading(f"shard {path}", f"; {AGAIN}"), path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+        num_bytes = os.fstat(file.fileno()).st_size
     if len(head) < HEADER_BYTES:
         raise UserError(f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {AGAIN}")
     return head, num_bytes

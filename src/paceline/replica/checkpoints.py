@@ -36,14 +36,6 @@ from paceline.world.group import Group, from_rank_0
 _OPEN: dict[Path, "Checkpoints"] = {}  # by folder: a notebook cell that runs again makes them again
 
 
-class RunCheckpoints(CheckpointFolder):
-    """The checkpoints of `paceline train`: one unnamed replica in a locked run folder. No random generators are saved,
-    since nothing there draws from a global one."""
-
-    def __init__(self, folder: Path, config: CheckpointConfig, replica: Replica):
-        super().__init__(folder, config, {"": replica}, {}, keeps_generators=False)
-
-
 class Checkpoints(CheckpointFolder):
     """Checkpoints of named objects in a folder of one run, which must be empty, or be restored before the first
     save."""

@@ -19,7 +19,7 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
 from paceline.record.console import Console, print_error
 from paceline.record.folder import RunFolder
-from paceline.replica.checkpoints import RunCheckpoints
+from paceline.replica.folder import CheckpointFolder
 from paceline.replica.replica import Replica
 from paceline.replica.scaler import LossScaler
 from paceline.replica.stopping import StopRequest
@@ -49,7 +49,7 @@ class Setup:
     console: Console
     recorder: Recorder
     replica: Replica
-    checkpoints: RunCheckpoints
+    checkpoints: CheckpointFolder
     watchdog: Watchdog
     loader: Loader
     validation: FixedBatches
@@ -103,7 +103,8 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
     replica = make_replica(settings, world, console, is_new)
-    checkpoints = RunCheckpoints(folder.path, config.checkpoint, replica)
+    # One unnamed replica. No random generators are saved, since nothing here draws from a global one.
+    checkpoints = CheckpointFolder(folder.path, config.checkpoint, {"": replica}, {}, keeps_generators=False)
     checkpoints.before_publishing = folder.sync
     setup = Setup(
         request=request,
@@ -173,16 +174,7 @@ def make_watchdog(
         record_status(EXIT_FAILED)
 
     world.group.set_timeout(config.parallel.timeout_s + SPEAKS_FIRST_S)
-    return Watchdog(
-        world.peers,
-        world.rank,
-        world.store,
-        timeout_s=config.parallel.timeout_s,
-        waiting_for=lambda: world.group.waiting_for,
-        on_verdict=report,
-        log=console.log_file,
-        is_nccl=world.backend == "nccl",
-    )
+    return Watchdog(world, timeout_s=config.parallel.timeout_s, on_verdict=report, log=console.log_file)
 
 
 def make_replica(settings: Settings, world: World, console: Console, is_new: bool) -> Replica:
