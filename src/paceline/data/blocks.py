@@ -29,10 +29,8 @@ class Place:
     """A position between two documents, or between two slices of one."""
 
     file: int = 0
-    offset: int = 0
-    """Bytes of the decompressed file; of Parquet: rows."""
-    line: int = 0
-    """JSONL: number of lines before."""
+    offset: int = 0  # bytes of the decompressed file; of Parquet: rows
+    line: int = 0  # JSONL: number of lines before
 
 
 @dataclass(frozen=True)

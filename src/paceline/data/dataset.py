@@ -22,8 +22,7 @@ from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRe
 from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes read since the last call."""
+Progress = Callable[[int], None]  # called with the number of bytes read since the last call
 
 _VERIFIED_BYTES = 4 << 20  # read at once
 
@@ -58,11 +57,9 @@ class Dataset:
     ) -> None:
         """index: None for foreign files. tokenizer: of foreign files, if they have one."""
         self.folder, self.name = folder, name
-        self.vocab_size = vocab_size
-        """Ids are less than this."""
+        self.vocab_size = vocab_size  # ids are less than this
         self.train, self.validation = (TokenStream(split, shards[split], vocab_size) for split in SPLITS)
-        self.index = index
-        """The content of index.json; None for foreign files."""
+        self.index = index  # the content of index.json; None for foreign files
         self._tokenizer = tokenizer
 
     @staticmethod

@@ -32,8 +32,7 @@ _PATTERNS = {
 _SAMPLE_BYTES = 64 << 10  # hashed at beginning, middle and end of a shard
 
 
-Files = dict[str, tuple[Path, ...]]
-"""The token files of a folder by split, sorted by name."""
+Files = dict[str, tuple[Path, ...]]  # the token files of a folder by split, sorted by name
 
 
 def find_foreign(folder: Path) -> Files | None:

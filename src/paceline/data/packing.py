@@ -118,9 +118,7 @@ class _Pool:
                 left -= taken[-1]
             num_segments.append(len(documents) - before)
         return _Rows(
-            np.array(num_segments, dtype=np.int64),
-            np.array(documents, dtype=np.int64),
-            np.array(taken, dtype=np.int32),
+            np.array(num_segments, dtype=np.int64), np.array(documents, dtype=np.int64), np.array(taken, dtype=np.int32)
         )
 
     def _best(self, left: int) -> int:

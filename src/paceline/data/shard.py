@@ -81,8 +81,7 @@ class Index:
     splits: Mapping[str, SplitRecord]
     tokenizer: TokenizerRecord | None = None
     token_bytes: str | None = None
-    origin: Mapping[str, Any] = field(default_factory=dict)
-    """How it was made."""
+    origin: Mapping[str, Any] = field(default_factory=dict)  # how it was made
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from paceline.base.errors import UserError
 from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, reading
 
 Int64s = npt.NDArray[np.int64]
-Tokens = npt.NDArray[np.unsignedinteger[Any]]
-"""uint16 or uint32, as stored."""
+Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as stored
 
 MAX_OPEN_FILES = 256  # of all streams; a process may usually open 1024
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
@@ -175,8 +174,7 @@ class TokenStream:
     def __init__(self, split: str, shards: Sequence[Shard], vocab_size: int) -> None:
         self.split, self.shards, self.vocab_size = split, tuple(shards), vocab_size
         self.dtype: np.dtype[Any] = np.result_type(np.uint16, *(shard.dtype for shard in shards))
-        self.bytes_read = 0
-        """Bytes read so far, for measurements."""
+        self.bytes_read = 0  # bytes read so far, for measurements
         self._starts = [0, *accumulate(shard.num_tokens for shard in shards)]
 
     @property

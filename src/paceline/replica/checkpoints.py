@@ -41,13 +41,7 @@ class Checkpoints(CheckpointFolder):
     save."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep: int = 2,
-        keep_every: int = 0,
-        keep_best: bool = False,
-        **objects: Any,
+        self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False, **objects: Any
     ):
         """folder: holds `checkpoints/`; one run at a time. objects, by name: at least one Replica; modules, schedules,
         what `paceline.share` returned, and other objects whose state_dict() has JSON values and tensors;

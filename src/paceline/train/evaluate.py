@@ -95,12 +95,7 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     model.compute_dtype = setup.settings.dtype
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = generate(
-        model.eval(),
-        start,
-        config.train.sample_tokens,
-        temperature=_SAMPLE_TEMPERATURE,
-        top_k=50,
-        generator=generator,
+        model.eval(), start, config.train.sample_tokens, temperature=_SAMPLE_TEMPERATURE, top_k=50, generator=generator
     )
     ids = []
     for token in tokens:

@@ -76,14 +76,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Sett
     plan = _plan(config, facts, choices)
     _require_memory(config, plan, facts)
     lr, decay = _rate(config, tokens_per_step, num_steps, choices)
-    return Settings(
-        config=config,
-        plan=plan,
-        num_steps=num_steps,
-        lr=lr,
-        weight_decay=decay,
-        choices=tuple(choices),
-    )
+    return Settings(config=config, plan=plan, num_steps=num_steps, lr=lr, weight_decay=decay, choices=tuple(choices))
 
 
 def _device_choices(config: Config, first: RankFacts) -> list[Choice]:

@@ -67,9 +67,7 @@ def mistake(text: str, reach: Reach = "host") -> UserError:
     return UserError(f"{place()}: {text}", reach)
 
 
-def first_difference(
-    calls: Sequence[Sequence[tuple[int, str, str]]],
-) -> tuple[int, dict[int, tuple[str, str]]] | None:
+def first_difference(calls: Sequence[Sequence[tuple[int, str, str]]]) -> tuple[int, dict[int, tuple[str, str]]] | None:
     """Returns (number, {rank: (verb, place)}) of the first call in which ranks differ, or None. calls: by rank."""
     by_number: dict[int, dict[int, tuple[str, str]]] = {}
     for rank, known in enumerate(calls):
