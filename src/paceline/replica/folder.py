@@ -1,6 +1,5 @@
 """Saving and restoring several objects together, in a folder that any number of ranks may share."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,7 +108,7 @@ class CheckpointFolder:
             "numbers": dict(numbers),
             "generators": generators.to_text(states) if self._keeps_generators and states else "",
         }
-        rows = [json.loads(text) for text in self._group.share_text(json.dumps(mine))]
+        rows = self._group.share_json(mine)
         if problem := next(filter(None, (row["problem"] for row in rows)), ""):
             raise mistake(f"{problem}, and cannot be kept", reach="world")
         return rows

@@ -1,6 +1,5 @@
 """Forward passes over this rank's micro-batches, in a step or an evaluation."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -84,7 +83,7 @@ def evaluate(model: nn.Module, batches: Share, measure: Callable[..., Any], sync
             for name, value in (found if isinstance(found, Mapping) else {_LOSS: found}).items():
                 sums[name] = sums.get(name, 0.0) + float(value) * weight
     # A rank without a micro-batch does not know the names.
-    rows = [json.loads(text) for text in world.group.share_text(json.dumps([sums, total]))]
+    rows = world.group.share_json([sums, total])
     total = math.fsum(theirs for _, theirs in rows) or math.nan
     names = dict.fromkeys(name for found, _ in rows for name in found)
     means = {name: math.fsum(found.get(name, 0.0) for found, _ in rows) / total for name in names}

@@ -10,7 +10,6 @@ reads each kind of source; orders.py decides the order of samples.
 """
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -334,7 +333,7 @@ def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Source:
 
 def _require_same_everywhere(world: World, facts: dict[str, Any]) -> None:
     """Raises UserError on all ranks if one shares another source. Collective."""
-    by_rank = [json.loads(text) for text in world.group.share_text(json.dumps(facts))]
+    by_rank = world.group.share_json(facts)
     for rank, there in enumerate(by_rank):
         here = by_rank[0]
         for name in [*here, *there]:

@@ -211,7 +211,8 @@ def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     """Bytes for the activations of a rank."""
     state = state_bytes(config, world_size)[config.parallel.strategy]
     itemsize = getattr(torch, config.train.dtype).itemsize
-    loss = cost.loss_bytes(config.model, itemsize) if rank.device == "cuda" else 0
+    head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
+    loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
     return rank.free_bytes * _MEMORY_SHARE - state - loss
 
 

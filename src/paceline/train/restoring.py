@@ -36,12 +36,18 @@ def restore_or_begin(setup: Setup) -> None:
 
 
 def _restore(setup: Setup) -> bool:
-    """Restores the replica and the progress; returns False if nothing was ever saved."""
+    """Restores the replica and the progress; returns False if nothing was ever saved. Collective. Raises RunError on
+    all ranks if the run's checkpoints are gone."""
     checkpoints, console, progress = setup.checkpoints, setup.console, setup.progress
     checkpoints.progress = lambda: setup.watchdog.enter("restore", 0)
     found = checkpoints.find(setup.request.resume_step)
     if found is None:
-        _require_never_saved(setup)
+        if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):  # no silent start from step 0
+            raise RunError(
+                f"checkpoints of this run have been saved, and {setup.folder.checkpoints} has none: is its disk "
+                "mounted? Nothing was changed",
+                reach="world",
+            )
         return False
     path, manifest, problems = found
     for problem in problems:
@@ -119,16 +125,6 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
 
 def _shown(found: Changes) -> str:
     return ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in found.items())
-
-
-def _require_never_saved(setup: Setup) -> None:
-    """Raises RunError on all ranks if the run's checkpoints are gone: no silent start from step 0. Collective."""
-    if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):
-        raise RunError(
-            f"checkpoints of this run have been saved, and {setup.folder.checkpoints} has none: is its disk mounted? "
-            "Nothing was changed",
-            reach="world",
-        )
 
 
 def _forget_later_steps(setup: Setup) -> int:

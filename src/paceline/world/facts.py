@@ -2,7 +2,6 @@
 function of them, so all ranks choose alike."""
 
 import hashlib
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,7 +41,7 @@ class RankFacts:
 
 def gather_facts(group: Group, mine: RankFacts) -> tuple[RankFacts, ...]:
     """Returns every rank's facts, by rank. Collective."""
-    return tuple(RankFacts(**json.loads(text)) for text in group.share_text(json.dumps(asdict(mine))))
+    return tuple(RankFacts(**facts) for facts in group.share_json(asdict(mine)))
 
 
 def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
