@@ -18,10 +18,9 @@ from small_data import flat, prepare_small, sequence_ids
 from paceline.base.errors import UserError
 from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset
-from paceline.data.loader import FixedBatches, Loader, MicroBatch
+from paceline.data.loader import FixedBatches, Loader, MicroBatch, Prefetcher
 from paceline.data.order import source_seed
 from paceline.data.plan import BatchPlan
-from paceline.data.prefetch import Prefetcher
 from paceline.data.sequences import PackedRows, Sequences, ensure_packing
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
 from paceline.tools.bench.loader import measure

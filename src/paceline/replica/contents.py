@@ -68,9 +68,11 @@ class ReplicaContents:
         tensors: dict[Slice, torch.Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, Any] = {}
+        sync = self.replica.sync
+        mark = f"@{self.replica.world.rank}" if isinstance(sync, LocalSync) else ""  # each rank has its own
         for part, optimizer, _ in self.replica.updates.owned():
             for key, value in optimizer.state.get(part.parameter, {}).items():
-                name = f"{self._kept_name(part.name)}/{key}"
+                name = f"{self._kept_name(part.name)}/{key}{mark}"
                 kind = _kind_of(key, value, part)
                 if kind == "moment":
                     tensors[Slice(name, part.start, part.stop)] = _flat(value)
@@ -79,19 +81,12 @@ class ReplicaContents:
                 elif kind == "tensor":
                     tensors[Slice(name, 0, value.numel())] = _flat(value)
                     shapes[name] = tuple(value.shape)
-        sync = self.replica.sync
-        if not isinstance(sync, LocalSync):
-            return tensors, shapes, numbers
-        for key, named in sync.held.items():
-            for name, tensor in named.items():
-                tensors[Slice(f"{self._kept_name(name)}/{key}", 0, tensor.numel())] = _flat(tensor)
-        numbers[f"{self.prefix}/progress"] = sync.progress()
-        mark = f"@{self.replica.world.rank}"
-        return (
-            {Slice(item.name + mark, item.start, item.stop): tensor for item, tensor in tensors.items()},
-            {name + mark: shape for name, shape in shapes.items()},
-            {name + mark: value for name, value in numbers.items()},
-        )
+        if isinstance(sync, LocalSync):
+            for key, named in sync.held.items():
+                for name, tensor in named.items():
+                    tensors[Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel())] = _flat(tensor)
+            numbers[f"{self.prefix}/progress{mark}"] = sync.progress()
+        return tensors, shapes, numbers
 
     def facts(self) -> dict[str, Any]:
         """Returns the manifest's entry: optimizer settings, data position, loss scale."""
@@ -218,11 +213,8 @@ class ReplicaContents:
         for name, spec in stored.items() if sync.is_coded else ():
             owner, _, key = name.rpartition("/")
             sender = key.partition("-")[2]
-            if (
-                owner in names
-                and key.startswith("wire.")
-                and int(sender or world.rank) % world.world_size == world.rank
-            ):
+            is_mine = key.startswith("wire.") and int(sender or world.rank) % world.world_size == world.rank
+            if owner in names and is_mine:
                 wanted[Slice(name, 0, math.prod(spec["shape"]))] = f"{names[owner]}/{key}"
         if wanted:
             found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})

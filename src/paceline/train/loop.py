@@ -19,7 +19,7 @@ import torch
 from paceline.base import faults, units
 from paceline.base.clock import Stopwatch
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
-from paceline.data.prefetch import Prefetcher
+from paceline.data.loader import Prefetcher
 from paceline.data.prepare import Quiet
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
@@ -160,7 +160,7 @@ class Training:
             lambda: layered(loader.micro_batches(number), together),
             count=math.ceil(plan.num_micro_batches(setup.world.rank) / together),
             passes=plan.passes,
-            stand_in=partial(dummy_micro_batch, loader),
+            stand_in=partial(dummy_micro_batch, setup.loader),
         )
         step = replica.step(batch, total=setup.settings.tokens_per_step)
         for micro_batch, sizes in step:
