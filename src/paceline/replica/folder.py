@@ -11,6 +11,7 @@ from paceline import __version__
 from paceline.base import ownership
 from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
+from paceline.base.units import listed
 from paceline.checkpoint import load
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
@@ -18,7 +19,7 @@ from paceline.checkpoint.writers import find_writers, open_saver
 from paceline.replica import contents, generators
 from paceline.replica.contents import ReplicaContents, dtype_of
 from paceline.replica.loop import BegunFrom
-from paceline.replica.mistakes import listed, warn
+from paceline.replica.mistakes import warn
 from paceline.replica.replica import Replica
 from paceline.world.calls import mistake
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import UserError
+from paceline.base.units import listed
 from paceline.replica import mistakes
 from paceline.sync.buckets import hooked
 from paceline.sync.strategy import Strategy
@@ -83,7 +84,7 @@ class Gradients:
                 raise _read_too_early()
         if unfrozen := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise mistake(
-                f"{mistakes.listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
+                f"{listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
                 "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
             )
 

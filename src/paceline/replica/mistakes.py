@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.sync.replicas import differences
 from paceline.world.calls import caller, mistake
@@ -24,7 +25,6 @@ from paceline.world.runtime import World
 if TYPE_CHECKING:
     from paceline.replica.replica import Replica
 
-_SHOWN = 3  # names in a message
 COMPILED = "_orig_mod."  # torch.compile's prefix of parameter names
 
 
@@ -260,9 +260,3 @@ class _WarnOfPrefix:
 def plain(name: str) -> str:
     """Returns a parameter's name without torch.compile's prefix."""
     return name.replace(COMPILED, "")
-
-
-def listed(items: Sequence[object]) -> str:
-    """Returns the first few items as text for a message."""
-    shown = ", ".join(map(str, items[:_SHOWN]))
-    return shown if len(items) <= _SHOWN else f"{shown} and {len(items) - _SHOWN} more"

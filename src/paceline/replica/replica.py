@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from paceline.base.units import listed
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import as_batch
 from paceline.replica.contents import not_kept
@@ -294,7 +295,7 @@ class Replica:
         """Updates this rank's part; parameters that no rank used stay unchanged, as in one process."""
         if unused and not self.num_steps:
             mistakes.warn(
-                f"nothing used {mistakes.listed(unused)} in the first step: they get no gradient and are not updated",
+                f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated",
                 self.world,
             )
         self.wait_copied()

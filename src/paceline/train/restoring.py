@@ -1,7 +1,6 @@
 """Resuming a run from a checkpoint, or beginning one."""
 
 import contextlib
-import json
 import math
 import shlex
 from pathlib import Path
@@ -14,6 +13,7 @@ from paceline.base import faults, units
 from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import retention
 from paceline.config import to_toml
+from paceline.record.read import rows
 from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
 from paceline.train.meet import Setup
 from paceline.train.progress import Progress
@@ -149,11 +149,10 @@ def _take_val_losses(setup: Setup) -> None:
     """Takes validation losses from the records: a checkpoint is saved before its evaluation. Collective."""
     progress, losses = setup.progress, dict[int, float]()
     if setup.world.is_main:
-        with contextlib.suppress(OSError), setup.folder.metrics.open(errors="replace") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # another kind of row, or a damaged one
-                    row = json.loads(line) if '"val_loss"' in line else {}
-                    if math.isfinite(row["val_loss"]):
-                        losses[int(row["step"])] = float(row["val_loss"])
+        with contextlib.suppress(OSError):
+            for row in rows(setup.folder.metrics):
+                loss = row.get("val_loss") if row else None
+                if row and isinstance(loss, float) and math.isfinite(loss):
+                    losses[row["step"]] = loss
     best = min(losses.values(), default=progress.best_val_loss)
     progress.val_loss, progress.best_val_loss = setup.group.broadcast_json([losses.get(progress.step), best])

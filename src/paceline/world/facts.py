@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from paceline.base.units import listed
 from paceline.world.device import choose_dtype, count_gpus, cpu_name
 from paceline.world.group import Group
-from paceline.world.handshake import numbers_text
 from paceline.world.memory import free_memory
 
 
@@ -82,7 +82,7 @@ def unequal_kinds(facts: Sequence[RankFacts]) -> str:
     if len(ranks_of) == 1:
         return ""
     return "; ".join(
-        f"{kind} on rank {numbers_text(ranks)} ({', '.join(list(dict.fromkeys(facts[r].host for r in ranks))[:4])})"
+        f"{kind} on rank {listed(ranks, 16)} ({', '.join(list(dict.fromkeys(facts[r].host for r in ranks))[:4])})"
         for kind, ranks in ranks_of.items()
     )
 

@@ -98,8 +98,7 @@ class World:
     def leave(self) -> None:
         """Leaves the world: waits for the last save, then for all ranks. Collective. A process group that the script
         opened stays. The end of a `with` block or of the script does the same."""
-        for call in list(self.exits):
-            call()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> "World":
         return self
