@@ -163,8 +163,7 @@ class ReplicaContents:
             tensor = found.pop(item).to(part.parameter.device).view(shape)
             state = optimizer.state.setdefault(part.parameter, {})
             state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
-        if isinstance(self.replica.sync, LocalSync):
-            self._take_local(self.replica.sync, receive, sources, stored, numbers)
+        self._take_local(receive, sources, stored, numbers)
 
     def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
         """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
@@ -175,14 +174,13 @@ class ReplicaContents:
         return [f"@{world.rank}"] if is_same else marks or [""]
 
     def _take_local(
-        self,
-        sync: LocalSync,
-        receive: Receive,
-        sources: Sequence[str],
-        stored: Mapping[str, Any],
-        numbers: Mapping[str, Any],
+        self, receive: Receive, sources: Sequence[str], stored: Mapping[str, Any], numbers: Mapping[str, Any]
     ) -> None:
-        """Restores what this rank holds besides the anchor; of another strategy's checkpoint nothing. Collective."""
+        """Restores what a rank holds besides the anchor with strategy local; of another strategy's checkpoint nothing.
+        Collective."""
+        sync = self.replica.sync
+        if not isinstance(sync, LocalSync):
+            return
         sync.begin_at_anchor()
         if sources == [""]:
             return
