@@ -337,7 +337,8 @@ def test_a_blend_is_named_and_identified_by_all_its_parts(place: Path) -> None:
     others = [Blend([one, two], [1.0, 2.0]), Blend([two, one], [3.0, 1.0])]
     assert blend.fingerprint == Blend.open([(place / "one", 1.0), (place / "two", 3.0)]).fingerprint
     assert blend.fingerprint not in [other.fingerprint for other in others]
-    assert (blend.vocab_size, blend.end_of_text, blend.tokenizer().sha256) == (257, 256, bytes_tokenizer().sha256)
+    first = blend.first
+    assert (first.vocab_size, first.end_of_text, first.tokenizer().sha256) == (257, 256, bytes_tokenizer().sha256)
 
 
 def test_another_process_gives_the_same_batches(place: Path) -> None:

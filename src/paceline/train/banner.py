@@ -92,9 +92,8 @@ def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:
 
 def _data_text(data: TrainingData, config: Config) -> str:
     trained, validated = map(units.count, data.blend.num_tokens)
-    text = (
-        f"{data.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {data.blend.vocab_size}"
-    )
+    vocab_size = data.blend.first.vocab_size
+    text = f"{data.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {vocab_size}"
     if data.cropped_frac is not None:
         text += f"; documents packed by best fit, {data.cropped_frac:.1%} of tokens cropped"
     return text + ("; attention stays inside documents" if config.data.mask_documents else "")

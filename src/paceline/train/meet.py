@@ -81,14 +81,14 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
-    settings = resolve(request.config, data.blend.vocab_size, world.facts)
+    settings = resolve(request.config, data.blend.first.vocab_size, world.facts)
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints
         from_rank_0(
-            world.group, lambda: require_same_tokenizer(Path(source), data.blend.tokenizer_json, data.blend.name)
+            world.group, lambda: require_same_tokenizer(Path(source), data.blend.first.tokenizer_json, data.blend.name)
         )
     request, folder, is_new = open_folder(request, world, config, data.blend)
     console.open_log(folder.rank_log(world.rank))
@@ -142,7 +142,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
                 folder = run_folder.create(path)
             folder.lock(request.job)
             if not resumes:  # a resumed run may turn out to have other data: write nothing before that is checked
-                folder.write_setup(to_toml(config), blend.tokenizer_json)
+                folder.write_setup(to_toml(config), blend.first.tokenizer_json)
         except OSError as error:
             raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
         is_new = not list_steps(folder.checkpoints)
@@ -152,7 +152,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            folder.write_setup(to_toml(config), blend.tokenizer_json)
+            folder.write_setup(to_toml(config), blend.first.tokenizer_json)
             folder.record_job(request.job)  # this host may have rank 0 in a later attempt
     is_restart, resume_step = answer["request"]
     return replace(request, is_restart=is_restart, resume_step=resume_step), folder, answer["is_new"]

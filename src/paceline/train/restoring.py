@@ -133,7 +133,7 @@ def _forget_later_steps(setup: Setup) -> int:
 
     def forget() -> tuple[list[str], int]:
         try:
-            folder.write_setup(to_toml(setup.config), setup.data.blend.tokenizer_json)
+            folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
             return retention.set_aside(folder.checkpoints, step), folder.forget_after(step)
         except OSError as error:
