@@ -26,11 +26,6 @@ MAX_OPEN_FILES = 256  # of all streams; a process may usually open 1024
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
 
 
-def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Sequences in a stream; may be 0. Sequence i has the tokens i*T .. i*T+T, the last one as a target only."""
-    return max(0, (num_tokens - 1) // seq_len)
-
-
 class _Descriptor:
     """An open file that closes when its last reader releases it, so never during a read."""
 
@@ -183,7 +178,7 @@ class TokenStream:
 
     def num_sequences(self, seq_len: int) -> int:
         """Returns the number of sequences of seq_len tokens, at least 1. Raises UserError if the split is shorter."""
-        found = num_sequences(self.num_tokens, seq_len)
+        found = (self.num_tokens - 1) // seq_len  # the last token is a target only
         if found < 1:
             raise UserError(
                 f"the {self.split} split has {self.num_tokens} tokens, too few for one sequence of data.seq-len "
