@@ -27,7 +27,9 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     data = open_data(Config(data=DataConfig(seq_len=256)), Quiet())
-    shape = ModelConfig(arch="gpt2", n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=data.blend.vocab_size)
+    shape = ModelConfig(
+        arch="gpt2", n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=data.blend.first.vocab_size
+    )
     model = build(shape, 1337, "cpu")
     model.compute_dtype = choose_dtype("auto", torch.device("cpu"))[0]
     batch = micro_batch * micro_steps * world_size

@@ -89,6 +89,8 @@ def our_side(world: World, name: str, num_micro_steps: int, bucket_mb: float) ->
         strategy=strategy,  # type: ignore[arg-type]
         blocks=list(model.layers),
         bucket_mb=bucket_mb,
+        read_as=model.read_as(),
+        rounded_gradients=model.rounded_gradients(),
     )
     batch = [ids] * num_micro_steps
     num_tokens = MICRO_BATCH * SEQ_LEN * num_micro_steps * world.world_size

@@ -39,11 +39,8 @@ def restore(world: World, folder: Path, slow_rank: int, everyone_sees: bool) -> 
     if world.rank == slow_rank:
         slow_down_this_process()
     watchdog = Watchdog(
-        world.peers,
-        world.rank,
-        world.store,
+        world,
         timeout_s=TIMEOUT_S,
-        waiting_for=lambda: world.group.waiting_for,
         on_verdict=lambda verdict: print(verdict.message, flush=True),
     )
     wanted = {Slice("w", 0, NUM_ELEMENTS): torch.float32}

@@ -19,8 +19,9 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.data import blocks, hub
-from paceline.data.blocks import Place, ReadOptions, read_blocks
+from paceline.data.blocks import Place, read_blocks
 from paceline.data.find import find
+from paceline.data.recipe import Recipe
 from paceline.data.sources import Sources
 from paceline.data.split import split_text
 
@@ -134,7 +135,7 @@ def parquet(found: list[str]) -> bytes:
 
 
 def documents(sources: Sources, start: Place | None = None) -> list[str]:
-    options = ReadOptions()
+    options = Recipe()
     found = (blocks.documents(block, options) for block in read_blocks(sources, options, start or Place()))
     return ["".join(document.slices) for several in found for document in several]
 
@@ -178,9 +179,9 @@ def test_reading_goes_on_in_the_middle(server: Hub) -> None:
     server.repositories["some/text", "main"] = {"a.parquet": parquet(found), "b.jsonl": lines}
     for pattern in ("hub:some/text:*.parquet", "hf://datasets/some/text/b.*"):
         sources = find([pattern])
-        all_blocks = list(read_blocks(sources, ReadOptions()))
+        all_blocks = list(read_blocks(sources, Recipe()))
         assert len(all_blocks) > 2
-        assert list(read_blocks(sources, ReadOptions(), all_blocks[0].next)) == all_blocks[1:]
+        assert list(read_blocks(sources, Recipe(), all_blocks[0].next)) == all_blocks[1:]
         assert documents(sources) == found
         assert all_blocks[-1].read_bytes == sources.files[0].num_bytes
 

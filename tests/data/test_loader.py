@@ -18,10 +18,9 @@ from small_data import flat, prepare_small, sequence_ids
 from paceline.base.errors import UserError
 from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset
-from paceline.data.loader import FixedBatches, Loader, MicroBatch
+from paceline.data.loader import FixedBatches, Loader, MicroBatch, Prefetcher
 from paceline.data.order import source_seed
 from paceline.data.plan import BatchPlan
-from paceline.data.prefetch import Prefetcher
 from paceline.data.sequences import PackedRows, Sequences, ensure_packing
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
 from paceline.tools.bench.loader import measure
@@ -338,7 +337,8 @@ def test_a_blend_is_named_and_identified_by_all_its_parts(place: Path) -> None:
     others = [Blend([one, two], [1.0, 2.0]), Blend([two, one], [3.0, 1.0])]
     assert blend.fingerprint == Blend.open([(place / "one", 1.0), (place / "two", 3.0)]).fingerprint
     assert blend.fingerprint not in [other.fingerprint for other in others]
-    assert (blend.vocab_size, blend.end_of_text, blend.tokenizer().sha256) == (257, 256, bytes_tokenizer().sha256)
+    first = blend.first
+    assert (first.vocab_size, first.end_of_text, first.tokenizer().sha256) == (257, 256, bytes_tokenizer().sha256)
 
 
 def test_another_process_gives_the_same_batches(place: Path) -> None:

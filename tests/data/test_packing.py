@@ -151,19 +151,21 @@ def test_a_row_without_room_is_refused() -> None:
 @pytest.mark.parametrize("num_documents", [0, 3, 3000])
 def test_what_is_saved_is_loaded_from_the_disk(tmp_path: Path, num_documents: int) -> None:
     packed = pack(web_lengths(num_documents), 2049)
-    save(packed, tmp_path / "there" / "rows")
-    loaded = load(tmp_path / "there" / "rows")
+    starts = np.arange(num_documents)
+    save(packed, starts, tmp_path / "there" / "packing")
+    loaded, loaded_starts = load(tmp_path / "there" / "packing")
+    assert np.array_equal(loaded_starts, starts)
     for name in ("row_first", "document", "length"):
         assert np.array_equal(getattr(loaded, name), getattr(packed, name))
         assert getattr(loaded, name).dtype == getattr(packed, name).dtype
     assert (loaded.num_tokens, loaded.cropped_tokens) == (packed.num_tokens, packed.cropped_tokens)
-    assert os.listdir(tmp_path / "there") == ["rows"]
+    assert os.listdir(tmp_path / "there") == ["packing"]
     if num_documents == 3000:
         assert isinstance(loaded.document, np.memmap)
 
 
 def test_a_disk_that_fails_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = pack(web_lengths(100), 2049)
+    packed, starts, folder = pack(web_lengths(100), 2049), np.arange(100), tmp_path / "packing"
     write = np.save
 
     def full(path: Path, array: Int64s, allow_pickle: bool) -> None:
@@ -174,10 +176,10 @@ def test_a_disk_that_fails_leaves_nothing_that_counts(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(np, "save", full)
         with pytest.raises(OSError, match="no space left"):
-            save(packed, tmp_path / "rows")
-    assert not (tmp_path / "rows").exists()
-    save(packed, tmp_path / "rows")  # over what was left behind
-    assert load(tmp_path / "rows").num_rows == packed.num_rows
+            save(packed, starts, folder)
+    assert not folder.exists()
+    save(packed, starts, folder)
+    assert load(folder)[0].num_rows == packed.num_rows
 
 
 def _cut(path: Path) -> None:
@@ -204,11 +206,11 @@ def _pickled(path: Path) -> None:
     np.save(path, np.array([print], dtype=object), allow_pickle=True)
 
 
-@pytest.mark.parametrize("name", ["row_first", "document", "length", "totals"])
+@pytest.mark.parametrize("name", ["rows/row_first", "rows/document", "rows/length", "rows/totals"])
 @pytest.mark.parametrize("damage", [_cut, _empty, _shorter, _other_type, _scalar, _pickled, os.remove])
 def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
-    folder = tmp_path / "rows"
-    save(pack(web_lengths(100), 2049), folder)
+    folder = tmp_path / "packing"
+    save(pack(web_lengths(100), 2049), np.arange(100), folder)
     damage(folder / f"{name}.npy")
     with pytest.raises(UserError, match=f"the packing {folder} (can not be read|is damaged).*delete it"):
         load(folder)

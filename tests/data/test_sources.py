@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from paceline.base.errors import UserError
 from paceline.data import blocks as blocks_module
 from paceline.data import text as text_module
-from paceline.data.blocks import Block, Place, ReadOptions, read_blocks
+from paceline.data.blocks import Block, Place, read_blocks
 from paceline.data.find import describe_left_out, digest, find, has_text
+from paceline.data.recipe import Recipe
 from paceline.data.sources import SourceFile, Sources
 from paceline.data.split import split_text
 
@@ -34,10 +35,10 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 def documents(sources: Sources, start: Place | None = None, **options: str) -> list[str]:
     """All documents with text, put together from their pieces."""
-    return joined(read_blocks(sources, ReadOptions(**options), start or Place()), ReadOptions(**options))
+    return joined(read_blocks(sources, Recipe(**options), start or Place()), Recipe(**options))
 
 
-def joined(blocks: Iterator[Block] | Sequence[Block], options: ReadOptions) -> list[str]:
+def joined(blocks: Iterator[Block] | Sequence[Block], options: Recipe) -> list[str]:
     found: list[list[str]] = []
     for block in blocks:
         for document in blocks_module.documents(pickle.loads(pickle.dumps(block)), options):  # as a worker gets it
@@ -332,7 +333,7 @@ def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
         # Only ASCII white space makes a document empty.
         kept = [t for t in between if t.strip()]
         assert [t for t in documents(separated, separator="<|end|>") if t.strip()] == kept
-        for some, options in ((apart, ReadOptions()), (separated, ReadOptions(separator="<|end|>"))):
+        for some, options in ((apart, Recipe()), (separated, Recipe(separator="<|end|>"))):
             all_blocks = list(read_blocks(some, options))
             for i, block in enumerate(all_blocks):
                 assert list(read_blocks(some, options, block.next)) == all_blocks[i + 1 :]
@@ -343,12 +344,12 @@ def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}')
     write_parquet(tmp_path / "c.parquet", ["", None, "y"], 2, pa.string())
     write_gzip(tmp_path / "d.txt.gz", b"z")
-    (block,) = read_blocks(find([str(tmp_path)]), ReadOptions())
-    found = [document.slices for document in blocks_module.documents(block, ReadOptions())]
+    (block,) = read_blocks(find([str(tmp_path)]), Recipe())
+    found = [document.slices for document in blocks_module.documents(block, Recipe())]
     assert found == [(), (), (), ("x",), (), (), ("y",), ("z",)]
     (tmp_path / "e.txt").write_text("one|  \n|two||three|\n")
-    (block,) = read_blocks(find([str(tmp_path / "e.txt")]), ReadOptions(separator="|"))
-    found = [document.slices for document in blocks_module.documents(block, ReadOptions(separator="|"))]
+    (block,) = read_blocks(find([str(tmp_path / "e.txt")]), Recipe(separator="|"))
+    found = [document.slices for document in blocks_module.documents(block, Recipe(separator="|"))]
     assert found == [("one",), (), ("two",), (), ("three",)]
 
 
@@ -366,8 +367,8 @@ def test_what_is_replaced_is_counted(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "M\xfcller \\ud800 \\ud83d\\ude00 \xef\xbf\xbd"}\n')
     binary = pa.table({"text": pa.array([b"M\xfcller \xe2\x82"], pa.binary())})
     pq.write_table(binary, tmp_path / "c.parquet")
-    (block,) = read_blocks(find([str(tmp_path)]), ReadOptions())
-    found = list(blocks_module.documents(block, ReadOptions()))
+    (block,) = read_blocks(find([str(tmp_path)]), Recipe())
+    found = list(blocks_module.documents(block, Recipe()))
     assert [document.num_replaced for document in found] == [1, 2, 2]
     assert found[1].slices == ("M\ufffdller \ufffd 😀 \ufffd",)
 
@@ -388,7 +389,7 @@ def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: 
     separated = find([str(tmp_path / f"x.txt{suffix}")])
     assert documents(separated, separator="<|none|>") == ["|".join(expected)]
     monkeypatch.setattr(blocks_module, "MAX_RECORD_BYTES", 1 << 20)
-    for some, options in ((sources, ReadOptions()), (separated, ReadOptions(separator="<|none|>"))):
+    for some, options in ((sources, Recipe()), (separated, Recipe(separator="<|none|>"))):
         with pytest.raises(UserError, match=r"has a record of more than .* at byte \d+; cut it"):
             list(read_blocks(some, options))
 
@@ -443,9 +444,9 @@ def test_any_parquet_with_a_text_column(tmp_path: Path, kind: str) -> None:
 def test_ten_thousand_tiny_files(tmp_path: Path) -> None:
     for i in range(10_000):
         (tmp_path / f"{i:05d}.txt").write_bytes(b"%d" % i)
-    found = list(read_blocks(find([str(tmp_path)]), ReadOptions()))
+    found = list(read_blocks(find([str(tmp_path)]), Recipe()))
     assert len(found) < 10
-    assert joined(found, ReadOptions()) == [str(i) for i in range(10_000)]
+    assert joined(found, Recipe()) == [str(i) for i in range(10_000)]
 
 
 @pytest.mark.parametrize(
@@ -515,9 +516,9 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     stdin(monkeypatch, b"\n " + lines)
     sources = find(["-"])
     assert sources.files == (SourceFile("-", "-", "jsonl"),)
-    found = list(read_blocks(sources, ReadOptions()))
+    found = list(read_blocks(sources, Recipe()))
     assert len(found) > 3
-    assert len(joined(found, ReadOptions())) == 9000
+    assert len(joined(found, Recipe())) == 9000
     stdin(monkeypatch, b"plain\r\ntext")
     assert documents(find(["-"])) == ["plain\ntext"]
     stdin(monkeypatch, gzip.compress(b"text"))
@@ -544,12 +545,13 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     separator = "@@@" if kind == "separator" else ""
     script = f"""
 import resource, pyarrow.parquet
-from paceline.data.blocks import ReadOptions, read_blocks
+from paceline.data.blocks import read_blocks
 from paceline.data.find import find
+from paceline.data.recipe import Recipe
 sources = find([{str(path)!r}])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total = 0
-for block in read_blocks(sources, ReadOptions(separator={separator!r})):
+for block in read_blocks(sources, Recipe(separator={separator!r})):
     total += sum(len(document) for chunk in block.chunks for document in chunk.documents)
 print(total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
@@ -563,7 +565,7 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_bytes(b"x" * (3 << 20))
     before = os.listdir("/proc/self/fd")
-    reader = read_blocks(find([str(tmp_path)]), ReadOptions())
+    reader = read_blocks(find([str(tmp_path)]), Recipe())
     next(reader)
     reader.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)

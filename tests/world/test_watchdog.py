@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from paceline.base.errors import PacelineError, RunError
 from paceline.base.parent import start_ticks
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
+from paceline.world.group import LocalGroup
 from paceline.world.peer import Peer, this_process
 from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
@@ -65,11 +68,8 @@ def be_a_rank(folder: Path, env: Environment, task: Task) -> None:
     config = ParallelConfig(device="cpu", threads=1, interface="lo", timeout_s=PATIENCE_S)
     with open_world(config, env) as world, (folder / f"stacks-{env.rank}").open("w") as log:
         watchdog = Watchdog(
-            world.peers,
-            world.rank,
-            world.store,
+            world,
             timeout_s=TIMEOUT_S,
-            waiting_for=lambda: world.group.waiting_for,
             on_verdict=on_verdict,
             log=log,
         )
@@ -378,7 +378,9 @@ def test_who_is_missing_is_named(tmp_path: Path, task: Task, signals: list[int],
 
 def obey(port: int, peers: list[Peer]) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
-    with Watchdog(peers, 0, store, timeout_s=2, waiting_for=lambda: None, on_verdict=lambda _: time.sleep(60)):
+    alone = LocalGroup(torch.device("cpu"))
+    world: Any = SimpleNamespace(peers=peers, rank=0, store=store, group=alone, backend="gloo")
+    with Watchdog(world, timeout_s=2, on_verdict=lambda _: time.sleep(60)):
         time.sleep(60)
 
 

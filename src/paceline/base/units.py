@@ -1,4 +1,6 @@
-"""The one place that formats quantities for people."""
+"""The one place that formats quantities and lists for people."""
+
+from collections.abc import Sequence
 
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -30,3 +32,9 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def listed(items: Sequence[object], most: int = 3) -> str:
+    """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
+    shown = ", ".join(map(str, items[:most]))
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

@@ -6,15 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from paceline.base.errors import UserError
 from paceline.data.dataset import Dataset
 from paceline.data.mixture import Mixture
 from paceline.data.sequences import PackedRows, Part, Sequences, ensure_packing
 from paceline.data.stream import Windows
-from paceline.data.tokenizer import Tokenizer
 
 
 class Blend:
@@ -24,8 +20,9 @@ class Blend:
         """Raises UserError for bad weights, or, naming both, if two data sets have different tokenizers."""
         self.datasets, self.weights = tuple(datasets), tuple(weights)
         self.mixture = Mixture(self.weights)
+        self.first = self.datasets[0]  # its vocabulary and tokenizer are those of all
         for other in self.datasets[1:]:
-            _require_same_tokens(self.datasets[0], other)
+            _require_same_tokens(self.first, other)
 
     @classmethod
     def open(cls, parts: Sequence[tuple[Path | str, float]], vocab_size: int = 0) -> "Blend":
@@ -36,20 +33,15 @@ class Blend:
     def name(self) -> str:
         """The data set's name, or such as `web 70% + code 30%`."""
         if len(self.datasets) == 1:
-            return self.datasets[0].name
+            return self.first.name
         total = sum(self.weights)
         return " + ".join(f"{d.name} {100 * w / total:.3g}%" for d, w in zip(self.datasets, self.weights, strict=True))
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are less than this."""
-        return self.datasets[0].vocab_size
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 hex over fingerprints and weights, in order; of a single data set its fingerprint."""
         if len(self.datasets) == 1:
-            return self.datasets[0].fingerprint
+            return self.first.fingerprint
         lines = [f"{d.fingerprint} {w!r}" for d, w in zip(self.datasets, self.weights, strict=True)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -58,25 +50,6 @@ class Blend:
         """sha256 hex over a sample of the shards' content (see `content.digest`), for ranks to compare. Checkpoints
         store the fingerprint, which for prepared data comes from the index alone."""
         return hashlib.sha256("\n".join(dataset.content_digest for dataset in self.datasets).encode()).hexdigest()
-
-    @property
-    def tokenizer_json(self) -> str | None:
-        """The tokenizer.json of all data sets; None if they have none."""
-        return self.datasets[0].tokenizer_json
-
-    def tokenizer(self) -> Tokenizer:
-        """Raises UserError if the data came without one."""
-        return self.datasets[0].tokenizer()
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that begins documents; None if unknown."""
-        return self.datasets[0].end_of_text
-
-    @property
-    def token_bytes(self) -> npt.NDArray[np.uint16] | None:
-        """(vocab_size,) bytes of text of each id, 0 for special tokens; None if unknown."""
-        return self.datasets[0].token_bytes
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -109,12 +82,12 @@ class Blend:
     def _mask_token(self, mask_documents: bool) -> int | None:
         if not mask_documents:
             return None
-        if self.end_of_text is None:
+        if self.first.end_of_text is None:
             raise UserError(
                 f"data.mask-documents needs to know the token that begins a document, and {self.name} does not say it: "
                 f"prepare the data by `paceline data prepare`"
             )
-        return self.end_of_text
+        return self.first.end_of_text
 
 
 def _require_same_tokens(one: Dataset, other: Dataset) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
 from paceline.data import text
+from paceline.data.recipe import Recipe
 from paceline.data.sources import Readable, SourceFile, Sources, Stored, open_content, open_stored
 
 BLOCK_BYTES = 1 << 20  # a task for a worker, 25 ms of encoding on a core
@@ -23,24 +24,13 @@ _SHOWN_KEYS = 12
 _TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """Where documents are in a file."""
-
-    text_key: str = "text"
-    separator: str = ""
-    """Separates the documents of a text file; empty: a file is one document."""
-
-
 @dataclass(frozen=True)
 class Place:
     """A position between two documents, or between two slices of one."""
 
     file: int = 0
-    offset: int = 0
-    """Bytes of the decompressed file; of Parquet: rows."""
-    line: int = 0
-    """JSONL: number of lines before."""
+    offset: int = 0  # bytes of the decompressed file; of Parquet: rows
+    line: int = 0  # JSONL: number of lines before
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class _Read:
     line: int = 0
 
 
-def read_blocks(sources: Sources, options: ReadOptions, start: Place = Place()) -> Iterator[Block]:
+def read_blocks(sources: Sources, recipe: Recipe, start: Place = Place()) -> Iterator[Block]:
     """Yields the blocks from a position: the beginning, or a block's `next`.
 
     Raises UserError, naming the file, if it cannot be read, is damaged or shorter than before, has a record that is too
@@ -103,7 +93,7 @@ def read_blocks(sources: Sources, options: ReadOptions, start: Place = Place()) 
         here = start if number == start.file else Place(number)
         file = sources.files[number]
         with open_stored(file) as stored:
-            for read in _read(file, stored, options, here):
+            for read in _read(file, stored, recipe, here):
                 chunks.append(read.chunk)
                 weight += read.num_bytes + _CHUNK_COST_BYTES
                 last = Place(number, read.offset, read.line), read.read_bytes
@@ -114,14 +104,14 @@ def read_blocks(sources: Sources, options: ReadOptions, start: Place = Place()) 
         yield Block(tuple(chunks), *last)
 
 
-def _read(file: SourceFile, stored: Stored, options: ReadOptions, start: Place) -> Iterator[_Read]:
+def _read(file: SourceFile, stored: Stored, recipe: Recipe, start: Place) -> Iterator[_Read]:
     if file.format == "parquet":
-        return _read_cells(file, stored, options.text_key, start.offset)
+        return _read_cells(file, stored, recipe.text_key, start.offset)
     content = _Content(file, stored, start.offset)
     if file.format == "jsonl":
         return _read_lines(file, content, start.line)
-    if options.separator:
-        return _read_separated(file, content, options.separator.encode())
+    if recipe.separator:
+        return _read_separated(file, content, recipe.separator.encode())
     return _read_slices(file, content, begins=start.offset <= file.start)
 
 
@@ -298,14 +288,14 @@ def _as_bytes(column: Any) -> list[bytes]:
     return [cell or b"" for cell in column.cast(pyarrow.large_binary()).to_pylist()]
 
 
-def documents(block: Block, options: ReadOptions) -> Iterator[Document]:
+def documents(block: Block, recipe: Recipe) -> Iterator[Document]:
     """Yields a block's documents, including empty ones. Raises UserError, naming file and line, if a JSONL line cannot
     be read or has no string under the key."""
     for chunk in block.chunks:
         is_plain = chunk.kind == "text"
         decode = text.plain_text if is_plain else text.record_text
-        for content in _json_texts(chunk, options.text_key) if chunk.kind == "json" else chunk.documents:
-            is_empty = not (content.strip() if is_plain and options.separator else content)
+        for content in _json_texts(chunk, recipe.text_key) if chunk.kind == "json" else chunk.documents:
+            is_empty = not (content.strip() if is_plain and recipe.separator else content)
             decoded = [] if is_empty else [decode(part) for part in text.slices(content)]
             num_replaced = sum(count for _, count in decoded)
             yield Document(tuple(part for part, _ in decoded), num_replaced, chunk.begins, chunk.ends, chunk.side)

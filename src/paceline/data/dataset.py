@@ -18,12 +18,11 @@ import numpy.typing as npt
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
 from paceline.data import content, foreign
-from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRecord, read_index
+from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRecord, read_index, reading
 from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes read since the last call."""
+Progress = Callable[[int], None]  # called with the number of bytes read since the last call
 
 _VERIFIED_BYTES = 4 << 20  # read at once
 
@@ -58,11 +57,9 @@ class Dataset:
     ) -> None:
         """index: None for foreign files. tokenizer: of foreign files, if they have one."""
         self.folder, self.name = folder, name
-        self.vocab_size = vocab_size
-        """Ids are less than this."""
+        self.vocab_size = vocab_size  # ids are less than this
         self.train, self.validation = (TokenStream(split, shards[split], vocab_size) for split in SPLITS)
-        self.index = index
-        """The content of index.json; None for foreign files."""
+        self.index = index  # the content of index.json; None for foreign files
         self._tokenizer = tokenizer
 
     @staticmethod
@@ -79,7 +76,7 @@ class Dataset:
         if not is_complete and (root / WORK).is_dir():
             raise UserError(foreign.unfinished(root))
         files = None if is_complete else foreign.find_foreign(root)
-        opened = _open_prepared(root) if files is None else _open_foreign(files, vocab_size)
+        opened = _open_prepared(root) if files is None else _open_foreign(root, files, vocab_size)
         if 0 < vocab_size < opened.vocab_size:
             raise UserError(
                 f"model.vocab-size is {vocab_size}, smaller than the data's vocabulary ({opened.vocab_size} in "
@@ -111,10 +108,8 @@ class Dataset:
         if self.index is None or self.index.tokenizer is None:
             return self._tokenizer.json if self._tokenizer else None
         path, listed = self.folder / self.index.tokenizer.file, self.index.tokenizer.sha256
-        try:
+        with reading(path):
             found = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path} can not be read: {error.strerror}") from error
         sha256 = hashlib.sha256(found).hexdigest()
         if sha256 != listed:
             raise UserError(
@@ -185,13 +180,11 @@ class Dataset:
         starts = np.empty(0, dtype=np.int64)
         if record is not None:
             path = self.folder / record.starts
-            try:
-                sha256 = sha256_of(path)
-            except OSError as error:
-                raise UserError(f"{path} can not be read: {error.strerror}") from error
-            _require_sha256(path, sha256, record.starts_sha256)
+            with reading(path):
+                _require_sha256(path, sha256_of(path), record.starts_sha256)
             starts = _starts(self.folder, record)
-        digest = hashlib.sha256(_first_bytes(shard))
+        with reading(f"shard {shard.path}"), shard.path.open("rb") as file:
+            digest = hashlib.sha256(file.read(shard.first_byte))
         progress(shard.first_byte)
         wrong = ""
         buffer: Tokens = np.empty(_VERIFIED_BYTES // shard.dtype.itemsize, dtype=shard.dtype)
@@ -236,10 +229,10 @@ def _open_prepared(folder: Path) -> Dataset:
     return Dataset(folder, index.name, index.vocab_size, shards, index=index)
 
 
-def _open_foreign(files: foreign.ForeignFiles, vocab_size: int) -> Dataset:
-    shards = foreign.open_shards(files)
-    size, tokenizer = foreign.vocabulary(files.folder, vocab_size)
-    return Dataset(files.folder, files.folder.resolve().name, size, shards, tokenizer=tokenizer)
+def _open_foreign(folder: Path, files: foreign.Files, vocab_size: int) -> Dataset:
+    shards = foreign.open_shards(folder, files)
+    size, tokenizer = foreign.vocabulary(folder, vocab_size)
+    return Dataset(folder, folder.resolve().name, size, shards, tokenizer=tokenizer)
 
 
 def _listed(folder: Path, record: ShardRecord, tokenizer_sha256: str) -> Shard:
@@ -278,11 +271,3 @@ def _starts(folder: Path, record: ShardRecord) -> Int64s:
 def _require_sha256(path: Path, found: str, listed: str) -> None:
     if found != listed:
         raise UserError(f"{path} is damaged: its sha256 is {found[:16]}, {INDEX} lists {listed[:16]}")
-
-
-def _first_bytes(shard: Shard) -> bytes:
-    try:
-        with shard.path.open("rb") as file:
-            return file.read(shard.first_byte)
-    except OSError as error:
-        raise UserError(f"shard {shard.path} can not be read: {error.strerror}") from error

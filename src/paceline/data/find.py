@@ -33,7 +33,6 @@ _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 _MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
 _ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z")
-_NAMED = 3  # names of left-out files in a message
 _WARN_FRAC = 0.03  # share of the text's bytes
 
 Found = Iterator[SourceFile | LeftOut]
@@ -266,8 +265,7 @@ def describe_left_out(sources: Sources) -> list[str]:
     for why in dict.fromkeys(file.why for file in sources.left_out):
         files = [file for file in sources.left_out if file.why == why]
         size = sum(file.num_bytes for file in files)
-        more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
-        names = ", ".join(printable(file.name) for file in files[:_NAMED]) + more
+        names = units.listed([printable(file.name) for file in files])
         warning = "warning: " if why in lost and size > _WARN_FRAC * text_bytes else ""
         lines.append(
             f"{warning}{len(files)} of {num_files} files, {units.size(size)} of {units.size(num_bytes)}, are left out "

@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.base.errors import UserError
 from paceline.data.config import MAX_VOCAB
-from paceline.data.shard import MAGIC
+from paceline.data.shard import MAGIC, reading
 from paceline.data.stream import LLAMA3_MAGIC, Shard, TokenStream
 from paceline.data.tokenizer import Tokenizer, character_tokenizer
 
@@ -32,16 +32,10 @@ _PATTERNS = {
 _SAMPLE_BYTES = 64 << 10  # hashed at beginning, middle and end of a shard
 
 
-@dataclass(frozen=True)
-class ForeignFiles:
-    """The token files of a folder, sorted by name."""
-
-    folder: Path
-    train: tuple[Path, ...]
-    validation: tuple[Path, ...]
+Files = dict[str, tuple[Path, ...]]  # the token files of a folder by split, sorted by name
 
 
-def find_foreign(folder: Path) -> ForeignFiles | None:
+def find_foreign(folder: Path) -> Files | None:
     """Returns the token files in a folder, of at least one split; None if no file has such a name."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.suffix == ".bin")
@@ -51,25 +45,19 @@ def find_foreign(folder: Path) -> ForeignFiles | None:
         split: tuple(folder / name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
         for split, patterns in _PATTERNS.items()
     }
-    if not any(found.values()):
-        return None
-    return ForeignFiles(folder, found["train"], found["validation"])
+    return found if any(found.values()) else None
 
 
-def open_shards(files: ForeignFiles) -> dict[str, tuple[Shard, ...]]:
+def open_shards(folder: Path, files: Files) -> dict[str, tuple[Shard, ...]]:
     """Returns each split's shards. Raises UserError if a file is no shard, or a split is missing."""
-    if any(files.folder.glob("*.starts*")):  # our unfinished data set: index.json is written last
-        raise UserError(unfinished(files.folder))
-    for split, paths in (("train", files.train), ("validation", files.validation)):
+    if any(folder.glob("*.starts*")):  # our unfinished data set: index.json is written last
+        raise UserError(unfinished(folder))
+    for split, paths in files.items():
         if not paths:
             raise UserError(
-                f"{files.folder} has token files but none for {split}: nothing there is named "
-                f"{' or '.join(_PATTERNS[split])}"
+                f"{folder} has token files but none for {split}: nothing there is named {' or '.join(_PATTERNS[split])}"
             )
-    return {
-        "train": tuple(_open(path) for path in files.train),
-        "validation": tuple(_open(path) for path in files.validation),
-    }
+    return {split: tuple(map(_open, paths)) for split, paths in files.items()}
 
 
 def unfinished(folder: Path) -> str:
@@ -81,11 +69,8 @@ def _open(path: Path) -> Shard:
     """llm.c uses nanoGPT's file names, too: the magic number decides."""
     if path.name not in ("train.bin", "val.bin"):
         return Shard.open(path)
-    try:
-        with path.open("rb") as file:
-            first = int.from_bytes(file.read(4), "little")
-    except OSError as error:
-        raise UserError(f"{path} can not be read: {error.strerror}") from error
+    with reading(path), path.open("rb") as file:
+        first = int.from_bytes(file.read(4), "little")
     return Shard.open(path) if first in (MAGIC, LLAMA3_MAGIC) else Shard.without_header(path)
 
 

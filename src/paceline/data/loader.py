@@ -1,7 +1,9 @@
 """This rank's micro-batches of any step, a function of the step number and the step's plan."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -87,9 +89,7 @@ class Loader:
         self.sequences, self.rank, self.seed = sequences, rank, seed
         self.device = torch.device(device)
         self._plans = [(0, plan)]  # with the first step of each
-        self._located = _Located(
-            -1, range(0), np.empty(0, np.int64), Places(np.empty(0, np.int64), np.empty(0, np.int64))
-        )
+        self._located: _Located | None = None
 
     @property
     def seq_len(self) -> int:
@@ -111,7 +111,7 @@ class Loader:
         in_step = range(micro_batches[0].start, micro_batches[-1].stop)  # consecutive for a rank
         number, within = divmod(step, max(1, _LOCATED_AT_ONCE // len(in_step)))
         located = self._located
-        if (located.number, located.in_step) != (number, in_step):
+        if located is None or (located.number, located.in_step) != (number, in_step):
             located = self._located = self._locate(number, in_step, plan.global_batch_size)
         begin = within * len(in_step) - in_step.start
         batches = []
@@ -151,3 +151,41 @@ class FixedBatches:
         """Returns the sequences of these numbers, 0..len-1, on the device; `which` is not empty."""
         numbers = np.arange(which.start, which.stop, which.step, dtype=np.int64)
         return read_batch(self.sequences, self._places[numbers], numbers).to(self.device)
+
+
+class Prefetcher:
+    """A loader that makes the next step's micro-batches during a step, in one thread; correct in any order of steps.
+
+    The caller waits for its first step (a run may resume anywhere); each step starts the next one's preparation. The
+    thread reads, converts and pins; the caller's thread copies to the device on its own stream. An error in a step is
+    raised when that step is requested. `close`, or the end of a `with`, ends the thread.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=_use, initargs=(loader.device,))
+        self._pending: dict[int, Future[list[MicroBatch]]] = {}
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of a step; see `Loader.micro_batches`. For one thread at a time."""
+        wanted = self._pending.pop(step, None) or self._thread.submit(self.loader.host_batches, step)
+        for skipped in self._pending.values():
+            skipped.cancel()
+        self._pending = {step + 1: self._thread.submit(self.loader.host_batches, step + 1)}
+        return [batch.to(self.loader.device) for batch in wanted.result()]
+
+    def close(self) -> None:
+        """Ends the thread after its current step."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _use(device: torch.device) -> None:
+    """Pinning in a thread without a current device would open a context, and take memory, on the first GPU."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)

@@ -17,7 +17,6 @@ from paceline.base.seeds import key as seed_key
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-MAX_SIZE = 1 << 62
 NUM_ROUNDS = 12  # 4 are enough in theory on large grids; tiny grids need more to be near uniform
 
 _MASK = (1 << 64) - 1
@@ -32,7 +31,7 @@ def _hash(values: UInt64s, round_key: UInt64s | np.uint64) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
-def _round_keys(keys: list[int]) -> UInt64s:
+def round_keys_of(keys: list[int]) -> UInt64s:
     """(NUM_ROUNDS, len(keys)): the round keys of each permutation."""
     increments = np.arange(1, NUM_ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _hash(np.array([key & _MASK for key in keys], dtype=np.uint64) + increments[:, None], np.uint64(0))
@@ -50,8 +49,9 @@ def _shuffle_grid(cells: UInt64s, rows: int, columns: int, round_keys: UInt64s) 
     return result
 
 
-def _permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
-    """`permute` of index (n,), with one permutation's round keys for all, or one's for each."""
+def permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
+    """Returns where a permutation of 0..size-1 maps each index; (n,) both. Memory does not depend on size (1 to
+    2**62). round_keys: of one permutation for all, or of one for each index."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     cells = _shuffle_grid(index.astype(np.uint64), rows, columns, round_keys)
@@ -61,17 +61,6 @@ def _permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
         cells[outside] = _shuffle_grid(cells[outside], rows, columns, keys)
         outside = outside[cells[outside] >= np.uint64(size)]
     return cells.astype(np.int64)
-
-
-def permute(index: npt.ArrayLike, size: int, key: int) -> Int64s:
-    """Returns where the keyed permutation of 0..size-1 maps each index; same shape, int64. Memory depends on `index`
-    only, not on size (1 to 2**62). Raises ValueError for an index outside 0..size-1."""
-    if not 1 <= size <= MAX_SIZE:
-        raise ValueError(f"size {size} is not in 1..2**62")
-    wanted = np.asarray(index, dtype=np.int64)
-    if wanted.size and not (wanted.min() >= 0 and wanted.max() < size):
-        raise ValueError(f"an index is outside 0..{size - 1}")
-    return _permute(wanted.ravel(), size, _round_keys([key])).reshape(wanted.shape)
 
 
 def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
@@ -84,8 +73,8 @@ def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
         raise ValueError(f"positions are not negative and num_sequences {num_sequences} is positive")
     epochs, within = np.divmod(positions, num_sequences)
     epoch, which = np.unique(epochs, return_inverse=True)
-    round_keys = _round_keys([seed_key("order", seed, number) for number in epoch.tolist()])
-    return _permute(within, num_sequences, round_keys if epoch.size == 1 else round_keys[:, which])
+    round_keys = round_keys_of([seed_key("order", seed, number) for number in epoch.tolist()])
+    return permute(within, num_sequences, round_keys if epoch.size == 1 else round_keys[:, which])
 
 
 def source_seed(seed: int, number: int) -> int:

@@ -23,8 +23,8 @@ from paceline.base.files import sync
 Int64s = npt.NDArray[np.int64]
 
 _GROUP = 1 << 19  # documents packed together, using 50 MB
-_FILES = ("row_first", "document", "length", "totals")
-_DTYPES = (np.int64, np.int64, np.int32, np.int64)
+_FILES = ("starts", "rows/row_first", "rows/document", "rows/length", "rows/totals")
+_DTYPES = (np.int64, np.int64, np.int64, np.int32, np.int64)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,7 @@ class _Pool:
                 left -= taken[-1]
             num_segments.append(len(documents) - before)
         return _Rows(
-            np.array(num_segments, dtype=np.int64),
-            np.array(documents, dtype=np.int64),
-            np.array(taken, dtype=np.int32),
+            np.array(num_segments, dtype=np.int64), np.array(documents, dtype=np.int64), np.array(taken, dtype=np.int32)
         )
 
     def _best(self, left: int) -> int:
@@ -139,32 +137,37 @@ class _Pool:
         return document
 
 
-def save(packing: Packing, folder: Path) -> None:
-    """Writes a packing as a new folder of .npy files, atomically. Raises OSError if the disk fails."""
+def save(packing: Packing, starts: Int64s, folder: Path) -> None:
+    """Writes a packing, and where each document starts, as a new folder of .npy files, atomically. Raises OSError if
+    the disk fails."""
     aside = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    totals = np.array([packing.num_tokens, packing.cropped_tokens], dtype=np.int64)
-    arrays: list[npt.NDArray[Any]] = [packing.row_first, packing.document, packing.length, totals]
-    for name, array in zip(_FILES, arrays, strict=True):
-        np.save(aside / f"{name}.npy", array, allow_pickle=False)
-        sync(aside / f"{name}.npy")
-    os.rename(aside, folder)
-    sync(folder.parent)
-
-
-def load(folder: Path) -> Packing:
-    """Returns a saved packing, mapped into memory. Raises UserError if files are missing or do not fit together."""
+    shutil.rmtree(aside, ignore_errors=True)  # of a killed process
     try:
-        row_first, document, length, totals = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _FILES
-        )
+        (aside / "rows").mkdir(parents=True)
+        totals = np.array([packing.num_tokens, packing.cropped_tokens], dtype=np.int64)
+        arrays: list[npt.NDArray[Any]] = [starts, packing.row_first, packing.document, packing.length, totals]
+        for name, array in zip(_FILES, arrays, strict=True):
+            np.save(aside / f"{name}.npy", array, allow_pickle=False)
+            sync(aside / f"{name}.npy")
+        sync(aside / "rows")
+        sync(aside)
+        os.rename(aside, folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def load(folder: Path) -> tuple[Packing, Int64s]:
+    """Returns what `save` wrote, mapped into memory. Raises UserError if files are missing or do not fit together."""
+    try:
+        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _FILES]
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"the packing {folder} can not be read: {error}; delete it, and it is made anew") from error
-    found = [(array.dtype, array.ndim) for array in (row_first, document, length, totals)]
+    starts, row_first, document, length, totals = arrays
+    found = [(array.dtype, array.ndim) for array in arrays]
     fit = found == [(dtype, 1) for dtype in _DTYPES] and row_first.size > 0 and totals.size == 2
     if not (fit and row_first[0] == 0 and row_first[-1] == document.size == length.size):
         raise UserError(
             f"the packing {folder} is damaged: its files do not fit together; delete it, and it is made anew"
         )
-    return Packing(row_first, document, length, *map(int, totals))
+    return Packing(row_first, document, length, *map(int, totals)), starts

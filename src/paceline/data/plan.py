@@ -32,8 +32,7 @@ class BatchPlan:
     global_batch_size: int
     device_batch_size: int
     world_size: int
-    shares: tuple[int, ...] = ()
-    """Sequences of a step by rank; may be 0. Empty: equal shares."""
+    shares: tuple[int, ...] = ()  # sequences of a step by rank; may be 0. Empty: equal shares
     limits: tuple[int, ...] = ()
     """The most sequences in a micro-batch, by rank, if ranks differ; only with shares. Empty: device_batch_size."""
 

@@ -27,7 +27,7 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.base.files import sync
-from paceline.data.blocks import ReadOptions, documents, read_blocks
+from paceline.data.blocks import documents, read_blocks
 from paceline.data.build import PROGRESS, Builder, Counts
 from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
@@ -94,24 +94,19 @@ def prepare(
         with _work_folder(folder) as work:
             if (folder / INDEX).is_file():  # another process was faster
                 return _same(folder, request)
-            for line in [*describe_left_out(sources), *_describe_unused(sources, recipe)]:
+            for line in describe_left_out(sources):
                 report.say(f"data: {line}")
+            if recipe.validation_frac != Recipe().validation_frac and all(file.side for file in sources.files):
+                report.say(
+                    f"data: --validation-frac {recipe.validation_frac:g} has no effect here: text files are split by "
+                    "their names or at their ends, or by --validation"
+                )
             index = _make(sources, recipe, folder, work, report, num_workers, restart)
         shutil.rmtree(work)
         sync(folder)
         return index
     except OSError as error:
         raise UserError(_disk_message(folder, error)) from error
-
-
-def _describe_unused(sources: Sources, recipe: Recipe) -> list[str]:
-    """Returns a warning if --validation-frac has no effect."""
-    if recipe.validation_frac == Recipe().validation_frac or any(file.side is None for file in sources.files):
-        return []
-    return [
-        f"--validation-frac {recipe.validation_frac:g} has no effect here: text files are split by their names or at "
-        f"their ends, or by --validation"
-    ]
 
 
 def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
@@ -188,12 +183,11 @@ def _make(
     if is_piped:
         report.say(f"data: keeping standard input on the disk, as {work / 'input'}, while the data set is made")
         sources = _kept_input(sources, work / "input", is_begun=tokenizer is not None)
-    options = ReadOptions(text_key=recipe.text_key, separator=recipe.separator)
-    below = validation_below(sources, options, recipe.validation_frac)
+    below = validation_below(sources, recipe)
     if tokenizer is None:
-        tokenizer = _choose_tokenizer(sources, options, recipe, folder, report)
+        tokenizer = _choose_tokenizer(sources, recipe, folder, report)
         replace_file(work / _BEGUN, json.dumps({**begun, "tokenizer": tokenizer.sha256}).encode())
-    job = Job(tokenizer.json, Encoder(tokenizer).library, options, below, recipe.dedup)
+    job = Job(tokenizer.json, Encoder(tokenizer).library, recipe, below)
     builder = Builder(
         folder,
         work,
@@ -251,19 +245,17 @@ def _encode(sources: Sources, job: Job, builder: Builder, report: Report, num_wo
     is_known = all(file.num_bytes is not None for file in sources.files)
     total = None if not is_known else sum(file.size for file in sources.files)
     before = [0, *accumulate(file.size for file in sources.files)]
-    blocks = read_blocks(sources, job.options, builder.place)
+    blocks = read_blocks(sources, job.recipe, builder.place)
     for block, encoded in encode_all(blocks, job, num_workers):
         builder.take(block, encoded)
         done = before[block.next.file] + block.read_bytes
         report.advance(done, total, f"{units.count(builder.num_tokens)} tokens")
 
 
-def _choose_tokenizer(
-    sources: Sources, options: ReadOptions, recipe: Recipe, folder: Path, report: Report
-) -> Tokenizer:
+def _choose_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Report) -> Tokenizer:
     def sample() -> Iterator[str]:
         report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
-        return _sample(sources, options)
+        return _sample(sources, recipe)
 
     tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
     if tokenizer.end_of_text is None:
@@ -275,14 +267,14 @@ def _choose_tokenizer(
     return tokenizer
 
 
-def _sample(sources: Sources, options: ReadOptions) -> Iterator[str]:
+def _sample(sources: Sources, recipe: Recipe) -> Iterator[str]:
     """Yields text to learn merges from: all of it, or evenly spaced blocks of all training files."""
     files = tuple(file for file in sources.files if file.side != "validation")
     total = sum(file.size for file in files)
-    blocks = read_blocks(Sources(sources.name, files), options)
+    blocks = read_blocks(Sources(sources.name, files), recipe)
     taken = 0
     for block in islice(blocks, 0, None, max(1, math.ceil(total / _SAMPLE_BYTES))):
-        for document in documents(block, options):
+        for document in documents(block, recipe):
             yield from document.slices
             taken += sum(map(len, document.slices))
         if taken > _SAMPLE_BYTES:  # compressed files hold more than their size

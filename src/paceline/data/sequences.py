@@ -5,8 +5,6 @@ There are two kinds. `Windows` (stream.py) cut the stream every T tokens: every 
 document from the start, and cropped tokens are never seen.
 """
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.base.files import sync
 from paceline.data import packing
-from paceline.data.dataset import Dataset, Documents
+from paceline.data.dataset import Dataset
 from paceline.data.mixture import Mixture
 from paceline.data.order import ids_at, source_seed
 from paceline.data.stream import Int64s, Tokens, TokenStream
@@ -43,11 +40,7 @@ class PackedRows:
     def __init__(self, stream: TokenStream, folder: Path, seq_len: int) -> None:
         """folder: from `ensure_packing`. Raises UserError if there is too little text for one row."""
         self._folder, self._stream, self._row_tokens = folder, stream, seq_len + 1
-        self._packing = packing.load(folder / "rows")
-        try:
-            starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"the packing {folder} can not be read: {error}; delete it, and it is made anew") from error
+        self._packing, starts = packing.load(folder)
         # Plain arrays: slicing a memmap is slow.
         self._starts, self._first = np.asarray(starts), np.asarray(self._packing.row_first)
         self._document, self._length = np.asarray(self._packing.document), np.asarray(self._packing.length)
@@ -95,27 +88,13 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
         final.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(final.with_name(f".{final.name}.lock")):
             if not final.is_dir():
-                _pack_aside(documents, seq_len + 1, final)
+                packing.save(packing.pack(documents.lengths, seq_len + 1), documents.starts, final)
     except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
         raise UserError(
             f"the packing of {dataset.folder} can not be kept in {final.parent}: "
             f"{getattr(error, 'strerror', None) or error}; free some space, or set PACELINE_CACHE to another folder"
         ) from error
     return final
-
-
-def _pack_aside(documents: Documents, row_tokens: int, final: Path) -> None:
-    aside = final.with_name(f".{final.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)  # of a killed process
-    aside.mkdir()
-    try:
-        np.save(aside / "starts.npy", documents.starts, allow_pickle=False)
-        sync(aside / "starts.npy")
-        packing.save(packing.pack(documents.lengths, row_tokens), aside / "rows")
-        os.rename(aside, final)
-        sync(final.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass(frozen=True)

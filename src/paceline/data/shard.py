@@ -15,7 +15,7 @@ Each document begins with the tokenizer's document token (llm.c's convention) an
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -81,8 +81,16 @@ class Index:
     splits: Mapping[str, SplitRecord]
     tokenizer: TokenizerRecord | None = None
     token_bytes: str | None = None
-    origin: Mapping[str, Any] = field(default_factory=dict)
-    """How it was made."""
+    origin: Mapping[str, Any] = field(default_factory=dict)  # how it was made
+
+
+@contextlib.contextmanager
+def reading(what: object, advice: str = "") -> Iterator[None]:
+    """Turns an OSError inside into a UserError: `what` can not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} can not be read: {error.strerror}{advice}") from error
 
 
 def version_for(vocab_size: int) -> int:
@@ -195,9 +203,8 @@ def read_index(folder: Path) -> Index:
     """Returns index.json's content. Raises UserError if it is missing, damaged, or of another format or version."""
     path = folder / INDEX
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} can not be read: {error.strerror}; is {folder} a prepared data set?") from error
+        with reading(path, f"; is {folder} a prepared data set?"):
+            content = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}; {AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -207,10 +214,9 @@ def read_index(folder: Path) -> Index:
             f"{path} has version {content.get('version')!r}; this paceline reads {FORMAT_VERSION}: prepare it anew"
         )
     try:
-        index = _parse(content)
+        return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is damaged: {type(error).__name__}: {error}; {AGAIN}") from error
-    return index
 
 
 def _parse(content: dict[str, Any]) -> Index:

@@ -31,23 +31,15 @@ _NOT_LIBRARY_PREFIXES = ("_sysconfigdata_", "sitecustomize.", "usercustomize.", 
 class SourceFile:
     """A file with documents, or a part of a text file that is one document."""
 
-    name: str
-    """Relative to the folder it was found in, with slashes."""
-    path: str
-    """Absolute; `-` is standard input, hf://... a file on the hub."""
-    format: str
-    """text, jsonl or parquet."""
-    compression: str = ""
-    """gzip, zstd, or empty."""
-    num_bytes: int | None = None
-    """As stored, of this part; None if unknown."""
-    stamp: str = ""
-    """Changes with the file."""
-    start: int = 0
-    """Text only: the document is the bytes start..stop-1."""
+    name: str  # relative to the folder it was found in, with slashes
+    path: str  # absolute; `-` is standard input, hf://... a file on the hub
+    format: str  # text, jsonl or parquet
+    compression: str = ""  # gzip, zstd, or empty
+    num_bytes: int | None = None  # as stored, of this part; None if unknown
+    stamp: str = ""  # changes with the file
+    start: int = 0  # text only: the document is the bytes start..stop-1
     stop: int | None = None
-    side: str | None = None
-    """train or validation; None: decided for each document by a hash of its text."""
+    side: str | None = None  # train or validation; None: decided for each document by a hash of its text
 
     @property
     def where(self) -> str:

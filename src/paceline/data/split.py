@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.base.errors import UserError
-from paceline.data.blocks import ReadOptions, documents, read_blocks
+from paceline.data.blocks import documents, read_blocks
 from paceline.data.find import find
 from paceline.data.recipe import Recipe
 from paceline.data.sources import SourceFile, Sources, open_stored
@@ -93,19 +93,19 @@ def key_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text[:_HASHED_CHARACTERS].encode(), digest_size=8).digest(), "little")
 
 
-def validation_below(sources: Sources, options: ReadOptions, frac: float) -> float:
-    """Returns the key below which a document is for validation: `frac` of all keys.
+def validation_below(sources: Sources, recipe: Recipe) -> float:
+    """Returns the key below which a document is for validation: `validation_frac` of all keys.
 
     If a split would have no document, the one with the lowest key is for validation, or the one with the highest for
-    training. Reads documents until both splits have one, usually 1/frac of them. Raises UserError if there is only one
-    document, or for reading errors.
+    training. Reads documents until both splits have one, usually 1/validation_frac of them. Raises UserError if there
+    is only one document, or for reading errors.
     """
-    limit = frac * 2.0**64
+    limit = recipe.validation_frac * 2.0**64
     undecided = tuple(file for file in sources.files if file.side is None)
     decided = {file.side for file in sources.files} - {None}
     has = {"validation": "validation" in decided, "train": "train" in decided}
     lowest, highest = 1 << 64, -1
-    for key in _keys(replace(sources, files=undecided), options):
+    for key in _keys(replace(sources, files=undecided), recipe):
         has["validation" if key < limit else "train"] = True
         if all(has.values()):
             return limit
@@ -120,8 +120,8 @@ def validation_below(sources: Sources, options: ReadOptions, frac: float) -> flo
     return highest if has["validation"] else lowest + 1
 
 
-def _keys(sources: Sources, options: ReadOptions) -> Iterator[int]:
-    for block in read_blocks(sources, options):
-        for document in documents(block, options):
+def _keys(sources: Sources, recipe: Recipe) -> Iterator[int]:
+    for block in read_blocks(sources, recipe):
+        for document in documents(block, recipe):
             if document.begins and document.slices:
                 yield key_of(document.slices[0])

@@ -17,19 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header
+from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, reading
 
 Int64s = npt.NDArray[np.int64]
-Tokens = npt.NDArray[np.unsignedinteger[Any]]
-"""uint16 or uint32, as stored."""
+Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as stored
 
 MAX_OPEN_FILES = 256  # of all streams; a process may usually open 1024
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
-
-
-def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Sequences in a stream; may be 0. Sequence i has the tokens i*T .. i*T+T, the last one as a target only."""
-    return max(0, (num_tokens - 1) // seq_len)
 
 
 class _Descriptor:
@@ -79,10 +73,8 @@ class Shard:
     @classmethod
     def without_header(cls, path: Path) -> "Shard":
         """Opens nanoGPT's uint16 tokens without a header. Raises UserError for an odd number of bytes."""
-        try:
+        with reading(path):
             num_bytes = path.stat().st_size
-        except OSError as error:
-            raise UserError(f"{path} can not be read: {error.strerror}") from error
         if num_bytes % 2:
             raise UserError(
                 f"{path} is truncated: its {num_bytes} bytes are an odd number, and a token is a uint16; copy it again"
@@ -135,12 +127,9 @@ _opened: deque[weakref.ref[Shard]] = deque()
 
 def _head(path: Path) -> tuple[bytes, int]:
     """Returns the header's bytes and the file's length."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-            num_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise UserError(f"shard {path} can not be read: {error.strerror}; {AGAIN}") from error
+    with reading(f"shard {path}", f"; {AGAIN}"), path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+        num_bytes = os.fstat(file.fileno()).st_size
     if len(head) < HEADER_BYTES:
         raise UserError(f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {AGAIN}")
     return head, num_bytes
@@ -180,8 +169,7 @@ class TokenStream:
     def __init__(self, split: str, shards: Sequence[Shard], vocab_size: int) -> None:
         self.split, self.shards, self.vocab_size = split, tuple(shards), vocab_size
         self.dtype: np.dtype[Any] = np.result_type(np.uint16, *(shard.dtype for shard in shards))
-        self.bytes_read = 0
-        """Bytes read so far, for measurements."""
+        self.bytes_read = 0  # bytes read so far, for measurements
         self._starts = [0, *accumulate(shard.num_tokens for shard in shards)]
 
     @property
@@ -190,7 +178,7 @@ class TokenStream:
 
     def num_sequences(self, seq_len: int) -> int:
         """Returns the number of sequences of seq_len tokens, at least 1. Raises UserError if the split is shorter."""
-        found = num_sequences(self.num_tokens, seq_len)
+        found = (self.num_tokens - 1) // seq_len  # the last token is a target only
         if found < 1:
             raise UserError(
                 f"the {self.split} split has {self.num_tokens} tokens, too few for one sequence of data.seq-len "

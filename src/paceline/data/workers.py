@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import RunError
-from paceline.data.blocks import Block, Document, ReadOptions, documents
+from paceline.data.blocks import Block, Document, documents
 from paceline.data.encode import Encoder
+from paceline.data.recipe import Recipe
 from paceline.data.shard import DTYPES, SPLITS, version_for
 from paceline.data.split import key_of
 from paceline.data.tokenizer import Tokenizer
@@ -33,9 +34,8 @@ class Job:
 
     tokenizer_json: str
     library: str  # of the encoder
-    options: ReadOptions
+    recipe: Recipe
     validation_below: float  # see split.py
-    digests: bool  # needed only for de-duplication
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class BlockEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """Raises UserError, naming file and line, for a record that can not be read."""
-        found = list(documents(block, self.job.options))
+        found = list(documents(block, self.job.recipe))
         parts = [document for document in found if document.slices]
         ids = [self._ids(part) for part in parts]
         return Encoded(
@@ -91,7 +91,7 @@ class BlockEncoder:
             num_tokens=np.array([each.size for each in ids], dtype=np.int64),
             num_bytes=np.array([sum(map(_num_bytes, part.slices)) for part in parts], dtype=np.int64),
             sides=np.array([self._side(part) for part in parts], dtype=np.int8),
-            digests=tuple(map(_digest, parts)) if self.job.digests else (),
+            digests=tuple(map(_digest, parts)) if self.job.recipe.dedup else (),
             is_complete=not parts or parts[-1].ends,
             num_replaced=sum(part.num_replaced for part in parts),
             num_empty=len(found) - len(parts),

@@ -28,6 +28,7 @@ import filelock
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
+from paceline.base.units import listed
 from paceline.record.read import Row, rows
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
@@ -254,9 +255,8 @@ def check_new(path: Path) -> None:
         found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     unfinished = {f".{name}.new" for name in _MADE_HERE}  # base.files.replace leaves these if it is killed
     if foreign := [name for name in found if name not in _MADE_HERE and name not in unfinished]:
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise UserError(
-            f"--out is {path}, which holds files of something else ({', '.join(foreign[:3])}{more}); "
+            f"--out is {path}, which holds files of something else ({listed(foreign)}); "
             "name a folder that is empty or does not exist yet"
         )
     check_writable(path)

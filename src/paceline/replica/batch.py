@@ -6,9 +6,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from paceline.base.errors import UserError
 from paceline.replica.result import StepTimes
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 
 class Batch:
@@ -49,7 +48,7 @@ class Batch:
         second model, such as a discriminator that trains on generated samples."""
         given = list(micro_batches)
         if len(given) < len(self):
-            raise UserError(f"{place()}: {len(given)} micro-batches cannot stand for the {len(self)} of this batch")
+            raise mistake(f"{len(given)} micro-batches cannot stand for the {len(self)} of this batch")
         stand_in = (lambda: given[-1]) if given else None
         own = given[: len(self)]
         return Batch(own, rows=self.rows, num_rows=self.num_rows, passes=self.passes, stand_in=stand_in)
@@ -66,8 +65,8 @@ class Batch:
             pass
 
     def __iter__(self) -> NoReturn:
-        raise UserError(
-            f"{place()}: this is a step, not a micro-batch: write `for step in replica.steps(batches):` and in it "
+        raise mistake(
+            "this is a step, not a micro-batch: write `for step in replica.steps(batches):` and in it "
             "`for x, y in step:`; to read samples without training write `for x, y in batches.flat():`, and to look "
             "at one micro-batch `batches.peek()`"
         )

@@ -29,19 +29,11 @@ from paceline.replica.folder import CheckpointFolder
 from paceline.replica.joining import at_leaving
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import compared, digests, take_rounding_of_rank_0
-from paceline.world.calls import place
+from paceline.world.calls import mistake, place
 from paceline.world.facts import unequal_kinds
 from paceline.world.group import Group, from_rank_0
 
 _OPEN: dict[Path, "Checkpoints"] = {}  # by folder: a notebook cell that runs again makes them again
-
-
-class RunCheckpoints(CheckpointFolder):
-    """The checkpoints of `paceline train`: one unnamed replica in a locked run folder. No random generators are saved,
-    since nothing there draws from a global one."""
-
-    def __init__(self, folder: Path, config: CheckpointConfig, replica: Replica):
-        super().__init__(folder, config, {"": replica}, {}, keeps_generators=False)
 
 
 class Checkpoints(CheckpointFolder):
@@ -49,13 +41,7 @@ class Checkpoints(CheckpointFolder):
     save."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep: int = 2,
-        keep_every: int = 0,
-        keep_best: bool = False,
-        **objects: Any,
+        self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False, **objects: Any
     ):
         """folder: holds `checkpoints/`; one run at a time. objects, by name: at least one Replica; modules, schedules,
         what `paceline.share` returned, and other objects whose state_dict() has JSON values and tensors;
@@ -74,7 +60,7 @@ class Checkpoints(CheckpointFolder):
         replicas = {name: thing for name, thing in objects.items() if isinstance(thing, Replica)}
         others = {name: thing for name, thing in objects.items() if name not in replicas}
         if not replicas:
-            raise UserError(f"{place()}: paceline.Checkpoints needs at least one Replica, by a name: net=replica")
+            raise mistake("paceline.Checkpoints needs at least one Replica, by a name: net=replica")
         for name, thing in others.items():
             contents.check_object(name, thing)
         world = next(iter(replicas.values())).world
@@ -175,15 +161,13 @@ class Checkpoints(CheckpointFolder):
     def _require_own(self) -> None:
         """Raises UserError on all ranks if the folder has checkpoints that this run did not restore. Collective."""
         if _OPEN.get(self.folder.resolve()) is not self:
-            raise UserError(
-                f"{place()}: {self.folder} was given to another paceline.Checkpoints since: save by that one"
-            )
+            raise mistake(f"{self.folder} was given to another paceline.Checkpoints since: save by that one")
         if self._is_own:
             return
         steps = self._group.broadcast_json(mf.list_steps(self.checkpoints) if self.world.is_main else [])
         if steps:
-            raise UserError(
-                f"{place()}: {self.checkpoints} holds checkpoints of another run, up to step {steps[-1]}, which this "
+            raise mistake(
+                f"{self.checkpoints} holds checkpoints of another run, up to step {steps[-1]}, which this "
                 "one has not restored, and saves would mix with them: call checkpoints.restore() before the first "
                 "step, or name another folder",
                 reach="world",

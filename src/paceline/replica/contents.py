@@ -23,7 +23,7 @@ from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.share import Share
 from paceline.sync.local import LocalSync
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 if TYPE_CHECKING:
     from paceline.optim.optimizer import ParamSlice
@@ -68,9 +68,11 @@ class ReplicaContents:
         tensors: dict[Slice, torch.Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, Any] = {}
+        sync = self.replica.sync
+        mark = f"@{self.replica.world.rank}" if isinstance(sync, LocalSync) else ""  # each rank has its own
         for part, optimizer, _ in self.replica.updates.owned():
             for key, value in optimizer.state.get(part.parameter, {}).items():
-                name = f"{self._kept_name(part.name)}/{key}"
+                name = f"{self._kept_name(part.name)}/{key}{mark}"
                 kind = _kind_of(key, value, part)
                 if kind == "moment":
                     tensors[Slice(name, part.start, part.stop)] = _flat(value)
@@ -79,19 +81,12 @@ class ReplicaContents:
                 elif kind == "tensor":
                     tensors[Slice(name, 0, value.numel())] = _flat(value)
                     shapes[name] = tuple(value.shape)
-        sync = self.replica.sync
-        if not isinstance(sync, LocalSync):
-            return tensors, shapes, numbers
-        for key, named in sync.held.items():
-            for name, tensor in named.items():
-                tensors[Slice(f"{self._kept_name(name)}/{key}", 0, tensor.numel())] = _flat(tensor)
-        numbers[f"{self.prefix}/progress"] = sync.progress()
-        mark = f"@{self.replica.world.rank}"
-        return (
-            {Slice(item.name + mark, item.start, item.stop): tensor for item, tensor in tensors.items()},
-            {name + mark: shape for name, shape in shapes.items()},
-            {name + mark: value for name, value in numbers.items()},
-        )
+        if isinstance(sync, LocalSync):
+            for key, named in sync.held.items():
+                for name, tensor in named.items():
+                    tensors[Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel())] = _flat(tensor)
+            numbers[f"{self.prefix}/progress{mark}"] = sync.progress()
+        return tensors, shapes, numbers
 
     def facts(self) -> dict[str, Any]:
         """Returns the manifest's entry: optimizer settings, data position, loss scale."""
@@ -168,8 +163,7 @@ class ReplicaContents:
             tensor = found.pop(item).to(part.parameter.device).view(shape)
             state = optimizer.state.setdefault(part.parameter, {})
             state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
-        if isinstance(self.replica.sync, LocalSync):
-            self._take_local(self.replica.sync, receive, sources, stored, numbers)
+        self._take_local(receive, sources, stored, numbers)
 
     def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
         """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
@@ -180,14 +174,13 @@ class ReplicaContents:
         return [f"@{world.rank}"] if is_same else marks or [""]
 
     def _take_local(
-        self,
-        sync: LocalSync,
-        receive: Receive,
-        sources: Sequence[str],
-        stored: Mapping[str, Any],
-        numbers: Mapping[str, Any],
+        self, receive: Receive, sources: Sequence[str], stored: Mapping[str, Any], numbers: Mapping[str, Any]
     ) -> None:
-        """Restores what this rank holds besides the anchor; of another strategy's checkpoint nothing. Collective."""
+        """Restores what a rank holds besides the anchor with strategy local; of another strategy's checkpoint nothing.
+        Collective."""
+        sync = self.replica.sync
+        if not isinstance(sync, LocalSync):
+            return
         sync.begin_at_anchor()
         if sources == [""]:
             return
@@ -218,11 +211,8 @@ class ReplicaContents:
         for name, spec in stored.items() if sync.is_coded else ():
             owner, _, key = name.rpartition("/")
             sender = key.partition("-")[2]
-            if (
-                owner in names
-                and key.startswith("wire.")
-                and int(sender or world.rank) % world.world_size == world.rank
-            ):
+            is_mine = key.startswith("wire.") and int(sender or world.rank) % world.world_size == world.rank
+            if owner in names and is_mine:
                 wanted[Slice(name, 0, math.prod(spec["shape"]))] = f"{names[owner]}/{key}"
         if wanted:
             found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
@@ -325,8 +315,8 @@ def check_object(name: str, thing: Any) -> None:
     """Raises UserError for an object that has no state to save."""
     has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
     if not (isinstance(thing, dict | torch.Generator) or has_state):
-        raise UserError(
-            f"{place()}: {name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(): give a "
+        raise mistake(
+            f"{name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(): give a "
             "Replica, a module, a schedule, a generator, what paceline.share returned, or a dict of JSON values"
         )
 
@@ -343,8 +333,8 @@ def kept_of(name: str, thing: Any, begun: "BegunFrom | None") -> tuple[Any, dict
     try:
         return encode(state, name)
     except (TypeError, ValueError):
-        raise UserError(
-            f"{place()}: {name} cannot be kept: its state is to be made of numbers, texts, lists, dicts and tensors; "
+        raise mistake(
+            f"{name} cannot be kept: its state is to be made of numbers, texts, lists, dicts and tensors; "
             f"it is a {type(thing).__name__}"
         ) from None
 

@@ -1,6 +1,5 @@
 """Saving and restoring several objects together, in a folder that any number of ranks may share."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from paceline import __version__
 from paceline.base import ownership
 from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
+from paceline.base.units import listed
 from paceline.checkpoint import load
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
@@ -19,9 +19,9 @@ from paceline.checkpoint.writers import find_writers, open_saver
 from paceline.replica import contents, generators
 from paceline.replica.contents import ReplicaContents, dtype_of
 from paceline.replica.loop import BegunFrom
-from paceline.replica.mistakes import listed, warn
+from paceline.replica.mistakes import warn
 from paceline.replica.replica import Replica
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 _States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
 
@@ -109,9 +109,9 @@ class CheckpointFolder:
             "numbers": dict(numbers),
             "generators": generators.to_text(states) if self._keeps_generators and states else "",
         }
-        rows = [json.loads(text) for text in self._group.share_text(json.dumps(mine))]
+        rows = self._group.share_json(mine)
         if problem := next(filter(None, (row["problem"] for row in rows)), ""):
-            raise UserError(f"{place()}: {problem}, and cannot be kept", reach="world")
+            raise mistake(f"{problem}, and cannot be kept", reach="world")
         return rows
 
     def _begun_from(self) -> BegunFrom | None:

@@ -1,20 +1,21 @@
 """The gradients of a replica, from a backward pass to the update, summed over ranks by a strategy (sync/).
 
-Between a backward pass and `reduce`, `.grad` holds only a part of the sum. An `Unfinished` replaces it there, and
+Between a backward pass and `reduce`, `.grad` holds only a part of the sum. A placeholder replaces it there, and
 reading or changing it is an error.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.base.errors import UserError
+from paceline.base.units import listed
 from paceline.replica import mistakes
-from paceline.replica.unfinished import Unfinished, unfinished
 from paceline.sync.buckets import hooked
 from paceline.sync.strategy import Strategy
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 
 class Gradients:
@@ -47,8 +48,8 @@ class Gradients:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise UserError(
-                f"{place()}: weights, or a tensor of the forward pass, were changed in place between forward and "
+            raise mistake(
+                "weights, or a tensor of the forward pass, were changed in place between forward and "
                 "backward, perhaps by another replica's step.finish() or a buffer that a second forward updates: make "
                 f"the forward pass after that, or add the losses up for one backward ({error})"
             ) from error
@@ -80,17 +81,17 @@ class Gradients:
                 is_same = is_same and parameter.grad is stand_in
                 parameter.grad = gradient
             if not is_same:
-                raise UserError(unfinished())
+                raise _read_too_early()
         if unfrozen := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            raise UserError(
-                f"{place()}: {mistakes.listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
+            raise mistake(
+                f"{listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
                 "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
             )
 
     def _hide(self) -> None:
         self._hidden = [parameter.grad for parameter in self.trained.values()]
         if not self._stand_ins:
-            self._stand_ins = [Unfinished.like(parameter) for parameter in self.trained.values()]
+            self._stand_ins = [_Unfinished.like(parameter) for parameter in self.trained.values()]
         for parameter, stand_in in zip(self.trained.values(), self._stand_ins, strict=True):
             parameter.grad = stand_in
 
@@ -98,21 +99,52 @@ class Gradients:
         """Called by autograd with each gradient. Raises UserError for gradients that ranks cannot sum."""
         if parameter in self._arrived:
             name = next(name for name, known in self.trained.items() if known is parameter)
-            raise UserError(
-                f"{place()}: the gradient of {name} came twice in one backward, the second time after its sum was on "
+            raise mistake(
+                f"the gradient of {name} came twice in one backward, the second time after its sum was on "
                 "the way: say use_reentrant=False to torch.utils.checkpoint"
             )
         self._arrived.add(parameter)
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise UserError(
-                f"{place()}: a gradient is sparse, and ranks sum dense ones: say sparse=False to the embedding"
-            )
+            raise mistake("a gradient is sparse, and ranks sum dense ones: say sparse=False to the embedding")
         if not self._in_backward:
-            raise UserError(
-                f"{place()}: a gradient came without step.backward: say step.backward(loss) for loss.backward(), "
+            raise mistake(
+                "a gradient came without step.backward: say step.backward(loss) for loss.backward(), "
                 "and requires_grad_(False) for a model that another loss only passes through"
             )
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+class _Unfinished(torch.Tensor):
+    """Has the shape of a gradient and refuses to be read or changed: between step.backward and step.finish a gradient
+    is a sum of some micro-batches of one rank."""
+
+    @classmethod
+    def like(cls, parameter: torch.Tensor) -> "_Unfinished":
+        """Returns a placeholder for this parameter's `.grad`."""
+        made: _Unfinished = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for any use from Python."""
+        if torch._guards.TracingContext.try_get() is not None:  # torch.compile looks at shapes
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise _read_too_early()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Called by a backward pass outside the replica."""
+        raise _read_too_early()
+
+
+def _read_too_early() -> UserError:
+    return mistake(
+        "a gradient was read or changed between step.backward and step.finish, before the sum over ranks: take "
+        "zero_grad() and clip_grad_norm_() away, step.finish(max_norm=...) clips and clears gradients. To read or "
+        "change them yourself call step.reduce() first"
+    )

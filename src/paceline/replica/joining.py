@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar, NoReturn
 
-from paceline.base.errors import EXIT_FAILED, PacelineError, UserError
+from paceline.base.errors import EXIT_FAILED, PacelineError
 from paceline.record.console import print_error
-from paceline.world.calls import LEAVE, place
+from paceline.world.calls import LEAVE, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.group import SPEAKS_FIRST_S, PeerLost
 from paceline.world.runtime import World, open_world
@@ -44,7 +44,7 @@ def join(config: ParallelConfig | None = None) -> World:
     current = _Membership.current
     if current is not None and current.world is not None:
         if config not in (None, current.config):
-            raise UserError(f"{place()}: this process has joined with another ParallelConfig; leave that world first")
+            raise mistake("this process has joined with another ParallelConfig; leave that world first")
         return current.world
     config = config or ParallelConfig()
     config.check()
@@ -80,8 +80,8 @@ class _Membership:
     def enter(self) -> World:
         sys.excepthook = self.on_exception
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child imports its parent's script
-            raise UserError(
-                f"{place()}: this is a worker process, which reads the script from its top: put what the script does "
+            raise mistake(
+                "this is a worker process, which reads the script from its top: put what the script does "
                 'beneath `if __name__ == "__main__":`'
             )
         self.world = world = self.open.enter_context(open_world(self.config))
@@ -89,7 +89,10 @@ class _Membership:
         sys.excepthook = self.on_exception
         if world.world_size > 1:
             world.group.set_timeout(self.config.timeout_s + SPEAKS_FIRST_S)
-            self.watchdog = self.open.enter_context(_make_watchdog(world, self.config.timeout_s))
+            watchdog = Watchdog(
+                world, timeout_s=self.config.timeout_s, on_verdict=self._print_verdict, calls=world.calls
+            )
+            self.watchdog = self.open.enter_context(watchdog)
         for warning in world.warnings:
             world.say(f"warning: {warning}")
         world.exits.append(self.leave)
@@ -181,13 +184,17 @@ class _Membership:
         if not isinstance(error, PacelineError):
             return
         text, culprits = str(error), tuple[int, ...]()
-        if isinstance(error, PeerLost) and self.watchdog is not None and (missing := self.watchdog.find_missing()):
-            text, culprits = f"{text}. {missing.message}", missing.culprits
-        # Asked after that: a killed process closes its connections a moment before it counts as dead.
+        if isinstance(error, PeerLost) and self.watchdog is not None:
+            text, culprits = self.watchdog.explained(error)
         if text and self._speaks(error, culprits):
             with contextlib.suppress(OSError, ValueError):  # the reader is gone: `| head`
                 own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
                 print_error(f"{own}error: {text}")
+
+    def _print_verdict(self, verdict: Verdict) -> None:
+        assert self.world is not None
+        if self.world.rank == verdict.speaker(self.world.world_size):
+            print_error(f"error: {verdict.message}")
 
     def _speaks(self, error: PacelineError, culprits: tuple[int, ...]) -> bool:
         """Whether this rank prints the error. An error that all ranks see is printed by the first that is alive and not
@@ -209,20 +216,3 @@ def _flush_files() -> None:
         if issubclass(type(found), io.TextIOWrapper | io.BufferedWriter):
             with contextlib.suppress(Exception):
                 found.flush()
-
-
-def _make_watchdog(world: World, timeout_s: float) -> Watchdog:
-    def print_verdict(verdict: Verdict) -> None:
-        if world.rank == verdict.speaker(world.world_size):
-            print_error(f"error: {verdict.message}")
-
-    return Watchdog(
-        world.peers,
-        world.rank,
-        world.store,
-        timeout_s=timeout_s,
-        waiting_for=lambda: world.group.waiting_for,
-        on_verdict=print_verdict,
-        calls=world.calls,
-        is_nccl=world.backend == "nccl",
-    )

@@ -8,7 +8,7 @@ from paceline.base.errors import UserError
 from paceline.replica import generators, mistakes
 from paceline.replica.share import Share
 from paceline.replica.step import Step
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 if TYPE_CHECKING:
     from paceline.replica.replica import Replica
@@ -32,7 +32,7 @@ def steps(replica: "Replica", batches: Share, max_steps: int | None, epochs: int
         if max_steps is None and epochs is None:
             return
         if replica.num_steps == begun_at and is_from_the_top:
-            raise UserError(f"{place()}: a whole pass over the data gave no step")
+            raise mistake("a whole pass over the data gave no step")
 
 
 def _one_pass(replica: "Replica", batches: Share, max_steps: int | None) -> Iterator[Step]:
@@ -50,7 +50,7 @@ def _one_pass(replica: "Replica", batches: Share, max_steps: int | None) -> Iter
             batches.leave()
             raise
         if replica.open_step is not None:
-            raise UserError(f"{place()}: a step of replica.steps had no step.finish(): call it once in each step")
+            raise mistake("a step of replica.steps had no step.finish(): call it once in each step")
         if _is_over(replica, batches, max_steps, None):
             return
 

@@ -15,17 +15,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.base.errors import UserError
+from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.sync.replicas import differences
-from paceline.world.calls import caller, place
+from paceline.world.calls import caller, mistake
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
 if TYPE_CHECKING:
     from paceline.replica.replica import Replica
 
-_SHOWN = 3  # names in a message
 COMPILED = "_orig_mod."  # torch.compile's prefix of parameter names
 
 
@@ -56,8 +55,8 @@ def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], w
     completely."""
     own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
     if strategy in ("zero", "fsdp") and own:
-        raise UserError(
-            f"{place()}: strategy {strategy} shards the state of optimizers of torch.optim, which keep it by "
+        raise mistake(
+            f"strategy {strategy} shards the state of optimizers of torch.optim, which keep it by "
             f"parameter, and {listed(own)} may keep it otherwise: take strategy ddp, on processors of one kind"
         )
     parameters = dict(model.named_parameters())
@@ -69,7 +68,7 @@ def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], w
         (frozen, "{} is frozen, and only trainable weights are saved: take strategy zero, or train all of them"),
     ):
         if strategy == "fsdp" and names:
-            raise UserError(f"{place()}: strategy fsdp shards parameters by rows, and {why.format(listed(names))}")
+            raise mistake(f"strategy fsdp shards parameters by rows, and {why.format(listed(names))}")
 
 
 def _check_modules(model: nn.Module) -> None:
@@ -78,13 +77,13 @@ def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, wrappers) or type(module).__name__ == "FullyShardedDataParallel":
             where = f"its part {name} is" if name else "it is"
-            raise UserError(
-                f"{place()}: the model is wrapped: {where} a {type(module).__name__}, which synchronises by itself "
+            raise mistake(
+                f"the model is wrapped: {where} a {type(module).__name__}, which synchronises by itself "
                 "and prefixes every name that is saved. Give the module inside it (`.module`)"
             )
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            raise UserError(
-                f"{place()}: the model is sharded already, by fully_shard or an earlier Replica with strategy fsdp: "
+            raise mistake(
+                "the model is sharded already, by fully_shard or an earlier Replica with strategy fsdp: "
                 "make model, optimizer and Replica again"
             )
 
@@ -93,8 +92,8 @@ def _check_device(model: nn.Module, world: World) -> None:
     for name, parameter in model.named_parameters():
         here, there = world.device, parameter.device
         if there.type != here.type or (None not in (there.index, here.index) and there.index != here.index):
-            raise UserError(
-                f"{place()}: {name} is on {there}, and this rank computes on {here}: say "
+            raise mistake(
+                f"{name} is on {there}, and this rank computes on {here}: say "
                 "`model.to(world.device)` first, then make the optimizer"
             )
 
@@ -103,12 +102,12 @@ def _check_optimizer(optimizer: Any) -> None:
     """Raises UserError if it is no optimizer, or needs several backward passes for an update."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "base_optimizer"):
-        raise UserError(
-            f"{place()}: {name} makes several backward passes in a step (by a closure, or as SAM and Lookahead wrap "
+        raise mistake(
+            f"{name} makes several backward passes in a step (by a closure, or as SAM and Lookahead wrap "
             "another optimizer), and each would have to be synchronised: take one that makes one"
         )
     if not all(hasattr(optimizer, attribute) for attribute in ("param_groups", "state", "step")):
-        raise UserError(f"{place()}: a {name} is no optimizer: it has no param_groups, state and step()")
+        raise mistake(f"a {name} is no optimizer: it has no param_groups, state and step()")
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World) -> None:
@@ -117,13 +116,13 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World)
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     others = sum(parameter not in names for parameter in given)
     if others:
-        raise UserError(
-            f"{place()}: {others} of the optimizer's {len(given)} parameters are not the model's: it was made "
+        raise mistake(
+            f"{others} of the optimizer's {len(given)} parameters are not the model's: it was made "
             "before the model was moved, wrapped, tied or loaded with new parameters. Make the optimizer after that, "
             "from model.parameters()"
         )
     if len(set(given)) < len(given):
-        raise UserError(f"{place()}: a parameter is in two groups or two optimizers, and would be updated twice")
+        raise mistake("a parameter is in two groups or two optimizers, and would be updated twice")
     idle = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(given)]
     if idle:
         warn(f"no optimizer has {listed(idle)}: give them to one, or say requires_grad_(False)", world)
@@ -136,8 +135,8 @@ def check_same_start(model: nn.Module, world: World) -> None:
     texts = world.group.share_text(" ".join(mine))
     other = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if other:
-        raise UserError(
-            f"{place()}: rank {listed(other)} made another model than rank 0: names, shapes or number formats differ. "
+        raise mistake(
+            f"rank {listed(other)} made another model than rank 0: names, shapes or number formats differ. "
             "All ranks must make the same model, from the same settings",
             reach="world",
         )
@@ -162,8 +161,8 @@ def check_scaled(loss: torch.Tensor, num_micro_batches: int, replica: "Replica")
     if made_by is None or not isinstance(factor, torch.Tensor) or factor.numel() != 1:
         return
     if factor.dtype == torch.float32 and made_by.name() == "MulBackward0" and _is_scale(factor):
-        raise UserError(
-            f"{place()}: the loss was scaled by a GradScaler, which looks at one rank's gradients alone: take "
+        raise mistake(
+            "the loss was scaled by a GradScaler, which looks at one rank's gradients alone: take "
             'scaler.scale, unscale_, step and update away, and say Replica(..., dtype="float16"), which scales for all '
             "ranks together"
         )
@@ -188,8 +187,8 @@ def check_reentrant(loss: torch.Tensor) -> None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            raise UserError(
-                f"{place()}: the loss passed through torch.utils.checkpoint with use_reentrant=True, and where there "
+            raise mistake(
+                "the loss passed through torch.utils.checkpoint with use_reentrant=True, and where there "
                 "are several replicas no gradient comes out of it: say use_reentrant=False"
             )
         nodes += [before for before, _ in node.next_functions]
@@ -261,9 +260,3 @@ class _WarnOfPrefix:
 def plain(name: str) -> str:
     """Returns a parameter's name without torch.compile's prefix."""
     return name.replace(COMPILED, "")
-
-
-def listed(items: Sequence[object]) -> str:
-    """Returns the first few items as text for a message."""
-    shown = ", ".join(map(str, items[:_SHOWN]))
-    return shown if len(items) <= _SHOWN else f"{shown} and {len(items) - _SHOWN} more"

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from paceline.base.errors import UserError
 from paceline.base.seeds import key
 from paceline.data.order import ids_at
 from paceline.data.plan import BatchPlan, in_proportion
@@ -20,7 +19,7 @@ from paceline.replica import generators
 from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
 from paceline.replica.result import StepTimes
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 from paceline.world.group import Group
 from paceline.world.runtime import World
 
@@ -145,9 +144,7 @@ class SeededOrder(Order):
         self._starts = range(0, num_samples - (batch_size - 1 if drop_last else 0), batch_size)
         if not self._starts:
             why = "drop_last leaves none of them" if num_samples else "it is empty"
-            raise UserError(
-                f"{place()}: the data set has {num_samples} samples for a batch_size of {batch_size}: {why}"
-            )
+            raise mistake(f"the data set has {num_samples} samples for a batch_size of {batch_size}: {why}")
         super().__init__(
             len(self._starts),
             batch_size,

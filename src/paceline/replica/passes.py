@@ -1,6 +1,5 @@
 """Forward passes over this rank's micro-batches, in a step or an evaluation."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,11 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from paceline.base.errors import UserError
 from paceline.replica.batch import Batch, moved, num_rows
 from paceline.replica.share import Share
 from paceline.sync.strategy import Strategy
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
 _NONE = object()
@@ -36,8 +34,8 @@ def passes(batch: Batch, sync: Strategy, world: World) -> Iterator[Pass]:
         is_real = index < len(batch)
         micro_batch = next(drawn, _NONE) if is_real else batch.stand_in() if batch.stand_in else _NONE
         if micro_batch is _NONE:
-            raise UserError(
-                f"{place()}: another step went through this batch before: for a second model keep what the first "
+            raise mistake(
+                "another step went through this batch before: for a second model keep what the first "
                 "one is to see, or made, in a list, and say replica.step(batch.like(that_list))"
             )
         size, rows = num_rows(micro_batch), None
@@ -54,8 +52,8 @@ def _count(batch: Batch, world: World) -> int:
     rows = world.group.share_integers([len(batch), int(batch.stand_in is not None)])
     most = max(count for count, _ in rows)
     if any(count < most and not has_stand_in for count, has_stand_in in rows):
-        raise UserError(
-            f"{place()}: ranks have {[count for count, _ in rows]} micro-batches, and with strategy fsdp, whose "
+        raise mistake(
+            f"ranks have {[count for count, _ in rows]} micro-batches, and with strategy fsdp, whose "
             "forward communicates, each rank needs one at least: share the data by replica.steps(loader), or take "
             "strategy zero",
             reach="world",
@@ -85,7 +83,7 @@ def evaluate(model: nn.Module, batches: Share, measure: Callable[..., Any], sync
             for name, value in (found if isinstance(found, Mapping) else {_LOSS: found}).items():
                 sums[name] = sums.get(name, 0.0) + float(value) * weight
     # A rank without a micro-batch does not know the names.
-    rows = [json.loads(text) for text in world.group.share_text(json.dumps([sums, total]))]
+    rows = world.group.share_json([sums, total])
     total = math.fsum(theirs for _, theirs in rows) or math.nan
     names = dict.fromkeys(name for found, _ in rows for name in found)
     means = {name: math.fsum(found.get(name, 0.0) for found, _ in rows) / total for name in names}

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.base.errors import UserError
+from paceline.base.units import listed
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import as_batch
 from paceline.replica.contents import not_kept
@@ -37,7 +37,7 @@ from paceline.replica.updates import Updates
 from paceline.sync.buckets import release
 from paceline.sync.make import check_strategy, make_strategy
 from paceline.sync.replicas import broadcast_parameters
-from paceline.world.calls import Calls, place
+from paceline.world.calls import Calls, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
 from paceline.world.facts import unequal_kinds
@@ -88,7 +88,7 @@ class Replica:
         """
         world.calls.record("Replica")
         if dtype not in _DTYPES:
-            raise UserError(f"{place()}: dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
+            raise mistake(f"dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
         if strategy == "auto":
             strategy = "zero" if unequal_kinds(world.facts) or wire != "exact" else "ddp"
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire, sync_every=sync_every)
@@ -192,8 +192,8 @@ class Replica:
         momentum still change it) instead of none.
         """
         if self.open_step is not None and self.open_step.is_begun:
-            raise UserError(
-                f"{place()}: the step before had no step.finish(), and its gradients would be lost: call it once in "
+            raise mistake(
+                "the step before had no step.finish(), and its gradients would be lost: call it once in "
                 "each step. After an exception make optimizer and Replica anew"
             )
         self.open_step = Step(self, as_batch(batch), total)
@@ -295,7 +295,7 @@ class Replica:
         """Updates this rank's part; parameters that no rank used stay unchanged, as in one process."""
         if unused and not self.num_steps:
             mistakes.warn(
-                f"nothing used {mistakes.listed(unused)} in the first step: they get no gradient and are not updated",
+                f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated",
                 self.world,
             )
         self.wait_copied()

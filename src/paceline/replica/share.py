@@ -10,20 +10,18 @@ reads each kind of source; orders.py decides the order of samples.
 """
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from paceline.base.errors import UserError
 from paceline.data.plan import in_proportion
 from paceline.replica.batch import Batch
 from paceline.replica.mistakes import warn
 from paceline.replica.orders import Drawn, SeededOrder, Split, kind, most_read_ahead, order_of, short
 from paceline.replica.sources import Collate, DatasetSource, FunctionSource, LaneSource, Source, StreamSource
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
 
@@ -76,7 +74,7 @@ def share(
     sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "micro_batches": micro_batches}
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise UserError(f"{place()}: {name} is {value}; it is at least 1")
+            raise mistake(f"{name} is {value}; it is at least 1")
     world.calls.record("share")
     _check_shares(shares, world)
     shares = shares if isinstance(shares, str) else tuple(shares)
@@ -93,7 +91,7 @@ def _check_shares(shares: Any, world: World) -> None:
     is_wrong = isinstance(shares, str) or any(not isinstance(n, int) or n < 0 for n in shares)
     if shares != "auto" and (is_wrong or (shares and (len(shares) != world.world_size or not any(shares)))):
         expected = f'"auto", or one number of samples for each of {world.world_size} ranks'
-        raise UserError(f"{place()}: shares is {shares!r}; it is {expected}")
+        raise mistake(f"shares is {shares!r}; it is {expected}")
 
 
 class Share:
@@ -162,7 +160,7 @@ class Share:
             self.step += 1
             yield batch
             if number != self._iterator:
-                raise UserError(f"{place()}: this pass lost its place: another one over the same batches was begun")
+                raise mistake("this pass lost its place: another one over the same batches was begun")
             batch.drain()
         self._pass, self.epoch, self.step, self._drawn = self._pass + 1, self.epoch + 1, 0, None
 
@@ -187,11 +185,11 @@ class Share:
             epoch, number, step = int(state["epoch"]), int(state["pass"]), int(state["step"])
             drawn, of = state["drawn"], dict(state["of"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{place()}: this is not the position of a share: {short(state)}") from error
+            raise mistake(f"this is not the position of a share: {short(state)}") from error
         for name, mine in self._source.facts.items():
             if of.get(name) != mine:
-                raise UserError(
-                    f"{place()}: the saved position is one with {name} {short(of.get(name))}, here it is "
+                raise mistake(
+                    f"the saved position is one with {name} {short(of.get(name))}, here it is "
                     f"{short(mine)}, so the order would differ; give what was given then, or start from the beginning"
                 )
         self._source.split.restore(state.get("shares", ()))
@@ -226,11 +224,11 @@ class _Arguments:
         """Raises UserError if one of these arguments was given."""
         for name in names:
             if getattr(self, name) is not None:
-                raise UserError(f"{place()}: share was given {name}={getattr(self, name)!r}, and {why}")
+                raise mistake(f"share was given {name}={getattr(self, name)!r}, and {why}")
 
     def need_batch_size(self) -> int:
         if self.batch_size is None:
-            raise UserError(f"{place()}: share needs batch_size=, the samples in a step over all ranks")
+            raise mistake("share needs batch_size=, the samples in a step over all ranks")
         return self.batch_size
 
     def split(self, batch_size: int | None, read_ahead: int | None = None) -> Split:
@@ -250,10 +248,10 @@ class _Arguments:
 def _source(source: Any, given: _Arguments) -> Source:
     is_dataset = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, type)
     if isinstance(source, Share):
-        raise UserError(f"{place()}: this source was shared before; give share the data set or the DataLoader itself")
+        raise mistake("this source was shared before; give share the data set or the DataLoader itself")
     if isinstance(source, Mapping | str | bytes):
-        raise UserError(
-            f"{place()}: a {kind(source)} is no list of samples: give what has an item for each number from 0 on, "
+        raise mistake(
+            f"a {kind(source)} is no list of samples: give what has an item for each number from 0 on, "
             "such as a torch TensorDataset of the columns, or one split of several"
         )
     if callable(source) and not is_dataset and not isinstance(source, DataLoader | IterableDataset):
@@ -262,8 +260,8 @@ def _source(source: Any, given: _Arguments) -> Source:
     if isinstance(source, DataLoader):
         return _of_loader(source, given)
     if not is_dataset and not isinstance(source, IterableDataset):
-        raise UserError(
-            f"{place()}: a {kind(source)} cannot be shared: it has no length and no item for each number, so every "
+        raise mistake(
+            f"a {kind(source)} cannot be shared: it has no length and no item for each number, so every "
             f"rank would draw all of it. Give a function instead, {_LANES}"
         )
     size, drop_last = given.need_batch_size(), bool(given.drop_last)
@@ -287,8 +285,8 @@ def _of_function(function: Any, given: _Arguments) -> Source:
     given.refuse("a function without parameters draws micro-batches itself", "shuffle", "drop_last", "collate_fn")
     given.refuse("a function draws complete micro-batches; micro_batches= says how many in a step", "batch_size")
     if given.micro_batches is None:
-        raise UserError(
-            f"{place()}: {kind(function)} takes no parameters, so it draws a micro-batch a call: say micro_batches=, "
+        raise mistake(
+            f"{kind(function)} takes no parameters, so it draws a micro-batch a call: say micro_batches=, "
             "those of a step over all ranks (its gradient accumulation steps, times its ranks)"
         )
     split = replace(given, micro_batch_size=1).split(given.micro_batches, read_ahead=0)
@@ -298,13 +296,13 @@ def _of_function(function: Any, given: _Arguments) -> Source:
 def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
     given.refuse("a DataLoader says that itself: set it there", "shuffle", "drop_last", "collate_fn")
     if type(loader).__iter__ is not DataLoader.__iter__:
-        raise UserError(
-            f"{place()}: {kind(loader)} has an __iter__ of its own, which share would not use; give a torch "
+        raise mistake(
+            f"{kind(loader)} has an __iter__ of its own, which share would not use; give a torch "
             "DataLoader, or its data set"
         )
     if loader.batch_sampler is None:
-        raise UserError(
-            f"{place()}: the DataLoader has batch_size=None, so share cannot know what a sample is: give it a "
+        raise mistake(
+            "the DataLoader has batch_size=None, so share cannot know what a sample is: give it a "
             "batch_size, or the sampler of batches as batch_sampler="
         )
     if isinstance(loader.dataset, IterableDataset):
@@ -312,8 +310,8 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
     sampler: Any = loader.batch_sampler
     while sampler is not None:
         if isinstance(sampler, DistributedSampler):
-            raise UserError(
-                f"{place()}: the DataLoader has a {kind(sampler)}, which splits samples over ranks, and so does "
+            raise mistake(
+                f"the DataLoader has a {kind(sampler)}, which splits samples over ranks, and so does "
                 "share: take it away, with batch_size= as that of all ranks together and shuffle=True where it shuffled"
             )
         sampler = getattr(sampler, "sampler", None)
@@ -335,13 +333,13 @@ def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Source:
 
 def _require_same_everywhere(world: World, facts: dict[str, Any]) -> None:
     """Raises UserError on all ranks if one shares another source. Collective."""
-    by_rank = [json.loads(text) for text in world.group.share_text(json.dumps(facts))]
+    by_rank = world.group.share_json(facts)
     for rank, there in enumerate(by_rank):
         here = by_rank[0]
         for name in [*here, *there]:
             if here.get(name) != there.get(name):
-                raise UserError(
-                    f"{place()}: ranks share different things: {name} is {short(here.get(name))} on rank 0 and "
+                raise mistake(
+                    f"ranks share different things: {name} is {short(here.get(name))} on rank 0 and "
                     f"{short(there.get(name))} on rank {rank}; give share the same on all ranks, and it splits it",
                     reach="world",
                 )

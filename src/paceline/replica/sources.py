@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.base.errors import UserError
 from paceline.base.seeds import key
 from paceline.replica import generators
 from paceline.replica.batch import Batch, tensors_in
 from paceline.replica.mistakes import digest_of
 from paceline.replica.orders import Drawn, Order, Split, kind
 from paceline.replica.workers import rank_loader
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
 _CPU = torch.device("cpu")
@@ -77,8 +76,8 @@ class Source:
         if other is not None:
             (here, _), (there, _) = rows[0], rows[other]
             does = "ends" if not there else f"gives other {self.compared}" if here else "continues"
-            raise UserError(
-                f"{place()}: {self.facts['source']} {does} on rank {other} at step {step} of the epoch, unlike rank 0: "
+            raise mistake(
+                f"{self.facts['source']} {does} on rank {other} at step {step} of the epoch, unlike rank 0: "
                 f"{self.advice}",
                 reach="world",
             )
@@ -272,8 +271,8 @@ class FunctionSource(Source):
         self._equalise_generators()
         found = [(micro_batch, _versions(micro_batch)) for micro_batch in drawn]
         if any(_versions(micro_batch) != versions for micro_batch, versions in found):
-            raise UserError(
-                f"{place()}: {kind(self.data)} writes each micro-batch over the one before, and all of a step's are "
+            raise mistake(
+                f"{kind(self.data)} writes each micro-batch over the one before, and all of a step's are "
                 "drawn before the first is used: have it return copies (x.clone(), y.clone())"
             )
         self._last = found[-1][0]
@@ -330,8 +329,8 @@ class LaneSource(Source):
         wanted = {"epoch": epoch, "seed": self.facts["seed"]}
         samples = self.data(lane, size, **{name: wanted[name] for name in wanted if name in known})
         if not isinstance(samples, Iterable):
-            raise UserError(
-                f"{place()}: {kind(self.data)}({lane}, {size}) gave a {kind(samples)}; a function that is shared "
+            raise mistake(
+                f"{kind(self.data)}({lane}, {size}) gave a {kind(samples)}; a function that is shared "
                 "returns an iterator over the samples of its lane"
             )
         return islice(iter(samples), first, None)

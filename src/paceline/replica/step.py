@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.base.errors import UserError
 from paceline.optim.clip import clip_
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch, num_rows
 from paceline.replica.passes import Pass, passes
 from paceline.replica.result import Exchanged, StepClock, StepResult, StepTimes
 from paceline.replica.trouble import Trouble, find_trouble, flip_a_bit
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 if TYPE_CHECKING:
     from paceline.replica.replica import Replica
@@ -39,8 +38,8 @@ class Step:
     def __init__(self, replica: "Replica", batch: Batch, total: float | None = None):
         """Use Replica.step or Replica.steps. total: weight of the global batch, if known."""
         if batch.observe is not None and replica.sync.lockstep:
-            raise UserError(
-                f'{place()}: shares="auto" needs each rank\'s own time, and with strategy fsdp ranks wait for each '
+            raise mistake(
+                'shares="auto" needs each rank\'s own time, and with strategy fsdp ranks wait for each '
                 "other inside every pass: give numbers, or take strategy zero"
             )
         self.number = replica.num_steps + 1
@@ -92,8 +91,8 @@ class Step:
             finally:  # also if the script breaks the loop
                 self._is_iterating = False
             if self._current is not None:
-                raise UserError(
-                    f"{place()}: a micro-batch had no step.backward(loss)"
+                raise mistake(
+                    "a micro-batch had no step.backward(loss)"
                     + (" that was its last: leave more=True out of that" if self._has_loss else "")
                 )
         if self._loss_sum is None:
@@ -196,8 +195,8 @@ class Step:
         alike. Raises UserError if the source does not say which rows these are.
         """
         if self.rows is None or self._batch.num_rows is None:
-            raise UserError(
-                f"{place()}: step.draw is used in `for ... in step` over what paceline.share or replica.steps deals "
+            raise mistake(
+                "step.draw is used in `for ... in step` over what paceline.share or replica.steps deals "
                 "out: only then a micro-batch knows its rows"
             )
         if self._num_draws == len(self._draws):
@@ -231,18 +230,18 @@ class Step:
         self._unused = [name for name, flag in zip(names, is_used, strict=True) if not flag]
         sizes = {int(size) for row in self._rows for size in (row.least_rows, row.most_rows) if size >= 0}
         if len(sizes) > 1:
-            raise UserError(
-                f"{place()}: micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
+            raise mistake(
+                f"micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
                 "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
                 reach="world",
             )
         mistakes.warn_of_same_rows([int(row.digest) for row in self._rows], replica.world)
         self._total = math.fsum(row.weight for row in self._rows)
         if not self._total:
-            raise UserError(f"{place()}: no rank had a micro-batch in this step", reach="world")
+            raise mistake("no rank had a micro-batch in this step", reach="world")
         if names and len(self._unused) == len(names):
-            raise UserError(
-                f"{place()}: no gradient of this step reached a parameter of the replica's model: its parameters were "
+            raise mistake(
+                "no gradient of this step reached a parameter of the replica's model: its parameters were "
                 "replaced since (assign=True, a new module), or the loss is another model's",
                 reach="world",
             )
@@ -301,38 +300,38 @@ class Step:
     def _require_complete(self, verb: str) -> None:
         """Raises UserError if it is too early, or too late, for `finish` or `reduce`."""
         if self._stage == "over" or (verb == "reduce" and self._stage == "reduced"):
-            raise UserError(f"{place()}: step.{verb}() was called twice for one step")
+            raise mistake(f"step.{verb}() was called twice for one step")
         if self._is_iterating:
-            raise UserError(
-                f"{place()}: step.{verb}() is inside the loop over the step's micro-batches, where a rank that has "
+            raise mistake(
+                f"step.{verb}() is inside the loop over the step's micro-batches, where a rank that has "
                 "fewer of them would call it less often: call it after that loop, once a step"
             )
         if self._stage == "backward" and (self._loss_sum is not None or len(self)):
-            raise UserError(
-                f"{place()}: step.{verb}() came before the last micro-batch had its step.backward(loss): go through "
+            raise mistake(
+                f"step.{verb}() came before the last micro-batch had its step.backward(loss): go through "
                 "all of `for ... in step` first"
             )
 
     def _require_micro_batch(self) -> Pass:
         """Returns the pass that backward is for; raises UserError if there is none."""
         if self._stage != "backward":
-            raise UserError(
-                f"{place()}: step.backward was called again after the last one of step {self.number}: say more=True to "
+            raise mistake(
+                f"step.backward was called again after the last one of step {self.number}: say more=True to "
                 "all but the last of several losses, or add them up; and call step.finish() once after the loop"
             )
         if self._current is None:
             done = "had its step.backward already: say more=True to all but the last, or add the losses up"
             none = "was not drawn: go through them by `for ... in step`"
-            raise UserError(f"{place()}: this micro-batch {done if self._is_iterating else none}")
+            raise mistake(f"this micro-batch {done if self._is_iterating else none}")
         return self._current
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim():
             shape = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise UserError(f"{place()}: the loss is {shape}; backward needs the mean, a tensor of one number")
+            raise mistake(f"the loss is {shape}; backward needs the mean, a tensor of one number")
         if not loss.requires_grad:
-            raise UserError(
-                f"{place()}: the loss depends on no weight that is trained: it was computed under torch.no_grad(), "
+            raise mistake(
+                "the loss depends on no weight that is trained: it was computed under torch.no_grad(), "
                 "detached, or all its weights are frozen"
             )
         mistakes.check_scaled(loss, len(self), self._replica)
@@ -345,5 +344,5 @@ class Step:
         if weight is None:
             weight = 1.0 if current.rows is None else len(current.rows)
         if not (math.isfinite(weight) and weight >= 0):
-            raise UserError(f"{place()}: the weight of a micro-batch is {weight}; it is a number of samples or tokens")
+            raise mistake(f"the weight of a micro-batch is {weight}; it is a number of samples or tokens")
         return float(weight)

@@ -1,6 +1,5 @@
 """Finds the rank and the parameter of a gradient that is not finite."""
 
-import json
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,7 @@ class Trouble:
 
 def find_trouble(sync: Strategy, group: Group) -> Trouble:
     """Finds the parameter and the ranks of a gradient that is not finite. Collective, between reduce and publish."""
-    rows = [json.loads(text) for text in group.share_text(json.dumps(sync.not_finite()))]
+    rows = group.share_json(sync.not_finite())
     parameter = next((name for name, _ in rows if name), None)
     known = all(mine is not None for _, mine in rows)
     return Trouble(parameter, [rank for rank, (_, mine) in enumerate(rows) if mine] if known else None)

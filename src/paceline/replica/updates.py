@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.base.errors import UserError
 from paceline.optim.adamw import AdamW
 from paceline.optim.muon import Muon
 from paceline.optim.optimizer import ParamSlice
 from paceline.replica.gradients import trained_parameters
-from paceline.world.calls import place
+from paceline.world.calls import mistake
 
 # These update each element by its own gradient and state, so a rank may update any slice. For other optimizers one rank
 # updates a complete parameter.
@@ -79,8 +78,8 @@ class Updates:
     def check_groups(self) -> None:
         """Raises UserError if an optimizer was given another parameter since, whose gradient would not be summed."""
         if [len(group["params"]) for group in self.param_groups()] != self._num_held:
-            raise UserError(
-                f"{place()}: an optimizer was given parameters after the replica was made, so no rank's gradient of "
+            raise mistake(
+                "an optimizer was given parameters after the replica was made, so no rank's gradient of "
                 "them would reach another: make optimizer and Replica anew after the model was changed"
             )
 
@@ -131,7 +130,7 @@ class Updates:
     def _refuse_own_step(self, optimizer: Any) -> None:
         def check(*_: object) -> None:
             if not self._is_updating:
-                raise UserError(f"{place()}: step.finish() makes the optimizer's step, too: remove optimizer.step()")
+                raise mistake("step.finish() makes the optimizer's step, too: remove optimizer.step()")
 
         if (earlier := _HOOKS.pop(optimizer, None)) is not None:  # of a replica in an earlier world
             earlier.remove()

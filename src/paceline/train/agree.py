@@ -1,8 +1,6 @@
 """Before they train, ranks compare their configs and data."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from paceline.base.errors import UserError
 from paceline.config import Config, flatten
@@ -18,20 +16,12 @@ _LOCAL = (
 
 def require_alike(group: Group, config: Config, blend: Blend) -> None:
     """Raises UserError on all ranks, naming them and their values, if data or configs differ. Collective."""
-    texts = group.share_text(json.dumps(_must_be_alike(config, blend)))
-    _refuse_differences([json.loads(text) for text in texts])
-
-
-def _must_be_alike(config: Config, blend: Blend) -> dict[str, Any]:
-    return {
+    mine = {
         "data": f"{blend.name} {blend.fingerprint[:16]}",
         "data content (paceline data info DIR --verify says which shard)": blend.content_digest[:16],
         **{name: value for name, value in flatten(config).items() if name not in _LOCAL},
     }
-
-
-def _refuse_differences(rows: Sequence[Mapping[str, Any]]) -> None:
-    differences = []
+    rows, differences = group.share_json(mine), []
     for name in dict.fromkeys(name for row in rows for name in row):
         ranks_by_value: dict[str, list[str]] = {}
         for rank, row in enumerate(rows):

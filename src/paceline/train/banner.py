@@ -15,7 +15,6 @@ from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
 from paceline.world.device import Peak
 from paceline.world.facts import RankFacts
-from paceline.world.handshake import numbers_text
 from paceline.world.runtime import World
 
 _HOST_COLUMNS = ["host", "ranks", "device", "processor", "instructions", "rounding", "threads", "free a rank", "dtype"]
@@ -79,7 +78,13 @@ def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:
     if len(ranks_by) == 1:
         return []
     return [
-        [host, numbers_text(ranks), *what[:5], units.size(min(all_facts[rank].free_bytes for rank in ranks)), what[5]]
+        [
+            host,
+            units.listed(ranks, 16),
+            *what[:5],
+            units.size(min(all_facts[r].free_bytes for r in ranks)),
+            what[5],
+        ]
         for what, by_host in ranks_by.items()
         for host, ranks in by_host.items()
     ]
@@ -87,9 +92,8 @@ def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:
 
 def _data_text(data: TrainingData, config: Config) -> str:
     trained, validated = map(units.count, data.blend.num_tokens)
-    text = (
-        f"{data.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {data.blend.vocab_size}"
-    )
+    vocab_size = data.blend.first.vocab_size
+    text = f"{data.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {vocab_size}"
     if data.cropped_frac is not None:
         text += f"; documents packed by best fit, {data.cropped_frac:.1%} of tokens cropped"
     return text + ("; attention stays inside documents" if config.data.mask_documents else "")

@@ -9,9 +9,8 @@ from paceline.base import seeds
 from paceline.config import Config
 from paceline.data.blend import Blend
 from paceline.data.cache import cache_dir, ensure_datasets
-from paceline.data.loader import MicroBatch
+from paceline.data.loader import Loader, MicroBatch
 from paceline.data.plan import cut
-from paceline.data.prefetch import Prefetcher
 from paceline.data.prepare import Report
 from paceline.data.sequences import PackedRows, Sequences
 from paceline.world.cores import usable_cores
@@ -57,7 +56,7 @@ def layered(micro_batches: Sequence[MicroBatch], most: int) -> list[tuple[MicroB
     return [(MicroBatch.joined(group), [len(each.tokens) for each in group]) for group in groups]
 
 
-def dummy_micro_batch(loader: Prefetcher) -> tuple[MicroBatch, list[int]]:
+def dummy_micro_batch(loader: Loader) -> tuple[MicroBatch, list[int]]:
     """Returns one sequence with weight 0: FSDP needs equally many forward passes on all ranks."""
     tokens = torch.zeros(1, loader.seq_len, dtype=torch.int64, device=loader.device)
     return MicroBatch(tokens, tokens, tokens[:, 0], tokens.int()), [1]

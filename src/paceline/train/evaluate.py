@@ -27,7 +27,7 @@ def evaluate(setup: Setup) -> EvalRow | None:
     tokens (end of text) count zero bytes.
     """
     began_s, replica, group, progress = time.perf_counter(), setup.replica, setup.group, setup.progress
-    token_bytes = setup.data.blend.token_bytes
+    token_bytes = setup.data.blend.first.token_bytes
     nats, num_tokens, num_bytes = 0.0, 0, 0
     replica.model.eval()
     for number, which in enumerate(_micro_batches(setup)):
@@ -76,7 +76,7 @@ def _micro_batches(setup: Setup) -> Iterator[range]:
 
 def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     """Prints text from the trained model, on rank 0; the others wait at the end. Collective if weights are sharded."""
-    if setup.data.blend.tokenizer_json is None:
+    if setup.data.blend.first.tokenizer_json is None:
         return
     on_host = {}
     for name, tensor in weights.items():  # which gathers a sharded one
@@ -84,7 +84,7 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
             on_host[name] = tensor.cpu()
     if not setup.world.is_main:
         return
-    config, tokenizer = setup.config, setup.data.blend.tokenizer()
+    config, tokenizer = setup.config, setup.data.blend.first.tokenizer()
     prompt = config.train.sample_prompt
     start = tokenizer.prompt(prompt)
     if not start:
@@ -95,12 +95,7 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     model.compute_dtype = setup.settings.dtype
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = generate(
-        model.eval(),
-        start,
-        config.train.sample_tokens,
-        temperature=_SAMPLE_TEMPERATURE,
-        top_k=50,
-        generator=generator,
+        model.eval(), start, config.train.sample_tokens, temperature=_SAMPLE_TEMPERATURE, top_k=50, generator=generator
     )
     ids = []
     for token in tokens:

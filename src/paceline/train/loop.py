@@ -19,7 +19,7 @@ import torch
 from paceline.base import faults, units
 from paceline.base.clock import Stopwatch
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
-from paceline.data.prefetch import Prefetcher
+from paceline.data.loader import Prefetcher
 from paceline.data.prepare import Quiet
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
@@ -89,7 +89,8 @@ def _failure_recorded(setup: Setup) -> Iterator[None]:
     except BaseException as error:
         told = error
         if isinstance(error, PeerLost):
-            told = _with_missing_rank(error, setup)
+            text, culprits = setup.watchdog.explained(error)  # which the first of the other ranks prints
+            told = type(error)(text, reach="rank" if setup.world.is_first(culprits) else "world")
         elif isinstance(error, torch.OutOfMemoryError):
             told = out_of_memory(error, setup.settings, setup.world.facts[setup.world.rank])
         setup.checkpoints.saver.abandon()
@@ -102,14 +103,6 @@ def _failure_recorded(setup: Setup) -> Iterator[None]:
     finally:
         setup.folder.close()
         setup.console.close()
-
-
-def _with_missing_rank(error: PeerLost, setup: Setup) -> PeerLost:
-    """Adds the watchdog's facts about the missing rank to the error, which the first of the other ranks prints."""
-    missing = setup.watchdog.find_missing()
-    text, culprits = (f"{error}. {missing.message}", missing.culprits) if missing else (str(error), ())
-    # Asked after that: a killed process closes its connections a moment before it counts as dead.
-    return type(error)(text, reach="rank" if setup.world.is_first(culprits) else "world")
 
 
 class Training:
@@ -167,7 +160,7 @@ class Training:
             lambda: layered(loader.micro_batches(number), together),
             count=math.ceil(plan.num_micro_batches(setup.world.rank) / together),
             passes=plan.passes,
-            stand_in=partial(dummy_micro_batch, loader),
+            stand_in=partial(dummy_micro_batch, setup.loader),
         )
         step = replica.step(batch, total=setup.settings.tokens_per_step)
         for micro_batch, sizes in step:

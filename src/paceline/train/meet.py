@@ -19,7 +19,7 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
 from paceline.record.console import Console, print_error
 from paceline.record.folder import RunFolder
-from paceline.replica.checkpoints import RunCheckpoints
+from paceline.replica.folder import CheckpointFolder
 from paceline.replica.replica import Replica
 from paceline.replica.scaler import LossScaler
 from paceline.replica.stopping import StopRequest
@@ -49,7 +49,7 @@ class Setup:
     console: Console
     recorder: Recorder
     replica: Replica
-    checkpoints: RunCheckpoints
+    checkpoints: CheckpointFolder
     watchdog: Watchdog
     loader: Loader
     validation: FixedBatches
@@ -81,14 +81,14 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
-    settings = resolve(request.config, data.blend.vocab_size, world.facts)
+    settings = resolve(request.config, data.blend.first.vocab_size, world.facts)
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints
         from_rank_0(
-            world.group, lambda: require_same_tokenizer(Path(source), data.blend.tokenizer_json, data.blend.name)
+            world.group, lambda: require_same_tokenizer(Path(source), data.blend.first.tokenizer_json, data.blend.name)
         )
     request, folder, is_new = open_folder(request, world, config, data.blend)
     console.open_log(folder.rank_log(world.rank))
@@ -103,7 +103,8 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
     replica = make_replica(settings, world, console, is_new)
-    checkpoints = RunCheckpoints(folder.path, config.checkpoint, replica)
+    # One unnamed replica. No random generators are saved, since nothing here draws from a global one.
+    checkpoints = CheckpointFolder(folder.path, config.checkpoint, {"": replica}, {}, keeps_generators=False)
     checkpoints.before_publishing = folder.sync
     setup = Setup(
         request=request,
@@ -141,7 +142,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
                 folder = run_folder.create(path)
             folder.lock(request.job)
             if not resumes:  # a resumed run may turn out to have other data: write nothing before that is checked
-                folder.write_setup(to_toml(config), blend.tokenizer_json)
+                folder.write_setup(to_toml(config), blend.first.tokenizer_json)
         except OSError as error:
             raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
         is_new = not list_steps(folder.checkpoints)
@@ -151,7 +152,7 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
         if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            folder.write_setup(to_toml(config), blend.tokenizer_json)
+            folder.write_setup(to_toml(config), blend.first.tokenizer_json)
             folder.record_job(request.job)  # this host may have rank 0 in a later attempt
     is_restart, resume_step = answer["request"]
     return replace(request, is_restart=is_restart, resume_step=resume_step), folder, answer["is_new"]
@@ -173,16 +174,7 @@ def make_watchdog(
         record_status(EXIT_FAILED)
 
     world.group.set_timeout(config.parallel.timeout_s + SPEAKS_FIRST_S)
-    return Watchdog(
-        world.peers,
-        world.rank,
-        world.store,
-        timeout_s=config.parallel.timeout_s,
-        waiting_for=lambda: world.group.waiting_for,
-        on_verdict=report,
-        log=console.log_file,
-        is_nccl=world.backend == "nccl",
-    )
+    return Watchdog(world, timeout_s=config.parallel.timeout_s, on_verdict=report, log=console.log_file)
 
 
 def make_replica(settings: Settings, world: World, console: Console, is_new: bool) -> Replica:

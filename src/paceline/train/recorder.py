@@ -24,6 +24,8 @@ from paceline.train.progress import Progress
 from paceline.train.resolve import Settings
 from paceline.world.runtime import World
 
+_BY_RANK = ("step_ms", "compute_ms", "data_ms", "forward_ms", "backward_ms", "optim_ms")  # of StepTimes, in each row
+
 
 class Recorder:
     """Rank 0's records and console lines; other ranks keep their logs only."""
@@ -104,6 +106,7 @@ class Recorder:
         step_ms = times.step_ms
         tokens_per_s = self._settings.tokens_per_step / step_ms * 1e3
         flops_per_s = tokens_per_s * cost.flops_per_token(self._config.model, self._config.data.seq_len)
+        ranks: dict[str, Any] = {f"rank_{name}": [getattr(each, name) for each in by_rank] for name in _BY_RANK}
         return StepRow(
             step=progress.step,
             loss=result.loss,
@@ -111,29 +114,15 @@ class Recorder:
             grad_norm=result.grad_norm,
             skipped=result.skipped is not None,
             tokens=progress.tokens,
-            step_ms=step_ms,
             tokens_per_s=tokens_per_s,
             mfu=flops_per_s / self._peak if self._peak else None,
             compute_ms=times.compute_ms,
-            data_ms=times.data_ms,
-            forward_ms=times.forward_ms,
-            backward_ms=times.backward_ms,
-            comm_ms=times.comm_ms,
-            exposed_comm_ms=times.exposed_comm_ms,
-            comm_cpu_ms=times.comm_cpu_ms,
-            optim_ms=times.optim_ms,
             other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
-            comm_bytes=round(times.comm_bytes),
-            codec_ms=times.codec_ms,
             world_size=self._world.world_size,
             rank_sequences=sequences,
-            rank_step_ms=[each.step_ms for each in by_rank],
-            rank_compute_ms=[each.compute_ms for each in by_rank],
-            rank_data_ms=[each.data_ms for each in by_rank],
-            rank_forward_ms=[each.forward_ms for each in by_rank],
-            rank_backward_ms=[each.backward_ms for each in by_rank],
             rank_exposed_comm_ms=[each.exposed_comm_ms + max(0.0, step_ms - each.step_ms) for each in by_rank],
-            rank_optim_ms=[each.optim_ms for each in by_rank],
+            **{**times._asdict(), "comm_bytes": round(times.comm_bytes)},
+            **ranks,
         )
 
     def _report_stragglers(self, row: StepRow) -> None:

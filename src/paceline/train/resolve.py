@@ -76,14 +76,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Sett
     plan = _plan(config, facts, choices)
     _require_memory(config, plan, facts)
     lr, decay = _rate(config, tokens_per_step, num_steps, choices)
-    return Settings(
-        config=config,
-        plan=plan,
-        num_steps=num_steps,
-        lr=lr,
-        weight_decay=decay,
-        choices=tuple(choices),
-    )
+    return Settings(config=config, plan=plan, num_steps=num_steps, lr=lr, weight_decay=decay, choices=tuple(choices))
 
 
 def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
@@ -218,7 +211,8 @@ def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     """Bytes for the activations of a rank."""
     state = state_bytes(config, world_size)[config.parallel.strategy]
     itemsize = getattr(torch, config.train.dtype).itemsize
-    loss = cost.loss_bytes(config.model, itemsize) if rank.device == "cuda" else 0
+    head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
+    loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
     return rank.free_bytes * _MEMORY_SHARE - state - loss
 
 

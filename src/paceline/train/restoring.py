@@ -1,7 +1,6 @@
 """Resuming a run from a checkpoint, or beginning one."""
 
 import contextlib
-import json
 import math
 import shlex
 from pathlib import Path
@@ -14,6 +13,7 @@ from paceline.base import faults, units
 from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import retention
 from paceline.config import to_toml
+from paceline.record.read import rows
 from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
 from paceline.train.meet import Setup
 from paceline.train.progress import Progress
@@ -36,12 +36,18 @@ def restore_or_begin(setup: Setup) -> None:
 
 
 def _restore(setup: Setup) -> bool:
-    """Restores the replica and the progress; returns False if nothing was ever saved."""
+    """Restores the replica and the progress; returns False if nothing was ever saved. Collective. Raises RunError on
+    all ranks if the run's checkpoints are gone."""
     checkpoints, console, progress = setup.checkpoints, setup.console, setup.progress
     checkpoints.progress = lambda: setup.watchdog.enter("restore", 0)
     found = checkpoints.find(setup.request.resume_step)
     if found is None:
-        _require_never_saved(setup)
+        if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):  # no silent start from step 0
+            raise RunError(
+                f"checkpoints of this run have been saved, and {setup.folder.checkpoints} has none: is its disk "
+                "mounted? Nothing was changed",
+                reach="world",
+            )
         return False
     path, manifest, problems = found
     for problem in problems:
@@ -121,23 +127,13 @@ def _shown(found: Changes) -> str:
     return ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in found.items())
 
 
-def _require_never_saved(setup: Setup) -> None:
-    """Raises RunError on all ranks if the run's checkpoints are gone: no silent start from step 0. Collective."""
-    if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):
-        raise RunError(
-            f"checkpoints of this run have been saved, and {setup.folder.checkpoints} has none: is its disk mounted? "
-            "Nothing was changed",
-            reach="world",
-        )
-
-
 def _forget_later_steps(setup: Setup) -> int:
     """Sets later checkpoints aside and drops later records. Returns the last step reached. Collective."""
     folder, step = setup.folder, setup.progress.step
 
     def forget() -> tuple[list[str], int]:
         try:
-            folder.write_setup(to_toml(setup.config), setup.data.blend.tokenizer_json)
+            folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
             return retention.set_aside(folder.checkpoints, step), folder.forget_after(step)
         except OSError as error:
@@ -153,11 +149,10 @@ def _take_val_losses(setup: Setup) -> None:
     """Takes validation losses from the records: a checkpoint is saved before its evaluation. Collective."""
     progress, losses = setup.progress, dict[int, float]()
     if setup.world.is_main:
-        with contextlib.suppress(OSError), setup.folder.metrics.open(errors="replace") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # another kind of row, or a damaged one
-                    row = json.loads(line) if '"val_loss"' in line else {}
-                    if math.isfinite(row["val_loss"]):
-                        losses[int(row["step"])] = float(row["val_loss"])
+        with contextlib.suppress(OSError):
+            for row in rows(setup.folder.metrics):
+                loss = row.get("val_loss") if row else None
+                if row and isinstance(loss, float) and math.isfinite(loss):
+                    losses[row["step"]] = loss
     best = min(losses.values(), default=progress.best_val_loss)
     progress.val_loss, progress.best_val_loss = setup.group.broadcast_json([losses.get(progress.step), best])

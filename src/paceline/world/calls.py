@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from paceline.base.errors import UserError
+from paceline.base.errors import Reach, UserError
 
 LEAVE = "leave"  # recorded where a rank's script ends
 _KEPT = 8  # nearly all verbs wait for the others, so a rank is rarely more than one ahead
@@ -29,8 +29,8 @@ class Calls:
         """Records a verb; each verb calls it first. owner: the replica whose verb it is. Raises UserError between the
         last backward of a step and its `finish`, where a rank without a micro-batch still has to send its gradients."""
         if self.reducing is not None and self.reducing is not owner and verb != LEAVE:
-            raise UserError(
-                f"{place()}: {verb} was called between the last step.backward and step.finish, while gradients are on "
+            raise mistake(
+                f"{verb} was called between the last step.backward and step.finish, while gradients are on "
                 "their way: call it after step.finish()"
             )
         self._number += 1
@@ -62,9 +62,12 @@ def place() -> str:
     return "the end of its script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def first_difference(
-    calls: Sequence[Sequence[tuple[int, str, str]]],
-) -> tuple[int, dict[int, tuple[str, str]]] | None:
+def mistake(text: str, reach: Reach = "host") -> UserError:
+    """Returns the error for a mistake in a script; its message begins with the script's current line."""
+    return UserError(f"{place()}: {text}", reach)
+
+
+def first_difference(calls: Sequence[Sequence[tuple[int, str, str]]]) -> tuple[int, dict[int, tuple[str, str]]] | None:
     """Returns (number, {rank: (verb, place)}) of the first call in which ranks differ, or None. calls: by rank."""
     by_number: dict[int, dict[int, tuple[str, str]]] = {}
     for rank, known in enumerate(calls):

@@ -2,16 +2,15 @@
 function of them, so all ranks choose alike."""
 
 import hashlib
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
+from paceline.base.units import listed
 from paceline.world.device import choose_dtype, count_gpus, cpu_name
 from paceline.world.group import Group
-from paceline.world.handshake import numbers_text
 from paceline.world.memory import free_memory
 
 
@@ -42,7 +41,7 @@ class RankFacts:
 
 def gather_facts(group: Group, mine: RankFacts) -> tuple[RankFacts, ...]:
     """Returns every rank's facts, by rank. Collective."""
-    return tuple(RankFacts(**json.loads(text)) for text in group.share_text(json.dumps(asdict(mine))))
+    return tuple(RankFacts(**facts) for facts in group.share_json(asdict(mine)))
 
 
 def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
@@ -83,7 +82,7 @@ def unequal_kinds(facts: Sequence[RankFacts]) -> str:
     if len(ranks_of) == 1:
         return ""
     return "; ".join(
-        f"{kind} on rank {numbers_text(ranks)} ({', '.join(list(dict.fromkeys(facts[r].host for r in ranks))[:4])})"
+        f"{kind} on rank {listed(ranks, 16)} ({', '.join(list(dict.fromkeys(facts[r].host for r in ranks))[:4])})"
         for kind, ranks in ranks_of.items()
     )
 

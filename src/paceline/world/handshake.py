@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.base.errors import PacelineError, RunError, UserError
+from paceline.base.units import listed
 from paceline.world.env import is_loopback
 from paceline.world.peer import Peer
 
@@ -178,16 +179,10 @@ def _who_is_missing(world_size: int, present: list[Facts]) -> str:
     came = sorted(facts.peer.rank for facts in present)
     missing = [rank for rank in range(world_size) if rank not in came]
     return (
-        f"rank{'s' if len(missing) > 1 else ''} {numbers_text(missing)} of {world_size} did not come in time "
+        f"rank{'s' if len(missing) > 1 else ''} {listed(missing, 16)} of {world_size} did not come in time "
         f"(parallel.timeout-s); {', '.join(facts.peer.shown for facts in present[:8])} did. Are they started, with "
         "this WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and does their output say more?"
     )
-
-
-def numbers_text(ranks: list[int]) -> str:
-    """Returns the ranks for a message, at most 16."""
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
 
 
 def _refuse(board: Board, error: PacelineError, nonces: list[str]) -> NoReturn:

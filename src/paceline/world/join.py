@@ -14,6 +14,7 @@ from paceline import __version__
 from paceline.base.clock import within
 from paceline.base.errors import RunError
 from paceline.base.net import listen, require_loopback
+from paceline.base.units import listed
 from paceline.world.env import (
     Environment,
     interfaces_text,
@@ -22,7 +23,7 @@ from paceline.world.env import (
     store_addresses,
     transfer_address,
 )
-from paceline.world.handshake import Board, Facts, gather_ranks, join_rank_0, numbers_text
+from paceline.world.handshake import Board, Facts, gather_ranks, join_rank_0
 from paceline.world.peer import Peer as Peer
 from paceline.world.peer import network_id, this_process
 
@@ -83,7 +84,7 @@ def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) 
         root.wait(names, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         missing = [other for other, name in enumerate(names) if board.read(name) is None]
-        raise RunError(f"rank {numbers_text(missing)} of {world_size} did not come to paceline.join in time") from error
+        raise RunError(f"rank {listed(missing, 16)} of {world_size} did not come to paceline.join in time") from error
     found = [board.read(name) for name in names]
     generation = found[0]["nonce"]
     peers = [Peer(**{name: value for name, value in row.items() if name != "nonce"}) for row in found]

@@ -98,8 +98,7 @@ class World:
     def leave(self) -> None:
         """Leaves the world: waits for the last save, then for all ranks. Collective. A process group that the script
         opened stays. The end of a `with` block or of the script does the same."""
-        for call in list(self.exits):
-            call()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> "World":
         return self
@@ -112,16 +111,12 @@ class World:
         """Returns the sum over ranks: of a number as a float64, of a tensor (same shape on all ranks) as a new tensor.
         Collective, like the verbs below. Raises UserError between a step's last backward and its finish."""
         self.calls.record("World.sum")
-        if isinstance(value, torch.Tensor):
-            return self._reduced(value, "sum")
-        return math.fsum(row[0] for row in self.group.share([float(value)]))
+        return self._reduced(value, "sum")
 
     def max(self, value: Number) -> Number:
         """Returns the maximum over ranks: of a number as a float64, of a tensor element by element."""
         self.calls.record("World.max")
-        if isinstance(value, torch.Tensor):
-            return self._reduced(value, "max")
-        return max(row[0] for row in self.group.share([float(value)]))
+        return self._reduced(value, "max")
 
     def mean(self, value: Number, weight: float = 1.0) -> Number:
         """Returns the mean over ranks of a number or a tensor, weighted by the number of samples or tokens behind each
@@ -167,7 +162,10 @@ class World:
         if self.is_main:
             self.group.barrier()
 
-    def _reduced(self, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def _reduced(self, value: Number, op: ReduceOp) -> Number:
+        if not isinstance(value, torch.Tensor):
+            found = [row[0] for row in self.group.share([float(value)])]
+            return math.fsum(found) if op == "sum" else max(found)
         reduced = value.detach().to(self.device, copy=True).contiguous()
         if reduced.dtype == torch.bool:
             reduced = reduced.to(torch.int64 if op == "sum" else torch.uint8)

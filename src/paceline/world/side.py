@@ -22,11 +22,7 @@ class SideChannel:
 
 
 def all_gather_for_torch(
-    group: DistributedGroup,
-    output: torch.Tensor,
-    flat: torch.Tensor,
-    process_group: dist.ProcessGroup,
-    async_op: bool,
+    group: DistributedGroup, output: torch.Tensor, flat: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """The collective with which torch's `fully_shard` gathers a block's weights."""
     with group.watched("an all-gather of weights"):

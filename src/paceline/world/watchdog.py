@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import IO, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paceline.base.errors import EXIT_FAILED, PacelineError
 from paceline.world import blame
@@ -32,6 +32,9 @@ from paceline.world.beats import ANSWER_S, AwakeClock, Beat, BeatThread, State
 from paceline.world.beats import Verdict as Verdict
 from paceline.world.calls import Calls
 from paceline.world.peer import Peer
+
+if TYPE_CHECKING:
+    from paceline.world.runtime import World
 
 _FRAMES = 12  # of a stack: from a kernel to the training loop
 _SHOWN = 4  # ranks that a message describes; a lost host may take 8
@@ -48,39 +51,33 @@ class Watchdog:
 
     def __init__(
         self,
-        peers: Sequence[Peer],
-        rank: int,
-        store: Store | None,
+        world: "World",
         *,
         timeout_s: float,
-        waiting_for: Callable[[], str | None],
         on_verdict: Callable[[Verdict], None],
         log: IO[str] | None = None,
         calls: Calls | None = None,
-        is_nccl: bool = False,
     ):
-        """peers: all ranks, in order. store: the world's; None in a world of one, which can also hang. timeout_s: how
-        long a rank may make no progress (inf: for ever); may be changed at any time. waiting_for: the collective that
-        the watched thread is in. calls: of a script, which may take its time: there only waiting for others counts as
-        no progress. is_nccl: a collective does not fail when another rank dies, so the watchdog looks.
+        """world: may be a world of one, which can also hang. timeout_s: how long a rank may make no progress (inf: for
+        ever); may be changed at any time. calls: of a script, which may take its time: there only waiting for others
+        counts as no progress.
 
         Then all ranks end within two seconds. In every living rank `log` gets the stacks of all threads, and
         on_verdict, in another thread, has half a second. The ranks to blame on this host are killed, because a stopped
         process handles no other signal; this one exits with status 1.
         """
         self.timeout_s = timeout_s
-        self._me, self._peers = rank, peers
-        self._waiting_for, self._on_verdict, self._log, self._calls = waiting_for, on_verdict, log, calls
-        self._is_nccl = is_nccl
+        self._me, self._peers, self._group = world.rank, world.peers, world.group
+        self._on_verdict, self._log, self._calls = on_verdict, log, calls
+        self._is_nccl = world.backend == "nccl"  # a collective does not fail when another rank dies: the watchdog looks
         self._clock = AwakeClock()
         self._place = ("start", 0)
         self._seen: tuple[object, str | None, float] = (None, None, 0.0)  # place, wait, since when
         self._state: State = "runs"
         self._error = ""
         self._thread = 0  # the watched thread
-        self._beats = BeatThread(
-            HashStore() if store is None else store, rank, len(peers), self._clock, self._beat_s, self._beat
-        )
+        store = HashStore() if world.store is None else world.store
+        self._beats = BeatThread(store, self._me, len(self._peers), self._clock, self._beat_s, self._beat)
         self._watching = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._closed, self._ending = threading.Event(), threading.Lock()
 
@@ -119,13 +116,19 @@ class Watchdog:
         silent_s = 1.9 * self._beat_s()
         return self._verdict(blame.find_blame(self._known(silent_s), silent_s, 0.5 * self.timeout_s))
 
+    def explained(self, error: PacelineError) -> tuple[str, tuple[int, ...]]:
+        """Returns the text of an error of lost ranks, with what `find_missing` knows of them, and whom it blames. Ask
+        after it which ranks are alive: a killed process closes its connections a moment before it counts as dead."""
+        missing = self.find_missing()
+        return (f"{error}. {missing.message}", missing.culprits) if missing else (str(error), ())
+
     def _beat_s(self) -> float:
         return min(_BEAT_S, self.timeout_s / 10)
 
     def _watch(self) -> None:
         """Ends this process if it must end; returns when the watchdog is closed."""
         while not self._closed.wait(self._beat_s() / 4):
-            now, place, wait = self._clock.now(), self._place, self._waiting_for()
+            now, place, wait = self._clock.now(), self._place, self._group.waiting_for
             if place is not self._seen[0] or wait != self._seen[1]:
                 self._seen = (place, wait, now)
             still_s = now - self._seen[2]
@@ -168,7 +171,7 @@ class Watchdog:
             section=section,
             step=step,
             still_s=round(self._clock.now() - self._seen[2], 3),
-            waits_for=self._waiting_for() or ("a collective of torch's" if is_in_torch else None),
+            waits_for=self._group.waiting_for or ("a collective of torch's" if is_in_torch else None),
             stack=[
                 f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
                 for frame in frames
