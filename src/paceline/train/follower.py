@@ -14,6 +14,7 @@ from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 
 _LAST_S = 5.0  # for what the last steps recorded
+_GIVE_UP_AFTER_S = 3.0  # of these, without success
 # With these it would take itself for a rank.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", LAUNCHER, STATUS_FOLDER)
 _OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_")
@@ -37,7 +38,7 @@ class Follower:
         env = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith(_OF_LAUNCHERS)}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", *self._command, f"--give-up-after-s={_LAST_S:.0f}"],
+                [sys.executable, "-m", "paceline", *self._command, f"--give-up-after-s={_GIVE_UP_AFTER_S}"],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -38,6 +38,7 @@ class Position:
     step: int = 0  # of the last training row
     eval_step: int = 0
     events: int = 0  # bytes of events.jsonl
+    event_step: int = 0  # of the last event: some have none
     index: int = 0  # of the next point
     clock_s: float = 0.0  # the time of the last row: rows have no time, so it is counted from the events
     counts: dict[str, int] = field(default_factory=dict)  # of events, by kind
@@ -58,10 +59,11 @@ class Reader:
         after = copy.deepcopy(at)
         found = [(_step(row), 0, row) for row in self._rows(after, limit)]
         for event in self._events(after, limit):
-            step = _step(event) if "step" in event else max(0, after.step)
-            found.append((step, 1, event))
+            if "step" in event or event["event"] == "start":
+                after.event_step = _step(event)
+            found.append((after.event_step, 1, event))
             if event["event"] in ("start", "resume") and (when := _time_s(event)):
-                after.attempts.append((step, when))
+                after.attempts.append((after.event_step, when))
         found.sort(key=lambda each: each[:2])  # stable: a row comes before the events after its step
         clock = _Clock(after, at.step)
         points = []

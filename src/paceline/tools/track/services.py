@@ -121,7 +121,7 @@ class WandB:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        stored = [index for path in own.glob("wandb/*/*.wandb") for index in _Log(path).new()]
+        stored = [index for path in own.glob("wandb/*run-*/*.wandb") for index in _Log(path).new()]
         self._next = self._run.step if not self._run.offline else max(stored, default=-1) + 1
         self._log = _Log(Path(self._run.settings.sync_file))
 
