@@ -1,5 +1,6 @@
 """Trackers with a library of their own: trackio, MLflow, W&B. A point that is given twice is sent once."""
 
+import json
 import os
 import struct
 import time
@@ -121,7 +122,7 @@ class WandB:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        stored = [index for path in own.glob("wandb/*run-*/*.wandb") for index in _Log(path).new()]
+        stored = [index for path in own.glob("wandb/*run-*/*.wandb") for index, _ in _Log(path).rows()]
         self._next = self._run.step if not self._run.offline else max(stored, default=-1) + 1
         self._log = _Log(Path(self._run.settings.sync_file))
 
@@ -135,20 +136,20 @@ class WandB:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"wandb has not written its file within {_WRITTEN_WITHIN_S:.0f} s")
             time.sleep(_FLUSH_S / 5)
-            self._next = max([self._next, *(index + 1 for index in self._log.new())])
+            self._next = max([self._next, *(index + 1 for index, _ in self._log.rows())])
 
     def close(self, is_failed: bool) -> None:
         self._run.finish(exit_code=int(is_failed))
 
 
 class _Log:
-    """The `_step` of each row in a .wandb file: protocol buffers in the blocks of LevelDB's log format."""
+    """The rows in a .wandb file: protocol buffers in the blocks of LevelDB's log format."""
 
     def __init__(self, path: Path):
         self._path, self._at = path, 7  # after the file's own header
 
-    def new(self) -> Iterator[int]:
-        """Yields the steps that were written since the last call."""
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields `_step` and the values of each row that was written since the last call."""
         from wandb.proto.wandb_internal_pb2 import Record
 
         data, body, at = self._path.read_bytes(), b"", self._at
@@ -167,4 +168,7 @@ class _Log:
                 record.ParseFromString(body)
                 body = b""
                 if record.WhichOneof("record_type") == "history":
-                    yield record.history.step.num
+                    values = {
+                        item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item
+                    }
+                    yield record.history.step.num, values
