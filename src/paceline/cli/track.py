@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")
     from paceline.tools.track.follow import follow
 
-    os.nice(10)  # it shares the processor with training
+    os.nice(19)  # the processor is training's
     try:
         status = follow(folder, parsed, parsed.give_up_after_s)
     except KeyboardInterrupt:

@@ -27,7 +27,8 @@ from paceline.tools.track.prometheus import Prometheus
 from paceline.tools.track.services import MLflow, Trackio, WandB
 from paceline.tools.track.tensorboard import TensorBoard
 
-_EVERY_S = 1.0
+_EVERY_S, _EVERY_S_BY_LIBRARY = 1.0, 5.0  # between batches: a request costs milliseconds, whatever is in it
+_LOOK_EVERY_S = 0.5
 _LONGEST_DELAY_S = 60.0
 _LOCKED_S = 10.0  # of the follower of an attempt before, which ends
 _LIBRARIES = ("mlflow", "trackio", "wandb")
@@ -58,7 +59,7 @@ def follow(folder: RunFolder, settings: TrackConfig, give_up_after_s: float) -> 
     for follower in followers:
         threading.Thread(target=follower.run, daemon=True).start()
     while not all(follower.is_over for follower in followers):
-        time.sleep(0.1)
+        time.sleep(_LOOK_EVERY_S)
         if is_running(folder):
             continue
         for follower in followers:
@@ -130,7 +131,7 @@ class _Follower:
                     f"{self.name} has all of {self._folder.shown}: {self._position.index} rows and events", flush=True
                 )
                 return
-            self.hurry.wait(_EVERY_S)
+            self.hurry.wait(_EVERY_S_BY_LIBRARY if self.name in _LIBRARIES else _EVERY_S)
 
     def _send_all(self) -> None:
         if self._tracker is None:

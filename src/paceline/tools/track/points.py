@@ -16,7 +16,7 @@ from typing import Any
 from paceline.record.folder import RunFolder
 from paceline.record.read import Row
 
-MOST = 500  # points in a batch, about
+MOST = 200  # points in a batch, about
 _MOST_TEXT = 400
 
 

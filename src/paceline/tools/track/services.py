@@ -17,7 +17,7 @@ from paceline.tools.track.points import Point
 
 _PROJECT = "paceline"
 _MOST_METRICS = 1000  # that MLflow takes in a request
-_FLUSH_S = 0.5  # between writes of W&B's file; its own 15 s would be lost with a killed process
+_FLUSH_S = 0.2  # between writes of W&B's file; its own 15 s would be lost with a killed process
 _WRITTEN_WITHIN_S = 15.0
 
 
@@ -53,6 +53,7 @@ class MLflow:
     def __init__(self, folder: RunFolder, settings: TrackConfig, known: dict[str, Any]):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the follower tries again by itself
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
