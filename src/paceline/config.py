@@ -16,7 +16,7 @@ from paceline.checkpoint.config import CheckpointConfig
 from paceline.data.config import DataConfig
 from paceline.model.config import ModelConfig
 from paceline.optim.config import OptimConfig
-from paceline.record.config import LogConfig
+from paceline.record.config import LogConfig, TrackConfig
 from paceline.world.config import ParallelConfig
 
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
@@ -110,6 +110,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
 
     def check(self) -> None:
         """Raises UserError for any impossible value or combination. Needs no torch."""

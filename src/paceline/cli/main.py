@@ -26,6 +26,8 @@ _VERBS = {
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",
     "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
     "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
+    "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
+    "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
     "report": "one self-contained HTML page with plots of one or several runs",
 }
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why

@@ -228,7 +228,9 @@ def _is_restart(reason: str) -> bool:
 def _common_text(config: Config) -> str:
     """Returns the part of the config that is the same on all hosts and in all attempts."""
     values = flatten(config).items()
-    return json.dumps([item for item in values if not item[0].startswith(("parallel.", "data.path", "data.mix"))])
+    return json.dumps(
+        [item for item in values if not item[0].startswith(("parallel.", "track.", "data.path", "data.mix"))]
+    )
 
 
 def _check_folder(request: Request) -> None:

@@ -1,8 +1,8 @@
-"""Settings of the records."""
+"""Settings of the records, and of where they are sent."""
 
 from dataclasses import dataclass
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +16,39 @@ class LogConfig:
         """Raises UserError for an impossible value."""
         if self.every < 1:
             raise UserError(f"log.every is {self.every}; it must be at least 1")
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    """Trackers that get the run's records, by a process that training never waits for."""
+
+    to: str = ""
+    """Send rows and events to tensorboard, wandb, trackio, mlflow, prometheus: one or several, with commas."""
+    project: str = ""
+    """Project or experiment; empty: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, or paceline."""
+    name: str = ""
+    """Name of the run in the tracker; empty: WANDB_NAME, or the run folder's."""
+    prometheus_port: int = 9464
+    """With prometheus: serve http://127.0.0.1:PORT/metrics; 0: no server."""
+    prometheus_file: str = ""
+    """With prometheus: write this file, too, for node_exporter's textfile collector; its name ends in .prom."""
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names in `to`, each once."""
+        return list(dict.fromkeys(name for word in self.to.split(",") if (name := word.strip())))
+
+    def check(self) -> None:
+        """Raises UserError for an impossible value."""
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise UserError(
+                    f"there is no tracker '{name}'{nearest(name, TRACKERS)}; there are: {', '.join(TRACKERS)}"
+                )
+        if not 0 <= self.prometheus_port <= 65535:
+            raise UserError(f"the port for Prometheus is {self.prometheus_port}; it must be between 1 and 65535, or 0")
+        if self.prometheus_file and not self.prometheus_file.endswith(".prom"):
+            raise UserError(f"the file for Prometheus is {self.prometheus_file}; node_exporter reads only *.prom")

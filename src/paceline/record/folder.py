@@ -9,6 +9,7 @@ RUN/
   checkpoints/            step-00000500/ ..., `latest`
   lock, lock.holder       held by rank 0 while it runs; its host and pid. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it
+  track/, tensorboard/    what trackers have, and TensorBoard's files; written by `paceline track`
 """
 
 import contextlib
@@ -35,7 +36,10 @@ COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached 
 _OWN = 0o600  # only the run's user may read its files
 _LEAST_FREE_BYTES = 50 << 20
 # What a run that ended before its first step leaves in its folder.
-_MADE_HERE = ("config.toml", "tokenizer.json", "events.jsonl", "ranks", "checkpoints", "lock", "lock.holder", "job")
+_MADE_HERE = (
+    *("config.toml", "tokenizer.json", "events.jsonl", "ranks", "checkpoints", "lock", "lock.holder", "job"),
+    *("track", "tensorboard"),
+)
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
 
 

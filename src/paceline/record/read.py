@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.base.files import tail
+
 Row = dict[str, Any]
 
 
@@ -21,7 +23,14 @@ def rows(path: Path) -> Iterator[Row | None]:
                 yield _row(line)
 
 
-def _row(line: str) -> Row | None:
+def last_rows(path: Path, num_bytes: int = 1 << 18) -> list[Row]:
+    """Returns the rows in the last bytes of a JSONL file; the default holds one of 1,024 ranks. None if it cannot be
+    read."""
+    found = (_row(line) for line in tail(path, num_bytes).split(b"\n")[:-1])
+    return [row for row in found if row is not None]
+
+
+def _row(line: str | bytes) -> Row | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from paceline.config import Config, flatten
 from paceline.data.blend import Blend
 from paceline.world.group import Group
 
-# Fields that may differ between hosts: they change where and how a run is computed, not what.
+# Fields that may differ between hosts, beside [track], which only rank 0 uses: they change where and how a run is computed, not what.
 _LOCAL = (
     *("parallel.interface", "parallel.threads", "parallel.port", "parallel.device"),
     *("data.path", "data.mix", "train.init-from"),
@@ -19,7 +19,11 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
     mine = {
         "data": f"{blend.name} {blend.fingerprint[:16]}",
         "data content (paceline data info DIR --verify says which shard)": blend.content_digest[:16],
-        **{name: value for name, value in flatten(config).items() if name not in _LOCAL},
+        **{
+            name: value
+            for name, value in flatten(config).items()
+            if name not in _LOCAL and not name.startswith("track.")
+        },
     }
     rows, differences = group.share_json(mine), []
     for name in dict.fromkeys(name for row in rows for name in row):

@@ -10,7 +10,7 @@ from paceline.config import Config
 HORIZONS = ("train.steps", "train.tokens", "train.tokens-per-param", "train.time-budget")
 _OF_ONE_ATTEMPT = ("train.stop-at-step", "train.stop-after", "train.profile")
 # These change how and for how long the run is computed, not what.
-_CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.")
+_CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.", "track.")
 _CHANGEABLE = (
     *HORIZONS,
     *_OF_ONE_ATTEMPT,

@@ -37,6 +37,7 @@ from paceline.train import banner
 from paceline.train.check import Checks
 from paceline.train.data import dropout_keys, dummy_micro_batch, layered, open_data
 from paceline.train.evaluate import evaluate, say_sample
+from paceline.train.follower import following
 from paceline.train.meet import Setup, meet
 from paceline.train.memory import out_of_memory
 from paceline.train.progress import Progress
@@ -56,7 +57,8 @@ def train(request: Request, env: Environment) -> int:
     faults.install(env.rank, env.world_size, env.attempt)
 
     # ---- prepare ----
-    with StopRequest(request.config.train.stop_after, is_training=False) as stop:
+    stopping = StopRequest(request.config.train.stop_after, is_training=False)
+    with stopping as stop, following(request.config.track, console) as follower:
         with console.reading() as report:
             data = open_data(request.config, report if env.local_rank == 0 else Quiet())
 
@@ -64,6 +66,8 @@ def train(request: Request, env: Environment) -> int:
         with open_world(request.config.parallel, env) as world:
             try:
                 setup = meet(request, world, data, console, stop)
+                if world.is_main:
+                    follower.start(setup.folder)
                 with setup.watchdog, _failure_recorded(setup):
                     # ---- restore ----
                     restore_or_begin(setup)

@@ -1,0 +1,107 @@
+"""paceline runs"""
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from paceline.base import units
+from paceline.base.errors import UserError
+from paceline.cli.flags import parse
+from paceline.record.folder import RunFolder
+from paceline.record.state import RunState, read_config, read_state
+
+_NOT_COMPARED = ("data.path", "track.name")  # they differ between most runs, and say little
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsArguments:
+    """List the runs in a folder: state, step, loss, tokens/s, age, and the settings in which they differ. Newest record
+    last. A run is stale if no end is recorded and its process is gone."""
+
+    folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FOLDER")]] = "runs"
+    """The folder with run folders; also one run folder."""
+    json: bool = False
+    """Print a JSON list instead of a table."""
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(RunsArguments, RunsArguments(), arguments, "runs")
+    runs = _find(Path(parsed.folder))
+    states = {path: read_state(RunFolder(path)) for path in runs}
+    paths = sorted(runs, key=lambda path: states[path].updated_s)
+    settings = _differences({path: read_config(path / "config.toml") for path in paths})
+    if parsed.json:
+        print(json.dumps([_as_json(path, states[path], settings[path]) for path in paths], indent=2))
+        return 0
+    from rich.console import Console
+    from rich.markup import escape
+
+    from paceline.record.console import printable, table
+
+    columns = ["run", "state", "step", "loss", "val loss", "tokens/s", "age"]
+    shown = table("", columns, [[escape(printable(path.name)), *_cells(states[path])] for path in paths])
+    Console(highlight=False).print(shown)
+    for path in paths:
+        facts = [states[path].why, *(f"{name} {value}" for name, value in settings[path].items())]
+        if text := ", ".join(fact for fact in facts if fact):
+            print(printable(f"{path.name}: {text}"))
+    return 0
+
+
+def _find(folder: Path) -> list[Path]:
+    """Returns the run folders. Raises UserError if there is none."""
+    try:
+        found = [path for path in (folder, *folder.iterdir()) if (path / "config.toml").is_file()]
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}; name the folder that holds run folders") from None
+    if not found:
+        raise UserError(f"{folder} holds no run; name the folder that holds run folders, such as runs")
+    return found
+
+
+def _differences(configs: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+    """Returns, for each run, its values of the settings in which the runs differ."""
+    names = [
+        name for name in {name: None for config in configs.values() for name in config} if name not in _NOT_COMPARED
+    ]
+    differing = [name for name in names if len({repr(config.get(name)) for config in configs.values()}) > 1]
+    return {path: {name: config.get(name) for name in differing} for path, config in configs.items()}
+
+
+def _cells(state: RunState) -> list[str]:
+    steps = f"{state.step:,}" + (f" of {state.num_steps:,}" if state.num_steps else "")
+    rate = _number(state.last, "tokens_per_s")
+    return [
+        state.kind,
+        steps,
+        _text(_number(state.last, "loss")),
+        _text(_number(state.evaluation, "val_loss")),
+        "" if rate is None else units.count(round(rate)),
+        units.duration(max(0.0, time.time() - state.updated_s)),
+    ]
+
+
+def _as_json(path: Path, state: RunState, settings: dict[str, Any]) -> dict[str, Any]:
+    facts = {key: value for key, value in dataclasses.asdict(state).items() if key not in ("last", "evaluation")}
+    values = {key: _number(state.last, key) for key in ("loss", "tokens_per_s")}
+    return {
+        "run": str(path),
+        **facts,
+        **values,
+        "val_loss": _number(state.evaluation, "val_loss"),
+        "settings": settings,
+    }
+
+
+def _number(row: dict[str, Any], name: str) -> float | None:
+    value = row.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+def _text(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"

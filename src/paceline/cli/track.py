@@ -1,0 +1,48 @@
+"""paceline track"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from paceline.base.early import EXIT_INTERRUPTED
+from paceline.base.errors import UserError
+from paceline.cli.flags import parse
+from paceline.record import folder as run_folder
+from paceline.record.config import TrackConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackArguments(TrackConfig):
+    """Send a run's rows, events and config to trackers: of an old run, or of a running one until it ends. RUN/track
+    notes what each tracker has, so that the same command goes on where it was ended."""
+
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+    """The run folder."""
+    give_up_after_s: float = 30.0
+    """After the run's end: give up when nothing could be sent for so many seconds."""
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(TrackArguments, TrackArguments(run=""), arguments, "track")
+    if not parsed.run:
+        raise UserError("name the run folder: paceline track RUN --to tensorboard")
+    parsed.check()
+    folder = run_folder.find(Path(parsed.run))
+    if not parsed.trackers:
+        raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")
+    from paceline.tools.track.follow import follow
+
+    os.nice(19)  # the processor is training's
+    try:
+        status = follow(folder, parsed, parsed.give_up_after_s)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        status = EXIT_INTERRUPTED
+    sys.stdout.flush()
+    if status:
+        os._exit(status)  # a tracker's library may wait for its server at Python's end
+    return status

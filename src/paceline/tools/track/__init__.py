@@ -1,0 +1,1 @@
+"""A run's records, sent to trackers and to Prometheus by a process of its own."""

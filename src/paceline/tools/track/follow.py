@@ -1,0 +1,198 @@
+"""Follows a run: sends what it records to each tracker, until the run is over and everything is sent.
+
+Each tracker has a thread, so that none waits for another. RUN/track/NAME.json says what it has; it is written before
+and after each batch, so that after kill -9 the same batch is sent again, and the tracker recognises it.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import filelock
+
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED
+from paceline.base.files import replace
+from paceline.record.config import TrackConfig
+from paceline.record.folder import RunFolder
+from paceline.record.state import is_running, read_state
+from paceline.tools.track.points import Point, Position, Reader
+from paceline.tools.track.prometheus import Prometheus
+from paceline.tools.track.services import MLflow, Trackio, WandB
+from paceline.tools.track.tensorboard import TensorBoard
+
+_EVERY_S, _EVERY_S_BY_LIBRARY = 1.0, 5.0  # between batches: a request costs milliseconds, whatever is in it
+_LOOK_EVERY_S = 0.5
+_LONGEST_DELAY_S = 60.0
+_LOCKED_S = 10.0  # of the follower of an attempt before, which ends
+_LIBRARIES = ("mlflow", "trackio", "wandb")
+
+
+class Tracker(Protocol):
+    """Where points go. Any exception means that a batch may not have arrived: the tracker is made anew, and gets the
+    same batch again."""
+
+    def send(self, points: Sequence[Point]) -> None: ...
+    def close(self, is_failed: bool) -> None: ...
+
+
+# Each may remember what it must know after a restart in `known`, which is saved with the position.
+_TRACKERS: dict[str, Callable[[RunFolder, TrackConfig, dict[str, Any]], Tracker]] = {
+    "mlflow": MLflow,
+    "prometheus": Prometheus,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WandB,
+}
+
+
+def follow(folder: RunFolder, settings: TrackConfig, give_up_after_s: float) -> int:
+    """Sends the run to all trackers in `settings`; returns the exit status: 1 if a tracker does not have everything.
+    After the run's end gives up when nothing could be sent for so many seconds."""
+    followers = [_Follower(folder, name, settings) for name in settings.trackers]
+    for follower in followers:
+        threading.Thread(target=follower.run, daemon=True).start()
+    while not all(follower.is_over for follower in followers):
+        time.sleep(_LOOK_EVERY_S)
+        if is_running(folder):
+            continue
+        for follower in followers:
+            follower.hurry.set()
+        idle_s = time.monotonic() - max(follower.active_s for follower in followers)
+        if idle_s > give_up_after_s:
+            break
+    late = [follower for follower in followers if not follower.has_everything]
+    for follower in late:
+        if not follower.is_said:
+            _say(f"{follower.name} does not have all of {folder.shown}{follower.why}; {follower.way_out}")
+    return EXIT_FAILED if late else EXIT_DONE
+
+
+class _Follower:
+    """One tracker of a run."""
+
+    def __init__(self, folder: RunFolder, name: str, settings: TrackConfig):
+        self.name = name
+        self.hurry = threading.Event()  # the run is over
+        self.is_over = self.has_everything = False
+        self.why = ""  # it has not
+        self.is_said = False
+        self.way_out = f"`paceline track {shlex.quote(folder.shown)} --to {name}` sends the rest"
+        self.active_s = time.monotonic()  # when it last sent something
+        self._folder, self._settings = folder, settings
+        self._own = folder.path / "track"
+        self._tracker: Tracker | None = None
+        self._known: dict[str, Any] = {}
+        self._position = Position()
+        self._sending: Position | None = None  # up to here a batch was being sent
+        self._batch: tuple[list[Point], Position] | None = None
+        self._reader = Reader(folder)
+        self._num_failures = 0
+
+    def run(self) -> None:
+        """Sends until the run is over, or the tracker cannot be used."""
+        if self.name in _LIBRARIES and importlib.util.find_spec(self.name) is None:
+            _say(f"{self.name} is not installed; pip install 'paceline[{self.name}]', then {self.way_out}")
+            self.is_said = self.is_over = True
+            return
+        try:
+            self._follow()
+        except Exception as error:  # the run folder itself
+            self.why = f": {_one_line(error)}"
+        self.is_over = True
+
+    def _follow(self) -> None:
+        self._own.mkdir(exist_ok=True, mode=0o700)
+        lock = filelock.FileLock(self._own / f"{self.name}.lock", mode=0o600)
+        try:
+            lock.acquire(timeout=_LOCKED_S)
+        except filelock.Timeout:
+            _say(f"another process sends {self._folder.shown} to {self.name}; waiting until it ends")
+            lock.acquire()
+        self._load()
+        while True:
+            goes_on = is_running(self._folder)  # asked before reading, so that nothing is missed
+            try:
+                self._send_all()
+                if not goes_on and self._tracker is not None:
+                    self._tracker.close(read_state(self._folder).kind == "failed")
+            except Exception as error:
+                self._failed(error)
+                continue
+            if not goes_on:
+                self.has_everything = True
+                print(
+                    f"{self.name} has all of {self._folder.shown}: {self._position.index} rows and events", flush=True
+                )
+                return
+            self.hurry.wait(_EVERY_S_BY_LIBRARY if self.name in _LIBRARIES else _EVERY_S)
+
+    def _send_all(self) -> None:
+        if self._tracker is None:
+            self._tracker = _TRACKERS[self.name](self._folder, self._settings, self._known)
+            self._save()
+        while True:
+            if self._batch is None:
+                self._batch = self._reader.read(self._position, self._sending)
+            points, after = self._batch
+            if points:
+                self._sending = after
+                self._save()
+                self._tracker.send(points)
+            was_pinned = self._sending is not None and not points
+            self._position, self._sending, self._batch = after, None, None
+            if not points and not was_pinned:
+                break
+            self._save()
+            self.active_s = time.monotonic()
+        if self._num_failures:
+            _say(f"{self.name} works again")
+            self._num_failures = 0
+            self.why = ""
+
+    def _failed(self, error: Exception) -> None:
+        """Says so once, and waits before the next attempt."""
+        self.why = f": {_one_line(error)}"
+        if not self._num_failures:
+            _say(f"{self.name} does not work now{self.why}. It is tried again, and the run is not disturbed")
+        self._num_failures += 1
+        self._tracker = None
+        self.hurry.wait(min(_LONGEST_DELAY_S, 2.0 ** min(self._num_failures, 6)))
+        if self.hurry.is_set():
+            time.sleep(0.5)
+
+    def _load(self) -> None:
+        path = self._state_file()
+        if self.name == "prometheus" or not path.exists():
+            return
+        try:
+            saved = json.loads(path.read_text())
+            self._known, self._position = saved["known"], Position(**saved["position"])
+            self._sending = Position(**saved["sending"]) if saved["sending"] else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({_one_line(error)}); remove it to send the run as a new one"
+            ) from None
+
+    def _save(self) -> None:
+        if self.name != "prometheus":
+            sending = dataclasses.asdict(self._sending) if self._sending else None
+            saved = {"known": self._known, "position": dataclasses.asdict(self._position), "sending": sending}
+            replace(self._state_file(), json.dumps(saved).encode(), 0o600)
+
+    def _state_file(self) -> Path:
+        return self._own / f"{self.name}.json"
+
+
+def _one_line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def _say(text: str) -> None:
+    print(f"track: {text}", file=sys.stderr, flush=True)

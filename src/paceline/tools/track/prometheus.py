@@ -1,0 +1,110 @@
+"""The newest values of a run as Prometheus's text format: by HTTP on loopback, and as a file for node_exporter.
+
+prometheus.io/docs/instrumenting/exposition_formats; base units, so seconds and ratios.
+"""
+
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from paceline.base.files import replace
+from paceline.base.serving import QuietHandler
+from paceline.record.config import TrackConfig
+from paceline.record.folder import RunFolder
+from paceline.record.read import Row
+from paceline.tools.track.points import Point
+
+# Name, kind, help, field of a row, factor.
+_OF_ROWS = (
+    ("loss_nats", "gauge", "Training loss of the last step, nats per token.", "loss", 1.0),
+    ("validation_loss_nats", "gauge", "Loss of the last evaluation, nats per token.", "val_loss", 1.0),
+    ("learning_rate", "gauge", "Learning rate of the last step.", "lr", 1.0),
+    ("gradient_norm", "gauge", "Norm of the last gradient, before clipping.", "grad_norm", 1.0),
+    ("tokens_per_second", "gauge", "Tokens of all ranks in a second of the last step.", "tokens_per_s", 1.0),
+    ("model_flops_utilization_ratio", "gauge", "Model FLOP/s over the peak of all ranks.", "mfu", 1.0),
+    ("step_duration_seconds", "gauge", "Duration of the last step.", "step_ms", 1e-3),
+    ("ranks", "gauge", "World size.", "world_size", 1.0),
+    ("steps_total", "counter", "Steps made.", "step", 1.0),
+    ("tokens_total", "counter", "Tokens seen by all ranks.", "tokens", 1.0),
+)
+_OF_EVENTS = (
+    ("checkpoints_total", "Checkpoints saved.", "checkpoint"),
+    ("resumes_total", "Starts from a checkpoint.", "resume"),
+    ("stragglers_total", "Ranks reported as slow.", "straggler"),
+    ("skipped_steps_total", "Steps without an update, their gradient not being finite.", "skipped step"),
+)
+_PHASES = ("data", "forward", "backward", "exposed_comm", "optim")
+
+
+class Prometheus:
+    """Keeps nothing: it reads a run from its beginning, and each batch replaces the text."""
+
+    def __init__(self, folder: RunFolder, settings: TrackConfig, known: dict[str, Any]):
+        self._name, self._file = settings.name or folder.path.name, settings.prometheus_file
+        self._row: Row = {}
+        self._counts: dict[str, int] = {}
+        self._last_step_s = 0.0
+        self.text = b""
+        self._server = None
+        if settings.prometheus_port:
+            self._server = _Server(settings.prometheus_port, self)
+
+    def send(self, points: Sequence[Point]) -> None:
+        for point in points:
+            if "event" in point.row:
+                self._counts[point.row["event"]] = self._counts.get(point.row["event"], 0) + 1
+                continue
+            self._row = {**self._row, **point.row}
+            self._last_step_s = point.time_s
+        self.text = self._exposition().encode()
+        if self._file:
+            replace(Path(self._file).absolute(), self.text)
+
+    def close(self, is_failed: bool) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _exposition(self) -> str:
+        name = self._name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        text = _family("run_info", "gauge", "The run.", [(f'{{run="{name}"}}', 1)])
+        for metric, kind, told, key, factor in _OF_ROWS:
+            if isinstance(value := self._row.get(key), int | float):
+                text += _family(metric, kind, told, [("", value * factor)])
+        for metric, told, event in _OF_EVENTS:
+            text += _family(metric, "counter", told, [("", self._counts.get(event, 0))])
+        by_rank = [
+            (f'{{rank="{rank}",phase="{phase}"}}', ms / 1e3)
+            for phase in _PHASES
+            for rank, ms in enumerate(self._row.get(f"rank_{phase}_ms", ()))
+        ]
+        if by_rank:
+            text += _family("phase_duration_seconds", "gauge", "A part of the last step, by rank.", by_rank)
+        return text + _family("last_step_timestamp_seconds", "gauge", "When it ended.", [("", self._last_step_s)])
+
+
+def _family(name: str, kind: str, told: str, samples: Sequence[tuple[str, float]]) -> str:
+    lines = [f"# HELP paceline_{name} {told}", f"# TYPE paceline_{name} {kind}"]
+    return "\n".join([*lines, *(f"paceline_{name}{labels} {value!r}" for labels, value in samples)]) + "\n"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, source: Prometheus):
+        class Handler(QuietHandler):
+            def do_GET(self) -> None:
+                if self.path != "/metrics":
+                    self.send_error(HTTPStatus.NOT_FOUND)
+                    return
+                self.send_response(HTTPStatus.OK)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(source.text)))
+                self.end_headers()
+                self.wfile.write(source.text)
+
+        super().__init__(("127.0.0.1", port), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()

@@ -1,0 +1,40 @@
+"""`paceline runs`: a line for each run, and the settings in which they differ."""
+
+import json
+from pathlib import Path
+
+from in_process import here
+
+from paceline.record.folder import COMPLETE, create
+
+
+def made(path: Path, lr: float, **end: object) -> None:
+    folder = create(path)
+    folder.config.write_text(f'[train]\nsteps = 30\n[optim]\nlr = {lr}\nname = "adamw"\n')
+    folder.append_event("start")
+    folder.append_metrics({"step": 20, "loss": 2.5, "tokens_per_s": 12_345.0})
+    folder.append_metrics({"step": 20, "val_loss": 2.75})
+    if end:
+        folder.append_event("end", **end)
+    folder.close()
+
+
+def test_each_run_has_a_line_with_its_state_and_what_sets_it_apart(tmp_path: Path) -> None:
+    made(tmp_path / "a", 0.1, step=30, reason=COMPLETE)
+    made(tmp_path / "b[1]", 0.2, step=20, reason="SIGTERM on rank 0")
+    made(tmp_path / "c", 0.1)
+    (tmp_path / "no run").mkdir()
+    lines = here("runs", str(tmp_path), cwd=tmp_path).require().out.splitlines()
+    found = {line.split()[0]: line for line in lines if line.strip()}
+    assert " ".join(found["a"].split()[:8]) == "a ended 30 of 30 2.5000 2.7500 12.3k"
+    assert "stopped" in found["b[1]"]
+    assert "b[1]: SIGTERM on rank 0, optim.lr 0.2" in lines
+    assert "c: no end is recorded, and its process is gone or silent, optim.lr 0.1" in lines
+    runs = json.loads(here("runs", str(tmp_path), "--json", cwd=tmp_path).require().out)
+    assert {Path(run["run"]).name: run["kind"] for run in runs} == {"a": "ended", "b[1]": "stopped", "c": "stale"}
+    assert [run["settings"] for run in runs if run["val_loss"] == 2.75 and run["step"] == 30] == [{"optim.lr": 0.1}]
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    assert "holds no run" in here("runs", str(tmp_path), cwd=tmp_path).require(2).err
+    assert "cannot read" in here("runs", "nowhere", cwd=tmp_path).require(2).err

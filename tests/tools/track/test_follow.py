@@ -1,0 +1,166 @@
+"""`paceline track`: each row arrives once, whatever happens to the follower, the run, the disk or the tracker."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from program import Program, one_message, rows, run
+from recorded import Recorded, losses, scalars, val_losses
+
+MISSING = [name for name in ("wandb", "trackio", "mlflow") if importlib.util.find_spec(name) is None]
+
+
+@contextlib.contextmanager
+def a_used_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def sent(folder: Path) -> int:
+    """The last step that TensorBoard has, as RUN/track says."""
+    path = folder / "track" / "tensorboard.json"
+    return json.loads(path.read_text())["position"]["step"] if path.exists() else 0
+
+
+def test_an_old_run_is_sent_in_full_and_never_twice(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    made.steps(1, 1200)  # several batches
+    made.end()
+    for _ in range(2):
+        assert "has all of" in run("track", str(made.folder.path), "--to", "tensorboard").require().out
+    found = scalars(made.folder.path)
+    assert found["train/loss"] == losses(1200)
+    assert found["eval/val_loss"] == val_losses(1200)
+    assert found["events/checkpoint"] == [(10 * n, n) for n in range(1, 121)]
+    assert (found["time/slowest_rank_compute_ms"][0], "train/mfu" in found) == ((1, 8.0), False)
+
+
+def test_after_kill_9_and_a_resume_from_an_older_checkpoint_there_is_no_gap_and_nothing_twice(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    path, last = made.folder.path, 0
+    for attempt in range(3):
+        with Program("track", str(path), "--to", "tensorboard") as program:
+            made.steps(last + 1, last + 40)
+            last += 40
+            program.wait_for(lambda wanted=last: sent(path) >= wanted)
+            made.steps(last + 1, last + 40)  # killed before, while or after it sends them
+            last += 40
+            time.sleep(0.6 * attempt)
+            os.kill(program.pid, signal.SIGKILL)
+        made.resume(last - 30, last)
+        last -= 30
+    with Program("track", str(path), "--to", "tensorboard") as program:
+        made.steps(last + 1, 300)
+        made.end()
+        program.wait().require()
+    assert scalars(path)["train/loss"] == losses(300)
+    assert scalars(path)["eval/val_loss"] == val_losses(300)
+
+
+def test_a_batch_that_was_being_sent_when_it_was_killed_is_sent_again_in_its_place(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    made.steps(1, 20)
+    made.end()
+    command = ("track", str(made.folder.path), "--to", "tensorboard")
+    run(*command).require()
+    state = made.folder.path / "track" / "tensorboard.json"
+    saved = json.loads(state.read_text())
+    begin = {"file": saved["known"]["file"], "bytes": 0}
+    state.write_text(json.dumps({"known": begin, "position": {}, "sending": saved["position"]}))
+    run(*command).require()
+    assert scalars(made.folder.path)["train/loss"] == losses(20)
+    state.write_text("{")
+    assert "remove it to send the run as a new one" in run(*command).require(1).err
+
+
+def test_a_full_disk_is_said_once_and_costs_no_row(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    disk = made.folder.path / "tensorboard"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount")
+    try:
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * 450_000)
+        with Program("track", str(made.folder.path), "--to", "tensorboard") as program:
+            made.steps(1, 600)
+            program.wait_for(lambda: (made.folder.path / "track" / "tensorboard.json").exists())
+            time.sleep(3)  # an attempt or two
+            assert sent(made.folder.path) < 600
+            filler.unlink()
+            made.end()
+            ended = program.wait().require()
+        assert scalars(made.folder.path)["train/loss"] == losses(600)
+        said = [line for line in ended.err.splitlines() if line.startswith("track: ")]
+        assert ["No space left" in said[0], "works again" in said[1], len(said)] == [True, True, 2]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_prometheus_reads_the_newest_values_on_loopback_and_from_a_file(tmp_path: Path) -> None:
+    made, file = Recorded(tmp_path / "run"), tmp_path / "node.prom"
+    made.steps(1, 10)
+    made.folder.append_event("straggler", step=10, rank=1)
+    with a_used_port() as port:
+        pass
+    flags = ("--to", "prometheus", "--prometheus-port", str(port), "--prometheus-file", str(file))
+    with Program("track", str(made.folder.path), *flags) as program:
+        program.wait_for(file.exists)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            text, kind = answer.read().decode(), answer.headers["Content-Type"]
+        made.end()
+        program.wait().require()
+    assert kind == "text/plain; version=0.0.4"
+    assert file.read_text().startswith("# HELP paceline_run_info The run.\n# TYPE paceline_run_info gauge\n")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert values['paceline_phase_duration_seconds{rank="1",phase="data"}'] == "0.002"
+    assert float(values["paceline_loss_nats"]) == 5 - 10 / 256
+    assert float(values["paceline_validation_loss_nats"]) == 6 - 10 / 256
+    assert float(values["paceline_steps_total"]) == 10
+    assert float(values["paceline_stragglers_total"]) == 1
+    assert abs(float(values["paceline_last_step_timestamp_seconds"]) - time.time()) < 60
+
+
+@pytest.mark.skipif(not MISSING, reason="all libraries are installed")
+def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with a_used_port() as port:
+        to = f"tensorboard,{MISSING[0]},prometheus"
+        flags = ("--train.steps", "6", "--train.sample-tokens", "0", "--track.prometheus-port", str(port))
+        ended = run("train", "--preset", "tiny", "--out", str(out), "--track.to", to, *flags).require()
+    said = [line for line in ended.err.splitlines() if line.startswith("track: ")]
+    again = f"`paceline track {out} --to"
+    assert said[0] == (
+        f"track: {MISSING[0]} is not installed; pip install 'paceline[{MISSING[0]}]', then {again} {MISSING[0]}` sends "
+        "the rest"
+    )
+    assert "prometheus does not work now: [Errno 98] Address already in use" in said[1]
+    assert f"prometheus does not have all of {out}" in said[2]
+    assert len(said) == 3
+    recorded = [(row["step"], pytest.approx(row["loss"])) for row in rows(out / "metrics.jsonl") if "loss" in row]
+    assert scalars(out)["train/loss"] == recorded
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "name the trackers"),
+        (("--to", "tensorbord"), "did you mean 'tensorboard'?"),
+        (("--to", "prometheus", "--prometheus-port", "70000"), "the port for Prometheus is 70000"),
+        (("--to", "prometheus", "--prometheus-file", "x.txt"), "reads only *.prom"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    made = Recorded(tmp_path / "run")
+    assert message in one_message([run("track", str(made.folder.path), *flags)])
