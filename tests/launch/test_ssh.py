@@ -52,13 +52,6 @@ def one_error(ended: Ended) -> str:
     return found
 
 
-def process_of(program: Program, *words: str) -> psutil.Process:
-    """The process of the command with these words in its command line, that no other such process started."""
-    found = [process for process in map(psutil.Process, program.pids()) if set(words) <= set(process.cmdline())]
-    (first,) = [process for process in found if process.ppid() not in {other.pid for other in found}]
-    return first
-
-
 def test_it_stops_at_a_signal_and_the_same_command_trains_to_the_end(pair: SshHosts, tmp_path: Path) -> None:
     """The hosts share the disk, and so the run folder."""
     flags = (*TINY, "--train.steps", "60", "--out", "run", "--resume", "auto")
@@ -98,10 +91,10 @@ def test_a_part_that_is_killed_is_named_and_the_rest_ends(
 ) -> None:
     with started(pair, tmp_path, *LONG) as program:
         program.wait_for(lambda: len(steps(tmp_path / "run")) > 2)
-        agent = process_of(program, "--node-rank", "1").parent()
-        assert agent is not None
+        rank = psutil.Process(program.ranks()[1])
+        _, agent = rank.parents()[:2]  # the launcher on host b, and what started that
         assert "paceline.launch.agent" in agent.cmdline()
-        os.kill(program.ranks()[1] if victim == "rank" else agent.pid, signal.SIGKILL)
+        (rank if victim == "rank" else agent).kill()
         ended = program.wait(ENDS_S).require(1)
         program.wait_until_gone(ENDS_S)
     assert says in one_error(ended)
