@@ -20,7 +20,7 @@ from paceline.checkpoint.copies import take
 from paceline.checkpoint.manifest import Damaged, read
 from paceline.checkpoint.writers import save_complete
 from paceline.launch.hosts import Hosts
-from paceline.launch.options import HostsOptions, read_hosts
+from paceline.launch.options import HostsOptions, read_hosts, read_names
 from paceline.launch.place import Place, Verdict
 from paceline.launch.restarts import Failure, Records
 from paceline.launch.signals import StopSignals
@@ -128,6 +128,21 @@ def test_the_newest_checkpoint_leads_and_the_other_host_gets_a_copy_of_it(lab: L
     assert Records(lab.runs[0]).last_step() == 20, "the records came, too"
 
 
+def test_hosts_that_share_the_run_folder_copy_nothing(lab: Lab) -> None:
+    lab.runs[1] = lab.runs[0]
+    first, second = lab.start(0), lab.start(1)
+    lab.meet(0, 1)
+    lab.save(0, 20)
+    written = (lab.runs[0] / "metrics.jsonl").stat().st_ino
+    first._note(phase="over")
+    until(lambda: second._peers.alive()[0].phase == "over")
+    second.conclude(0)
+    assert (lab.runs[0] / "metrics.jsonl").stat().st_ino == written, "rank 0 still appends to this file"
+    lab.kill(0)
+    lab.kill(1)
+    assert not list((lab.runs[0] / "ranks").iterdir())
+
+
 def test_a_ranks_failure_is_known_on_all_hosts_and_the_end_of_the_run(lab: Lab) -> None:
     first, second = lab.start(0), lab.start(1)
     lab.meet(0, 1)
@@ -233,3 +248,28 @@ def test_the_list_of_hosts() -> None:
 def test_a_list_that_cannot_be_used_is_refused(text: str, node: int, least: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
         read_hosts(text, node, least, 5.0)
+
+
+def test_names_of_hosts_as_ssh_and_mpirun_have_them(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# two\na slots=2\n\nme@b:auto  # the second\nc\n")
+    expected = [("a", "2"), ("me@b", "auto"), ("c", "1")]
+    assert list(map(dataclasses.astuple, read_names("", str(file)))) == expected
+    assert list(map(dataclasses.astuple, read_names("a:2, me@b:auto,c", ""))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "says"),
+    [
+        ("", "", "which hosts"),
+        ("a:2", "file", "which hosts"),
+        ("", "/nonexistent", "cannot read --hostfile /nonexistent"),
+        ("a:2,a:1", "", "each host once"),
+        ("a:29400,b:29400", "", "'a:29400' is no host.*a port is given by --port"),
+        ("a:0", "", "is no host"),
+        ("-oProxyCommand=x", "", "is no host"),
+    ],
+)
+def test_names_that_cannot_be_used_are_refused(text: str, file: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read_names(text, file)

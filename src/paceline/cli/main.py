@@ -21,6 +21,7 @@ _VERBS = {
     "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
     "export": "write a run's model as a folder that transformers loads",
     "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
+    "launch": "train on several hosts by ssh, from one terminal",
     "lab": "several hosts on this machine, with their own links and processors, to try all of this",
     "bench": "measure the network (bench link), scaling (bench scaling), the data path (bench loader)",
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",

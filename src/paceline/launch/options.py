@@ -1,8 +1,10 @@
-"""The list of a run's hosts, as `--hosts` gives it."""
+"""The list of a run's hosts: addresses, as `train --hosts` has them, or names, as `launch` has them."""
 
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.base.errors import UserError
 from paceline.base.net import listen
@@ -66,3 +68,42 @@ def _require_reachable(addresses: tuple[Address, ...], node: int) -> None:
             f"--hosts has {name} for this host, which is {address} here: name the address at which the other hosts "
             "reach it, as `ip addr` shows it"
         )
+
+
+@dataclass(frozen=True)
+class NamedHost:
+    """A host of `paceline launch`."""
+
+    name: str  # for ssh
+    num_ranks: str  # a number, or auto
+
+
+_NUM_RANKS = r"(?P<ranks>auto|[1-9]\d{0,3})"
+_HOST = re.compile(rf"(?P<name>[^\s:,-][^\s:,]*)(?:(?::|\s+slots\s*=\s*){_NUM_RANKS})?")
+
+
+def read_names(text: str, hostfile: str) -> list[NamedHost]:
+    """Reads 'NAME:RANKS,NAME:RANKS', or a file with a host on each line: NAME, NAME:RANKS or NAME slots=RANKS. Without
+    a number a host has one rank. Raises UserError."""
+    if bool(text) == bool(hostfile):
+        raise UserError("which hosts? Give either --hosts a:2,b:2 or --hostfile FILE")
+    lines = text.split(",")
+    if hostfile:
+        try:
+            lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read --hostfile {hostfile}: {error}") from None
+        lines = [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+    found = []
+    for line in lines:
+        host = _HOST.fullmatch(line.strip())
+        if host is None:
+            raise UserError(
+                f"'{line.strip()}' is no host; write NAME:RANKS, or NAME slots=RANKS in a file. RANKS is at most 9999, "
+                "or auto; a port is given by --port"
+            )
+        found.append(NamedHost(host["name"], host["ranks"] or "1"))
+    names = [host.name for host in found]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"the hosts are '{', '.join(names)}'; give each host once, with all its ranks")
+    return found

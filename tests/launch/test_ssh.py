@@ -1,0 +1,146 @@
+"""`paceline launch` with real sshd on two hosts: it trains, it ends everywhere, and it says once what is wrong."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import namespaces
+import psutil
+import pytest
+from program import TINY, Ended, Program, losses, rows, steps
+from ssh_hosts import SshHosts, ssh_hosts
+
+pytestmark = [pytest.mark.lab, pytest.mark.long]
+
+ENDS_S = 15.0
+LONG = (*TINY, "--train.steps", "3000", "--out", "run")
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    try:
+        with ssh_hosts(tmp_path_factory.mktemp("ssh")) as found:
+            yield found
+    except namespaces.Unavailable as why:
+        pytest.skip(str(why))
+
+
+def started(
+    pair: SshHosts, folder: Path, *train: str, hosts: str = "a:1,b:1", options: tuple[str, ...] = ()
+) -> Program:
+    """`paceline launch` on host a."""
+    launch = ("launch", "--ssh", pair.ssh, "--hosts", hosts, *options, "--", "train", *train)
+    return Program(*launch, command=pair.hosts[0].inside(sys.executable, "-m", "paceline"), cwd=folder, env=ENV)
+
+
+def refused(pair: SshHosts, folder: Path, hosts: str = "a:1,b:1", options: tuple[str, ...] = ()) -> str:
+    """Returns the only line that a command with status 2 printed."""
+    with started(pair, folder, *LONG, hosts=hosts, options=options) as program:
+        ended = program.wait()
+        program.wait_until_gone(ENDS_S)
+    return one_error(ended.require(2))
+
+
+def one_error(ended: Ended) -> str:
+    (found,) = [line for line in ended.err.splitlines() if "error: " in line]
+    assert "Traceback" not in ended.err
+    return found
+
+
+def test_it_stops_at_a_signal_and_the_same_command_trains_to_the_end(pair: SshHosts, tmp_path: Path) -> None:
+    """The hosts share the disk, and so the run folder."""
+    flags = (*TINY, "--train.steps", "60", "--out", "run", "--resume", "auto")
+    with started(pair, tmp_path, *flags) as program:
+        program.wait_for(lambda: len(steps(tmp_path / "run")) > 2)
+        program.process.terminate()
+        stopped = program.wait().require(75)
+        program.wait_until_gone(ENDS_S)
+    assert "error" not in stopped.err
+    with started(pair, tmp_path, *flags) as program:
+        ended = program.wait().require(0)
+        program.wait_until_gone(ENDS_S)
+    assert len(losses(tmp_path / "run")) == 60
+    assert steps(tmp_path / "run")[-1]["world_size"] == 2
+    assert ended.out.count("step 60: validation loss") == 1
+    assert [row["event"] for row in rows(tmp_path / "run" / "events.jsonl")].count("end") == 2
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(pair: SshHosts, tmp_path: Path) -> None:
+    with started(pair, tmp_path, *LONG) as program:
+        program.wait_for(lambda: len(steps(tmp_path / "run")) > 2)
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait_until_gone(ENDS_S)
+    assert rows(tmp_path / "run" / "events.jsonl")[-1]["event"] == "end"
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists(), "the ranks saved"
+
+
+@pytest.mark.parametrize(
+    ("victim", "says"),
+    [
+        ("rank", "error: rank 1 was killed by SIGKILL (the kernel does that when memory runs out), on b:29400"),
+        ("agent", "error: host b is lost"),
+    ],
+)
+def test_a_part_that_is_killed_is_named_and_the_rest_ends(
+    pair: SshHosts, tmp_path: Path, victim: str, says: str
+) -> None:
+    with started(pair, tmp_path, *LONG) as program:
+        program.wait_for(lambda: len(steps(tmp_path / "run")) > 2)
+        rank = psutil.Process(program.ranks()[1])
+        _, agent = rank.parents()[:2]  # the launcher on host b, and what started that
+        assert "paceline.launch.agent" in agent.cmdline()
+        (rank if victim == "rank" else agent).kill()
+        ended = program.wait(ENDS_S).require(1)
+        program.wait_until_gone(ENDS_S)
+    assert says in one_error(ended)
+
+
+def test_hosts_that_ssh_does_not_reach_are_all_named(pair: SshHosts, tmp_path: Path) -> None:
+    said = refused(pair, tmp_path, hosts="a,locked,stranger,closed,unknown.invalid")
+    for words in (
+        "locked: root@10.77.0.2: Permission denied (publickey).; put your public key there (ssh-copy-id locked)",
+        "stranger: Host key verification failed.; connect once by hand (ssh stranger)",
+        "closed: ssh: connect to host 10.77.0.1 port 1: Connection refused; start sshd there",
+        "unknown.invalid: ssh: Could not resolve hostname unknown.invalid",
+    ):
+        assert words in said
+    assert " a: " not in said
+
+
+@pytest.mark.parametrize(
+    ("on_b", "says"),
+    [
+        ("exec {python} -I -S", "b: .*No module named 'paceline.*; install the same paceline there"),
+        ("exec /nonexistent", "b: .*/nonexistent: not found; name the interpreter"),
+        ("exec {python} -c '{other}'", "b: paceline 0.0.1 is there, .* here; install the same"),
+    ],
+)
+def test_a_host_without_this_paceline(pair: SshHosts, tmp_path: Path, on_b: str, says: str) -> None:
+    other = 'import paceline; paceline.__version__ = "0.0.1"; import paceline.launch.agent as a; a.main()'
+    script = on_b.format(python=sys.executable, other=other)
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\n[ $(hostname) = {pair.hosts[1].name} ] && {script} "$@"\nexec {sys.executable} "$@"\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    assert re.search(says, refused(pair, tmp_path, options=("--python", str(tmp_path / "python"))))
+
+
+def test_a_folder_that_is_missing(pair: SshHosts, tmp_path: Path) -> None:
+    said = refused(pair, tmp_path, options=("--chdir", "/nonexistent"))
+    assert "error: cannot work in /nonexistent: No such file or directory; make it" in said
+
+
+def test_a_port_that_is_taken(pair: SshHosts, tmp_path: Path) -> None:
+    b = pair.hosts[1]
+    line = b.inside(sys.executable, "-m", "http.server", "29400", "--bind", b.address)
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            said = refused(pair, tmp_path)
+        finally:
+            server.terminate()
+    assert "b: error: cannot listen on b:29400: Address already in use; choose another port" in said
