@@ -291,15 +291,16 @@ class Replica:
             self.gradients.backward(scaled_loss, is_last=is_last, for_this_model=not is_alone)
         self.world.calls.reducing = self if is_last else None
 
-    def update(self, unused: Sequence[str]) -> None:
-        """Updates this rank's part; parameters that no rank used stay unchanged, as in one process."""
+    def update(self, unused: Sequence[str], is_finite: torch.Tensor | None = None) -> None:
+        """Updates this rank's part; parameters that no rank used stay unchanged, as in one process. is_finite: see
+        Updates.make."""
         if unused and not self.num_steps:
             mistakes.warn(
                 f"nothing used {mistakes.listed(unused)} in the first step: they get no gradient and are not updated",
                 self.world,
             )
         self.wait_copied()
-        self.updates.make(unused, self.sync.parts())
+        self.updates.make(unused, self.sync.parts(), is_finite)
 
     def wait_copied(self) -> None:
         """Waits until saves under way have copied weights and state, which may change then."""

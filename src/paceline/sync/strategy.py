@@ -71,9 +71,9 @@ class Strategy(ABC):
         sum of losses is divided by: all ranks'; with local this rank's."""
         return total
 
-    def total(self, amount: float) -> float:
+    def total(self, amount: torch.Tensor) -> torch.Tensor:
         """Returns a sum over all gradients from that over `reduce`'s, equal on all ranks. Collective if sharded."""
-        return float(sum(row[0] for row in self._group.share([amount]))) if self.shards_state else amount
+        return self._group.total(amount) if self.shards_state else amount
 
     @abstractmethod
     def not_finite(self) -> tuple[str | None, bool | None]:
