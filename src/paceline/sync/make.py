@@ -65,7 +65,15 @@ def make_strategy(
             CodedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, bits[config.wire])
             if config.wire in bits
             else ShardedSync(
-                model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, rounded_gradients, sent_as
+                model,
+                group,
+                bucket_bytes,
+                unsplit_costs or {},
+                stages,
+                read_as,
+                rounded_gradients,
+                sent_as,
+                is_padded=group.is_queued,
             )
         ),
         "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),

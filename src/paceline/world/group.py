@@ -211,8 +211,10 @@ class DistributedGroup(Group):
         name, parts = "a reduce-scatter", self._parts(flat, borders)
         mine = parts[self.rank]
         if self.is_queued:
-            num_bytes = flat.nbytes - mine.nbytes
-            return self._start(name, num_bytes, flat, lambda _: dist.reduce_scatter(mine, parts, async_op=True))
+            # Else NCCL makes one operation for each rank.
+            even = partial(dist.reduce_scatter_tensor, mine, flat, async_op=True)
+            begin = even if len(set(map(len, parts))) == 1 else partial(dist.reduce_scatter, mine, parts, async_op=True)
+            return self._start(name, flat.nbytes - mine.nbytes, flat, lambda _: begin())
         # Gloo's reduce-scatter is an all-reduce: twice the bytes.
         return self._exchange(name, self._hosts.reduce_scatter(self.rank, parts))
 
@@ -220,8 +222,9 @@ class DistributedGroup(Group):
         name, parts = "an all-gather", self._parts(flat, borders)
         mine = parts[self.rank]
         if self.is_queued:
-            num_bytes = mine.nbytes * (self.size - 1)
-            return self._start(name, num_bytes, flat, lambda _: dist.all_gather(parts, mine, async_op=True))
+            even = partial(dist.all_gather_into_tensor, flat, mine, async_op=True)
+            begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, mine, async_op=True)
+            return self._start(name, mine.nbytes * (self.size - 1), flat, lambda _: begin())
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
         return self._exchange(name, self._hosts.all_gather(self.rank, parts))
 
