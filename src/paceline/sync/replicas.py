@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,24 +62,28 @@ class Difference:
         return f"{self.name} has {self.num_values} different values ({who})"
 
 
-def differences(tensors: Mapping[str, torch.Tensor], group: Group, quick: bool = False) -> list[Difference]:
+def differences(
+    tensors: Mapping[str, torch.Tensor], group: Group, quick: bool = False, holders: Sequence[Sequence[int]] = ()
+) -> list[Difference]:
     """Returns the tensors that differ between ranks, the same list on all. Reads them once and sends 8 bytes for each.
-    Collective."""
-    return compared(digests(tensors, quick), group)
+    holders: sets of ranks, each of which has equal tensors; none: all ranks. Collective."""
+    return compared(digests(tensors, quick), group, holders)
 
 
-def compared(mine: Mapping[str, int], group: Group) -> list[Difference]:
+def compared(mine: Mapping[str, int], group: Group, holders: Sequence[Sequence[int]] = ()) -> list[Difference]:
     """Returns what `differences` does, from this rank's digests."""
     rows = group.share_integers(list(mine.values()))
     found = []
     for name, column in zip(mine, zip(*rows, strict=True), strict=True):
-        counts = Counter(column)
-        if len(counts) == 1:
-            continue
-        value, votes = counts.most_common(1)[0]
-        has_majority = 2 * votes > len(column)
-        minority = tuple(rank for rank, other in enumerate(column) if other != value) if has_majority else ()
-        found.append(Difference(name, len(counts), minority, column.index(value) if has_majority else None))
+        for ranks in holders or (range(group.size),):
+            counts = Counter(column[rank] for rank in ranks)
+            if len(counts) == 1:
+                continue
+            value, votes = counts.most_common(1)[0]
+            has_majority = 2 * votes > len(ranks)
+            minority = tuple(rank for rank in ranks if column[rank] != value) if has_majority else ()
+            model_rank = next(rank for rank in ranks if column[rank] == value) if has_majority else None
+            found.append(Difference(name, len(counts), minority, model_rank))
     return found
 
 

@@ -32,7 +32,9 @@ class Checks:
         tensors = ReplicaContents(setup.replica, "").on_all_ranks()
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
-        found = differences(tensors, group, quick=before_save or group.is_queued) if tensors else []
+        quick, (copied, holders) = before_save or group.is_queued, sync.copied()
+        found = differences(tensors, group, quick) if tensors else []
+        found += differences(copied, group, quick, holders) if copied else []
         if found:
             text = f"replicas are not equal at step {step}: {found[0]}"
             text += f", and {len(found) - 1} tensors more" if len(found) > 1 else ""

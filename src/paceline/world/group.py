@@ -188,9 +188,10 @@ class DistributedGroup(Group):
         self.is_queued = dist.get_backend() == "nccl"
         # CPU tensors beside NCCL: numbers and texts neither queue behind gradients nor block on the GPU.
         self._control = dist.new_group(backend="gloo") if self.is_queued else None  # None: the default group
+        self.beside: list[dist.ProcessGroup] = []  # of some ranks, which torch's `fully_shard` uses
         self._blocked_in: str | None = None
         self._queued = Queued()
-        self._hosts = Hosts.of(hosts or [""] * self.size)
+        self.hosts = Hosts.of(hosts or [""] * self.size)
         self._exchanges = Exchanges()
         self._gloo, self._cpu_s = GlooThreads(), 0.0
         self._gloo.yield_to_compute()
@@ -201,9 +202,9 @@ class DistributedGroup(Group):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
-        if op == "sum" and self._hosts.has_levels and not self.is_queued and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
-            parts = self._parts(tensor.view(-1), borders(tensor.numel(), self._hosts.even_shares()))
-            reduce, gather = self._hosts.reduce_scatter(self.rank, parts), self._hosts.all_gather(self.rank, parts)
+        if op == "sum" and self.hosts.has_levels and not self.is_queued and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
+            parts = self._parts(tensor.view(-1), borders(tensor.numel(), self.hosts.even_shares()))
+            reduce, gather = self.hosts.reduce_scatter(self.rank, parts), self.hosts.all_gather(self.rank, parts)
             return self._exchange(name, [*reduce, *gather])
         return self._start(name, num_bytes, tensor, partial(dist.all_reduce, op=_OPS[op], async_op=True))
 
@@ -216,7 +217,7 @@ class DistributedGroup(Group):
             begin = even if len(set(map(len, parts))) == 1 else partial(dist.reduce_scatter, mine, parts, async_op=True)
             return self._start(name, flat.nbytes - mine.nbytes, flat, lambda _: begin())
         # Gloo's reduce-scatter is an all-reduce: twice the bytes.
-        return self._exchange(name, self._hosts.reduce_scatter(self.rank, parts))
+        return self._exchange(name, self.hosts.reduce_scatter(self.rank, parts))
 
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
@@ -226,7 +227,7 @@ class DistributedGroup(Group):
             begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, mine, async_op=True)
             return self._start(name, mine.nbytes * (self.size - 1), flat, lambda _: begin())
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
-        return self._exchange(name, self._hosts.all_gather(self.rank, parts))
+        return self._exchange(name, self.hosts.all_gather(self.rank, parts))
 
     def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         if self.rank in (*sends, *receives):
@@ -268,7 +269,8 @@ class DistributedGroup(Group):
         if self._control is not None:
             self._control.set_timeout(timedelta(seconds=seconds))
         # NCCL counts from when a collective is queued, and then ends the process: the watchdog has to be first.
-        dist.group.WORLD.set_timeout(timedelta(seconds=2 * seconds if self.is_queued else seconds))
+        for each in (dist.group.WORLD, *self.beside):
+            each.set_timeout(timedelta(seconds=2 * seconds if self.is_queued else seconds))
         self.timeout_s = seconds
         self._exchanges.patience = (timedelta(seconds=seconds),)
 
