@@ -241,7 +241,7 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
         "get_world_size": lambda group=None: size,
         "get_backend": lambda group=None: "nccl",
         "new_group": lambda backend: SimpleNamespace(set_timeout=lambda _: None),
-        "all_reduce": lambda tensor, op, async_op: gpu.collective("all-reduce", [], [tensor]),
+        "all_reduce": lambda tensor, **how: flat("all-reduce")(tensor, tensor, async_op=how.get("async_op", False)),
         "broadcast": broadcast,
         "all_gather_into_tensor": flat("all-gather"),
         "reduce_scatter_tensor": flat("reduce-scatter"),

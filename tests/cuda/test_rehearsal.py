@@ -43,6 +43,7 @@ def _pretended() -> None:
         ("gpt2-124m", "naive", 2, 1, 1, BF16),
         ("gpt2-124m-modern", "zero", 8, 1, 0, BF16),  # a rank without a micro-batch
         ("gpt2-124m", "fsdp", 4, 2, 2, BF16),
+        ("gpt2-124m", "hsdp", 8, 2, 1, BF16),
         pytest.param("gpt2-124m", "ddp", 8, 12, 2, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m", "zero", 8, 12, 1, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m-modern", "zero", 8, 12, 2, BF16, marks=pytest.mark.long),
@@ -68,6 +69,7 @@ def test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed(
                 "naive": {"broadcast", "all-reduce"},
                 "zero": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
                 "fsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
+                "hsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
             }[strategy]
         )
 
@@ -117,6 +119,7 @@ def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pyte
         ("zero", "all-gather"),
         ("fsdp", "all-gather"),
         ("fsdp", "reduce-scatter"),
+        ("hsdp", "all-reduce"),
     ],
 )
 def test_the_watchdog_sees_which_collective_a_blocked_host_waits_for(strategy: str, held: str) -> None:
