@@ -17,7 +17,7 @@ from paceline.data.config import DataConfig
 from paceline.model.config import ModelConfig
 from paceline.optim.config import OptimConfig
 from paceline.record.config import LogConfig, TrackConfig
-from paceline.world.config import ParallelConfig
+from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
 
@@ -116,10 +116,10 @@ class Config:
         """Raises UserError for any impossible value or combination. Needs no torch."""
         for section in dataclasses.fields(self):
             getattr(self, section.name).check()
-        if self.parallel.strategy == "fsdp" and self.optim.name == "muon":
+        if self.parallel.strategy in SHARDS_WEIGHTS and self.optim.name == "muon":
             raise UserError(
-                "parallel.strategy fsdp cuts every matrix, and optim.name muon updates whole ones; "
-                "use --parallel.strategy zero, or --optim.name adamw"
+                f"parallel.strategy {self.parallel.strategy} cuts every matrix, and optim.name muon updates whole "
+                "ones; use --parallel.strategy zero, or --optim.name adamw"
             )
         shares = self.parallel.fixed_shares()
         if shares and sum(shares) != self.train.global_batch_size:
@@ -127,15 +127,17 @@ class Config:
                 f"parallel.shares {self.parallel.shares} sum to {sum(shares)} sequences, and train.global-batch-size "
                 f"is {self.train.global_batch_size}; make them equal: --train.global-batch-size {sum(shares)}"
             )
-        if self.parallel.strategy == "fsdp" and self.parallel.shares == "auto":
+        if self.parallel.strategy in SHARDS_WEIGHTS and self.parallel.shares == "auto":
             raise UserError(
-                "parallel.shares auto needs each rank's own time, and with parallel.strategy fsdp ranks wait for each "
-                "other inside every pass; give numbers such as --parallel.shares 24,8, or --parallel.strategy zero"
+                f"parallel.shares auto needs each rank's own time, and with parallel.strategy {self.parallel.strategy} "
+                "ranks wait for each other inside every pass; give numbers such as --parallel.shares 24,8, or "
+                "--parallel.strategy zero"
             )
-        if self.parallel.strategy == "fsdp" and self.train.layered_micro_batches > 1:
+        if self.parallel.strategy in SHARDS_WEIGHTS and self.train.layered_micro_batches > 1:
             raise UserError(
-                f"train.layered-micro-batches is {self.train.layered_micro_batches}, and parallel.strategy fsdp would "
-                "gather a block's weights again for each of them; use --parallel.strategy zero, or leave it out"
+                f"train.layered-micro-batches is {self.train.layered_micro_batches}, and parallel.strategy "
+                f"{self.parallel.strategy} would gather a block's weights again for each of them; use "
+                "--parallel.strategy zero, or leave it out"
             )
         if self.checkpoint.keep_best and self.train.eval_every < 0:
             raise UserError(

@@ -213,14 +213,20 @@ class _Kernels(TorchDispatchMode):
 def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
     """Inside, torch's CUDA and NCCL are this model, and all tensors are fake."""
 
-    def reduce_scatter(mine: Any, parts: Any, async_op: bool) -> Work:
-        return gpu.collective("reduce-scatter", parts, [mine, *parts])
-
     def broadcast(tensor: Any, source: int, group: Any = None) -> None:
         gpu.collective("broadcast", [], [tensor]).wait()
 
-    def for_torch(name: str) -> Callable[..., None]:
-        return lambda output, flat, *_: gpu.collective(name, [flat], [output]).wait()
+    def flat(name: str) -> Callable[..., Work | None]:
+        """torch's own callers, which give more arguments, wait at once."""
+
+        def begin(output: Any, flat: Any, *of_torch: Any, async_op: bool = False) -> Work | None:
+            work = gpu.collective(name, [flat], [output])
+            if async_op:
+                return work
+            work.wait()
+            return None
+
+        return begin
 
     cuda = {
         "Stream": lambda device=None, priority=0: Stream(gpu),
@@ -235,12 +241,10 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
         "get_world_size": lambda group=None: size,
         "get_backend": lambda group=None: "nccl",
         "new_group": lambda backend: SimpleNamespace(set_timeout=lambda _: None),
-        "all_reduce": lambda tensor, op, async_op: gpu.collective("all-reduce", [], [tensor]),
-        "all_gather": lambda parts, mine, async_op: gpu.collective("all-gather", [mine], parts),
-        "reduce_scatter": reduce_scatter,
+        "all_reduce": lambda tensor, **how: flat("all-reduce")(tensor, tensor, async_op=how.get("async_op", False)),
         "broadcast": broadcast,
-        "all_gather_into_tensor": for_torch("all-gather"),
-        "reduce_scatter_tensor": for_torch("reduce-scatter"),
+        "all_gather_into_tensor": flat("all-gather"),
+        "reduce_scatter_tensor": flat("reduce-scatter"),
     }
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), _Kernels(gpu):
         for module, functions in ((torch.cuda, cuda), (dist, distributed)):

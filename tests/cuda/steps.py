@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gpu import CUDA, Gpu, rehearsed
 from rank_facts import FACTS
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.config import Config, load_preset
@@ -21,6 +21,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.scaler import LossScaler
 from paceline.sync import fsdp
 from paceline.world.group import DistributedGroup, Group, LocalGroup
+from paceline.world.hierarchy import Hosts
 from paceline.world.runtime import World
 
 SEQ_LEN = 1024
@@ -71,8 +72,12 @@ def rehearsal(
     config = load_preset(preset, Config()).replace("model", n_positions=SEQ_LEN)
     config = config.replace("model", n_layer=layers or config.model.n_layer)
     gpu = Gpu()
-    with _torchs_own_mesh(size) if strategy == "fsdp" else nullcontext(), rehearsed(gpu, rank, size):
+    hosts = Hosts.of(["a"] * (size // 2) + ["b"] * (size - size // 2))
+    is_sharded = strategy in ("fsdp", "hsdp")
+    with _torchs_own_mesh(size, hosts) if is_sharded else nullcontext(), rehearsed(gpu, rank, size):
         group: Group = _World(CUDA) if size > 1 else _Alone(CUDA)
+        if isinstance(group, DistributedGroup):
+            group.hosts = hosts
         with CUDA:
             model = GPT(config.model)
         model.compute_dtype = dtype
@@ -84,14 +89,25 @@ def rehearsal(
         yield Rehearsal(gpu, replica, group, micro_batch=4)
 
 
+class _Grid(dict[str, DeviceMesh]):
+    """The mesh of hsdp, taken apart before tensors are fake."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        grid = DeviceMesh("cuda", torch.tensor(hosts.ranks), mesh_dim_names=("host", "place"))
+        super().__init__(place=grid["place"])
+        self.get_group, self.get_local_rank = grid.get_group, grid.get_local_rank
+
+
 @contextmanager
-def _torchs_own_mesh(size: int) -> Iterator[None]:
+def _torchs_own_mesh(size: int, hosts: Hosts) -> Iterator[None]:
     """fully_shard asks a process group who it is; torch has one that sends nothing."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     mesh = init_device_mesh("cuda", (size,))
+    grid = _Grid(hosts)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fsdp, "init_device_mesh", lambda *_: mesh)
+            patch.setattr(fsdp, "DeviceMesh", lambda *_, **__: grid)
             yield
     finally:
         dist.destroy_process_group()

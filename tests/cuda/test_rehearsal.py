@@ -16,6 +16,7 @@ from steps import rehearsal
 from paceline.model import loss
 from paceline.model.layers import Block
 from paceline.sync import zero
+from paceline.sync.replicas import differences
 from paceline.world.transfer import Transfer
 
 if reason := no_gpu.why_not():
@@ -24,11 +25,8 @@ if reason := no_gpu.why_not():
 pytestmark = pytest.mark.usefixtures("_pretended")
 
 # What a step waits for. One of these leaves the GPU idle for as long as the host takes to queue the next kernels.
-WAITS = {
-    "clip.py clip_": 1,  # the norm decides whether there is an update
-    "step.py _exchange": 1,  # the loss
-    "device.py finish": 1,  # the end of the update, for the step's times
-}
+WAITS = {"device.py finish": 1}  # the end of the update, for norm, loss and times; the GPU itself skips an update
+COPIES = {"to the host: step.py _read": 1}
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -45,6 +43,7 @@ def _pretended() -> None:
         ("gpt2-124m", "naive", 2, 1, 1, BF16),
         ("gpt2-124m-modern", "zero", 8, 1, 0, BF16),  # a rank without a micro-batch
         ("gpt2-124m", "fsdp", 4, 2, 2, BF16),
+        ("gpt2-124m", "hsdp", 8, 2, 1, BF16),
         pytest.param("gpt2-124m", "ddp", 8, 12, 2, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m", "zero", 8, 12, 1, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m-modern", "zero", 8, 12, 2, BF16, marks=pytest.mark.long),
@@ -59,20 +58,28 @@ def test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed(
         rank.gpu.waits.clear()
         rank.gpu.copies.clear()
         rank.step(micro_batches)
-    expected = WAITS if micro_batches else {"clip.py clip_": 1, "device.py finish": 2}
     assert rank.gpu.races == []
-    assert without_lines(rank.gpu.waits) == expected, f"the host waits in {dict(rank.gpu.waits)}"
-    assert rank.gpu.copies == {}
+    assert without_lines(rank.gpu.waits) == WAITS, f"the host waits in {dict(rank.gpu.waits)}"
+    assert without_lines(rank.gpu.copies) == COPIES
     if size > 1:
         assert (
             rank.gpu.collectives.keys()
             == {
                 "ddp": {"broadcast", "all-reduce"},
                 "naive": {"broadcast", "all-reduce"},
-                "zero": {"broadcast", "reduce-scatter", "all-gather"},
-                "fsdp": {"broadcast", "reduce-scatter", "all-gather"},
+                "zero": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
+                "fsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
+                "hsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
             }[strategy]
         )
+
+
+def test_replicas_are_compared_by_one_small_copy() -> None:
+    with rehearsal("gpt2-124m", "ddp", 8, layers=2) as rank:
+        rank.step(1)
+        rank.gpu.copies.clear()
+        assert differences(rank.replica.sync.on_all_ranks(), rank.group, quick=True) == []
+    assert without_lines(rank.gpu.copies) == {"to the host, blocking: replicas.py digests": 1}
 
 
 def without_lines(places: Counter[str]) -> dict[str, int]:
@@ -112,6 +119,7 @@ def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pyte
         ("zero", "all-gather"),
         ("fsdp", "all-gather"),
         ("fsdp", "reduce-scatter"),
+        ("hsdp", "all-reduce"),
     ],
 )
 def test_the_watchdog_sees_which_collective_a_blocked_host_waits_for(strategy: str, held: str) -> None:

@@ -7,8 +7,10 @@ import dataclasses
 import itertools
 import os
 import shutil
+import socket
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from program import losses
@@ -32,10 +34,11 @@ EVERY_PAIR: list[Pair] = list(itertools.product(itertools.product(STRATEGIES, WO
 
 
 def covering() -> list[Pair]:
-    """Sixteen pairs: every pair of worlds once, every pair of strategies at least once."""
+    """Sixteen pairs: every pair of worlds once, every pair of strategies at least once. And hsdp, on 2 x 2 ranks."""
     strategies = itertools.cycle(itertools.product(STRATEGIES, STRATEGIES))
     worlds = itertools.product(WORLDS, WORLDS)
-    return [((a, m), (b, n)) for (m, n), (a, b) in zip(worlds, strategies, strict=False)]
+    pairs = [((a, m), (b, n)) for (m, n), (a, b) in zip(worlds, strategies, strict=False)]
+    return [*pairs, (("zero", 3), ("hsdp", 4)), (("hsdp", 4), ("fsdp", 3)), (("hsdp", 4), ("hsdp", 2))]
 
 
 def name(*places: Place) -> str:
@@ -59,7 +62,11 @@ def train_here(place: Place, env: Environment, folder: Path, stop_at_step: int =
     while not turn.exists():
         time.sleep(0.01)
     smaller = dataclasses.replace(env, world_size=world, local_world_size=world)
-    status = train(Request(tiny(strategy, stop_at_step), folder, resume=resume), smaller)
+    host = (
+        f"{socket.gethostname()}-{env.rank // 2}" if strategy == "hsdp" else socket.gethostname()
+    )  # two ranks on each
+    with patch("socket.gethostname", lambda: host):
+        status = train(Request(tiny(strategy, stop_at_step), folder, resume=resume), smaller)
     assert status == (75 if stop_at_step else 0)
 
 

@@ -34,7 +34,7 @@ def test_clipping_is_torchs(seed: int, sizes: list[int], max_norm: float) -> Non
 @given(st.integers(0, 99), st.sampled_from([2.0, 1024.0, 65536.0]), st.sampled_from([0.0, 0.5, 1e9]))
 def test_the_loss_scale_is_taken_out_exactly(seed: int, scale: float, max_norm: float) -> None:
     plain, scaled = gradients(seed, [5, 9]), [gradient * scale for gradient in gradients(seed, [5, 9])]
-    assert clip_(scaled, max_norm, scale) == pytest.approx(clip_(plain, max_norm), rel=1e-6)
+    assert clip_(scaled, max_norm, scale) == pytest.approx(float(clip_(plain, max_norm)), rel=1e-6)
     for mine, wanted in zip(scaled, plain, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
 
@@ -61,7 +61,7 @@ def test_shares_of_a_gradient_are_clipped_as_the_whole(seed: int, sizes: list[in
     whole, dealt = gradients(seed, sizes), gradients(seed, sizes)
     owned = [dealt[rank::3] for rank in range(3)]
     own_sums = [sum(float(gradient.double().square().sum()) for gradient in share) for share in owned]
-    wanted = clip_(whole, max_norm)
+    wanted = float(clip_(whole, max_norm))
     for rank, share in enumerate(owned):
         others = sum(own_sums) - own_sums[rank]
         found = clip_(share, max_norm, total=lambda own, others=others: own + others)  # type: ignore[misc]

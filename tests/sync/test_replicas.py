@@ -64,6 +64,8 @@ def on_ranks(world: World) -> dict[str, Any]:
     found["all"] = differences(tensors, world.group)
     flip(tensors["0.bias"], world.rank, 7)  # another bit on each rank: nobody has a majority
     found["none alike"] = differences({"0.bias": tensors["0.bias"]}, world.group)
+    holders = [(0,), tuple(range(1, world.world_size))]  # rank 0 shares its tensors with nobody
+    found["apart"] = differences({"0.bias": tensors["0.bias"]}, world.group, holders=holders)
     after = overall({name: tensor for name, tensor in state.items() if name in tensors})
     return {"before": before, "after": after, "state": state, "found": found, "is mended": is_mended}
 
@@ -98,6 +100,7 @@ def test_one_flipped_bit_on_one_rank_is_found_by_every_rank_and_named_by_majorit
         assert [difference.name for difference in row["found"]["all"]] == [n for n in ORDER if n in GUILTY]
         (none_alike,) = row["found"]["none alike"]
         assert (none_alike.num_values, none_alike.minority, none_alike.model_rank) == (len(rows), (), None)
+        assert [difference.num_values for difference in row["found"]["apart"]] == ([2] if len(rows) == 3 else [])
     assert all(row["found"] == rows[0]["found"] for row in rows)
 
 

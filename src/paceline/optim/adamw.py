@@ -34,14 +34,15 @@ class AdamW:
         self.begin()
         self.update({tensor for group in self.param_groups for tensor in group["params"]})
 
-    def begin(self) -> None:
-        """Counts an update, which `update` makes in one part or several."""
+    def begin(self, count: int = 1) -> None:
+        """Counts an update, which `update` makes in one part or several. count -1: one was skipped by the GPU."""
         for group in self.param_groups:
-            group["step"] += 1
+            group["step"] += count
 
     @torch.no_grad()
-    def update(self, part: Container[torch.Tensor]) -> None:
-        """Updates those of its tensors that are in `part`."""
+    def update(self, part: Container[torch.Tensor], is_finite: torch.Tensor | None = None) -> None:
+        """Updates those of its tensors that are in `part`. is_finite: a bool on the GPU; False: it changes nothing."""
+        found_inf = None if is_finite is None else is_finite.logical_not().float()
         for group in self.param_groups:
             tensors = [tensor for tensor in group["params"] if tensor in part]
             if not tensors:
@@ -65,4 +66,5 @@ class AdamW:
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                found_inf=found_inf,
             )

@@ -36,21 +36,24 @@ class Muon:
         """Updates every matrix in place by its `.grad`."""
         self.update({matrix for group in self.param_groups for matrix in group["params"]})
 
-    def begin(self) -> None:
+    def begin(self, count: int = 1) -> None:
         """As AdamW's; there is nothing to count."""
 
     @torch.no_grad()
-    def update(self, part: Container[torch.Tensor]) -> None:
-        """Updates those of its matrices that are in `part`."""
+    def update(self, part: Container[torch.Tensor], is_finite: torch.Tensor | None = None) -> None:
+        """Updates those of its matrices that are in `part`. is_finite: a bool on the GPU; False: it changes nothing."""
+        one = 1.0 if is_finite is None else is_finite.float()
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for matrix in group["params"]:
                 if matrix in part:
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
-                gradients = torch.stack([self._nesterov(matrix, group["momentum"]) for matrix in matrices])
+                gradients = torch.stack([self._nesterov(matrix, group["momentum"], one) for matrix in matrices])
                 directions = orthogonalise(gradients, self._compute_dtype)
-                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+                if isinstance(one, torch.Tensor):
+                    directions.mul_(one)
+                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"] * one)
                 torch._foreach_add_(matrices, list(directions.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
     @staticmethod
@@ -58,13 +61,16 @@ class Muon:
         """Returns the cost of one matrix's update: see the function `update_cost`."""
         return update_cost(matrix.shape[0], matrix.shape[1])
 
-    def _nesterov(self, matrix: torch.Tensor, momentum: float) -> torch.Tensor:
-        assert matrix.grad is not None
+    def _nesterov(self, matrix: torch.Tensor, momentum: float, one: float | torch.Tensor) -> torch.Tensor:
+        gradient = matrix.grad
+        assert gradient is not None
         if matrix not in self.state:
             self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
         buffer = self.state[matrix]["momentum"]
-        buffer.lerp_(matrix.grad, 1 - momentum)
-        return matrix.grad.lerp(buffer, momentum)
+        if isinstance(one, torch.Tensor):
+            gradient = torch.where(one > 0, gradient, 0.0)
+        buffer.lerp_(gradient, (1 - momentum) * one)
+        return gradient.lerp(buffer, momentum)
 
 
 def update_cost(rows: int, columns: int) -> float:

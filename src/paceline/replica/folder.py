@@ -21,6 +21,7 @@ from paceline.replica.contents import ReplicaContents, dtype_of
 from paceline.replica.loop import BegunFrom
 from paceline.replica.mistakes import warn
 from paceline.replica.replica import Replica
+from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 
 _States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
@@ -76,8 +77,8 @@ class CheckpointFolder:
             # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
             mine["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
             weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
-            mine["weights"] |= weights if sync.updates_slices else self._my_part(weights)
-            mine["optimizer"] |= each.wire_state() | (state if sync.shards_state else self._my_part(state))
+            mine["weights"] |= _once(weights, sync) if sync.updates_slices else self._my_part(weights)
+            mine["optimizer"] |= each.wire_state() | (_once(state, sync) if sync.shards_state else self._my_part(state))
             shapes |= each.shapes() | own_shapes
             numbers |= own_numbers
         copies = {Slice(name, 0, tensor.numel()): tensor.reshape(-1).clone() for name, tensor in extras.items()}
@@ -200,3 +201,8 @@ class CheckpointFolder:
                 f"{listed(left)} was saved and is not restored: give it to paceline.Checkpoints, or it begins anew",
                 self.world,
             )
+
+
+def _once(tensors: Mapping[Slice, torch.Tensor], sync: Strategy) -> dict[Slice, torch.Tensor]:
+    """Returns this rank's part of slices that several ranks hold."""
+    return {item: tensor for i, (item, tensor) in enumerate(tensors.items()) if i % sync.num_copies == sync.copy}

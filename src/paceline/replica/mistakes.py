@@ -19,6 +19,7 @@ from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.sync.replicas import differences
 from paceline.world.calls import caller, mistake
+from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
@@ -47,14 +48,14 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], strategy: str, worl
 def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
     """Whether an `fsdp` model is in host memory; it may be too large for the device before it is sharded."""
     on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return strategy == "fsdp" and on_host and world.device.type != "cpu"
+    return strategy in SHARDS_WEIGHTS and on_host and world.device.type != "cpu"
 
 
 def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], whole: Mapping[str, float]) -> None:
     """Raises UserError if the strategy cannot shard the model. whole: parameters that one rank must update
     completely."""
     own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
-    if strategy in ("zero", "fsdp") and own:
+    if strategy in ("zero", *SHARDS_WEIGHTS) and own:
         raise mistake(
             f"strategy {strategy} shards the state of optimizers of torch.optim, which keep it by "
             f"parameter, and {listed(own)} may keep it otherwise: take strategy ddp, on processors of one kind"
@@ -67,8 +68,8 @@ def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], w
         (scalars, "{} is a single number, which has no rows: make it of shape [1], or take strategy zero"),
         (frozen, "{} is frozen, and only trainable weights are saved: take strategy zero, or train all of them"),
     ):
-        if strategy == "fsdp" and names:
-            raise mistake(f"strategy fsdp shards parameters by rows, and {why.format(listed(names))}")
+        if strategy in SHARDS_WEIGHTS and names:
+            raise mistake(f"strategy {strategy} shards parameters by rows, and {why.format(listed(names))}")
 
 
 def _check_modules(model: nn.Module) -> None:

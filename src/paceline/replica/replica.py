@@ -57,7 +57,7 @@ class Replica:
         optimizer: Any,
         world: World,
         *,
-        strategy: Literal["auto", "ddp", "zero", "fsdp", "local", "naive"] = "auto",
+        strategy: Literal["auto", "ddp", "zero", "fsdp", "hsdp", "local", "naive"] = "auto",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 0.0,
@@ -70,11 +70,11 @@ class Replica:
 
         model: any module, compiled or not, on `world.device`. optimizer: one or several, of torch.optim or with the
         same `param_groups`, `state` and `step()`. strategy: `zero` shards the optimizer state, `fsdp` also weights and
-        gradients; `auto` is `zero` if processors round differently, else `ddp`. dtype: autocast of the loop over
-        micro-batches; `float16` scales the loss. blocks: modules that run one after the other, such as a transformer's
-        layers. With `zero` their weights are gathered during the forward pass (call `wait_for_params` before you read
-        weights between steps), with `fsdp` one block at a time. bucket_mb: MiB of gradients in one transfer;
-        0: 2 with `zero` on CPUs, else 10.
+        gradients, `hsdp` these over the ranks of each host; `auto` is `zero` if processors round differently, else
+        `ddp`. dtype: autocast of the loop over micro-batches; `float16` scales the loss. blocks: modules that run one
+        after the other, such as a transformer's layers. With `zero` their weights are gathered during the forward pass
+        (call `wait_for_params` before you read weights between steps), with `fsdp` one block at a time. bucket_mb: MiB
+        of gradients in one transfer; 0: 2 with `zero` on CPUs, else 10.
 
         wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
         and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
@@ -291,15 +291,16 @@ class Replica:
             self.gradients.backward(scaled_loss, is_last=is_last, for_this_model=not is_alone)
         self.world.calls.reducing = self if is_last else None
 
-    def update(self, unused: Sequence[str]) -> None:
-        """Updates this rank's part; parameters that no rank used stay unchanged, as in one process."""
+    def update(self, unused: Sequence[str], is_finite: torch.Tensor | None = None) -> None:
+        """Updates this rank's part; parameters that no rank used stay unchanged, as in one process. is_finite: see
+        Updates.make."""
         if unused and not self.num_steps:
             mistakes.warn(
                 f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated",
                 self.world,
             )
         self.wait_copied()
-        self.updates.make(unused, self.sync.parts())
+        self.updates.make(unused, self.sync.parts(), is_finite)
 
     def wait_copied(self) -> None:
         """Waits until saves under way have copied weights and state, which may change then."""

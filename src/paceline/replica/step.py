@@ -150,19 +150,28 @@ class Step:
             scale = self._scale()
         norm = clip_(gradients, max_norm, scale, sync.total)
         self._clock.end("reduce")
-        if self._is_total_given:  # before weights are sent: numbers behind them would wait for all of them
-            replica.at("exchange")
-            self._exchange([], share)
 
         # ---- update this rank's part ----
-        replica.at("update")
+        is_queued = replica.world.group.is_queued and replica.updates.can_skip
+        if is_queued:  # the GPU skips the update itself: the host waits once a step, here
+            replica.at("update")
+            replica.update(self._unused, norm.isfinite())
+            self._clock.end("optim")
+            norm = self._read(norm)
+        if self._is_total_given:  # before weights are sent: on the same link, numbers behind them would wait for all
+            replica.at("exchange")
+            self._exchange([], share)
         trouble = None
-        if math.isfinite(norm):
-            replica.update(self._unused)
-        else:
+        if not is_queued:
+            replica.at("update")
+        if not math.isfinite(norm):
             trouble = find_trouble(sync, replica.world.group)
+            if is_queued:
+                replica.updates.skipped()
             replica.wait_copied()
             sync.skip()
+        elif not is_queued:
+            replica.update(self._unused)
         replica.scaler.observe(trouble is not None)
         self._clock.end("optim")
 
@@ -171,7 +180,7 @@ class Step:
         sync.publish()
         if fault == "flip":
             flip_a_bit(next(iter((sync.on_all_ranks() or sync.weights()).values())))
-        return self._close(norm, trouble)
+        return self._close(float(norm), trouble)
 
     def reduce(self) -> None:
         """Sums the gradients over ranks, for scripts that read or change them; else `finish` does it. Collective.
@@ -267,6 +276,15 @@ class Step:
         by_rank = [list(islice(row, len(flags))) for row in rows]
         self._shared = [list(row) for row in rows]
         return by_rank
+
+    def _read(self, norm: torch.Tensor) -> torch.Tensor:
+        """Copies the norm and the sum of losses to the host, in one wait for all that the GPU has to do."""
+        loss_sum = norm if self._loss_sum is None else self._loss_sum.to(norm.dtype)
+        on_host = torch.stack([norm, loss_sum]).to("cpu", non_blocking=True)
+        self._replica.clock.finish()
+        if self._loss_sum is not None:
+            self._loss_sum = on_host[1]
+        return on_host[0]
 
     def _scale(self) -> float:
         """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""

@@ -83,9 +83,21 @@ class Updates:
                 "them would reach another: make optimizer and Replica anew after the model was changed"
             )
 
-    def make(self, unused: Sequence[str], parts: Iterable[Sequence[ParamSlice]]) -> None:
+    @property
+    def can_skip(self) -> bool:
+        """Whether all optimizers take `is_finite`, and update in parts; those of torch.optim do not."""
+        return all(type(optimizer) in (AdamW, Muon) for optimizer in self.optimizers)
+
+    def skipped(self) -> None:
+        """Takes back the number of an update in which `is_finite` was False."""
+        for optimizer in self.optimizers:
+            optimizer.begin(-1)
+
+    def make(
+        self, unused: Sequence[str], parts: Iterable[Sequence[ParamSlice]], is_finite: torch.Tensor | None = None
+    ) -> None:
         """Updates this rank's slices. unused: names of parameters that stay unchanged. parts: the slices, in the order
-        of the update; not used if an optimizer updates all slices at once, as those of torch.optim do."""
+        of the update; not used if an optimizer updates all slices at once. is_finite: if `can_skip`, see AdamW."""
         idle = frozenset(unused)
         for part, view in zip(self.slices, self._gradients, strict=True):
             if view is not None:  # the script's optimizer.zero_grad() dropped it
@@ -94,13 +106,13 @@ class Updates:
                 part.parameter.grad = None
         self._is_updating = True
         try:
-            if all(type(optimizer) in (AdamW, Muon) for optimizer in self.optimizers):
+            if self.can_skip:
                 for optimizer in self.optimizers:
                     optimizer.begin()
                 for some in parts:
                     tensors = {each.parameter for each in some}
                     for optimizer in self.optimizers:
-                        optimizer.update(tensors)
+                        optimizer.update(tensors, is_finite)
                 return
             for optimizer in self.optimizers:
                 if any(group["params"] for group in optimizer.param_groups):

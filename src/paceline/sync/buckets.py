@@ -13,6 +13,7 @@ rank calls the same collectives in the same order, whatever its autograd engine 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
@@ -45,13 +46,12 @@ def release(parameters: Iterable[torch.Tensor]) -> None:
 class Bucket:
     """A flat buffer that holds the gradients of some parameters and is sent in one collective."""
 
-    def __init__(self, members: Sequence[Named]):
+    def __init__(self, members: Sequence[Named], offsets: Sequence[int] = ()):
+        """offsets: where each parameter begins, and the buffer's length; none: one follows the other."""
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         first = self.parameters[0]
-        self.offsets = [0]
-        for parameter in self.parameters:
-            self.offsets.append(self.offsets[-1] + parameter.numel())
+        self.offsets = list(offsets) or list(accumulate((p.numel() for p in self.parameters), initial=0))
         self.flat = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
         self.span = 0, self.offsets[-1]  # the elements that this rank updates
         self.views = [

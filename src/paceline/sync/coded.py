@@ -21,7 +21,7 @@ from torch import nn
 from paceline.base.ownership import Slice
 from paceline.sync.buckets import BucketStrategy, Named
 from paceline.sync.codec import Blocks
-from paceline.sync.zero import ShardedBucket, ShardedSync
+from paceline.sync.zero import Layout, ShardedBucket, ShardedSync
 from paceline.world.group import Group, Transfer
 from paceline.world.hierarchy import by_distance
 
@@ -34,7 +34,7 @@ class CodedBucket(ShardedBucket):
     """`values` has the replica, of all ranks' elements."""
 
     def __init__(self, members: Sequence[Named], borders: list[int], rank: int, gradient_bits: int, block: int):
-        super().__init__(members, borders, rank, members[0][1].dtype)
+        super().__init__(Layout(members, (), borders, members[0][1].dtype), rank)
         self.master, self.is_rounded = self.master.clone(), True
         self._parts = list(pairwise(borders))
         self._gradients, self._weights = Blocks(gradient_bits, block), Blocks(_WEIGHT_BITS, block)
@@ -187,7 +187,8 @@ class CodedSync(ShardedSync):
         assert isinstance(bucket, CodedBucket)
         return bucket.start_coded_reduce(self._group, self.loss_factor)
 
-    def _make_bucket(self, rank: int, chunk: list[Named], borders: list[int], read_as: torch.dtype) -> CodedBucket:
+    def _make_bucket(self, rank: int, layout: Layout) -> CodedBucket:
+        chunk, borders = layout.members, layout.borders
         block = block_of([parameter.shape for _, parameter in chunk])
         if chunk[0][0] not in self._unsplit:
             borders = [border // block * block for border in borders[:-1]] + borders[-1:]

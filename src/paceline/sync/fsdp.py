@@ -1,40 +1,63 @@
-"""The `fsdp` strategy: weights, gradients and optimizer state are sharded, for models that do not fit on a device.
+"""The `fsdp` and `hsdp` strategies: weights, gradients and optimizer state are sharded, for models that do not fit on a
+device.
 
 torch's `fully_shard` (FSDP2; Zhao et al., arXiv 2304.11277) gathers a block's weights before the block runs and frees
 them afterwards. Here it sums gradients, and its shards become slices as in other strategies. It communicates in every
 forward and backward, so all ranks must make equally many passes.
+
+`hsdp` shards within a host and replicates between hosts: weights are gathered over the host's fast links only, and over
+the network goes an all-reduce of each rank's sharded gradients. Ranks with the same place on their hosts hold the same
+slices, and update them alike.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.strategy import Strategy
 from paceline.world.group import DistributedGroup
-from paceline.world.side import all_gather_for_torch, reduce_scatter_for_torch
+from paceline.world.side import all_gather_for_torch, all_reduce_for_torch, reduce_scatter_for_torch
 
 
 class FullySharded(Strategy):
     """Communication of a step with b micro-batches and s bytes of weights: b s (n-1)/n for the weights in forward, the
-    same in backward, and s (n-1)/n for the gradients on the last one."""
+    same in backward, and s (n-1)/n for the gradients on the last one. With hsdp n is the ranks of a host, and an
+    all-reduce of s/n bytes over h hosts follows: 2 s/n (h-1)/h."""
 
     shards_weights = True
     shards_state = updates_slices = True
     lockstep = True
 
-    def __init__(self, model: nn.Module, group: DistributedGroup, device: torch.device, stages: Sequence[nn.Module]):
-        """stages: modules that are gathered and freed one after the other, such as a model's blocks."""
+    def __init__(
+        self,
+        model: nn.Module,
+        group: DistributedGroup,
+        device: torch.device,
+        stages: Sequence[nn.Module],
+        hosts: Sequence[Sequence[int]] = (),
+    ):
+        """stages: modules that are gathered and freed one after the other, such as a model's blocks. hosts: the ranks
+        of each, equally many, of which each host holds all weights; none: all ranks hold them together."""
         super().__init__(model, group)
         self._sums = _SumsBefore(group)
-        mesh = init_device_mesh(device.type, (group.size,))
+        self._between: dist.ProcessGroup | None = None
+        if len(hosts) > 1:
+            grid = DeviceMesh(device.type, torch.tensor(hosts), mesh_dim_names=("host", "place"))
+            mesh, self._between = grid["place"], grid.get_group("host")
+            group.beside += [mesh.get_group(), self._between]
+            self.num_copies, self.copy = len(hosts), grid.get_local_rank("host")
+            self._holders = list(zip(*hosts, strict=True))
+        else:
+            mesh = init_device_mesh(device.type, (group.size,))
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
         for module in (*stages, model):
@@ -44,10 +67,12 @@ class FullySharded(Strategy):
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
             sharded.set_custom_all_gather(_Gather(group))  # type: ignore[arg-type]
+            if self._between is not None:
+                sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
-        self._slices = [_slice(name, parameter, group) for name, parameter in self._parameters.items()]
+        self._slices = [_slice(name, parameter, mesh) for name, parameter in self._parameters.items()]
 
     def slices(self) -> list[ParamSlice]:
         return [mine for mine in self._slices if mine.start < mine.stop]
@@ -85,6 +110,10 @@ class FullySharded(Strategy):
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return {}
+
+    def copied(self) -> tuple[dict[str, torch.Tensor], Sequence[Sequence[int]]]:
+        mine = {part.name: part.parameter.detach() for part in self._slices}
+        return (mine, self._holders) if self.num_copies > 1 else ({}, ())
 
     def full_weights(self) -> Mapping[str, torch.Tensor]:
         return _Gathered(self._parameters)
@@ -156,11 +185,11 @@ class _SumsBefore(_Collective):
         self._sums.clear()
 
 
-def _slice(name: str, parameter: DTensor, group: DistributedGroup) -> ParamSlice:
+def _slice(name: str, parameter: DTensor, mesh: DeviceMesh) -> ParamSlice:
     """Returns this rank's rows: torch assigns ceil(rows / ranks) consecutive rows to each rank."""
     rows, width = parameter.shape[0], parameter.shape[1:].numel()
-    run = -(-rows // group.size)
-    first, last = (min(rows, run * rank) for rank in (group.rank, group.rank + 1))
+    run, place = -(-rows // mesh.size()), mesh.get_local_rank()
+    first, last = (min(rows, run * rank) for rank in (place, place + 1))
     local = cast(DTensor, parameter.detach()).to_local().view(-1)
     assert local.numel() == (last - first) * width
     return ParamSlice(name, parameter.shape, first * width, last * width, nn.Parameter(local))

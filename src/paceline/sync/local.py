@@ -62,9 +62,9 @@ class LocalSync(BucketedSync):
         self._own_weight, self._weight = own, total
         return own or total
 
-    def total(self, amount: float) -> float:
+    def total(self, amount: torch.Tensor) -> torch.Tensor:
         """Returns the mean over ranks: the norm is the root mean square of theirs, so all clip and skip alike."""
-        return sum(row[0] for row in self._world.share([amount])) / self._world.size
+        return self._world.total(amount) / self._world.size
 
     def full_gradients(self) -> list[torch.Tensor]:
         raise UserError(

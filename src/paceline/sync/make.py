@@ -12,7 +12,7 @@ from paceline.sync.local import LocalSync
 from paceline.sync.naive import NaiveSync
 from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
-from paceline.world.config import ParallelConfig
+from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 from paceline.world.facts import RankFacts, unequal_kinds
 from paceline.world.group import DistributedGroup, Group
 
@@ -26,17 +26,17 @@ def check_strategy(strategy: str, facts: Sequence[RankFacts], wire: str = "exact
             reach="world",
         )
     kinds = unequal_kinds(facts)
-    if strategy in ("ddp", "naive") and kinds:
+    if strategy in ("ddp", "naive", "hsdp") and kinds:
         raise UserError(
-            f"with strategy {strategy} every rank makes the complete update, and unequal processors round it "
+            f"with strategy {strategy} several ranks make the same update, and unequal processors round it "
             f"differently: {kinds}. Use --parallel.strategy zero (in a script: strategy='zero'), where each weight is "
             "updated on one rank and sent to the others",
             reach="world",
         )
-    if strategy == "fsdp" and sends_gpu_memory_by_gloo(facts):
+    if strategy in SHARDS_WEIGHTS and sends_gpu_memory_by_gloo(facts):
         raise UserError(
-            "strategy fsdp sends a GPU's memory, which backend gloo cannot: use --parallel.strategy zero, or nccl with "
-            "GPUs on all ranks",
+            f"strategy {strategy} sends a GPU's memory, which backend gloo cannot: use --parallel.strategy zero, or "
+            "nccl with GPUs on all ranks",
             reach="world",
         )
 
@@ -65,10 +65,19 @@ def make_strategy(
             CodedSync(model, group, bucket_bytes, unsplit_costs or {}, stages, bits[config.wire])
             if config.wire in bits
             else ShardedSync(
-                model, group, bucket_bytes, unsplit_costs or {}, stages, read_as, rounded_gradients, sent_as
+                model,
+                group,
+                bucket_bytes,
+                unsplit_costs or {},
+                stages,
+                read_as,
+                rounded_gradients,
+                sent_as,
+                is_padded=group.is_queued,
             )
         ),
-        "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages),
+        "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, by_host=False),
+        "hsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, by_host=True),
         "local": lambda: _local(config, model, group, bucket_bytes),
         "naive": lambda: NaiveSync(model, group),
     }
@@ -83,9 +92,18 @@ def _local(config: ParallelConfig, model: nn.Module, group: Group, bucket_bytes:
     return LocalSync(model, group, bucket_bytes, config.sync_every)
 
 
-def _fully_sharded(model: nn.Module, group: Group, bucket_bytes: int, stages: Sequence[nn.Module]) -> Strategy:
+def _fully_sharded(
+    model: nn.Module, group: Group, bucket_bytes: int, stages: Sequence[nn.Module], by_host: bool
+) -> Strategy:
     if not isinstance(group, DistributedGroup):  # one process without a launcher: nothing to shard
         return BucketedSync(model, group, bucket_bytes)
+    hosts = group.hosts.ranks if by_host else ()
+    if len({len(ranks) for ranks in hosts}) > 1:
+        raise UserError(
+            f"parallel.strategy hsdp needs equally many ranks on each host, and they have {[len(r) for r in hosts]}; "
+            "start as many on each, or use --parallel.strategy fsdp",
+            reach="world",
+        )
     from paceline.sync.fsdp import FullySharded  # takes half a second to import
 
-    return FullySharded(model, group, group.device, stages)
+    return FullySharded(model, group, group.device, stages, hosts)

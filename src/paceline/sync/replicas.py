@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,17 @@ _ROUNDING = 1e-4  # of a tensor's largest value
 def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[str, int]:
     """Returns name -> 63-bit digest of a tensor's bytes. Any single flipped bit changes it.
 
-    Uses sha256. quick: exclusive or and sum of 8-byte words, eight times faster, for use in training steps. It can miss
-    two flips that cancel each other, and misses elements that change places.
+    Uses sha256. quick: exclusive or and sum of 8-byte words, eight times faster, on the tensors' device, for use in
+    training steps. It can miss two flips that cancel each other, and misses elements that change places.
     """
-    return {name: (_quick_digest if quick else _digest)(tensor) for name, tensor in tensors.items()}
+    if not quick:
+        return {name: _digest(tensor) for name, tensor in tensors.items()}
+    in_words = {name: _words(tensor) for name, tensor in tensors.items() if tensor.nbytes and tensor.nbytes % 4 == 0}
+    # hash_tensor's exclusive or is uint64, whose numbers above 2^63 torch cannot read.
+    pairs = [torch.stack([torch.hash_tensor(words).view(torch.int64), words.sum()]) for words in in_words.values()]
+    found = torch.stack(pairs).cpu().tolist() if pairs else []  # from a GPU one copy
+    short = {name: _short(f"{both} {total}".encode()) for name, (both, total) in zip(in_words, found, strict=True)}
+    return {name: short[name] if name in short else _digest(tensor) for name, tensor in tensors.items()}
 
 
 def overall(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -31,14 +38,10 @@ def _digest(tensor: torch.Tensor) -> int:
     return _short(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _quick_digest(tensor: torch.Tensor) -> int:
-    if tensor.nbytes == 0 or tensor.nbytes % 4:
-        return _digest(tensor)
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's bytes as integers of 8 bytes, or of 4."""
     words = tensor.detach().contiguous().reshape(-1).view(torch.int32)
-    if words.numel() % 2 == 0 and words.storage_offset() % 2 == 0:
-        words = words.view(torch.int64)
-    exclusive_or = int(torch.hash_tensor(words).view(torch.int64))  # uint64, which item() refuses above 2^63
-    return _short(f"{exclusive_or} {int(words.sum())}".encode())
+    return words.view(torch.int64) if words.numel() % 2 == 0 and words.storage_offset() % 2 == 0 else words
 
 
 def _short(data: bytes | memoryview) -> int:
@@ -59,24 +62,28 @@ class Difference:
         return f"{self.name} has {self.num_values} different values ({who})"
 
 
-def differences(tensors: Mapping[str, torch.Tensor], group: Group, quick: bool = False) -> list[Difference]:
+def differences(
+    tensors: Mapping[str, torch.Tensor], group: Group, quick: bool = False, holders: Sequence[Sequence[int]] = ()
+) -> list[Difference]:
     """Returns the tensors that differ between ranks, the same list on all. Reads them once and sends 8 bytes for each.
-    Collective."""
-    return compared(digests(tensors, quick), group)
+    holders: sets of ranks, each of which has equal tensors; none: all ranks. Collective."""
+    return compared(digests(tensors, quick), group, holders)
 
 
-def compared(mine: Mapping[str, int], group: Group) -> list[Difference]:
+def compared(mine: Mapping[str, int], group: Group, holders: Sequence[Sequence[int]] = ()) -> list[Difference]:
     """Returns what `differences` does, from this rank's digests."""
     rows = group.share_integers(list(mine.values()))
     found = []
     for name, column in zip(mine, zip(*rows, strict=True), strict=True):
-        counts = Counter(column)
-        if len(counts) == 1:
-            continue
-        value, votes = counts.most_common(1)[0]
-        has_majority = 2 * votes > len(column)
-        minority = tuple(rank for rank, other in enumerate(column) if other != value) if has_majority else ()
-        found.append(Difference(name, len(counts), minority, column.index(value) if has_majority else None))
+        for ranks in holders or (range(group.size),):
+            counts = Counter(column[rank] for rank in ranks)
+            if len(counts) == 1:
+                continue
+            value, votes = counts.most_common(1)[0]
+            has_majority = 2 * votes > len(ranks)
+            minority = tuple(rank for rank in ranks if column[rank] != value) if has_majority else ()
+            model_rank = next(rank for rank in ranks if column[rank] == value) if has_majority else None
+            found.append(Difference(name, len(counts), minority, model_rank))
     return found
 
 

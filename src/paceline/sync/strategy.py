@@ -12,7 +12,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,6 +32,7 @@ class Strategy(ABC):
     holds_rounded = False  # the model's parameters are rounded; `weights` and `full_weights` are exact
     is_coded = False  # messages leave something out, which `wire_state` has
     lockstep = False  # forward and backward communicate: all ranks must make equally many passes
+    num_copies, copy = 1, 0  # on how many ranks this rank's slices are (hsdp), and which of these copies is its own
 
     def __init__(self, model: nn.Module, group: Group):
         self._model, self._group = model, group
@@ -71,9 +72,9 @@ class Strategy(ABC):
         sum of losses is divided by: all ranks'; with local this rank's."""
         return total
 
-    def total(self, amount: float) -> float:
+    def total(self, amount: torch.Tensor) -> torch.Tensor:
         """Returns a sum over all gradients from that over `reduce`'s, equal on all ranks. Collective if sharded."""
-        return float(sum(row[0] for row in self._group.share([amount]))) if self.shards_state else amount
+        return self._group.total(amount) / self.num_copies if self.shards_state else amount
 
     @abstractmethod
     def not_finite(self) -> tuple[str | None, bool | None]:
@@ -139,6 +140,10 @@ class Strategy(ABC):
         """Returns the weights that every rank holds, bit for bit equal, by name."""
         self.wait_for_params()
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def copied(self) -> tuple[Mapping[str, torch.Tensor], Sequence[Sequence[int]]]:
+        """Returns weights that are bit for bit equal on some ranks, by name, and these ranks, set by set (hsdp)."""
+        return {}, ()
 
     def full_weights(self) -> Mapping[str, torch.Tensor]:
         """Returns all weights by name, exact, in their shapes. Collective if they are rounded; if they are sharded,

@@ -7,7 +7,7 @@ from paceline.config import Config, flatten
 from paceline.data.blend import Blend
 from paceline.world.group import Group
 
-# Fields that may differ between hosts, beside [track], which only rank 0 uses: they change where and how a run is computed, not what.
+# Fields that may differ between hosts, beside [track], which only rank 0 uses: where and how a run is computed.
 _LOCAL = (
     *("parallel.interface", "parallel.threads", "parallel.port", "parallel.device"),
     *("data.path", "data.mix", "train.init-from"),

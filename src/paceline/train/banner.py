@@ -13,6 +13,7 @@ from paceline.record.console import Console, facts, table
 from paceline.sync.wire import wire_bits
 from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
+from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import Peak
 from paceline.world.facts import RankFacts
 from paceline.world.runtime import World
@@ -122,7 +123,7 @@ def _strategy_text(config: Config, plan: BatchPlan) -> str:
 def _link(world: World, settings: Settings) -> dict[str, str]:
     """Returns what the link between hosts carries, as a row; none on one host, or with fsdp, whose bytes vary."""
     parallel, hosts = settings.config.parallel, len({each.host for each in world.facts})
-    if hosts == 1 or parallel.strategy == "fsdp":
+    if hosts == 1 or parallel.strategy in SHARDS_WEIGHTS:
         return {}
     counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
     rounds, per_host = parallel.sync_every or 1, world.world_size / hosts
@@ -137,6 +138,8 @@ def _checks_text(config: Config) -> str:
         return "replicas not compared"
     if config.parallel.strategy == "fsdp":
         return "replicas not compared: each rank has weights of its own"
+    if config.parallel.strategy == "hsdp":
+        return f"hosts compared every {config.parallel.check_every} steps"
     return f"replicas compared every {config.parallel.check_every} steps"
 
 

@@ -23,15 +23,18 @@ class Checks:
         Collective.
 
         Raises RunError on every rank, naming ranks and a tensor, if they differ. Before a save, which must be fast,
-        compares only the weights by a quick digest: different state changes the weights in the next update. Differences
-        in two comparisons in a row are no flipped bit, and are not repaired.
+        compares only the weights by a quick digest: different state changes the weights in the next update. On a GPU
+        all digests are quick: sha256 would copy everything to the host. Differences in two comparisons in a row are no
+        flipped bit, and are not repaired.
         """
         setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
         fault, step = setup.at("check"), setup.progress.step
         tensors = ReplicaContents(setup.replica, "").on_all_ranks()
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
-        found = differences(tensors, group, quick=before_save) if tensors else []
+        quick, (copied, holders) = before_save or group.is_queued, sync.copied()
+        found = differences(tensors, group, quick) if tensors else []
+        found += differences(copied, group, quick, holders) if copied else []
         if found:
             text = f"replicas are not equal at step {step}: {found[0]}"
             text += f", and {len(found) - 1} tensors more" if len(found) > 1 else ""
@@ -51,7 +54,7 @@ class Checks:
         self._has_repaired = bool(found)
         group.take_traffic()
         if not before_save:
-            self._before = digests(optimizer_state(setup.replica))
+            self._before = digests(optimizer_state(setup.replica), quick=group.is_queued)
         if fault == "flip-state":
             flip_a_bit(next(iter(optimizer_state(setup.replica).values())))
 
@@ -61,7 +64,7 @@ class Checks:
         before, self._before = self._before, None
         if before is None:
             return
-        now = digests(optimizer_state(self._setup.replica))
+        now = digests(optimizer_state(self._setup.replica), quick=self._setup.group.is_queued)
         changed = [name for name, value in before.items() if now.get(name) != value]
         if changed:
             step = self._setup.progress.step

@@ -31,6 +31,7 @@ from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, resolve
+from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import peak_flops, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
 from paceline.world.runtime import World
@@ -184,7 +185,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
     strategy = config.parallel.strategy
     assert strategy != "auto"
     # An fsdp model may not fit on the device: it is made on the host and moved block by block.
-    model = build(config.model, config.train.seed, "cpu" if strategy == "fsdp" else world.device)
+    model = build(config.model, config.train.seed, "cpu" if strategy in SHARDS_WEIGHTS else world.device)
     model.compute_dtype = settings.dtype
     model.checkpoint_blocks = config.train.activation_checkpoint
     if config.train.init_from and is_new:

@@ -209,7 +209,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     """Bytes for the activations of a rank."""
-    state = state_bytes(config, world_size)[config.parallel.strategy]
+    state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
     itemsize = getattr(torch, config.train.dtype).itemsize
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
@@ -262,10 +262,16 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     return chosen
 
 
-def state_bytes(config: Config, world_size: int) -> dict[str, float]:
+def state_bytes(config: Config, world_size: int, per_host: int = 0) -> dict[str, float]:
     """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
-    local's anchor and its momentum."""
+    local's anchor and its momentum. per_host: ranks of a host; 0: all are on one."""
     total = cost.num_parameters(config.model).total
     shared = (8 + 8 / world_size) * total
     full = dict.fromkeys(("ddp", "naive"), 16 * total)
-    return {**full, "local": 24 * total, "zero": shared, "fsdp": 16 * total / world_size}
+    return {
+        **full,
+        "local": 24 * total,
+        "zero": shared,
+        "fsdp": 16 * total / world_size,
+        "hsdp": 16 * total / (per_host or world_size),
+    }

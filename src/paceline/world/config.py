@@ -6,17 +6,20 @@ from typing import Literal, get_args
 
 from paceline.base.errors import UserError
 
+SHARDS_WEIGHTS = ("fsdp", "hsdp")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Ranks, device, network."""
 
-    strategy: Literal["auto", "ddp", "zero", "fsdp", "local", "naive"] = "auto"
+    strategy: Literal["auto", "ddp", "zero", "fsdp", "hsdp", "local", "naive"] = "auto"
     """ddp: every rank updates everything. zero: each rank updates its share and holds that optimizer state. fsdp:
-    weights and gradients are sharded, too. naive: ddp without overlap, for reading and comparing. local: each rank
-    updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose loss
-    depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; zero with Muon, whose update
-    is expensive, and where processors round differently; never local."""
+    weights and gradients are sharded, too. hsdp: as fsdp over the ranks of each host, and replicated between hosts:
+    less traffic between them than fsdp. naive: ddp without overlap, for reading and comparing. local: each rank
+    updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose
+    loss depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; zero with Muon,
+    whose update is expensive, and where processors round differently; never hsdp or local."""
     wire: Literal["exact", "bf16", "int8", "int4"] = "exact"
     """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
     bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but
@@ -79,10 +82,10 @@ class ParallelConfig:
         self.fixed_shares()
         self.check_wire()
         self.check_rounds()
-        if self.repair and self.strategy == "local":
+        if self.repair and self.strategy in ("local", "hsdp"):
             raise UserError(
-                "parallel.repair copies the majority's weights, and with parallel.strategy local a rank's own weights "
-                "are on no other rank; leave it out: a difference ends the run, which restarts from a checkpoint"
+                f"parallel.repair copies the majority's weights, and with parallel.strategy {self.strategy} not all "
+                "ranks have the same; leave it out: a difference ends the run, which restarts from a checkpoint"
             )
         if self.backend == "nccl" and self.device in ("cpu", "mps"):
             raise UserError(

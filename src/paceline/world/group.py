@@ -40,6 +40,7 @@ class Group(ABC):
     rank: int
     size: int
     timeout_s: float  # how long a collective waits for the other ranks
+    is_queued = False  # the host queues collectives on a GPU, and learns their results only where it reads them
 
     @property
     def waiting_for(self) -> str | None:
@@ -92,6 +93,10 @@ class Group(ABC):
         """Calls start_all_reduce, and waits."""
         self.start_all_reduce(tensor, op).wait()
 
+    def total(self, number: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over ranks of one float64 number, the same on all. s (n-1) bytes."""
+        return number.new_tensor(sum(row[0] for row in self.share([float(number)])))
+
     def share(self, values: list[float]) -> list[list[float]]:
         """Returns every rank's values, by rank, as float64. All ranks pass equally many. s (n-1) bytes."""
         rows: list[list[float]] = self._rows(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -135,6 +140,10 @@ class LocalGroup(Group):
 
     def __init__(self, device: torch.device):
         self._clock = DeviceClock(device)
+        self.is_queued = device.type == "cuda"
+
+    def total(self, number: torch.Tensor) -> torch.Tensor:
+        return number
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         return Transfer(self._clock)
@@ -180,12 +189,13 @@ class DistributedGroup(Group):
         self._traffic = Traffic()
         # Collectives of a GPU's tensors have their own stream: events before and after one then time only that one.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._is_nccl = dist.get_backend() == "nccl"
+        self.is_queued = dist.get_backend() == "nccl"
         # CPU tensors beside NCCL: numbers and texts neither queue behind gradients nor block on the GPU.
-        self._control = dist.new_group(backend="gloo") if self._is_nccl else None  # None: the default group
+        self._control = dist.new_group(backend="gloo") if self.is_queued else None  # None: the default group
+        self.beside: list[dist.ProcessGroup] = []  # of some ranks, which torch's `fully_shard` uses
         self._blocked_in: str | None = None
         self._queued = Queued()
-        self._hosts = Hosts.of(hosts or [""] * self.size)
+        self.hosts = Hosts.of(hosts or [""] * self.size)
         self._exchanges = Exchanges()
         self._gloo, self._cpu_s = GlooThreads(), 0.0
         self._gloo.yield_to_compute()
@@ -196,29 +206,32 @@ class DistributedGroup(Group):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
-        if op == "sum" and self._hosts.has_levels and not self._is_nccl and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
-            parts = self._parts(tensor.view(-1), borders(tensor.numel(), self._hosts.even_shares()))
-            reduce, gather = self._hosts.reduce_scatter(self.rank, parts), self._hosts.all_gather(self.rank, parts)
+        if op == "sum" and self.hosts.has_levels and not self.is_queued and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
+            parts = self._parts(tensor.view(-1), borders(tensor.numel(), self.hosts.even_shares()))
+            reduce, gather = self.hosts.reduce_scatter(self.rank, parts), self.hosts.all_gather(self.rank, parts)
             return self._exchange(name, [*reduce, *gather])
         return self._start(name, num_bytes, tensor, partial(dist.all_reduce, op=_OPS[op], async_op=True))
 
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "a reduce-scatter", self._parts(flat, borders)
         mine = parts[self.rank]
-        if self._is_nccl:
-            num_bytes = flat.nbytes - mine.nbytes
-            return self._start(name, num_bytes, flat, lambda _: dist.reduce_scatter(mine, parts, async_op=True))
+        if self.is_queued:
+            # Else NCCL makes one operation for each rank.
+            even = partial(dist.reduce_scatter_tensor, mine, flat, async_op=True)
+            begin = even if len(set(map(len, parts))) == 1 else partial(dist.reduce_scatter, mine, parts, async_op=True)
+            return self._start(name, flat.nbytes - mine.nbytes, flat, lambda _: begin())
         # Gloo's reduce-scatter is an all-reduce: twice the bytes.
-        return self._exchange(name, self._hosts.reduce_scatter(self.rank, parts))
+        return self._exchange(name, self.hosts.reduce_scatter(self.rank, parts))
 
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
         mine = parts[self.rank]
-        if self._is_nccl:
-            num_bytes = mine.nbytes * (self.size - 1)
-            return self._start(name, num_bytes, flat, lambda _: dist.all_gather(parts, mine, async_op=True))
+        if self.is_queued:
+            even = partial(dist.all_gather_into_tensor, flat, mine, async_op=True)
+            begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, mine, async_op=True)
+            return self._start(name, mine.nbytes * (self.size - 1), flat, lambda _: begin())
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
-        return self._exchange(name, self._hosts.all_gather(self.rank, parts))
+        return self._exchange(name, self.hosts.all_gather(self.rank, parts))
 
     def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         if self.rank in (*sends, *receives):
@@ -226,7 +239,7 @@ class DistributedGroup(Group):
         name = "messages between ranks"
         transfer, num_bytes = Transfer(self._clock), sum(tensor.nbytes for tensor in sends.values())
         with lost_peers_named(self.rank, name):
-            works = post(sends.items(), receives.items(), is_nccl=self._is_nccl)
+            works = post(sends.items(), receives.items(), is_nccl=self.is_queued)
         # Finished in the caller's thread: switching threads would add latency.
         return self._counted(transfer, num_bytes, name, lambda: self._exchanges.finish(works))
 
@@ -241,6 +254,12 @@ class DistributedGroup(Group):
         with self._waiting("a barrier"):
             dist.barrier(group=self._control)
 
+    def total(self, number: torch.Tensor) -> torch.Tensor:
+        if not self.is_queued:
+            return super().total(number)
+        self.all_reduce(number)  # all ranks get one sum, and no host waits for it
+        return number
+
     def take_traffic(self) -> Traffic:
         known, self._traffic = self._traffic, Traffic()
         over: list[Transfer] = []
@@ -254,7 +273,8 @@ class DistributedGroup(Group):
         if self._control is not None:
             self._control.set_timeout(timedelta(seconds=seconds))
         # NCCL counts from when a collective is queued, and then ends the process: the watchdog has to be first.
-        dist.group.WORLD.set_timeout(timedelta(seconds=2 * seconds if self._is_nccl else seconds))
+        for each in (dist.group.WORLD, *self.beside):
+            each.set_timeout(timedelta(seconds=2 * seconds if self.is_queued else seconds))
         self.timeout_s = seconds
         self._exchanges.patience = (timedelta(seconds=seconds),)
 
@@ -314,7 +334,7 @@ class DistributedGroup(Group):
         transfer = Transfer(self._clock)
         yield transfer
         transfer.record_end()
-        if self._is_nccl:
+        if self.is_queued:
             self._queued.add(name, transfer)
 
     @contextmanager

@@ -42,3 +42,9 @@ def reduce_scatter_for_torch(
     with group.watched("a reduce-scatter of gradients"):
         work: dist.Work | None = dist.reduce_scatter_tensor(output, flat, op, process_group, async_op)
     return work
+
+
+def all_reduce_for_torch(group: DistributedGroup, tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """The collective that sums a block's sharded gradients over hosts, in the stream that torch chose."""
+    with group.watched("an all-reduce of gradients between hosts"):
+        dist.all_reduce(tensor, group=process_group)

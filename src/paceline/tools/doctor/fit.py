@@ -54,7 +54,7 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
 def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
     config, micro = settings.config, settings.plan.device_batch_size
     least = min(facts, key=lambda rank: rank.free_bytes)
-    state = state_bytes(config, len(facts))[config.parallel.strategy] + _RANK_BYTES
+    state = state_bytes(config, len(facts), facts[0].num_gpus)[config.parallel.strategy] + _RANK_BYTES
     is_half = settings.dtype.itemsize == 2
     sequence = config.data.seq_len * cost.activation_bytes(
         config.model,

@@ -248,7 +248,7 @@ class Summary:
             return None
         computed = math.nan
         # fsdp gathers the weights for every micro-batch, whose number the records lack; local sends no gradients.
-        if num_parameters and self.records.config.get("parallel.strategy") not in ("fsdp", "local"):
+        if num_parameters and self.records.config.get("parallel.strategy") not in ("fsdp", "hsdp", "local"):
             computed = 2 * (size - 1) / size * num_parameters * _GRADIENT_BYTES  # nccl-tests, PERFORMANCE.md
         return Traffic(num_bytes, comm_ms, exposed_ms, step_ms, computed)
 
