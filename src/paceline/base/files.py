@@ -34,6 +34,16 @@ def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
     os.replace(aside, path)
 
 
+def tail(path: Path, num_bytes: int) -> bytes:
+    """Returns the last bytes of a file, at most so many; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            return file.read()
+    except OSError:
+        return b""
+
+
 def sha256_of(path: Path, progress: Callable[[], object] = lambda: None) -> str:
     """Returns the hex digest of a file's bytes. Calls `progress` after every 8 MiB."""
     digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))

@@ -26,6 +26,7 @@ _VERBS = {
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",
     "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
     "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
+    "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
     "report": "one self-contained HTML page with plots of one or several runs",
 }
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why

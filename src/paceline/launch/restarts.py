@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.base.files import tail
+
 _SAME_STEP_MOST = 3  # failures in a row at one step: not by chance
 _LONGEST_DELAY_S = 60.0
 _ENDS = ("end", "hang")  # events that end an attempt
@@ -51,7 +53,7 @@ class Records:
 
     def last_step(self) -> int:
         """Returns the last step that has a row; 0 if none has."""
-        rows = reversed(_rows(_tail(self._metrics)))
+        rows = reversed(_rows(tail(self._metrics, _TAIL_BYTES)))
         return next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
 
     def began_at(self) -> int | None:
@@ -83,28 +85,18 @@ class Records:
     def close(self, what: str, was_said: bool) -> None:
         """Records how an attempt failed, if no rank has: rank 0 died first, or knew only that it had lost another rank
         (not `was_said`). Call it when no rank lives, so that there is one writer at a time."""
-        tail = _tail(self._events)
-        rows = _rows(tail)
+        written = tail(self._events, _TAIL_BYTES)
+        rows = _rows(written)
         last = rows[-1].get("event") if rows else None
         if last is None or last in _ENDS or (last == "failed" and was_said):
             return  # nothing was begun, or the end is recorded
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         event = {"time": now, "event": "failed", "step": self.last_step(), "error": what, "by": "launcher"}
-        num_cut_short = len(tail) - (tail.rfind(b"\n") + 1)  # bytes of a line that a crash cut short
+        num_cut_short = len(written) - (written.rfind(b"\n") + 1)  # bytes of a line that a crash cut short
         with contextlib.suppress(OSError), self._events.open("rb+") as file:
             file.seek(-num_cut_short, os.SEEK_END)
             file.truncate()
             file.write(json.dumps(event).encode() + b"\n")
-
-
-def _tail(path: Path) -> bytes:
-    """Returns the end of a file, which has its last row; empty if there is no file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read()
-    except OSError:
-        return b""
 
 
 def _rows(data: bytes) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ The files are not trusted: values of a wrong type count as missing; lines that a
 
 import dataclasses
 import math
-import tomllib
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from numpy.typing import NDArray
 
 from paceline.base.errors import UserError
 from paceline.record import folder
-from paceline.record.read import Row, rows
+from paceline.record.read import Row, number, rows
 from paceline.record.rows import EvalRow, StepRow
+from paceline.record.state import read_config
 
 Floats = NDArray[np.float64]
 _STEP_FIELDS = [field.name for field in dataclasses.fields(StepRow)]
@@ -64,7 +64,7 @@ def read_run(path: Path) -> Records:
     events = [row for row in lines if row and isinstance(row.get("event"), str)]
     return Records(
         found.path,
-        _config(found.config),
+        read_config(found.config),
         {name: np.array(column) for name, column in table.steps.items()},
         table.by_rank(),
         {name: np.array(column) for name, column in table.evaluations.items()},
@@ -121,21 +121,3 @@ def _cut(columns: dict[str, "array[float]"], step: float) -> int:
 def _append(columns: dict[str, "array[float]"], row: Row) -> None:
     for name, column in columns.items():
         column.append(number(row.get(name)))
-
-
-def number(value: Any) -> float:
-    """Returns a recorded value as a float; NaN if it is no number, or too large."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, tomllib.TOMLDecodeError, RecursionError):
-        return {}
-    return {
-        f"{section}.{name}".replace("_", "-"): value
-        for section, values in document.items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-    }

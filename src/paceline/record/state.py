@@ -1,0 +1,134 @@
+"""The state of a run, from the ends of its records: whether it is running, how it ended, which step it has reached."""
+
+import os
+import re
+import socket
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from paceline.record.folder import COMPLETE, RunFolder
+from paceline.record.read import Row, last_rows
+
+# running: its process lives. ended: it reached its horizon. stopped: on request, saved. failed: an error was recorded.
+# stale: no end is recorded, and its process is gone or, on another host, silent. imported: it never trained.
+Kind = Literal["running", "ended", "stopped", "failed", "stale", "imported"]
+_BEGINS, _ENDS = ("start", "resume", "import"), ("end", "failed", "hang")
+_SILENT_S = 120.0  # a run on another host without a new record for so long, and for 20 steps, is stale
+_VALUES_BYTES = 1 << 20  # of metrics.jsonl: holds the last evaluation, too, if that is not long ago
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """A run as its folder shows it now."""
+
+    kind: Kind
+    why: str  # of a stop, a failure or a stale run, in one line; else empty
+    step: int  # the last recorded; 0 before the first
+    num_steps: int | None  # None: the horizon is not a number of steps
+    last: Row  # the newest training row; empty if there is none
+    evaluation: Row  # the newest evaluation row; empty if there is none, or it is long ago
+    updated_s: float  # when the newest record was written, in seconds since 1970
+
+    @property
+    def is_running(self) -> bool:
+        return self.kind == "running"
+
+
+def read_state(folder: RunFolder) -> RunState:
+    """Returns the state of a run. Raises nothing for damaged records: what cannot be read counts as missing."""
+    rows, events = last_rows(folder.metrics, _VALUES_BYTES), last_rows(folder.events)
+    events = [event for event in events if isinstance(event.get("event"), str)]
+    last = next((row for row in reversed(rows) if "loss" in row and _step(row)), {})
+    times = [_written_s(path) for path in (folder.config, folder.metrics, folder.events)]
+    kind, why = _how(folder, events, last, max(times))
+    return RunState(
+        kind=kind,
+        why=why,
+        step=max([_step(last), *(_step(event) for event in events[-1:])]),
+        num_steps=_num_steps(read_config(folder.config)),
+        last=last,
+        evaluation=next((row for row in reversed(rows) if "val_loss" in row), {}),
+        updated_s=max(times),
+    )
+
+
+def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
+    """Returns whether a process writes this run: on this host whether it lives; on another one, of which nothing else
+    is known, whether it has written a record in the last fresh_s seconds."""
+    holder = folder.path / "lock.holder"
+    try:
+        found = re.fullmatch(r"host (.*), pid (\d+)", holder.read_text(errors="replace").strip())
+        taken_s = holder.stat().st_mtime
+    except OSError:
+        return False
+    if found is None:
+        return False
+    if found[1] != socket.gethostname():
+        return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < fresh_s
+    try:
+        process = psutil.Process(int(found[2]))
+        # A later process may have the same pid.
+        return process.create_time() < taken_s + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns a run's config as `section.field-name` -> value, named like the flags; empty if it cannot be read."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, tomllib.TOMLDecodeError, RecursionError):
+        return {}
+    return {
+        f"{section}.{name}".replace("_", "-"): value
+        for section, values in document.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+
+
+def _how(folder: RunFolder, events: list[Row], last: Row, updated_s: float) -> tuple[Kind, str]:
+    event = next((each for each in reversed(events) if each["event"] in _BEGINS + _ENDS), {"event": ""})
+    is_over = event["event"] in _ENDS
+    # A resumed run takes the lock some seconds before it records that.
+    begins_again = _written_s(folder.path / "lock.holder") > _written_s(folder.events)
+    step_ms = last.get("step_ms")
+    fresh_s = max(_SILENT_S, 0.02 * step_ms if isinstance(step_ms, int | float) else 0.0)
+    if (not is_over or begins_again) and is_running(folder, fresh_s):
+        return "running", ""
+    if event["event"] == "end":
+        reason = str(event.get("reason"))
+        return ("ended", "") if reason == COMPLETE else ("stopped", reason)
+    if is_over:
+        return "failed", str(event.get("error", event.get("message", ""))).partition("\n")[0]
+    if event["event"] == "import":
+        return "imported", ""
+    silent_s = time.time() - updated_s
+    return "stale", f"no end is recorded, and nothing was written for {silent_s / 60:.0f} min"
+
+
+def _num_steps(config: dict[str, Any]) -> int | None:
+    steps, tokens = config.get("train.steps"), config.get("train.tokens")
+    batch, length = config.get("train.global-batch-size"), config.get("data.seq-len")
+    if isinstance(steps, int) and steps > 0:
+        return steps
+    if not isinstance(tokens, int) or not isinstance(batch, int) or not isinstance(length, int):
+        return None
+    return -(-tokens // (batch * length)) if min(tokens, batch, length) > 0 else None
+
+
+def _step(row: Row) -> int:
+    step = row.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,94 @@
+"""The state of a run: running, ended, stopped, failed or stale, from what its folder holds."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.record.folder import COMPLETE, RunFolder, create
+from paceline.record.state import read_state
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from paceline.record.folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.lock()
+folder.append_event("start")
+folder.append_metrics({"step": 3, "loss": 2.5, "step_ms": 10.0})
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+def run_with(path: Path, *events: dict[str, Any]) -> RunFolder:
+    """A run folder with these events and two rows."""
+    folder = create(path)
+    folder.config.write_text("[train]\nsteps = 0\ntokens = 1000\nglobal_batch_size = 4\n[data]\nseq_len = 64\n")
+    folder.metrics.write_text('{"step": 2, "loss": 2.0}\n{"step": 2, "val_loss": 2.1}\n{"step": 3, "lo')
+    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "why"),
+    [
+        ({"event": "end", "step": 4, "reason": COMPLETE}, "ended", ""),
+        ({"event": "end", "step": 4, "reason": "SIGTERM on rank 0"}, "stopped", "SIGTERM on rank 0"),
+        ({"event": "failed", "step": 4, "error": "rank 1 was lost\nmore"}, "failed", "rank 1 was lost"),
+        ({"event": "hang", "step": 4, "message": "rank 1 hangs"}, "failed", "rank 1 hangs"),
+        ({"event": "checkpoint", "step": 4}, "stale", "no end is recorded, and nothing was written for 0 min"),
+    ],
+)
+def test_the_last_event_tells_how_a_run_ended(tmp_path: Path, event: dict[str, Any], kind: str, why: str) -> None:
+    state = read_state(run_with(tmp_path / "run", {"event": "start"}, event))
+    assert (state.kind, state.why, state.step, state.num_steps) == (kind, why, 4, 4)
+    assert (state.last["loss"], state.evaluation["val_loss"]) == (2.0, 2.1)
+
+
+def test_a_run_is_running_while_its_process_lives_and_stale_after_it_was_killed(tmp_path: Path) -> None:
+    folder = create(tmp_path / "run")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder.path)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "written\n"
+            state = read_state(folder)
+            assert (state.kind, state.step, state.num_steps, state.last["loss"]) == ("running", 3, None, 2.5)
+        finally:
+            writer.send_signal(signal.SIGKILL)
+    assert read_state(folder).kind == "stale"
+
+
+def test_of_a_run_on_another_host_only_the_age_of_its_records_is_known(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "run", {"event": "start"})
+    holder = folder.path / "lock.holder"
+    holder.write_text(f"host not-{socket.gethostname()}, pid 1\n")
+    assert read_state(folder).kind == "running"
+    for path in (holder, folder.metrics, folder.events):
+        os.utime(path, (0, time.time() - 300))
+    assert read_state(folder).kind == "stale"
+
+
+def test_a_resumed_run_is_running_before_it_records_that(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "run", {"event": "end", "step": 4, "reason": COMPLETE})
+    os.utime(folder.events, (0, time.time() - 10))
+    folder.lock()
+    assert read_state(folder).kind == "running"
+    folder.close()
+    assert read_state(folder).kind == "ended"
+
+
+def test_a_folder_without_readable_records_has_no_step(tmp_path: Path) -> None:
+    folder = create(tmp_path / "run")
+    folder.metrics.write_bytes(b"\xff\x00\n[1]\n")
+    state = read_state(folder)
+    assert (state.kind, state.step, state.last) == ("stale", 0, {})
