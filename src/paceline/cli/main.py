@@ -29,6 +29,7 @@ _VERBS = {
     "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
     "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
     "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
+    "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
     "report": "one self-contained HTML page with plots of one or several runs",
 }
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why

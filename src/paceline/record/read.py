@@ -1,6 +1,7 @@
 """Reading the JSONL records of a run, also while it writes them or after a crash."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from paceline.base.files import tail
 
 Row = dict[str, Any]
+_CHUNK_BYTES = 8 << 20  # far more than the longest row
+_MARK_BYTES = 64
 
 
 def rows(path: Path) -> Iterator[Row | None]:
@@ -36,3 +39,36 @@ def _row(line: str | bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+class Tail:
+    """The rows of a file, each once, while another process appends to it, replaces it, or has not made it yet."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = 0
+        self._mark = b""  # the last bytes before the offset
+
+    def read(self) -> tuple[bool, list[Row]]:
+        """Returns whether the file begins anew, and its next rows: from the beginning in that case. It does if what was
+        read is no longer there, as when a resumed run drops the rows after its checkpoint. Call it until it returns no
+        rows. Skips lines that are no rows, and a last line until it is finished."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset - len(self._mark))
+                is_anew = file.read(len(self._mark)) != self._mark
+                if is_anew:
+                    self._offset, self._mark = file.seek(0), b""
+                lines = file.read(_CHUNK_BYTES)
+        except OSError:  # not there, or not now: a network file system may lose a file that is replaced
+            return False, []
+        lines = lines[: lines.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        self._mark = (self._mark + lines)[-_MARK_BYTES:]
+        found = map(_row, lines.split(b"\n"))
+        return is_anew, [row for row in found if row is not None]
+
+
+def number(value: Any) -> float:
+    """Returns a recorded value as a float; NaN if it is no number, or too large."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan

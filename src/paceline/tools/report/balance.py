@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from paceline.record.balance import Balance, speeds
-from paceline.tools.report import events
+from paceline.record.events import text as text_of
 from paceline.tools.report.curves import buckets, in_buckets, middles
 from paceline.tools.report.facts import Summary
 from paceline.tools.report.plots import Figure, TimeScale, dash_of, escaped, ink_of, line, xs_of
@@ -41,7 +41,7 @@ def text(run: Summary, balance: Balance) -> str:
     """Describes shares, speeds, and the gain over equal shares."""
     last = [f"{count:.0f}" for count in np.nan_to_num(run.ranks["rank_sequences"][-1, : len(balance.sequences)])]
     at = [event.get("step") for event in run.events if event["event"] == "shares"]
-    changed = f" (changed {len(at)} time{'s'[: len(at) > 1]}, the last at step {events.text(at[-1])})" if at else ""
+    changed = f" (changed {len(at)} time{'s'[: len(at) > 1]}, the last at step {text_of(at[-1])})" if at else ""
     shown = ", ".join(last[:MOST_LINES]) + (" ..." if len(last) > MOST_LINES else "")
     said = f"By rank, the last step had {shown} sequences{changed}. "
     said += f"Over all steps the run reached {balance.sum_of_speeds_frac:.0%} of the sum of its ranks' own speeds."

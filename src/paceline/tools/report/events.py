@@ -4,28 +4,20 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paceline.base import units
+from paceline.record.events import STARTS, clock, details, starts, text
 from paceline.record.folder import COMPLETE
-from paceline.record.read import Row
-from paceline.tools.report.read import number
+from paceline.record.read import Row, number
 
-_STARTS = ("start", "resume")
 _STOPS = ("end", "failed", "hang")
-_NOT_SHOWN = ("time", "event", "digest", "state_digests", "version", "torch")
-
-
-def starts(events: Sequence[Row]) -> list[Row]:
-    """Returns the event that began each attempt."""
-    return [event for event in events if event["event"] in _STARTS]
 
 
 def status(events: Sequence[Row]) -> tuple[str, str]:
     """Returns (good, open or bad; a description)."""
-    last = next((event for event in reversed(events) if event["event"] in (*_STARTS, *_STOPS)), {"event": ""})
+    last = next((event for event in reversed(events) if event["event"] in (*STARTS, *_STOPS)), {"event": ""})
     if last["event"] in ("failed", "hang"):
         return "bad", "failed"
     if last["event"] != "end":
@@ -48,19 +40,13 @@ def restarts(events: Sequence[Row]) -> tuple[int, int]:
     return len(again), int(np.maximum(reached - begun, 0).sum())
 
 
-def hosts(events: Sequence[Row]) -> list[str]:
-    """Returns the hosts by rank of the last attempt that recorded them: ranks may move when a run resumes."""
-    named = [event["hosts"] for event in starts(events) if isinstance(event.get("hosts"), list) and event["hosts"]]
-    return [text(host) for host in named[-1]] if named else []
-
-
 def straggler_cost_s(events: Sequence[Row]) -> float:
     """Returns the seconds of waiting for reported stragglers; NaN if no event has them."""
     costs: list[float] = []
     stretches: list[float] = []  # of one attempt
     at_end = math.nan  # their sum, if the attempt recorded its end
     for event in [*events, {"event": "start"}]:
-        if event["event"] in _STARTS:
+        if event["event"] in STARTS:
             costs += [at_end] if math.isfinite(at_end) else stretches
             at_end, stretches = math.nan, []
         elif event["event"] == "end":
@@ -99,9 +85,9 @@ def slow_stretches(events: Sequence[Row], last_step: float) -> list[Slow]:
             reported.setdefault(int(rank), event)
         elif kind == "straggler over" and rank in reported:
             close(int(rank), number(event.get("step")), number(event.get("cost_s")))
-        elif kind in (*_STARTS, *_STOPS):
+        elif kind in (*STARTS, *_STOPS):
             for slow in list(reported):
-                close(slow, number(event.get("reached" if kind in _STARTS else "step")), math.nan)
+                close(slow, number(event.get("reached" if kind in STARTS else "step")), math.nan)
     return found
 
 
@@ -128,42 +114,6 @@ def table(events: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def clock(event: Row, length: int) -> str:
-    """Returns an event's time, `2026-11-20 08:00:00`, cut to this length."""
-    return text(event.get("time"))[:length].replace("T", " ")
-
-
-def details(event: Row) -> str:
-    """Returns an event's facts besides kind and time, in a line."""
-    told = [_detail(name, value) for name, value in event.items() if name not in _NOT_SHOWN and value is not None]
-    return text(", ".join(told))
-
-
-def _detail(name: str, value: Any) -> str:
-    """`cost_s` 411.5 -> 'cost 411.5 s': the name has the unit."""
-    words, shown = name.replace("_", " "), _listed(value) if isinstance(value, list) else text(value)
-    if name == "bytes" and number(value) >= 0:
-        return units.size(value)
-    for suffix in ("ms", "s"):
-        if name.endswith(f"_{suffix}"):
-            return f"{words.removesuffix(suffix)}{shown} {suffix}"
-    return f"{shown} {words}" if name in ("ms", "seconds") else f"{words} {shown}"
-
-
-def _listed(values: Sequence[Any]) -> str:
-    """`a`, `a`, `b` -> 'a x 2, b', for many ranks on few hosts."""
-    alike = [(shown, len(list(equal))) for shown, equal in itertools.groupby(map(text, values))]
-    return ", ".join(f"{shown} x {count}" if count > 1 else shown for shown, count in alike)
-
-
 def _step(event: Row) -> str:
     step = event.get("step")
     return f"{step:,}" if isinstance(step, int) else text(step)
-
-
-def text(value: Any) -> str:
-    """Returns any recorded value as a short text."""
-    if isinstance(value, float):
-        return f"{value:,.6g}"
-    shown = value if isinstance(value, str) else "" if value is None else str(value)
-    return shown if len(shown) <= 400 else shown[:399] + "…"

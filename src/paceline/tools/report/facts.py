@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.base import units
+from paceline.record.events import hosts, starts
+from paceline.record.read import number
 from paceline.tools.report import events
 from paceline.tools.report.curves import lower_median, median
-from paceline.tools.report.read import Floats, Records, number
+from paceline.tools.report.read import Floats, Records
 
 # The parts of a step in order: name, column of rank 0, column by rank.
 PARTS = (
@@ -60,7 +62,7 @@ class Summary:
         self.training_s = records.training_s()
         self.status = events.status(self.events)
         self.restarts = events.restarts(self.events)
-        self.hosts = events.hosts(self.events)
+        self.hosts = hosts(self.events)
         self.slow = events.slow_stretches(self.events, _last(self.steps["step"]))
         self.straggler_cost_s = events.straggler_cost_s(self.events)
         self.work_ms = _own_work(records)
@@ -96,7 +98,6 @@ class Summary:
         time_s, cost_s, (num_restarts, num_repeated) = _last(self.training_s), self.straggler_cost_s, self.restarts
         slow = sorted({stretch.rank for stretch in self.slow})
         named = f"named: rank {', '.join(map(str, slow[:6]))}" if slow else "no rank was named"
-        starts = events.starts(self.events)
         found = [
             (_last(loss), Fact("Loss", f"{_last(loss):.3f}", "nats a token", f"lowest at step {lowest_at:,.0f}")),
             (val_loss, Fact("Validation loss", f"{val_loss:.3f}", "nats a token", bits)),
@@ -104,14 +105,14 @@ class Summary:
             (time_s, Fact("Training time", duration(time_s), "without pauses")),
             (rate, Fact("Throughput", count(rate), "tokens a second, median")),
             (mfu, Fact("MFU", f"{100 * mfu:.1f}%", "of the ranks' peak, median")),
-            (1.0 if starts else math.nan, Fact("Ranks", self._world_sizes(), "", self._host_names())),
+            (1.0 if starts(self.events) else math.nan, Fact("Ranks", self._world_sizes(), "", self._host_names())),
             (cost_s, Fact("Stragglers cost", duration(cost_s), "", named)),
             (1.0, Fact("Restarts", f"{num_restarts}", "", f"{num_repeated} steps repeated" if num_repeated else "")),
         ]
         return [fact for value, fact in found if math.isfinite(value)]
 
     def _world_sizes(self) -> str:
-        sizes = [number(start.get("world_size")) for start in events.starts(self.events)]
+        sizes = [number(start.get("world_size")) for start in starts(self.events)]
         sizes = [size for size in sizes if size > 0]
         changes = [size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1]]
         return " → ".join(f"{size:.0f}" for size in changes) or "?"
@@ -234,8 +235,8 @@ class Summary:
 
     def _steady(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """(rows,): False for the first step of each attempt, which compiles; all True if there are no others."""
-        starts = events.starts(self.events)
-        begun = [number(start.get("step")) if start["event"] == "resume" else 0.0 for start in starts] or [0.0]
+        attempts = starts(self.events)
+        begun = [number(start.get("step")) if start["event"] == "resume" else 0.0 for start in attempts] or [0.0]
         is_first = np.isin(self.steps["step"], np.array(begun) + 1.0)
         return ~is_first | is_first.all()
 

@@ -70,7 +70,7 @@ def _page(runs: list[Summary]) -> str:
     environment.globals["rows_per_bucket"] = rows_per_bucket
     return environment.from_string(_asset("page.html")).render(
         policy=f"default-src 'none'; script-src {hash_of_plotly} {_hash(js)}; style-src 'unsafe-inline'; img-src data:",
-        css=_asset("page.css"),
+        css=(resources.files("paceline.tools") / "look.css").read_text(encoding="utf-8") + _asset("page.css"),
         js=js,
         plotly=packed,
         drawn=drawn,

@@ -1,6 +1,6 @@
 """Curves over a run as plotly's graph objects. page.js adds fonts, sizes and the theme.
 
-A colour is a variable of page.css, `var(--name)` or, with an opacity, `var(--name / 0.2)`, which page.js replaces. A
+A colour is a variable of look.css, `var(--name)` or, with an opacity, `var(--name / 0.2)`, which page.js replaces. A
 trace for several x axes (step, tokens, time) has their values in meta["xs"]. plotly interprets some HTML tags in
 labels, so labels from records are escaped.
 """
@@ -15,10 +15,11 @@ import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
 
 from paceline.base import units
+from paceline.record.events import starts
+from paceline.record.read import number
 from paceline.tools.report.curves import MOST_POINTS, buckets, in_buckets, middles
-from paceline.tools.report.events import starts
 from paceline.tools.report.facts import PARTS, Summary
-from paceline.tools.report.read import Floats, number
+from paceline.tools.report.read import Floats
 
 _NUM_COLOURS = 8  # Okabe and Ito's, distinguishable by all kinds of colour vision; jfly.uni-koeln.de/color
 MOST_PARTS = MOST_POINTS // 3  # with six layers in a plot, fewer points are easier to read

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.base.errors import UserError
 from paceline.record import folder
-from paceline.record.read import Row, rows
+from paceline.record.read import Row, number, rows
 from paceline.record.rows import EvalRow, StepRow
 from paceline.record.state import read_config
 
@@ -121,8 +121,3 @@ def _cut(columns: dict[str, "array[float]"], step: float) -> int:
 def _append(columns: dict[str, "array[float]"], row: Row) -> None:
     for name, column in columns.items():
         column.append(number(row.get(name)))
-
-
-def number(value: Any) -> float:
-    """Returns a recorded value as a float; NaN if it is no number, or too large."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan

@@ -1,0 +1,68 @@
+"""paceline watch"""
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from paceline.base.errors import EXIT_DONE, UserError
+from paceline.cli.flags import parse
+from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.server import Server
+from paceline.tools.watch.terminal import show
+
+_HOST, _PORT = "127.0.0.1", 8700
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchArguments:
+    """Watch a run while it trains: loss, speed, time left, where each rank's time goes, events, checkpoints. With a
+    folder of runs, all of them (the newest 32). Only reads the run folder, which may not be there yet."""
+
+    run: tyro.conf.Positional[str] = ""
+    """The run folder, or a folder of runs."""
+    once: bool = False
+    """Print what is known now, and end."""
+    page: bool = False
+    """Serve a live page for a browser, until Ctrl-C. The address that it prints has a key: only who knows it can
+    read."""
+    port: int = _PORT
+    """With --page: the port to listen on; 0: any free one."""
+    host: str = _HOST
+    """With --page: the address to listen on. Others than 127.0.0.1 can be reached from outside, over plain HTTP; for a
+    run on another host use `ssh -L`."""
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parse(WatchArguments, WatchArguments(), arguments, "watch")
+    if not parsed.run:
+        raise UserError("name the run folder to watch, or a folder of runs: paceline watch RUN")
+    if not parsed.page and (parsed.port, parsed.host) != (_PORT, _HOST):
+        raise UserError("--port and --host belong to the page; add --page")
+    if parsed.page and parsed.once:
+        raise UserError("--once prints to the terminal; give it without --page")
+    if not 0 <= parsed.port <= 65535:
+        raise UserError(f"--port is {parsed.port}; it lies between 0 and 65535")
+    path = Path(parsed.run)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; name a run folder, or a folder of runs")
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end
+        if parsed.page:
+            _serve(Runs(path), parsed.host, parsed.port)
+        else:
+            show(Runs(path), once=parsed.once)
+    return EXIT_DONE
+
+
+def _serve(runs: Runs, host: str, port: int) -> None:
+    server = Server(runs, host, port)
+    port = server.server_address[1]
+    print(f"{server.url}\n  shows {runs.path}; Ctrl-C ends it")
+    if host == _HOST:
+        tunnel = f"ssh -L {port}:{host}:{port} {socket.gethostname()}"
+        print(f"  from another machine: keep `{tunnel}` running there, and open the same address", flush=True)
+    else:
+        print(f"  plain HTTP on {host}: who can read this network can read the page", flush=True)
+    server.serve()

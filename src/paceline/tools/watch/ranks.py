@@ -1,0 +1,87 @@
+"""Who computes, who waits and who is slow: the mean step of each rank."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from statistics import fmean
+from typing import Any
+
+from paceline.record.events import STARTS, text
+from paceline.record.read import Row, number
+from paceline.record.rows import StepRow
+from paceline.tools.watch.view import RankView
+
+_STEP_FIELDS = {field.name for field in dataclasses.fields(StepRow)}
+_WORK = ("data", "forward", "backward", "optimizer")  # a rank's other parts are waits
+_MOST_NAMED = 3
+
+
+def mean_steps(rows: Iterable[Row], hosts: Sequence[str], slow: dict[int, Row]) -> list[RankView]:
+    """Returns the ranks, the slowest first: the one that works longest, for which the others wait. hosts: by rank."""
+    found = []
+    for row in rows:
+        values: dict[str, Any] = {name: _cleaned(row[name]) for name in _STEP_FIELDS & row.keys()}
+        with suppress(TypeError, ValueError):  # a row of another version, or a damaged one
+            found.append(StepRow(**values).parts())
+    if not found:
+        return []
+    means = {part: _means([parts[part] for parts in found]) for part in found[-1]}
+    ranks = []
+    for rank in range(min(map(len, means.values()))):
+        parts = {part: by_rank[rank] for part, by_rank in means.items()}
+        host = hosts[rank] if rank < len(hosts) else ""
+        work_ms = sum(parts[part] for part in _WORK)
+        if math.isfinite(sum(parts.values())):
+            ranks.append(RankView(rank=rank, host=host, work_ms=work_ms, parts=parts, is_slow=rank in slow))
+    return sorted(ranks, key=lambda each: -each.work_ms)
+
+
+def _cleaned(value: Any) -> Any:
+    return [number(each) for each in value] if isinstance(value, list) else value
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(values) for values in zip(*rows, strict=False)]
+
+
+def slow_ranks(events: Iterable[Row]) -> dict[int, Row]:
+    """Returns rank -> event, for the stragglers of the last attempt that are not over."""
+    found: dict[int, Row] = {}
+    for event in events:
+        rank = number(event.get("rank"))
+        if event["event"] in STARTS:
+            found.clear()
+        elif event["event"] == "straggler" and rank >= 0:
+            found[int(rank)] = event
+        elif event["event"] == "straggler over" and rank >= 0:
+            found.pop(int(rank), None)
+    return found
+
+
+def said(ranks: Sequence[RankView], slow: dict[int, Row]) -> str:
+    """Describes the slow ranks, or that there is none; empty for one rank."""
+    if len(ranks) < 2:
+        return ""
+    if not slow:
+        usual_ms = sorted(each.work_ms for each in ranks)[(len(ranks) - 1) // 2]
+        longest = ranks[0]
+        return (
+            f"No rank is named slow. Rank {longest.rank} works longest, {in_ms(longest.work_ms)} of a step of "
+            f"{in_ms(sum(longest.parts.values()))}; the median rank works {in_ms(usual_ms)}."
+        )
+    return " ".join(_slow_said(rank, event) for rank, event in list(slow.items())[:_MOST_NAMED])
+
+
+def _slow_said(rank: int, event: Row) -> str:
+    host, ms, median_ms = text(event.get("host")), number(event.get("ms")), number(event.get("median_ms"))
+    who = f"Rank {rank} ({host})" if host else f"Rank {rank}"
+    return (
+        f"{who} is slow since step {text(event.get('since_step'))}: its {text(event.get('phase'))} takes {in_ms(ms)}, "
+        f"the median rank {in_ms(median_ms)}; all wait for it."
+    )
+
+
+def in_ms(value: float) -> str:
+    """1234.5 -> '1,234 ms'; 1.2345 -> '1.23 ms'."""
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

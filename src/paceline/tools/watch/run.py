@@ -1,0 +1,167 @@
+"""Follows the records of a run. They are not trusted: values of a wrong type count as missing."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from paceline.base import units
+from paceline.record.events import clock, details, hosts, starts, text
+from paceline.record.folder import RunFolder
+from paceline.record.read import Row, Tail, number
+from paceline.record.state import RunState, read_config, read_state
+from paceline.tools.watch.curve import Curve
+from paceline.tools.watch.ranks import in_ms, mean_steps, said, slow_ranks
+from paceline.tools.watch.view import Event, Fact, RunView
+
+_NUM_RECENT = 20  # rows over which rates and times are averaged
+_NUM_EVENTS = 100
+_STATE_EVERY_S = 5.0  # without a new record: a process may have died
+_SILENT_S, _SILENT_STEPS = 30.0, 10  # a record that is later than this is missed: a save, an evaluation, or a fault
+_LEVELS = {"running": "good", "ended": "good", "failed": "bad"}  # others: open
+
+
+class Run:
+    """One run, which may not have begun yet. Keeps a bounded part of its rows. `view` is what to show."""
+
+    def __init__(self, path: Path):
+        self._folder = RunFolder(path)
+        self._metrics, self._log = Tail(self._folder.metrics), Tail(self._folder.events)
+        self._begin_rows()
+        self._begin_events()
+        self._looked_s = -math.inf
+        self.view = RunView(name=path.name)
+
+    def update(self) -> bool:
+        """Reads what is new. Returns whether `view` is another one."""
+        is_new = _follow(self._metrics, self._begin_rows, self._add_row)
+        is_new |= _follow(self._log, self._begin_events, self._add_event)
+        now_s = time.monotonic()
+        if not is_new and now_s - self._looked_s < _STATE_EVERY_S:
+            return False
+        self._looked_s = now_s
+        before, self.view = self.view, self._viewed()
+        return is_new or before.said != self.view.said
+
+    def _begin_events(self) -> None:
+        self._events: list[Row] = []
+
+    def _add_event(self, event: Row) -> None:
+        if isinstance(event.get("event"), str):
+            self._events.append(event)
+
+    def _begin_rows(self) -> None:
+        self._curves = {"loss": Curve(), "validation": Curve(), "rate": Curve()}
+        self._recent: deque[Row] = deque(maxlen=_NUM_RECENT)
+        self._evaluation: Row = {}
+        self._step = self._seconds = 0.0
+
+    def _add_row(self, row: Row) -> None:
+        step, tokens, step_ms = number(row.get("step")), number(row.get("tokens")), number(row.get("step_ms"))
+        if not step >= 0:
+            return
+        if "val_loss" in row:
+            self._evaluation = row
+            self._curves["validation"].add(step, tokens, self._seconds, number(row["val_loss"]))
+            return
+        if step_ms > 0:
+            self._seconds += step_ms * max(1.0, step - self._step) / 1e3
+        self._step = step
+        self._curves["loss"].add(step, tokens, self._seconds, number(row.get("loss")))
+        self._curves["rate"].add(step, tokens, self._seconds, number(row.get("tokens_per_s")))
+        if self._recent and self._recent[-1].get("world_size") != row.get("world_size"):
+            self._recent.clear()
+        self._recent.append(row)
+
+    # ---- what to show ----
+
+    def _viewed(self) -> RunView:
+        state = read_state(self._folder)
+        if not state.updated_s:  # there is no file
+            return RunView(name=self.view.name)
+        step_ms, slow, begun = self._typical("step_ms"), slow_ranks(self._events), starts(self._events)
+        ranks = mean_steps(self._recent, hosts(self._events), slow)
+        frac, left_s = self._horizon(state, step_ms)
+        level, words = _said(state, step_ms)
+        return RunView(
+            name=self.view.name,
+            state=state.kind,
+            level=level,
+            said=words,
+            updated_s=state.updated_s,
+            step=f"{self._step:,.0f}" + (f" of {state.num_steps:,}" if state.num_steps else ""),
+            frac=frac,
+            facts=self._facts(step_ms, left_s if state.is_running else math.nan),
+            ranks=ranks,
+            ranks_said=said(ranks, slow),
+            events=[_event(event) for event in reversed(self._events[-_NUM_EVENTS:])],
+            resumed=[number(event.get("step")) for event in begun[1:] if event["event"] == "resume"],
+            curves={name: curve.columns() for name, curve in self._curves.items()},
+        )
+
+    def _facts(self, step_ms: float, left_s: float) -> list[Fact]:
+        last, evaluation = self._recent[-1] if self._recent else {}, self._evaluation
+        loss, val_loss, val_bpb = number(last.get("loss")), *map(number, map(evaluation.get, ("val_loss", "val_bpb")))
+        tokens_per_s, mfu, tokens = self._typical("tokens_per_s"), self._typical("mfu"), number(last.get("tokens"))
+        saved = next((event for event in reversed(self._events) if event["event"] == "checkpoint"), {})
+        num_starts, names = len(starts(self._events)), list(dict.fromkeys(hosts(self._events)))
+        on = f"on {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else ""
+        at = f"at step {number(evaluation.get('step')):,.0f}"
+        bits = f"; {val_bpb:.3f} bits a byte" if math.isfinite(val_bpb) else ""
+        attempts = f"without pauses; {num_starts} attempts" if num_starts > 1 else "without pauses"
+        found: list[tuple[float, Callable[[], Fact]]] = [
+            (loss, lambda: Fact("Loss", f"{loss:.3f}", "nats a token")),
+            (val_loss, lambda: Fact("Validation loss", f"{val_loss:.3f}", at + bits)),
+            (left_s, lambda: Fact("Time left", units.duration(left_s), "of training")),
+            (tokens_per_s, lambda: Fact("Throughput", units.count(round(tokens_per_s)), "tokens a second")),
+            (step_ms, lambda: Fact("Step", in_ms(step_ms), f"median of the last {len(self._recent)} rows")),
+            (mfu, lambda: Fact("MFU", f"{100 * mfu:.1f}%", "of the ranks' peak")),
+            (number(last.get("world_size")), lambda: Fact("Ranks", text(last["world_size"]), on)),
+            (tokens, lambda: Fact("Tokens", units.count(tokens))),
+            (self._seconds, lambda: Fact("Training time", units.duration(self._seconds), attempts)),
+            (number(saved.get("step")), lambda: Fact("Checkpoint", f"step {saved['step']:,}", clock(saved, 19)[11:])),
+        ]
+        return [fact() for value, fact in found if math.isfinite(value)]
+
+    def _typical(self, column: str) -> float:
+        known = [value for row in self._recent if math.isfinite(value := number(row.get(column)))]
+        return median(known) if known else math.nan
+
+    def _horizon(self, state: RunState, step_ms: float) -> tuple[float, float]:
+        """Returns the share of the run that is done, and the seconds of training that are left; NaN if unknown."""
+        if state.num_steps:
+            return self._step / state.num_steps, max(0.0, state.num_steps - self._step) * step_ms / 1e3
+        budget_s = number(read_config(self._folder.config).get("train.time-budget"))
+        if not budget_s > 0:
+            return math.nan, math.nan
+        return min(1.0, self._seconds / budget_s), max(0.0, budget_s - self._seconds)
+
+
+def _follow(tail: Tail, begin: Callable[[], None], add: Callable[[Row], None]) -> bool:
+    """Reads a file up to its end; returns whether anything is new."""
+    is_any = False
+    while True:
+        is_anew, rows = tail.read()
+        if is_anew:
+            begin()
+        for row in rows:
+            add(row)
+        is_any |= is_anew or bool(rows)
+        if not rows:
+            return is_any
+
+
+def _said(state: RunState, step_ms: float) -> tuple[str, str]:
+    """Returns the level and the words of a state."""
+    silent_s = time.time() - state.updated_s
+    if state.is_running and silent_s > max(_SILENT_S, _SILENT_STEPS * step_ms / 1e3):
+        return "open", f"running, without a new record for {units.duration(silent_s)}"
+    word = {"ended": "finished", "imported": "imported, not trained yet"}.get(state.kind, state.kind)
+    return _LEVELS.get(state.kind, "open"), f"{word}: {state.why}" if state.why else word
+
+
+def _event(event: Row) -> Event:
+    facts = {name: value for name, value in event.items() if name != "step"}
+    return Event(clock(event, 19), text(event["event"]), text(event.get("step")), details(facts))

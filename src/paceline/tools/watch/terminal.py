@@ -1,0 +1,158 @@
+"""Runs in a terminal, redrawn every second; without a terminal a line now and then, as `train` prints them.
+
+Texts of the records are no markup here, and their control characters are escaped.
+"""
+
+import math
+import time
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from paceline.record.console import PLAIN_WIDTH, printable, table, without_trailing_blanks
+from paceline.tools.watch.braille import lines_of
+from paceline.tools.watch.ranks import in_ms
+from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.view import RankView, RunView
+
+_EVERY_S = 1.0
+_STYLES = {"good": "green", "open": "yellow", "bad": "bold red"}
+# Part of a step -> its sign and style. Waiting differs from work without colour, too.
+_PARTS = {
+    "data": ("▒", "yellow"),
+    "forward": ("█", "bright_cyan"),
+    "backward": ("█", "blue"),
+    "optimizer": ("▓", "green"),
+    "exposed communication": ("·", "bright_red"),
+    "other": (" ", ""),
+}
+_LABEL = 17  # characters before a bar
+_LEAST_LINES = 4  # of ranks, and of events
+
+
+def show(runs: Runs, *, once: bool = False) -> None:
+    """Shows the runs: one run until it reaches its horizon, a folder of runs for ever; with `once` what is now."""
+    terminal = Console(highlight=False)
+    if not terminal.is_terminal:
+        terminal.width = PLAIN_WIDTH
+    runs.update()
+    if not once and terminal.is_terminal:
+        with Live(console=terminal, screen=True, auto_refresh=False) as live:
+            while not _is_over(runs):
+                live.update(screen(runs, *terminal.size), refresh=True)
+                time.sleep(_EVERY_S)
+                runs.update()
+    elif not once:
+        _print_lines(runs)
+    with terminal.capture() as drawn:
+        terminal.print(screen(runs, terminal.width, 60))
+    print(without_trailing_blanks(drawn.get()), end="")
+
+
+def _is_over(runs: Runs) -> bool:
+    return runs.is_one and runs.views[0].state == "ended"
+
+
+def _print_lines(runs: Runs) -> None:
+    """Prints a line a run, often at first, then rarely, and at once when its state is another one."""
+    began_s = time.monotonic()
+    said: dict[str, tuple[str, float]] = {}  # run -> its state, and when the next line is due
+    while not _is_over(runs):
+        now_s = time.monotonic()
+        for view in runs.views or [RunView(name=runs.path.name)]:
+            state, due_s = said.get(view.name, ("", math.inf))
+            if state != view.state or now_s >= due_s:
+                said[view.name] = view.state, now_s + min(60.0, max(2.0, (now_s - began_s) / 10))
+                facts = "  ".join(f"{fact.label.lower()} {fact.value}" for fact in view.facts)
+                print(printable(f"{view.name}: {view.said}  step {view.step or 0}  {facts}".rstrip()), flush=True)
+        time.sleep(_EVERY_S)
+        runs.update()
+
+
+def screen(runs: Runs, width: int, height: int) -> RenderableType:
+    """Returns what fits on a screen of this many characters and lines."""
+    views = runs.views
+    if not views:
+        return Text(f"waiting for a run in {printable(str(runs.path))}", "yellow")
+    if not runs.is_one:
+        columns = ["run", "state", "step", "loss", "validation", "tokens/s", "left", "curve"]
+        return table(_literal(str(runs.path)), columns, [_cells(view) for view in views[-max(5, height - 6) :]])
+    view = views[0]
+    head = [*_head(view, width), *_curve(view, width, 5 if height < 30 else 8)]
+    free = height - 6 - len(head)
+    num_ranks = min(len(view.ranks), max(_LEAST_LINES, free - _LEAST_LINES))
+    return Group(*head, *_ranks(view, width, num_ranks), *_events(view, max(_LEAST_LINES, free - num_ranks)))
+
+
+def _cells(view: RunView) -> list[str]:
+    facts = {fact.label: fact.value for fact in view.facts}
+    loss = view.curves.get("loss", {})
+    curve = lines_of(loss["step"], loss["mean"], 16, 1)[0] if loss.get("step") else ""
+    known = [facts.get(label, "-") for label in ("Loss", "Validation loss", "Throughput", "Time left")]
+    return [_literal(view.name), _literal(view.said[:40]), view.step, *known, curve]
+
+
+def _literal(text: str) -> str:
+    return escape(printable(text))
+
+
+def _head(view: RunView, width: int) -> list[RenderableType]:
+    title = Text.assemble((printable(view.name), "bold"), "  ", ("● " + printable(view.said), _STYLES[view.level]))
+    where, bar = f" step {view.step}", list[str | tuple[str, str]]()
+    if math.isfinite(view.frac):
+        length = max(10, min(60, width - len(where) - 6))
+        done = round(length * min(1.0, view.frac))
+        bar = [("━" * done, "cyan"), ("━" * (length - done), "bright_black"), f" {view.frac:4.0%}"]
+    facts = [Text.assemble((f"{label} ", "bright_black"), (printable(value), "bold")) for label, value, _ in view.facts]
+    return [title, Text.assemble(*bar, where), Columns(facts, padding=(0, 2))]
+
+
+def _curve(view: RunView, width: int, height: int) -> list[Text]:
+    loss = view.curves.get("loss", {"mean": []})
+    if len(loss["mean"]) < 2:
+        return []
+    labels = [f"{max(loss['mean']):.3f}", *[""] * (height - 2), f"{min(loss['mean']):.3f}"]
+    drawn = lines_of(loss["step"], loss["mean"], max(10, width - 9), height)
+    lines = [f"{label:>7}  {dots}" for label, dots in zip(labels, drawn, strict=True)]
+    return [Text(""), *(Text(line, "cyan", no_wrap=True) for line in lines)]
+
+
+def _ranks(view: RunView, width: int, most: int) -> list[Text]:
+    """A bar for each rank, the slowest first."""
+    if not view.ranks:
+        return []
+    legend = [(f"{sign * 2} {part}   ", style) for part, (sign, style) in _PARTS.items() if part != "other"]
+    longest_ms = max(sum(each.parts.values()) for each in view.ranks)
+    lines = [Text(""), *[Text(printable(view.ranks_said))][: len(view.ranks) - 1], Text.assemble(*legend)]
+    lines += [_bar(each, width, longest_ms) for each in view.ranks[:most]]
+    if others := view.ranks[most:]:
+        span = f"{in_ms(others[-1].work_ms)} to {in_ms(others[0].work_ms)}"
+        lines.append(Text(f"{'':{_LABEL}}and {len(others)} more ranks, which work {span} a step", "bright_black"))
+    return lines
+
+
+def _bar(each: RankView, width: int, longest_ms: float) -> Text:
+    label = f"{each.rank:>5} {printable(each.host)[: _LABEL - 7]}"
+    end = f" {in_ms(each.work_ms)} of work"
+    room = max(10, width - _LABEL - len(end) - 5)
+    bar: list[tuple[str, str]] = []
+    drawn, total_ms = 0, 0.0
+    for part, (sign, style) in _PARTS.items():
+        total_ms += max(0.0, each.parts[part])
+        upto = round(room * total_ms / longest_ms) if longest_ms > 0 else 0  # of the sum: the bar has its length
+        bar.append((sign * (upto - drawn), style))
+        drawn = max(drawn, upto)
+    slow = (" slow", "bold red") if each.is_slow else ""
+    return Text.assemble((f"{label:<{_LABEL}}", "bold" if each.is_slow else ""), *bar, end, slow, no_wrap=True)
+
+
+def _events(view: RunView, most: int) -> list[Text]:
+    lines = [Text("")]
+    for event in view.events[:most]:
+        told = f"{event.time[11:]}  {event.kind}" + (f" at step {event.step}" if event.step else "")
+        style = "bright_black" if event.kind == "checkpoint" else ""
+        lines.append(Text(printable(f"{told}  {event.facts}"), style, no_wrap=True))
+    return lines

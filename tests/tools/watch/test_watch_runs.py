@@ -1,0 +1,140 @@
+"""What is shown of a run, against what was written: while it runs, after a resume, and of damaged records."""
+
+import json
+import os
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import filelock
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import PARTS, Simulated
+
+from paceline.record.folder import RunFolder
+from paceline.tools.watch.curve import Curve
+from paceline.tools.watch.run import Run
+from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.view import RunView
+
+
+def viewed(folder: Path) -> RunView:
+    run = Run(folder)
+    assert run.update()
+    return run.view
+
+
+def facts(view: RunView) -> dict[str, str]:
+    return {fact.label: fact.value for fact in view.facts}
+
+
+def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: Path) -> None:
+    made = Simulated(tmp_path / "run", 64, num_steps=500, slow_rank=37)
+    made.steps(150)
+    straggler = {"since_step": 130, "phase": "forward", "ms": 121.2, "median_ms": 61.0}
+    made.event("straggler", step=140, rank=37, host="node4", **straggler)
+    view = viewed(made.folder)
+    rows = [json.loads(line) for line in (made.folder / "metrics.jsonl").read_text().splitlines()][-20:]
+    assert (view.state, view.level, view.step, view.frac) == ("running", "good", "150 of 500", 0.3)
+    assert view.ranks[0].rank == 37
+    assert [rank.work_ms for rank in view.ranks] == sorted((rank.work_ms for rank in view.ranks), reverse=True)
+    for rank in view.ranks:
+        own = {part: fmean(row[f"rank_{part}_ms"][rank.rank] for row in rows) for part in PARTS}
+        assert rank.work_ms == pytest.approx(sum(own.values()) - own["exposed_comm"])
+        assert rank.parts["exposed communication"] == pytest.approx(own["exposed_comm"])
+        assert sum(rank.parts.values()) == pytest.approx(fmean(row["step_ms"] for row in rows))
+        assert rank.host == f"node{rank.rank // 8}"
+    assert view.ranks_said.startswith("Rank 37 (node4) is slow since step 130: its forward takes 121 ms")
+    assert [rank.rank for rank in view.ranks if rank.is_slow] == [37]
+    left_s = 350 * median(row["step_ms"] for row in rows) / 1e3
+    assert facts(view)["Time left"] == f"{round(left_s) // 60}m{round(left_s) % 60:02d}s"
+    made.event("straggler over", step=150, rank=37, host="node4", cost_s=1.0)
+    assert "No rank is named slow. Rank 37 works longest" in viewed(made.folder).ranks_said
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    made = Simulated(tmp_path / "run")
+    made.steps(50)
+    run = Run(made.folder)
+    assert run.update()
+    assert not run.update()  # nothing is new
+    made.event("failed", step=50, error="rank 1 was lost")
+    assert run.update()
+    assert (run.view.level, run.view.said) == ("bad", "failed: rank 1 was lost")
+    assert "Time left" not in facts(run.view)
+    RunFolder(made.folder).forget_after(40)
+    made.step, made.num_ranks = 40, 3
+    made.event("resume", step=40, reached=50, world_size=3, hosts=["a", "b", "c"])
+    made.steps(5)
+    assert run.update()
+    assert (run.view.said, run.view.step, run.view.resumed) == ("running", "45 of 500", [40])
+    assert run.view.curves["loss"]["step"] == list(range(1, 46))
+    assert len(run.view.ranks) == 3
+    assert [event.kind for event in run.view.events] == ["resume", "failed", "start"]
+    made.event("end", step=45, reason="SIGTERM on rank 0")
+    assert run.update()
+    assert (run.view.level, run.view.said) == ("open", "stopped: SIGTERM on rank 0")
+
+
+def test_runs_appear_when_they_begin_and_are_only_read(tmp_path: Path) -> None:
+    one, folder = Runs(tmp_path / "runs" / "one"), Runs(tmp_path / "runs")
+    assert (one.update(), folder.update(), one.views) == ([], [], [])
+    made = Simulated(tmp_path / "runs" / "one")
+    made.steps(3)
+    (tmp_path / "runs" / "no run").mkdir()
+    before = {path: (path.stat(), path.read_bytes()) for path in made.folder.rglob("*") if path.is_file()}
+    with filelock.FileLock(tmp_path / "runs" / "one" / "lock"):  # nobody waits for it
+        assert [index for index, _ in one.update()] == [0]
+        assert [view.name for _, view in folder.update()] == ["one"]
+    os.unlink(tmp_path / "runs" / "one" / "lock")
+    Simulated(tmp_path / "runs" / "a second").steps(1)
+    assert [(index, view.name) for index, view in folder.update()] == [(1, "a second")]
+    assert (one.is_one, folder.is_one) == (True, False)
+    after = {path: (path.stat(), path.read_bytes()) for path in made.folder.rglob("*") if path.is_file()}
+    assert {path: (stat.st_mtime_ns, data) for path, (stat, data) in before.items()} == {
+        path: (stat.st_mtime_ns, data) for path, (stat, data) in after.items()
+    }
+
+
+def test_a_process_that_is_gone_or_silent_is_told_of(tmp_path: Path) -> None:
+    made = Simulated(tmp_path / "run")
+    made.steps(3)
+    for name in ("config.toml", "metrics.jsonl", "events.jsonl"):
+        os.utime(made.folder / name, (1e9, 1e9))
+    assert viewed(made.folder).said.startswith("running, without a new record for")
+    (made.folder / "lock.holder").unlink()
+    assert viewed(made.folder).said.startswith("stale: no end is recorded")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3), st.lists, max_leaves=4
+)
+
+
+@settings(max_examples=40)
+@given(damage=st.dictionaries(st.sampled_from(["step", "loss", "step_ms", "val_loss", "rank_data_ms", "world_size",
+    "rank_sequences", "tokens", "mfu", "tokens_per_s"]), JSON), event=st.dictionaries(st.sampled_from(["event", "time",
+    "step", "rank", "hosts", "reason"]), JSON))  # fmt: skip
+def test_damaged_records_are_shown_as_far_as_they_go(
+    tmp_path_factory: pytest.TempPathFactory, damage: dict[str, Any], event: dict[str, Any]
+) -> None:
+    made = Simulated(tmp_path_factory.mktemp("run") / "run")
+    made.append("metrics.jsonl", made.row(1) | damage)
+    made.append("events.jsonl", {"event": "straggler", "rank": 0} | event)
+    view = viewed(made.folder)
+    assert json.loads(json.dumps(view.as_json(), allow_nan=False))["name"] == "run"
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=3000))
+def test_a_long_curve_keeps_its_ends_and_its_extremes(values: list[float]) -> None:
+    curve = Curve()
+    for step, value in enumerate(values, 1):
+        curve.add(step, 10 * step, step / 2, value)
+    columns = curve.columns()
+    assert len(columns["step"]) <= 400
+    assert columns["step"][-1] == len(values)
+    low, high = columns["low"] or columns["mean"], columns["high"] or columns["mean"]
+    assert (min(low), max(high)) == (pytest.approx(min(values), rel=1e-4), pytest.approx(max(values), rel=1e-4))
+    curve.add(5, 50, 2.5, 1.0)  # made again after a resume
+    assert all(step <= 5 for step in curve.columns()["step"])
