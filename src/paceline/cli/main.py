@@ -21,6 +21,7 @@ _VERBS = {
     "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
     "export": "write a run's model as a folder that transformers loads",
     "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
+    "kubernetes": "print a job whose pods train, and are started again until it is done",
     "lab": "several hosts on this machine, with their own links and processors, to try all of this",
     "bench": "measure the network (bench link), scaling (bench scaling), the data path (bench loader)",
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    verbs = "\n".join(f"  {verb:<8} {text}" for verb, text in _VERBS.items())
+    verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in _VERBS.items())
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE.format(verbs=verbs))
         return EXIT_DONE if arguments else EXIT_USER
