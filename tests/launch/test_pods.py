@@ -1,4 +1,4 @@
-"""The Job that `paceline kubernetes` prints, its pods started by hand: two network namespaces, a name that comes late."""
+"""The Job that `paceline kubernetes` prints, its pods started by hand: two namespaces, a name that comes late."""
 
 import os
 import signal

@@ -12,7 +12,7 @@ _SAVE_S = 60  # that a launcher gives its ranks
 
 
 def main(arguments: list[str]) -> int:
-    options, command = options_and_command("kubernetes", arguments, "starts the pods: give --nodes and --nproc before --")
+    options, command = options_and_command("kubernetes", arguments, "starts the pods: give --nodes and --nproc")
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
     require_positive(parsed, "nodes")
     if parsed.grace_s <= _SAVE_S:
@@ -29,8 +29,8 @@ def _name(job: Kubernetes, out: PurePosixPath) -> str:
     longest = 63 - len(f"-{job.nodes - 1}")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest:
         raise UserError(
-            f"the job would be named '{name}'; a name has small letters, digits and '-', begins with a letter, and has at "
-            f"most {longest} characters: give one by --name"
+            f"the job would be named '{name}'; a name has small letters, digits and '-', begins with a letter, and has "
+            f"at most {longest} characters: give one by --name"
         )
     return name
 

@@ -9,7 +9,7 @@ from paceline.cli.train import TrainArguments
 
 
 def options_and_command(verb: str, arguments: list[str], ranks: str) -> tuple[list[str], list[str]]:
-    """Returns the arguments before `--`, and the words after `paceline` that begin the run, or continue it. --out is made
+    """Returns the arguments before `--`, and the words after `paceline` that begin the run, or continue it; --out is
     absolute. ranks: how this scheduler is told of ranks. Raises UserError for options that `paceline train` refuses."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
     options, flags = arguments[:place], arguments[place + 1 :]

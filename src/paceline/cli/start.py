@@ -62,8 +62,8 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     pod = _pod(request, flags)
     env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, pod, with_hosts=bool(flags.hosts))
     hosts = _hosts(request, env, flags)
-    if hosts or pod:
-        env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}" if hosts else pod.job)
+    if hosts:
+        env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}")
     if env.is_distributed:
         die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
@@ -76,7 +76,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         else:
             time.sleep(_FIRST_S)
         return EXIT_RESUMABLE
-    if env.rank == 0 and not (pod and pod.number):
+    if env.rank == 0:
         _check_folder(request)
     from paceline.world.device import choose_device  # imports torch: a second or two
 
@@ -85,7 +85,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
             f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
         )
         print(f"warning: {text}", flush=True)
-    if num_ranks == 1 and not flags.max_restarts and not hosts and not pod:
+    if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
 
@@ -108,8 +108,8 @@ def _pod(request: Request, flags: RankFlags) -> Pod | None:
         return None
     if flags.nproc != "1" or flags.max_restarts or flags.hosts:
         raise UserError(
-            "--nproc, --max-restarts and --hosts inside a pod: its job has them (PET_NPROC_PER_NODE; backoffLimit); leave "
-            "them out"
+            "--nproc, --max-restarts and --hosts inside a pod: its job has them (PET_NPROC_PER_NODE; backoffLimit); "
+            "leave them out"
         )
     if request.out is None:
         raise UserError("a pod's run needs --out, a run folder on a volume, by which a pod that comes back finds it")
@@ -170,7 +170,8 @@ def find_world(
 ) -> tuple[Environment, int]:
     """Returns this process's environment, and how many ranks to start (1: itself, if this is no pod). Raises UserError
     if impossible."""
-    env = Environment() if pod else detect()
+    # A pod's launcher has no rank: 0 is the launcher that checks the run folder for all.
+    env = Environment(rank=pod.number, job=pod.job) if pod else detect()
     num_ranks = _num_ranks(pod.num_ranks if pod else nproc, max_restarts, env, parallel.device)
     check_interface(parallel.interface)
     if not with_hosts and not pod:  # other hosts have more ranks, which check the number

@@ -80,8 +80,8 @@ class OneHost:
 
 
 class OneOfMany(OneHost):
-    """A scheduler starts this command on each host, as in the pods of a job, and starts it again. Rank 0 holds the store
-    of all ranks. Launchers know nothing of each other: when one host's ranks end, so do the others'."""
+    """A scheduler starts this command on each host, as in the pods of a job, and starts it again. Rank 0 holds the
+    store of all ranks. Launchers know nothing of each other: when one host's ranks end, so do the others'."""
 
     def __init__(self, num_ranks: int, host: int, num_hosts: int, address: str, port: int):
         super().__init__(num_ranks, port)

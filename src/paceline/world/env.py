@@ -47,8 +47,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     pod = kubernetes.read_pod(env)
     if pod is not None and pod.num_ranks != "1":
         raise UserError(
-            f"PET_NPROC_PER_NODE is {pod.num_ranks}: `paceline train` and `paceline resume` start this pod's ranks. Start "
-            "anything else with torchrun, which reads the same variables, or unset PET_MASTER_ADDR for this pod alone"
+            f"PET_NPROC_PER_NODE is {pod.num_ranks}: `paceline train` and `paceline resume` start this pod's ranks. "
+            "Start anything else with torchrun, which reads the same variables, or unset PET_MASTER_ADDR for this pod "
+            "alone"
         )
     if not any(name in env for name in ("RANK", "WORLD_SIZE")):
         return Environment()  # MASTER_ADDR alone may belong to another program

@@ -29,7 +29,7 @@ class Pod:
 
 
 def read_pod(env: Mapping[str, str]) -> Pod | None:
-    """Returns this pod's place; None outside of one, or if RANK or WORLD_SIZE is set: torchrun reads the same variables.
+    """Returns this pod's place; None outside of one, or if RANK or WORLD_SIZE is set: torchrun reads them, too.
     Raises UserError for a place that is no number."""
     if not env.get("PET_MASTER_ADDR") or not {"RANK", "WORLD_SIZE"}.isdisjoint(env):
         return None

@@ -1,4 +1,4 @@
-"""A Job of Kubernetes, or a TrainJob of Kubeflow Trainer, whose pods train, and are started again until the run is done."""
+"""A Job of Kubernetes, or a TrainJob of Kubeflow Trainer, whose pods are started again until the run is done."""
 
 import json
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
     claims = [(claim, path) for claim, _, path in (volume.partition(":") for volume in job.volumes.split(","))]
     mounts = [{"name": claim, "mountPath": path} for claim, path in claims]
     volumes = [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in dict(claims)]
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # a container's /dev/shm has 64 MiB; NCCL needs more
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # else 64 MiB; NCCL needs more
     written = {
         "name": name,
         "master": f"{name}-0.{name}",
