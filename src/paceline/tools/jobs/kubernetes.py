@@ -104,7 +104,7 @@ class Kubernetes:
     memory: str = ""
     """Memory of each pod, such as 64Gi; empty: no limit."""
     volumes: str = "runs:/runs"
-    """Volume claims and where they are mounted: runs:/runs,corpora:/data. One of them holds the run folder; with several
+    """Volume claims and where they are mounted: runs:/runs,corpora:/data. One holds the run folder; with several
     nodes it is one that all of them can write to (ReadWriteMany)."""
     grace_s: int = 120
     """Time to save, after a pod is asked to stop and before it is killed."""
