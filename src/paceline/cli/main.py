@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
@@ -28,6 +29,7 @@ _VERBS = {
     "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
     "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
     "report": "one self-contained HTML page with plots of one or several runs",
+    "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
 }
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
@@ -74,12 +76,18 @@ def _dispatch(arguments: list[str]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in _VERBS:
         raise UserError(f"there is no verb '{verb}'{nearest(verb, _VERBS)}; there are: {', '.join(_VERBS)}")
-    module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
     try:
-        status: int = module.main(rest)
+        status: int = find_main(verb)(rest)
     finally:
         end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
     return status
+
+
+def find_main(verb: str) -> Callable[[list[str]], int]:
+    """Returns the function that runs a verb with the arguments after it."""
+    module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
+    main: Callable[[list[str]], int] = module.main
+    return main
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:

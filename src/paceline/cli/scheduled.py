@@ -14,7 +14,7 @@ def options_and_command(verb: str, arguments: list[str], ranks: str) -> tuple[li
     place = arguments.index("--") if "--" in arguments else len(arguments)
     options, flags = arguments[:place], arguments[place + 1 :]
     if "--help" in options or "-h" in options:
-        return ["--help"], []
+        return options, []
     hint = f"the options of `paceline train` come after --, with --out: paceline {verb} -- --preset demo --out runs/x"
     if not flags:
         raise UserError(f"nothing to train: {hint}")

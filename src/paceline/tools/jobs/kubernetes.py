@@ -35,7 +35,7 @@ spec:
       subdomain: {name}
       restartPolicy: Never
       terminationGracePeriodSeconds: {grace_s}
-      securityContext: {{fsGroup: 1000}}  # the image's user may write to volumes
+      securityContext: {{fsGroup: 10001}}  # the image's user may write to volumes
       containers:
         - name: train
           image: {image}
@@ -74,7 +74,7 @@ spec:
                     template:
                       spec:
                         terminationGracePeriodSeconds: {grace_s}
-                        securityContext: {{fsGroup: 1000}}
+                        securityContext: {{fsGroup: 10001}}
                         containers:
                           - {{name: node, volumeMounts: {mounts}}}
                         volumes: {volumes}
