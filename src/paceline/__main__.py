@@ -6,14 +6,16 @@ import signal
 import sys
 
 from paceline.base.early import end_on_signals
-from paceline.world import slurm
+from paceline.base.errors import UserError
+from paceline.world import kubernetes, slurm
 
 _TRAIN = ("train", "resume")
 
 
 def main() -> int:
     """Runs the command line and returns its exit status. A rank that fails ends right here."""
-    os.environ.update(slurm.variables(os.environ))
+    with contextlib.suppress(UserError):  # raised again, and printed, by the verbs that look for a world
+        os.environ.update({**slurm.variables(os.environ), **kubernetes.variables(os.environ)})
     is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
     if is_training:
         end_on_signals()

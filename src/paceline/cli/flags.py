@@ -14,12 +14,22 @@ from paceline.config import ALTERNATIVES, Config, checked, load_file, load_prese
 from paceline.data.recipe import Recipe
 
 T = TypeVar("T")
+TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of doing what it does
+
+
+class Known(Exception):
+    """What a verb takes: its options, or the words that may follow it, each with its type."""
+
+    def __init__(self, words: Mapping[str, Any]):
+        self.words = words
 
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
     """Returns an instance of the dataclass `kind` with flags applied over `default`. tyro answers --help. Raises
     UserError for an unknown flag, naming the nearest, and for a missing value or one of a wrong type."""
     known = _flags(default)
+    if TELL_KNOWN in arguments:
+        raise Known(known)
     words = _tied(arguments, known, verb)
     import tyro
 
@@ -36,6 +46,8 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
 def run_verb(verb: str, verbs: Mapping[str, Callable[[list[str]], int]], arguments: list[str], usage: str) -> int:
     """Runs the subcommand that the first argument names, with the rest; returns the exit status. Without one, or with
     --help, prints the usage. Raises UserError for an unknown one, naming the nearest."""
+    if arguments == ["--help", TELL_KNOWN]:
+        raise Known(verbs)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage, end="")
         return EXIT_DONE if arguments else EXIT_USER

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
@@ -22,6 +23,7 @@ _VERBS = {
     "export": "write a run's model as a folder that transformers loads",
     "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
     "launch": "train on several hosts by ssh, from one terminal",
+    "kubernetes": "print a job whose pods train, and are started again until it is done",
     "lab": "several hosts on this machine, with their own links and processors, to try all of this",
     "bench": "measure the network (bench link), scaling (bench scaling), the data path (bench loader)",
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",
@@ -31,6 +33,7 @@ _VERBS = {
     "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
     "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
     "report": "one self-contained HTML page with plots of one or several runs",
+    "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
 }
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
@@ -65,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    verbs = "\n".join(f"  {verb:<8} {text}" for verb, text in _VERBS.items())
+    verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in _VERBS.items())
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE.format(verbs=verbs))
         return EXIT_DONE if arguments else EXIT_USER
@@ -77,12 +80,18 @@ def _dispatch(arguments: list[str]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in _VERBS:
         raise UserError(f"there is no verb '{verb}'{nearest(verb, _VERBS)}; there are: {', '.join(_VERBS)}")
-    module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
     try:
-        status: int = module.main(rest)
+        status: int = find_main(verb)(rest)
     finally:
         end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
     return status
+
+
+def find_main(verb: str) -> Callable[[list[str]], int]:
+    """Returns the function that runs a verb with the arguments after it."""
+    module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
+    main: Callable[[list[str]], int] = module.main
+    return main
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 from paceline.world.env import Environment, check_interface, check_master, check_port, check_size, detect
+from paceline.world.kubernetes import Pod, read_pod
 from paceline.world.memory import free_memory
 
 _MOST_AUTOMATIC_RANKS = 4
@@ -58,7 +59,8 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     """Trains as this process, or as local ranks of the command line `arguments`; returns the exit status.
     Everything that can be refused without starting a process or reading a corpus is refused first."""
     config = request.config
-    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, with_hosts=bool(flags.hosts))
+    pod = _pod(request, flags)
+    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, pod, with_hosts=bool(flags.hosts))
     hosts = _hosts(request, env, flags)
     if hosts:
         env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}")
@@ -83,7 +85,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
             f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
         )
         print(f"warning: {text}", flush=True)
-    if num_ranks == 1 and not flags.max_restarts and not hosts:
+    if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         from paceline.train.loop import train
 
@@ -94,7 +96,24 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if not request.resume:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
     arguments = without(arguments, "--nproc", "--max-restarts", "--hosts", "--min-hosts", "--node-rank")
-    return _start_ranks(request, num_ranks, flags.max_restarts, hosts, (sys.executable, "-m", "paceline", *arguments))
+    command = (sys.executable, "-m", "paceline", *arguments)
+    return _start_ranks(request, num_ranks, flags.max_restarts, hosts or pod, command)
+
+
+def _pod(request: Request, flags: RankFlags) -> Pod | None:
+    """Returns this host's place among pods, if it is to start several ranks. Raises UserError for flags that cannot be
+    used there."""
+    pod = read_pod(os.environ)
+    if pod is None or pod.num_ranks == "1":
+        return None
+    if flags.nproc != "1" or flags.max_restarts or flags.hosts:
+        raise UserError(
+            "--nproc, --max-restarts and --hosts inside a pod: its job has them (PET_NPROC_PER_NODE; backoffLimit); "
+            "leave them out"
+        )
+    if request.out is None:
+        raise UserError("a pod's run needs --out, a run folder on a volume, by which a pod that comes back finds it")
+    return pod
 
 
 def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions | None:
@@ -123,16 +142,19 @@ def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions
 
 
 def _start_ranks(
-    request: Request, num_ranks: int, max_restarts: int, hosts: HostsOptions | None, command: tuple[str, ...]
+    request: Request, num_ranks: int, max_restarts: int, hosts: HostsOptions | Pod | None, command: tuple[str, ...]
 ) -> int:
     from paceline.launch.local import start_ranks
-    from paceline.launch.place import OneHost
+    from paceline.launch.place import OneHost, OneOfMany
 
     out, config = request.out, request.config
     assert out is not None
     options: dict[str, Any] = {"max_restarts": max_restarts, "interface": config.parallel.interface}
     if hosts is None:
         return start_ranks(command, out, lambda _: OneHost(num_ranks, config.parallel.port), **options)
+    if isinstance(hosts, Pod):
+        group = OneOfMany(num_ranks, hosts.number, hosts.num_pods, hosts.master_addr, hosts.master_port)
+        return start_ranks(command, out, lambda _: group, job=request.job or "", address="", **options)
     from paceline.checkpoint.copies import take
     from paceline.launch.hosts import Hosts
 
@@ -144,13 +166,15 @@ def _start_ranks(
 
 
 def find_world(
-    nproc: str, parallel: ParallelConfig, max_restarts: int = 0, with_hosts: bool = False
+    nproc: str, parallel: ParallelConfig, max_restarts: int = 0, pod: Pod | None = None, with_hosts: bool = False
 ) -> tuple[Environment, int]:
-    """Returns this process's environment, and how many ranks to start (1: itself). Raises UserError if impossible."""
-    env = detect()
-    num_ranks = _num_ranks(nproc, max_restarts, env, parallel.device)
+    """Returns this process's environment, and how many ranks to start (1: itself, if this is no pod). Raises UserError
+    if impossible."""
+    # A pod's launcher has no rank: 0 is the launcher that checks the run folder for all.
+    env = Environment(rank=pod.number, job=pod.job) if pod else detect()
+    num_ranks = _num_ranks(pod.num_ranks if pod else nproc, max_restarts, env, parallel.device)
     check_interface(parallel.interface)
-    if not with_hosts:  # other hosts have more ranks, which check the number
+    if not with_hosts and not pod:  # other hosts have more ranks, which check the number
         world_size = env.world_size if env.is_distributed else num_ranks
         check_size(world_size, parallel.expect_ranks)
         parallel.check_num_ranks(world_size)

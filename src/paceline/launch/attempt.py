@@ -50,7 +50,7 @@ def run_attempt(
         "MASTER_ADDR": place.address,
         "MASTER_PORT": str(place.port),
         "TORCHELASTIC_RUN_ID": job,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.knows_all),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun does
     }
     ranks = range(place.first_rank, place.first_rank + place.num_ranks)

@@ -57,13 +57,13 @@ def start_ranks(
     """Runs the command as the ranks of this host, of the run in this folder, and returns all ranks' common exit status.
 
     After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. job: names
-    all attempts; empty: a random name. Without an interface ranks use the one that has this address.
+    all attempts; empty: a random name. Without an interface ranks use the one that has this address, if one is given.
 
     Raises UserError if loopback is down; RunError naming the rank that died without a message, or listing all attempts;
     KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
     """
     require_loopback()
-    if not interface and (name := _interface_of(address)):
+    if not interface and address and (name := _interface_of(address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if address != LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
@@ -124,7 +124,8 @@ class _Attempts:
                     say(f"{number} restart{'s'[: number != 1]}; {self._num_repeated} steps were made twice")
                 return ended.status
             self._failures.append(Failure(ended.what, self._records.last_step()))
-            self._records.close(ended.what, ended.was_said)
+            if place.first_rank == 0 or place.knows_all:  # else rank 0, elsewhere, may still write
+                self._records.close(ended.what, ended.was_said)
             delay = None if self._stop else delay_s(self._failures, self._begun_at, self.most)
             if delay is None:
                 return self._give_up(ended)
@@ -159,7 +160,7 @@ class _Attempts:
             is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
             if is_early or not any(status.is_good for status in found.values()):
                 return _Ended(self._stopped_before_training(self._stop))
-        ended = _judge(found, ends, place.world_size, self._stop)
+        ended = _judge(found, ends, place.judged, self._stop)
         if lost and 0 in found and found[0].is_good:  # rank 0 ends last: the run is saved
             ended = _Ended(found[0].code)
         if ended.status == EXIT_RESUMABLE and collected.takes_in and not self._stop:
@@ -225,8 +226,8 @@ class _Attempts:
         return EXIT_RESUMABLE
 
 
-def _judge(found: dict[int, Status], ends: dict[int, int], num_ranks: int, first: signal.Signals | None) -> _Ended:
-    """Returns one exit status for all ranks, and who is to blame: first those that died without a message."""
+def _judge(found: dict[int, Status], ends: dict[int, int], ranks: range, first: signal.Signals | None) -> _Ended:
+    """Returns one exit status for these ranks, and who is to blame: first those that died without a message."""
     if EXIT_USER in [status.code for status in found.values()]:
         return _Ended(EXIT_USER)
     own = {rank: status for rank, status in found.items() if status.is_failure}
@@ -244,8 +245,8 @@ def _judge(found: dict[int, Status], ends: dict[int, int], num_ranks: int, first
         return _Ended(own[rank].code, f"rank {rank} failed", rank=rank)
     if suffered := [status.consequence for status in found.values() if status.consequence]:
         return _Ended(EXIT_FAILED, str(suffered[0]), was_said=False)  # nobody died, and nobody printed why
-    if len(found) + len(stopped) < num_ranks:
-        hanging = ", ".join(str(rank) for rank in range(num_ranks) if rank not in found and rank not in stopped)
+    if len(found) + len(stopped) < len(ranks):
+        hanging = ", ".join(str(rank) for rank in ranks if rank not in found and rank not in stopped)
         name = first.name if first else "the failure of another"
         return _Ended(EXIT_FAILED, f"rank {hanging} did not end after {name} and was killed", was_said=False)
     return _Ended(max(status.code for status in found.values()))

@@ -1,4 +1,5 @@
-"""The ranks of this host among all ranks of an attempt; and the simplest case, that this is the only host."""
+"""The ranks of this host among all ranks of an attempt; and the simplest cases, that this is the only host, or that
+each host has a launcher that does not know the others."""
 
 import socket
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ class Place:
     port: int
     listener: socket.socket | None  # for the store, on the host that has rank 0
     attempt: int  # from 0; the same on all hosts
+    knows_all: bool = True  # this launcher hears how all ranks end, and one of the launchers holds their store
+
+    @property
+    def judged(self) -> range:
+        """The ranks whose ends this launcher hears of."""
+        return range(self.world_size) if self.knows_all else range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -70,3 +77,16 @@ class OneHost:
     def conclude(self, status: int, message: str = "") -> None: ...
 
     def close(self) -> None: ...
+
+
+class OneOfMany(OneHost):
+    """A scheduler starts this command on each host, as in the pods of a job, and starts it again. Rank 0 holds the
+    store of all ranks. Launchers know nothing of each other: when one host's ranks end, so do the others'."""
+
+    def __init__(self, num_ranks: int, host: int, num_hosts: int, address: str, port: int):
+        super().__init__(num_ranks, port)
+        self._first_rank, self._world_size, self._address = host * num_ranks, num_hosts * num_ranks, address
+
+    def meet(self, failures: list[Failure]) -> Place | Verdict:
+        place = (self._first_rank, self._num_ranks, self._world_size, self._address, self._port)
+        return Place(*place, listener=None, attempt=len(failures), knows_all=False)

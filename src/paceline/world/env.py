@@ -1,5 +1,5 @@
 """Reads which rank of which world this process is, and where the ranks' store listens, from the variables that
-torchrun, `--nproc` and Slurm set. If none is set, this is a world of one."""
+torchrun, `--nproc`, Slurm and Kubernetes set. If none is set, this is a world of one."""
 
 import contextlib
 import ipaddress
@@ -13,7 +13,7 @@ import psutil
 
 from paceline.base.clock import within
 from paceline.base.errors import UserError, nearest
-from paceline.world import slurm
+from paceline.world import kubernetes, slurm
 
 _RESOLVER_S = 3.0  # without a network a resolver may take far longer
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,9 +40,17 @@ class Environment:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
-    """Returns this process's place in the world. Raises UserError if variables are missing or contradict each other."""
+    """Returns this process's place in the world. Raises UserError if variables are missing or contradict each other,
+    or if this is no rank, but the launcher of a pod's ranks."""
     given = os.environ if environ is None else environ
-    env = {**given, **slurm.variables(given)}
+    env = {**given, **slurm.variables(given), **kubernetes.variables(given)}
+    pod = kubernetes.read_pod(env)
+    if pod is not None and pod.num_ranks != "1":
+        raise UserError(
+            f"PET_NPROC_PER_NODE is {pod.num_ranks}: `paceline train` and `paceline resume` start this pod's ranks. "
+            "Start anything else with torchrun, which reads the same variables, or unset PET_MASTER_ADDR for this pod "
+            "alone"
+        )
     if not any(name in env for name in ("RANK", "WORLD_SIZE")):
         return Environment()  # MASTER_ADDR alone may belong to another program
     present = [name for name in _NEEDED if env.get(name)]

@@ -1,0 +1,34 @@
+"""Shared by the verbs that print a job for a scheduler: what it is to run."""
+
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import UserError
+from paceline.cli.flags import base_config, parse, without
+from paceline.cli.train import TrainArguments
+
+
+def options_and_command(verb: str, arguments: list[str], ranks: str) -> tuple[list[str], list[str]]:
+    """Returns the arguments before `--`, and the words after `paceline` that begin the run, or continue it; --out is
+    absolute. ranks: how this scheduler is told of ranks. Raises UserError for options that `paceline train` refuses."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    options, flags = arguments[:place], arguments[place + 1 :]
+    if "--help" in options or "-h" in options:
+        return options, []
+    hint = f"the options of `paceline train` come after --, with --out: paceline {verb} -- --preset demo --out runs/x"
+    if not flags:
+        raise UserError(f"nothing to train: {hint}")
+    parsed = parse(TrainArguments, TrainArguments(settings=base_config(flags)), flags, "train")
+    if not parsed.out:
+        raise UserError(f"there is no run folder: {hint}")
+    if parsed.nproc != "1" or parsed.hosts or parsed.max_restarts:
+        raise UserError(f"--nproc, --hosts and --max-restarts after --: {verb.capitalize()} {ranks}")
+    rest = without(flags, "--out", "--resume")
+    return options, ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
+
+
+def require_positive(parsed: Any, *names: str) -> None:
+    """Raises UserError, naming the flag, if one of these numbers is below 1."""
+    for name in names:
+        if getattr(parsed, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(parsed, name)}; it must be at least 1")

