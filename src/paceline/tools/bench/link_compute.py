@@ -1,4 +1,4 @@
-"""Measures what a rank computes in a training step, for the predictions of link_paths.py."""
+"""Measures what a rank computes in a training step, for the predictions of plan/schedule.py."""
 
 import torch
 
@@ -6,7 +6,7 @@ from paceline.config import Config
 from paceline.model.gpt import GPT, build
 from paceline.optim.optimizer import make_optimizers
 from paceline.sync.buckets import backward_order
-from paceline.tools.bench.link_paths import Job, Stage
+from paceline.tools.plan.schedule import Job, Stage
 from paceline.train.resolve import Settings, resolve
 from paceline.world.device import DeviceClock
 from paceline.world.runtime import World

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.tools.bench.link_paths import Job, Stage, paths, predict
+from paceline.tools.plan.schedule import Job, Stage, paths, predict
 from paceline.tools.bench.link_show import choice_text
 
 # A micro-batch of 2048 tokens on one thread; 11.14M parameters.
