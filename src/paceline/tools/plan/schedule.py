@@ -7,7 +7,7 @@ are one load; a collective begins when the slowest load is ready. So a world of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.sync.wire import WireBits, wire_bits
@@ -74,9 +74,8 @@ class Job:
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather without its latency. The levels of the hierarchy overlap."""
         inner = self.num_ranks / self.num_hosts
-        return max(
-            (1 - 1 / self.num_hosts) * num_bytes / self.bytes_per_s, (1 - 1 / inner) * num_bytes / self.inner_bytes_per_s
-        )
+        outer_s = (1 - 1 / self.num_hosts) * num_bytes / self.bytes_per_s
+        return max(outer_s, (1 - 1 / inner) * num_bytes / self.inner_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +230,7 @@ def _sharded_step_s(job: Job) -> float:
 
 def _cut(job: Job, path: Path) -> list[_Bucket]:
     """Returns the buckets in the order of backward. A stage's gradients are ready in proportion to their elements."""
-    strategy = "zero" if path.strategy == "zero" else "ddp"
-    most_bytes = path.bucket_bytes or ParallelConfig(strategy=strategy).bucket_bytes("cpu")
+    most_bytes = path.bucket_bytes or ParallelConfig(strategy=path.strategy).bucket_bytes("cpu")
     buckets: list[_Bucket] = []
     before = 0.0
     for number, stage in reversed(list(enumerate(job.stages))):
@@ -282,8 +280,8 @@ def paths(job: Job, sync_every: Sequence[int] = (8, 32)) -> list[Path]:
     found = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False)]
     for wire in ("exact", "bf16", "int8", "int4"):
         parallel = ParallelConfig(strategy="zero", wire=wire)
-        for is_layered in (False, True)[: 1 + (job.num_micro_batches > 1)]:
-            found.append(path_of(parallel, job, is_layered=is_layered))
+        orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
+        found += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
     every = [ParallelConfig(strategy="local", sync_every=steps) for steps in sync_every]
     return found + [path_of(parallel, job, is_layered=False) for parallel in every]
 
