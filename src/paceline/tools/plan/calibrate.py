@@ -202,7 +202,7 @@ def _micro_batches(
 def _link(group: Group) -> tuple[float, float, float]:
     """Returns latency, bytes a second of a rank's link each way, and processor seconds a byte sent, of all-reduces."""
     if group.size == 1:
-        return 0.0, float("inf"), 0.0
+        return 0.0, 1e12, 0.0  # nobody to send to
     times, processor, sent = [], 0.0, 0.0
     for num_bytes in _MESSAGES:
         flat = torch.zeros(num_bytes // 4)

@@ -4,8 +4,8 @@ from paceline.model import cost
 from paceline.train.resolve import Settings, fixed_bytes, sequence_bytes
 from paceline.world.facts import RankFacts
 
-# The driver's context. A CPU rank's interpreter and libraries count apart.
-PROGRAM_BYTES = {"cpu": 0.0, "cuda": 1.5e9}
+# What training loads beside the interpreter and torch; the driver's context.
+PROGRAM_BYTES = {"cpu": 0.17e9, "cuda": 1.5e9}
 # Of an element: the replica's part, the message, and what the last message left out.
 _CODED_BYTES = {"int8": 4 + 8.125 / 8, "int4": 4 + 4.125 / 8 + 4}
 
@@ -35,5 +35,7 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int) -> dict[st
         "optimizer": moments * part,
         "activations": together * (sequences * sequence_bytes(config, rank) + fixed_bytes(config)) + loss,
         "buffers": buffers,
+        # A save copies what this rank writes, and training goes on. A GPU's copy is in the host's memory.
+        "snapshot": (4 * total + moments) * min(part, whole) if rank.device == "cpu" else 0.0,
         "program": PROGRAM_BYTES[rank.device],
     }

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import rich.box
@@ -13,14 +13,12 @@ from paceline.base import units
 from paceline.record.console import Console, facts, table
 from paceline.tools.plan.plan import Plan
 
+_NEGLIGIBLE = 0.999  # a goodput above it is not shown
+
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Returns the plans that fit, the fastest run first; then the others."""
-    return sorted(plans, key=lambda each: (not each.fits, each.seconds if _has_steps(each) else -each.tokens_per_s))
-
-
-def _has_steps(plan: Plan) -> bool:
-    return plan.settings.num_steps is not None
+    """Returns the plans that fit, the fastest first; then the others."""
+    return sorted(plans, key=lambda each: (not each.fits, -each.tokens_per_s * each.goodput_frac))
 
 
 def show(plans: Sequence[Plan], console: Console, *, explain: bool = False) -> None:
@@ -87,32 +85,36 @@ def _memory_rows(plan: Plan) -> list[list[str]]:
 
 
 def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
-    has_price = any(plan.money for plan in plans)
-    columns = ["plan", "ranks", "memory", "step ms", "tokens/s", "MFU", "alone %", "goodput", "run"]
-    columns += ["price"] * has_price + ["bound by"]
-    made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False)
-    for column in columns:
+    """A row for each plan. Without a price, or failures that matter, those columns are left out."""
+    shown: dict[str, Callable[[Plan], str]] = {
+        "plan": lambda plan: plan.label,
+        "ranks": lambda plan: str(plan.cluster.num_ranks),
+        "memory": lambda plan: units.size(sum(plan.memory.values())),
+        "step ms": lambda plan: f"{1e3 * plan.step_s:.1f}",
+        "tokens/s": lambda plan: units.count(plan.tokens_per_s),
+        "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
+        "alone %": lambda plan: f"{100 * plan.efficiency_frac:.1f}",
+        "goodput": lambda plan: f"{plan.goodput_frac:.1%}",
+        "run": lambda plan: units.duration(plan.seconds),
+        "price": lambda plan: f"{plan.money:,.0f}",
+        "bound by": lambda plan: plan.bound if plan.fits else "does not fit",
+    }
+    if not any(plan.money for plan in plans):
+        del shown["price"]
+    if min(plan.goodput_frac for plan in plans) > _NEGLIGIBLE:
+        del shown["goodput"]
+    made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in shown:
+        is_text = name in ("plan", "bound by")
         made.add_column(
-            column,
-            justify="left" if column in ("plan", "bound by") else "right",
-            no_wrap=column != "plan",
+            name,
+            justify="left" if is_text else "right",
+            no_wrap=name != "plan",
             overflow="fold",
+            min_width=20 if name == "plan" else 0,
         )
     for plan in plans:
-        cells = [
-            plan.label,
-            str(plan.cluster.num_ranks),
-            units.size(sum(plan.memory.values())) + ("" if plan.fits else " !"),
-            f"{1e3 * plan.step_s:.1f}",
-            units.count(plan.tokens_per_s),
-            f"{plan.mfu:.1%}",
-            f"{100 * plan.efficiency_frac:.1f}",
-            f"{plan.goodput_frac:.1%}",
-            units.duration(plan.seconds),
-            *([f"{plan.money:,.0f}"] * has_price),
-            plan.bound if plan.fits else "memory: does not fit",
-        ]
-        made.add_row(*map(Text, cells))
+        made.add_row(*(Text(cell(plan)) for cell in shown.values()))
     return made
 
 
