@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,6 @@ from rich.text import Text
 from paceline.base import units
 from paceline.record.console import Console, facts, table
 from paceline.tools.plan.plan import Plan
-
-_NEGLIGIBLE = 0.999  # a goodput above it is not shown
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
@@ -85,24 +84,21 @@ def _memory_rows(plan: Plan) -> list[list[str]]:
 
 
 def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
-    """A row for each plan. Without a price, or failures that matter, those columns are left out."""
+    """A row for each plan, the price where there is one. Labels are without the fields' sections."""
     shown: dict[str, Callable[[Plan], str]] = {
-        "plan": lambda plan: plan.label,
+        "plan": lambda plan: re.sub(r"[a-z]+\.(?=[a-z])", "", plan.label),
         "ranks": lambda plan: str(plan.cluster.num_ranks),
         "memory": lambda plan: units.size(sum(plan.memory.values())),
         "step ms": lambda plan: f"{1e3 * plan.step_s:.1f}",
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
         "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
         "alone %": lambda plan: f"{100 * plan.efficiency_frac:.1f}",
-        "goodput": lambda plan: f"{plan.goodput_frac:.1%}",
         "run": lambda plan: units.duration(plan.seconds),
         "price": lambda plan: f"{plan.money:,.0f}",
         "bound by": lambda plan: plan.bound if plan.fits else "does not fit",
     }
     if not any(plan.money for plan in plans):
         del shown["price"]
-    if min(plan.goodput_frac for plan in plans) > _NEGLIGIBLE:
-        del shown["goodput"]
     made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for name in shown:
         is_text = name in ("plan", "bound by")
@@ -111,7 +107,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
             justify="left" if is_text else "right",
             no_wrap=name != "plan",
             overflow="fold",
-            min_width=20 if name == "plan" else 0,
+            min_width=18 if name == "plan" else 0,
         )
     for plan in plans:
         made.add_row(*(Text(cell(plan)) for cell in shown.values()))
