@@ -38,6 +38,7 @@ _SHAPES = (
 )
 _ROUNDS = 5
 _MESSAGES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes of an all-reduce
+_PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
 _ELEMENT_KINDS = ("elements", "tensors")
 
 
@@ -122,6 +123,7 @@ def measure(world: World, say: Callable[[str], None] = lambda _: None) -> Device
         copy_bytes_per_s=copy,
         inner_bytes_per_s=bytes_per_s,
         inner_latency_s=latency_s,
+        outer_frac=_PAYLOAD_FRAC,
         transfer_cpu_s=cpu_s,
         jitter_frac=numbers[1],
         error_frac=numbers[0],
