@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import base_config, parse, run_verb, with_preset
+from paceline.cli.flags import base_config, parse, run_verb, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
 from paceline.data.config import DataConfig
@@ -252,7 +251,7 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
     from paceline.tools.lab.hosts import lay_out
     from paceline.tools.lab.system import check_machine
 
-    variants = {text: _variant(text, config) for text in parsed.compare}
+    variants = {text: variant(text, config, "bench scaling") for text in parsed.compare}
     check_machine()
     cpu = tuple(share.strip() for share in parsed.cpu.split(",")) if parsed.cpu else ("unlimited",) * parsed.hosts
     layout = lay_out(len(cpu), 1, parsed.rate, ",".join(cpu))
@@ -282,14 +281,6 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
         if path := getattr(parsed, name):
             Path(path).write_text(shape(setup, rows))
     return 0
-
-
-def _variant(text: str, config: Config) -> Config:
-    """Returns the config with the fields of one variant: 'parallel.strategy=zero train.seed=1'."""
-    words = [f"--{word}" for word in shlex.split(text)]
-    found = parse(_ModelArguments, _ModelArguments(settings=config), words, "bench scaling").settings
-    found.check()
-    return found
 
 
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:

@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import shlex
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import tyro
 
 from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
 from paceline.config import ALTERNATIVES, Config, checked, load_file, load_preset
@@ -31,8 +34,6 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
     if TELL_KNOWN in arguments:
         raise Known(known)
     words = _tied(arguments, known, verb)
-    import tyro
-
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -129,6 +130,18 @@ def base_config(arguments: Sequence[str]) -> Config:
     if file := _value_of("--config", arguments):
         config = load_file(Path(file), config)
     return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+    settings: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def variant(text: str, config: Config, verb: str) -> Config:
+    """Returns the config with the fields of one variant: 'parallel.strategy=zero train.seed=1'. Raises UserError."""
+    found = parse(_Fields, _Fields(settings=config), [f"--{word}" for word in shlex.split(text)], verb).settings
+    found.check()
+    return found
 
 
 def require_one_way(arguments: Sequence[str]) -> None:

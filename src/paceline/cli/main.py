@@ -27,6 +27,7 @@ _VERBS = {
     "lab": "several hosts on this machine, with their own links and processors, to try all of this",
     "bench": "measure the network (bench link), scaling (bench scaling), the data path (bench loader)",
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",
+    "plan": "predict memory, time and price of a run on this machine or a described cluster",
     "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
     "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
     "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",

@@ -87,9 +87,10 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         print(f"warning: {text}", flush=True)
     if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
+        from paceline.tools.plan.here import predict_here
         from paceline.train.loop import train
 
-        return train(request, env)
+        return train(dataclasses.replace(request, predict=predict_here), env)
     for local_rank in range(num_ranks):
         choose_device(config.parallel.device, local_rank, num_ranks, num_ranks)
     assert request.out is not None

@@ -1,6 +1,7 @@
 """What a model costs, in closed form: parameters, FLOPs, bytes of activations. Needs no torch."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from paceline.model.config import ModelConfig
 
@@ -18,6 +19,7 @@ class Parameters:
     matmul: int  # those that each token is multiplied with: the linear layers and the head, tied or not
 
 
+@cache
 def num_parameters(config: ModelConfig) -> Parameters:
     """Returns the counts for a config with resolved n_positions and vocab_size."""
     width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden

@@ -19,6 +19,7 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
 from paceline.record.console import Console, print_error
 from paceline.record.folder import RunFolder
+from paceline.record.predicted import Predicted
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.replica import Replica
 from paceline.replica.scaler import LossScaler
@@ -54,6 +55,7 @@ class Setup:
     watchdog: Watchdog
     loader: Loader
     validation: FixedBatches
+    predicted: Predicted | None = None  # on rank 0, if this machine is calibrated
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -101,6 +103,9 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         banner.start_again(console, world, settings, folder.shown)
     else:
         banner.start(console, world, settings, data, peak, folder.shown)
+    predicted = request.predict(settings, world.facts) if world.is_main else None
+    if predicted is not None:
+        console.say(f"{predicted.announcement()}\n")
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
     replica = make_replica(settings, world, console, is_new)
@@ -115,6 +120,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         folder=folder,
         console=console,
         recorder=Recorder(world, folder, console, settings, sum(peaks) if all(peaks) else None),
+        predicted=predicted,
         replica=replica,
         checkpoints=checkpoints,
         watchdog=make_watchdog(config, world, folder, console, checkpoints.writers),
@@ -122,6 +128,8 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         validation=FixedBatches(data.validation, config.train.eval_sequences, world.device),
     )
     replica.at, replica.stop = setup.at, stop
+    if predicted is not None:
+        setup.recorder.event("prediction", step_ms=predicted.step_ms, part_ms=predicted.part_ms)
     return setup
 
 

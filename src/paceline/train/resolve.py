@@ -164,7 +164,8 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
     and divide a rank's share equally. Otherwise a rank's micro-batches are limited by its own memory."""
     train, world_size = config.train, len(facts)
     batch, given = train.global_batch_size, train.device_batch_size
-    found = [largest_micro_batch(config, each, world_size) for each in facts]
+    sizes = {each: largest_micro_batch(config, each, world_size) for each in set(facts)}
+    found = [sizes[each] for each in facts]
     limits = [min(given or largest, batch) for largest, _ in found]
     size, why = min(found)
     if config.parallel.shares != "equal":
@@ -185,18 +186,20 @@ def largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tup
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":
         return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
-    each = _room(config, rank, world_size) / train.layered_micro_batches - _fixed_bytes(config)
-    fits = int(each / _sequence_bytes(config, rank))
+    each = _room(config, rank, world_size) / train.layered_micro_batches - fixed_bytes(config)
+    fits = int(each / sequence_bytes(config, rank))
     return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"
 
 
 def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts]) -> None:
     """Raises UserError if a rank cannot keep the activations of as many micro-batches as are layered."""
     wanted = config.train.layered_micro_batches
+    if wanted == 1:
+        return
     for rank, each in enumerate(facts):
         most = wanted if config.parallel.shares == "auto" else min(wanted, plan.num_micro_batches(rank))
         sequences = plan.limits[rank] if plan.limits else plan.device_batch_size
-        one = sequences * _sequence_bytes(config, each) + _fixed_bytes(config)
+        one = sequences * sequence_bytes(config, each) + fixed_bytes(config)
         room = _room(config, each, len(facts))
         if most > 1 and most * one > room:
             raise UserError(
@@ -216,7 +219,7 @@ def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     return rank.free_bytes * _MEMORY_SHARE - state - loss
 
 
-def _fixed_bytes(config: Config) -> int:
+def fixed_bytes(config: Config) -> int:
     """Bytes that a micro-batch of any size keeps: the output layer's gradient from its loss until backward, and the
     blocks' weights in the compute dtype."""
     model, train = config.model, config.train
@@ -225,7 +228,7 @@ def _fixed_bytes(config: Config) -> int:
     return 4 * head + cast_bytes * (cost.num_parameters(model).matmul - head)
 
 
-def _sequence_bytes(config: Config, rank: RankFacts) -> float:
+def sequence_bytes(config: Config, rank: RankFacts) -> float:
     """Bytes of activations of a sequence."""
     train, seq_len = config.train, config.data.seq_len
     return seq_len * cost.activation_bytes(

@@ -1,12 +1,12 @@
-"""Measures what a rank computes in a training step, for the predictions of link_paths.py."""
+"""Measures what a rank computes in a training step, for the predictions of plan/schedule.py."""
 
 import torch
 
 from paceline.config import Config
 from paceline.model.gpt import GPT, build
 from paceline.optim.optimizer import make_optimizers
-from paceline.sync.buckets import backward_order
-from paceline.tools.bench.link_paths import Job, Stage
+from paceline.tools.plan import work
+from paceline.tools.plan.schedule import Job, Stage
 from paceline.train.resolve import Settings, resolve
 from paceline.world.device import DeviceClock
 from paceline.world.runtime import World
@@ -29,7 +29,7 @@ def measured_job(world: World, config: Config, compute_ms: float, latency_s: flo
         forward_s, backward_s, update_s = (max(column) for column in zip(*world.group.share(own), strict=True))
     num_hosts = len({peer.host for peer in world.peers})
     return Job(
-        stages=_stages(model, settings, forward_s, backward_s),
+        stages=_stages(settings, forward_s, backward_s),
         num_micro_batches=num_micro_batches,
         update_s=update_s,
         num_ranks=world.world_size,
@@ -68,19 +68,13 @@ def _fastest(model: GPT, settings: Settings, device: torch.device) -> list[float
     return [min(column) for column in zip(*rounds, strict=True)]
 
 
-def _stages(model: GPT, settings: Settings, forward_s: float, backward_s: float) -> tuple[Stage, ...]:
-    """Divides the times among embedding, blocks and head by FLOPs. The loss computes its gradients in forward."""
+def _stages(settings: Settings, forward_s: float, backward_s: float) -> tuple[Stage, ...]:
+    """Divides the times among blocks and head by FLOPs. The loss computes its gradients in forward."""
     config = settings.config.model
-    elements: dict[str, list[int]] = {"embed": [], **{f"layers.{i}": [] for i in range(config.n_layer)}, "head": []}
-    for name, parameter in backward_order(model):
-        first, _, rest = name.partition(".")
-        key = f"layers.{rest.partition('.')[0]}" if first == "layers" else "embed" if "embed" in first else "head"
-        elements[key].append(parameter.numel())
-    block = 2 * sum(elements["layers.0"]) + 4 * settings.config.data.seq_len * config.n_embd
-    head = 3 * 2 * config.vocab_size * config.n_embd
-    unit_s = forward_s / (config.n_layer * block + head)
-    each_s = {"embed": (0.0, 0.0), "head": (unit_s * head, 0.0)}
-    return tuple(
-        Stage(*each_s.get(key, (unit_s * block, backward_s / config.n_layer)), tuple(counts), key == "embed")
-        for key, counts in elements.items()
-    )
+    shape = work.Shape(model=config, seq_len=settings.config.data.seq_len)
+    units = work.forward_units(shape, 1)
+    flops = {part: units[part]["products"] + units[part].get("attention", 0.0) for part in ("block", "head")}
+    unit_s = forward_s / (config.n_layer * flops["block"] + flops["head"])
+    forward = {"embed": 0.0, **{part: unit_s * count for part, count in flops.items()}}
+    backward = {"embed": 0.0, "block": backward_s / config.n_layer, "head": 0.0}
+    return work.stages(config, work.PassTimes(forward=forward, backward=backward))

@@ -8,7 +8,7 @@ from rich.table import Table
 from paceline.base import units
 from paceline.record.console import Console, facts, table
 from paceline.tools.bench.link import Host, LinkReport, Pair
-from paceline.tools.bench.link_paths import GOAL_FRAC, Prediction, first_good
+from paceline.tools.plan.schedule import GOAL_FRAC, Prediction, first_good
 
 
 def show(report: LinkReport, console: Console) -> None:

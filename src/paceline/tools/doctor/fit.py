@@ -9,7 +9,7 @@ from paceline.config import Config
 from paceline.model import cost
 from paceline.model.config import ModelConfig
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
-from paceline.train.resolve import Settings, resolve, state_bytes
+from paceline.train.resolve import Settings, resolve, sequence_bytes, state_bytes
 from paceline.world.facts import RankFacts
 
 _RANK_BYTES = 300 << 20  # of a rank before it has a model: torch, our libraries, buffers
@@ -55,14 +55,7 @@ def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
     config, micro = settings.config, settings.plan.device_batch_size
     least = min(facts, key=lambda rank: rank.free_bytes)
     state = state_bytes(config, len(facts), facts[0].num_gpus)[config.parallel.strategy] + _RANK_BYTES
-    is_half = settings.dtype.itemsize == 2
-    sequence = config.data.seq_len * cost.activation_bytes(
-        config.model,
-        config.data.seq_len,
-        compute_bytes=settings.dtype.itemsize,
-        checkpoint=config.train.activation_checkpoint,
-        keeps_scores=is_half and least.device == "cpu",
-    )
+    sequence = sequence_bytes(config, least)
     seen = (
         f"a rank takes {units.size(state)} and {units.size(micro * sequence)} of activations; {least.host} has "
         f"{units.size(least.free_bytes)} for one"

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.tools.bench.link_paths import Job, Stage, paths, predict
 from paceline.tools.bench.link_show import choice_text
+from paceline.tools.plan.schedule import Job, Stage, paths, predict
 
 # A micro-batch of 2048 tokens on one thread; 11.14M parameters.
 BLOCK = Stage(20e-3, 51e-3, (589_824, 589_824, 147_456, 442_368))

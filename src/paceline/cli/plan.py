@@ -1,0 +1,122 @@
+"""paceline plan"""
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.base.errors import EXIT_DONE, UserError
+from paceline.cli.flags import base_config, parse, require_one_way, variant, with_preset
+from paceline.cli.start import find_world, start_without_run
+from paceline.config import Config, supersede
+from paceline.world.config import ParallelConfig
+from paceline.world.cores import usable_cores
+
+if TYPE_CHECKING:
+    from paceline.tools.plan.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Predict a run before anything runs: does it fit, how long does it take, what bounds it, what does it cost.
+
+    Takes the options of `train`. Without --cluster it is for this machine, once that is calibrated."""
+
+    preset: str = ""
+    """The run to plan: a preset (demo, where neither this nor --config is given)."""
+    config: str = ""
+    """The same from a TOML file of [section] field = value."""
+    cluster: str = ""
+    """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md)."""
+    ranks: str = ""
+    """Several numbers of ranks, each a row of a table: 1,8,64. On this machine without --cluster: 1,2."""
+    vary: tuple[str, ...] = ()
+    """Variants of the run, each a row: --vary parallel.strategy=ddp "parallel.strategy=zero parallel.wire=int8"."""
+    price: float = 0.0
+    """For a device and an hour, in any currency; 0: the cluster's."""
+    json: bool = False
+    """One JSON object with all numbers, instead of tables."""
+    explain: bool = False
+    """Every number with its formula and inputs."""
+    calibrate: bool = False
+    """Measure this machine instead, in about a minute; it must do nothing else. Plans and `train` use the result."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def main(arguments: list[str]) -> int:
+    words = with_preset(arguments, "demo")
+    base = base_config(words)
+    parsed = parse(PlanArguments, PlanArguments(settings=base), words, "plan")
+    require_one_way(words)
+    if parsed.calibrate:
+        return _calibrate(arguments)
+    if not (math.isfinite(parsed.price) and parsed.price >= 0):
+        raise UserError(f"--price is {parsed.price}; it is at least 0")
+    config = supersede(base, parsed.settings)
+    config.check()
+    variants = {text: variant(text, config, "plan") for text in parsed.vary} or {"": config}
+    counts = _counts(parsed.ranks)
+    from paceline.record.console import Console
+    from paceline.tools.plan.plan import plan  # imports torch: seconds
+    from paceline.tools.plan.show import as_json, ranked, show
+
+    plans = []
+    for cluster in _clusters(parsed, counts):
+        for text, varied in variants.items():
+            device = cluster.device_of_rank(compiled=varied.train.compile)
+            label = text if len(variants) > 1 else f"{cluster.num_ranks} ranks" if len(counts) > 1 else ""
+            plans.append(plan(varied, cluster, device, label=label))
+    if parsed.json:
+        print(json.dumps({"plans": [as_json(each) for each in ranked(plans)]}))
+    else:
+        show(plans, Console(0), explain=parsed.explain)
+    return EXIT_DONE
+
+
+def _counts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and 1 <= int(part) <= 1 << 20 for part in parts):
+        raise UserError(f"--ranks is '{text}'; give numbers of ranks, such as 1,8,64")
+    return list(map(int, parts))
+
+
+def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
+    """Returns the cluster, in each size that was asked for."""
+    from paceline.tools.plan.cluster import Cluster, read
+
+    if parsed.cluster:
+        cluster = read(Path(parsed.cluster))
+        found = [cluster.of_ranks(count) for count in counts] or [cluster]
+    else:
+        found = [Cluster(ranks_per_host=count) for count in counts or [1]]
+    return [dataclasses.replace(each, price=parsed.price or each.price) for each in found]
+
+
+def _calibrate(arguments: list[str]) -> int:
+    """Measures this machine with one rank, then with a rank for each core."""
+    env, _ = find_world("1", ParallelConfig())
+    if not env.is_distributed:
+        for count in sorted({1, usable_cores()}):
+            if status := start_without_run(count, ["plan", *arguments], ParallelConfig()):
+                return status
+        return EXIT_DONE
+    from paceline.record.console import Console
+    from paceline.tools.plan import devices  # imports torch: seconds
+    from paceline.tools.plan.calibrate import measure
+    from paceline.world.runtime import open_world
+
+    console = Console(env.rank)
+    with open_world(ParallelConfig(device="cpu"), env) as world, console.progress(None, transient=True):
+        if world.device.type != "cpu" or len({peer.host for peer in world.peers}) > 1:
+            raise UserError("--calibrate measures one machine's processors; start it once, from a plain shell", "world")
+        device = measure(world, lambda what: console.advance(0, "measuring", what))
+    if env.rank == 0:
+        path = devices.store([(env.world_size, device)])
+        console.say(f"{device.source}: micro-batches and updates fitted within {device.error_frac:.1%}; kept in {path}")
+        sys.stdout.flush()
+    return EXIT_DONE

@@ -1,0 +1,234 @@
+"""Measures this machine for plans, in about a minute: micro-batches and updates of a few small models in the real code,
+and the link between its ranks. Rates of each kind of work are fitted to all of them (work.py)."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from paceline.data.cache import cache_dir
+from paceline.model.config import ModelConfig
+from paceline.model.gpt import build
+from paceline.optim.config import OptimConfig
+from paceline.optim.optimizer import make_optimizers
+from paceline.sync.replicas import overall
+from paceline.tools.plan import work
+from paceline.tools.plan.devices import Device
+from paceline.tools.plan.link_fit import bus_factor, fit
+from paceline.tools.plan.work import KINDS, Rates, Shape, Units
+from paceline.world.device import choose_dtype, cpu_name, peak_flops
+from paceline.world.group import Group
+from paceline.world.runtime import World
+
+# Layers, width, heads, sequence length, vocabulary, sequences of a micro-batch.
+_SHAPES = (
+    (4, 64, 4, 64, 512, 32),
+    (2, 128, 4, 128, 1024, 16),
+    (2, 256, 4, 256, 4096, 8),
+    (3, 384, 6, 256, 1024, 8),
+    (1, 512, 8, 512, 2048, 4),
+    (2, 384, 12, 512, 512, 4),
+    (2, 192, 6, 256, 8192, 4),
+    (4, 256, 8, 128, 512, 2),
+    (2, 384, 6, 256, 1024, 1),
+)
+_ROUNDS = 5
+_MESSAGES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes of an all-reduce
+_PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
+_ELEMENT_KINDS = ("elements", "tensors")
+
+
+@dataclass
+class _Measured:
+    """One kind of measurement: units of work, and the seconds they took."""
+
+    units: list[Units] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, units: Units, seconds: float) -> None:
+        self.units.append(units)
+        self.seconds.append(seconds)
+
+    def fit(self, kinds: Sequence[str]) -> tuple[Rates, float]:
+        """Returns the seconds a unit, none negative, and the worst relative error."""
+        matrix = np.array([[units.get(kind, 0.0) for kind in kinds] for units in self.units])
+        rates = nonnegative(matrix, np.array(self.seconds))
+        error = np.abs(matrix @ rates / np.array(self.seconds) - 1)
+        return {kind: float(rate) for kind, rate in zip(kinds, rates, strict=True)}, float(error.max())
+
+
+def nonnegative(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Returns x >= 0 with the least sum of squared relative errors of matrix @ x. Tries every subset of columns, since
+    there are few."""
+    weighted, ones = matrix / values[:, None], np.ones(len(values))
+    scale = np.where(weighted.max(0) > 0, weighted.max(0), 1.0)
+    best, least = np.zeros(matrix.shape[1]), float("inf")
+    for size in range(1, matrix.shape[1] + 1):
+        for columns in map(list, itertools.combinations(range(matrix.shape[1]), size)):
+            found = np.linalg.lstsq(weighted[:, columns] / scale[columns], ones, rcond=None)[0]
+            error = float(((weighted[:, columns] / scale[columns] @ found - 1) ** 2).sum())
+            if found.min() >= 0 and error < least * (1 - 1e-9):
+                least, best = error, np.zeros(matrix.shape[1])
+                best[columns] = found / scale[columns]
+    return best
+
+
+def measure(world: World, say: Callable[[str], None] = lambda _: None) -> Device:
+    """Returns a rank's device as all ranks of this world found it at once. Collective; one host."""
+    dtype = choose_dtype("auto", world.device)[0]
+    forward: dict[str, Rates] = {}
+    backward: dict[str, Rates] = {}
+    errors, scatter = [], []
+    updates = {"adamw": _Measured(), "muon": _Measured()}
+    for arch in ("gpt2", "llama"):
+        ahead, back = _Measured(), _Measured()
+        for sizes in _SHAPES:
+            say(f"{arch}, {sizes[0]} layers x {sizes[1]}")
+            rounds = _micro_batches(world, _model(arch, sizes), sizes, dtype, updates)
+            shape = _shape(_model(arch, sizes), sizes, dtype)
+            tokens = sizes[3] * sizes[5]
+            for found, made, column in (
+                (ahead, work.forward_units(shape, tokens), 0),
+                (back, work.backward_units(shape, tokens), 1),
+            ):
+                found.add(_whole(made, sizes[0]), statistics.median(each[column] for each in rounds))
+            steps = [sum(each) for each in rounds]
+            scatter.append(statistics.pstdev(steps) / statistics.fmean(steps))
+        forward[arch], ahead_error = ahead.fit(tuple(KINDS))
+        backward[arch], back_error = back.fit(tuple(KINDS))
+        errors += [ahead_error, back_error]
+    say("the link between ranks")
+    latency_s, bytes_per_s, cpu_s = _link(world.group)
+    update, update_error = updates["adamw"].fit(_ELEMENT_KINDS)
+    muon, muon_error = updates["muon"].fit(("products", *_ELEMENT_KINDS))
+    errors += [update_error, muon_error]
+    copy = _copy_bytes_per_s()
+    numbers = [
+        max(column) for column in zip(*world.group.share([max(errors), statistics.median(scatter)]), strict=True)
+    ]
+    peak = peak_flops(world.device, dtype, kept_in=cache_dir()).flops_per_s
+    return Device(
+        name=cpu_name(),
+        kind="cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        peak_flops_per_s=peak or 0.0,
+        memory_bytes=world.facts[0].free_bytes,
+        forward=forward,
+        backward=backward,
+        update={**update, "products": muon["products"]},
+        copy_bytes_per_s=copy,
+        inner_bytes_per_s=bytes_per_s,
+        inner_latency_s=latency_s,
+        outer_frac=_PAYLOAD_FRAC,
+        transfer_cpu_s=cpu_s,
+        jitter_frac=numbers[1],
+        error_frac=numbers[0],
+        source=f"measured here, {world.world_size} ranks of {world.threads} threads at once",
+    )
+
+
+def _model(arch: str, sizes: Sequence[int]) -> ModelConfig:
+    layers, width, heads, seq_len, vocab, _ = sizes
+    return ModelConfig(
+        arch="gpt2" if arch == "gpt2" else "llama",
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        n_positions=seq_len,
+        vocab_size=vocab,
+    )
+
+
+def _shape(model: ModelConfig, sizes: Sequence[int], dtype: torch.dtype) -> Shape:
+    return Shape(model=model, seq_len=sizes[3], compute_bytes=dtype.itemsize, keeps_scores=dtype.itemsize == 2)
+
+
+def _whole(by_part: dict[str, Units], num_layers: int) -> Units:
+    """Returns the work of all parts together."""
+    total = dict.fromkeys(KINDS, 0.0)
+    for part, amounts in by_part.items():
+        for kind, amount in amounts.items():
+            total[kind] += amount * (num_layers if part == "block" else 1)
+    return total
+
+
+def _micro_batches(
+    world: World, config: ModelConfig, sizes: Sequence[int], dtype: torch.dtype, updates: dict[str, _Measured]
+) -> list[list[float]]:
+    """Returns the seconds of forward and backward of each round, a mean over the ranks, which begin together. Adds the
+    time of each optimizer's update."""
+    model = build(config, 0, world.device)
+    model.compute_dtype = dtype
+    tokens = torch.randint(config.vocab_size, (sizes[5], sizes[3]), device=world.device)
+    optimizers = {
+        name: make_optimizers(
+            OptimConfig(name="adamw" if name == "adamw" else "muon"),
+            model.named_parameters(),
+            lr=1e-3,
+            weight_decay=0.1,
+            compute_dtype=dtype,
+        )
+        for name in updates
+    }
+    rounds: list[list[float]] = []
+    spent: dict[str, list[float]] = {name: [] for name in updates}
+    for number in range(_ROUNDS + 1):
+        world.group.barrier()
+        begun = time.perf_counter()
+        loss = model(tokens, tokens) / tokens.numel()
+        middle = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        own = [middle - begun, ended - middle]
+        for several in optimizers.values():
+            before = time.perf_counter()
+            torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])  # as clipping does
+            for optimizer in several:
+                optimizer.step()
+            own.append(time.perf_counter() - before)
+        model.zero_grad()
+        means = [statistics.fmean(column) for column in zip(*world.group.share(own), strict=True)]
+        if number:  # the first one allocates
+            rounds.append(means[:2])
+            for name, mean_s in zip(spent, means[2:], strict=True):
+                spent[name].append(mean_s)
+    for name, found in spent.items():
+        updates[name].add(work.update_units(config, name), statistics.median(found))
+    return rounds
+
+
+def _link(group: Group) -> tuple[float, float, float]:
+    """Returns latency, bytes a second of a rank's link each way, and processor seconds a byte sent, of all-reduces."""
+    if group.size == 1:
+        return 0.0, 1e12, 0.0  # nobody to send to
+    times, processor, sent = [], 0.0, 0.0
+    for num_bytes in _MESSAGES:
+        flat = torch.zeros(num_bytes // 4)
+        found = []
+        for number in range(_ROUNDS + 1):
+            group.barrier()
+            begun, spent = time.perf_counter(), time.process_time()
+            group.start_all_reduce(flat).wait()
+            found.append(time.perf_counter() - begun)
+            if number:
+                processor += time.process_time() - spent
+                sent += bus_factor("all-reduce", group.size) * num_bytes
+        times.append(max(row[0] for row in group.share([statistics.median(found[1:])])))
+    line = fit(_MESSAGES, times)
+    group.take_traffic()  # discard it
+    factor = bus_factor("all-reduce", group.size)
+    hops = (group.size - 1).bit_length()
+    return line.alpha_s / hops, factor * line.beta_bytes_per_s, max(row[0] for row in group.share([processor / sent]))
+
+
+def _copy_bytes_per_s() -> float:
+    """Returns how fast state is read for a digest."""
+    tensor = torch.zeros(4 << 20)
+    begun = time.perf_counter()
+    for _ in range(3):
+        overall({"": tensor})
+    return 3 * 4 * tensor.numel() / (time.perf_counter() - begun)

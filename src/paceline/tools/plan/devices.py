@@ -1,0 +1,181 @@
+"""How fast a device computes: seconds for each unit of work, from a table for GPUs, by measurement for this machine."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import socket
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.base.errors import UserError, nearest
+from paceline.data.cache import cache_dir
+from paceline.tools.plan.work import Rates
+from paceline.world.cores import usable_cores
+from paceline.world.device import choose_dtype, cpu_name, gpu_peak
+
+THIS = "this"  # the machine that plans
+_UPDATE_BYTES = 40  # of an element: AdamW reads and writes weight, gradient and moments; the norm reads the gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device of one rank."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    dtype: str  # what train.dtype auto means
+    peak_flops_per_s: float
+    memory_bytes: float
+    forward: Mapping[str, Rates]  # by family of models
+    backward: Mapping[str, Rates]
+    update: Rates
+    copy_bytes_per_s: float  # of digests and snapshots
+    inner_bytes_per_s: float  # between ranks of a host, each way
+    inner_latency_s: float
+    outer_frac: float = 1.0  # of a link's rate
+    transfer_cpu_s: float = 0.0  # processor time for each byte sent, taken from compute
+    step_s: float = 0.0  # fixed cost of a step
+    jitter_frac: float = 0.0  # standard deviation of a rank's step, of its mean
+    watts: float = 0.0
+    mtbf_hours: float = 0.0  # between failures of one device; 0: not known
+    error_frac: float = 0.0  # how far predictions may be off
+    source: str = ""
+
+
+@cache
+def _table() -> dict[str, dict[str, float]]:
+    text = (resources.files("paceline") / "tools" / "plan" / "devices.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def device_names() -> list[str]:
+    """Returns the devices of the table."""
+    return [name for name in _table() if name != "efficiency"]
+
+
+def gpu(name: str, *, compiled: bool) -> Device:
+    """Returns a GPU of the table; compiled: torch.compile fuses elementwise operations. Raises UserError for another
+    name."""
+    if name not in device_names():
+        raise UserError(
+            f"no device is named '{name}'{nearest(name, device_names())}; there are: {', '.join(device_names())}, "
+            f"and {THIS}: this machine, after `paceline plan --calibrate`"
+        )
+    facts, share = _table()[name], _table()["efficiency"]
+    peak = gpu_peak(name.replace("-", " "), torch.bfloat16).flops_per_s
+    assert peak is not None
+    byte_s = 1 / (share["memory"] * 1e9 * facts["bandwidth_gb_s"])
+    moved = 1.0 if compiled else share["eager_bytes"]
+    forward = {
+        "products": 1 / (share["products"] * peak),
+        "attention": 0.5 / (share["attention"] * peak),  # the causal half
+        "bytes": moved * byte_s,
+        "logits": moved * 10 * byte_s,  # written in bfloat16, read for maximum, sum and gradient
+        "weights": 6 * byte_s,  # cast
+        "calls": share["call_us"] * 1e-6,
+    }
+    backward = {kind: 2 * rate for kind, rate in forward.items()} | {"attention": 2.5 * forward["attention"]}
+    families = ("gpt2", "llama")
+    return Device(
+        name=name,
+        kind="cuda",
+        dtype="bfloat16",
+        peak_flops_per_s=peak,
+        memory_bytes=1e9 * facts["memory_gb"],
+        forward=dict.fromkeys(families, forward),
+        backward=dict.fromkeys(families, backward),
+        update={"elements": _UPDATE_BYTES * byte_s, "products": forward["products"]},
+        copy_bytes_per_s=1e9 * facts["bandwidth_gb_s"] * share["memory"] / 2,
+        inner_bytes_per_s=1e9 * facts["inner_gb_s"] * share["inner"],
+        inner_latency_s=10e-6,
+        outer_frac=share["outer"],
+        jitter_frac=0.01,
+        watts=facts["watts"],
+        mtbf_hours=facts["mtbf_hours"],
+        error_frac=0.3,
+        source="data sheets and one table of efficiencies (devices.toml)",
+    )
+
+
+# ---- this machine ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured here, by number of ranks at once: a rank has its part of the cores."""
+
+    devices: Mapping[int, Device] = field(default_factory=dict)
+
+    def device(self, num_ranks: int) -> Device:
+        """Returns one of so many ranks on this machine. More ranks than were measured share what those had."""
+        measured = max(count for count in self.devices if count <= num_ranks or count == min(self.devices))
+        found, sharing = self.devices[measured], num_ranks / measured
+        if sharing <= 1:
+            return found
+        slower: dict[str, Any] = {
+            name: {family: _scaled(rates, sharing) for family, rates in getattr(found, name).items()}
+            for name in ("forward", "backward")
+        }
+        return replace(
+            found,
+            **slower,
+            update=_scaled(found.update, sharing),
+            step_s=found.step_s * sharing,
+            transfer_cpu_s=found.transfer_cpu_s * sharing,
+            inner_bytes_per_s=found.inner_bytes_per_s / sharing,
+            peak_flops_per_s=found.peak_flops_per_s / sharing,
+            memory_bytes=found.memory_bytes / sharing,
+        )
+
+
+def _scaled(rates: Rates, factor: float) -> Rates:
+    return {kind: rate * factor for kind, rate in rates.items()}
+
+
+def _path() -> Path:
+    """The file of this machine: its name has everything that the rates depend on."""
+    facts = [socket.gethostname(), cpu_name(), torch.__version__, platform.machine(), str(usable_cores())]
+    facts += [torch.backends.cpu.get_cpu_capability(), str(choose_dtype("auto", torch.device("cpu"))[0])]
+    return cache_dir() / "plan" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+
+
+def store(devices: Sequence[tuple[int, Device]]) -> Path:
+    """Writes what was measured, complete or not at all; returns the file. Raises UserError if it cannot."""
+    path = _path()
+    known = {**(calibration().devices if path.exists() else {}), **dict(devices)}
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps({str(ranks): asdict(device) for ranks, device in known.items()}, indent=1) + "\n")
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(f"cannot write the calibration {path}: {error.strerror}; set PACELINE_CACHE") from None
+    return path
+
+
+def calibration() -> Calibration:
+    """Returns what was measured on this machine. Raises UserError if nothing was, or the file is damaged."""
+    found = find_calibration()
+    if found is None:
+        raise UserError(
+            "nothing is known of this machine yet: measure it with `paceline plan --calibrate` (about a minute), or "
+            "describe a cluster: --cluster FILE.toml"
+        )
+    return found
+
+
+def find_calibration() -> Calibration | None:
+    """Returns what was measured on this machine; None: nothing, or nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        stored = json.loads(_path().read_text()).items()
+        return Calibration(devices={int(ranks): Device(**device) for ranks, device in stored})
+    return None

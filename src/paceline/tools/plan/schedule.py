@@ -1,0 +1,291 @@
+"""The simulated training step: what compute hides of an exchange, for each way of exchanging gradients and weights.
+
+A step is played through as events: forward waits for each stage's weights, backward finishes gradients one by one, and
+messages pass the link one after the other in each direction, in latency + bytes / bandwidth. Ranks that compute alike
+are one load; a collective begins when the slowest load is ready. So a world of any size costs the same to simulate.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.sync.wire import WireBits, wire_bits
+from paceline.world.config import ParallelConfig
+
+Kind = Literal["exact", "rounding", "another algorithm"]
+GOAL_FRAC = 0.97  # of the speed that a link without cost would give
+_STEPS = 4  # until steps repeat
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model, such as a block. Times are of one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    elements: tuple[int, ...]  # of its parameters, in the order in which backward finishes their gradients
+    is_embedding: bool = False  # read in float32, so that `exact` sends it so
+
+
+@dataclass(frozen=True)
+class Load:
+    """Ranks that compute alike."""
+
+    num_micro_batches: int
+    slowness: float = 1.0  # the time of a micro-batch in units of the stages' times
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank computes in a step, and its link."""
+
+    stages: tuple[Stage, ...]  # in forward order
+    num_micro_batches: int
+    update_s: float  # of all weights by one rank
+    num_ranks: int
+    num_hosts: int  # the ranks of a host reduce inside it, so a host sends the bytes of one rank
+    latency_s: float
+    bytes_per_s: float  # each way
+    compute_bits: int = 16  # of the compute dtype
+    inner_bytes_per_s: float = math.inf  # each way, between the ranks of a host, where hosts have several
+    transfer_cpu_s: float = 0.0  # processor time of a rank for each byte that it sends, taken from its compute
+    slower: tuple[Load, ...] = ()  # other ranks' loads; num_micro_batches is that of rank 0
+
+    @property
+    def compute_s(self) -> float:
+        """All micro-batches of a step."""
+        return self.num_micro_batches * sum(stage.forward_s + stage.backward_s for stage in self.stages)
+
+    @property
+    def ideal_s(self) -> float:
+        """A step over a link without cost, if each rank updates its part."""
+        return self.compute_s + self.update_s / self.num_ranks
+
+    @property
+    def num_elements(self) -> int:
+        return sum(sum(stage.elements) for stage in self.stages)
+
+    @property
+    def hop_s(self) -> float:
+        """Latency of a collective: a tree of messages over the hosts."""
+        return self.latency_s * math.ceil(math.log2(self.num_hosts))
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds of a reduce-scatter or an all-gather without its latency. The levels of the hierarchy overlap."""
+        inner = self.num_ranks / self.num_hosts
+        outer_s = (1 - 1 / self.num_hosts) * num_bytes / self.bytes_per_s
+        return max(outer_s, (1 - 1 / inner) * num_bytes / self.inner_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A way of exchanging gradients and weights."""
+
+    flags: str
+    bits: WireBits
+    kind: Kind = "exact"
+    strategy: Literal["ddp", "zero", "fsdp", "local", "naive"] = "zero"
+    is_layered: bool = False  # all micro-batches pass a block before the next block
+    encode_s: float = 0.0  # codec time for each element of the model: before the reduce-scatter
+    update_codec_s: float = 0.0  # and around the all-gather
+    bucket_bytes: int = 0  # of gradients; 0: the strategy's default on CPUs
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on one path. Parts are those of rank 0, and add up to the step."""
+
+    path: Path
+    wire_bytes: float  # sent by a host in a step
+    step_s: float
+    efficiency_frac: float  # of the speed that a link without cost would give
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Waiting for other ranks, for the link, and processor time of messages."""
+        return max(0.0, self.step_s - self.forward_s - self.backward_s - self.update_s)
+
+
+@dataclass
+class _Bucket:
+    stages: set[int] = field(default_factory=set)
+    ready_s: float = 0.0  # in backward
+    elements: int = 0
+    weight_bytes: float = 0.0
+    arrived_s: float = 0.0  # its weights
+
+
+def predict(job: Job, path: Path) -> Prediction:
+    """Returns the duration of a step once steps repeat."""
+    embeddings = sum(sum(stage.elements) for stage in job.stages if stage.is_embedding)
+    wire_bytes = path.bits.bytes_sent(job.num_hosts, job.num_elements, embeddings)
+    is_whole = path.strategy in ("ddp", "naive", "local")  # each rank updates all weights
+    update_s = job.update_s if is_whole else job.update_s / job.num_ranks
+    if path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
+        compute_s = max(load.num_micro_batches * load.slowness for load in _loads(job)) * _once_s(job)
+        step_s = max(compute_s + update_s, (wire_bytes > 0) * job.hop_s + wire_bytes / job.bytes_per_s)
+    elif path.strategy == "fsdp":
+        step_s = _sharded_step_s(job) + update_s
+    else:
+        step_s = _Play(job, path, update_s).step_s()
+    step_s += job.transfer_cpu_s * wire_bytes * job.num_hosts / job.num_ranks
+    return Prediction(
+        path=path,
+        wire_bytes=wire_bytes,
+        step_s=step_s,
+        efficiency_frac=job.ideal_s / step_s,
+        forward_s=job.num_micro_batches * sum(stage.forward_s for stage in job.stages),
+        backward_s=job.num_micro_batches * sum(stage.backward_s for stage in job.stages),
+        update_s=update_s + (path.encode_s + path.update_codec_s) * job.num_elements,
+    )
+
+
+def _loads(job: Job) -> tuple[Load, ...]:
+    return Load(job.num_micro_batches), *job.slower
+
+
+def _once_s(job: Job) -> float:
+    return sum(stage.forward_s + stage.backward_s for stage in job.stages)
+
+
+class _Play:
+    """A step of ddp, naive or zero, played until steps repeat."""
+
+    def __init__(self, job: Job, path: Path, update_s: float):
+        self.job, self.path, self.update_s = job, path, update_s
+        self.buckets = _cut(job, path)
+        self.needed: list[list[_Bucket]] = [[] for _ in job.stages]
+        for bucket in self.buckets:
+            for number in bucket.stages:
+                self.needed[number].append(bucket)
+        self.now = self.link = 0.0
+
+    def step_s(self) -> float:
+        begun = 0.0
+        for _ in range(_STEPS):
+            begun = self.now
+            ends, readies = zip(*(self._compute(load) for load in _loads(self.job)), strict=True)
+            self._reduce([max(times) for times in zip(*readies, strict=True)])
+            self.now = max(*ends, self.link) + self.job.hop_s
+            if self.path.strategy == "zero":
+                self._publish()
+            else:
+                self.now += self.update_s
+        return self.now - begun
+
+    def _compute(self, load: Load) -> tuple[float, list[float]]:
+        """Returns when this load's ranks are through with backward, and when they have each bucket's gradients."""
+        num_passes = min(1, load.num_micro_batches) if self.path.is_layered else load.num_micro_batches
+        width = load.slowness * load.num_micro_batches / max(1, num_passes)
+        now = backward = self.now
+        for _ in range(num_passes):
+            for stage, buckets in zip(self.job.stages, self.needed, strict=True):
+                now = max([now, *(bucket.arrived_s for bucket in buckets)]) + width * stage.forward_s
+            backward = now
+            now += width * sum(stage.backward_s for stage in self.job.stages)
+        now += self.path.encode_s * self.job.num_elements
+        if self.path.strategy == "naive":
+            return now, [now] * len(self.buckets)
+        return now, [backward + width * bucket.ready_s for bucket in self.buckets]
+
+    def _reduce(self, ready: Sequence[float]) -> None:
+        """Sends the gradients; ddp's all-reduce has twice the bits of a reduce-scatter."""
+        for bucket, at in zip(self.buckets, ready, strict=True):
+            num_bytes = bucket.elements * self.path.bits.gradient / 8
+            self.link = max(self.link, at) + self.job.hop_s + self.job.transfer_s(num_bytes)
+
+    def _publish(self) -> None:
+        """Updates and sends the weights bucket by bucket, in forward order."""
+        job, path = self.job, self.path
+        self.now += job.hop_s  # of the norm
+        for bucket in reversed(self.buckets):
+            self.now += bucket.elements / job.num_elements * self.update_s + bucket.elements * path.update_codec_s
+            self.link = max(self.link, self.now) + job.hop_s + job.transfer_s(bucket.weight_bytes)
+            bucket.arrived_s = self.link
+
+
+def _sharded_step_s(job: Job) -> float:
+    """fsdp: each stage's weights are gathered while the stage before computes, in forward and backward of every
+    micro-batch; ranks wait for each other inside every pass. Gradients are scattered in the last one."""
+    slowest = max(load.num_micro_batches * load.slowness for load in _loads(job)) / max(1, job.num_micro_batches)
+    now = 0.0
+    for number in range(job.num_micro_batches):
+        is_last = number == job.num_micro_batches - 1
+        link = now
+        for stages, scatters in ((job.stages, False), (job.stages[::-1], is_last)):
+            for stage in stages:
+                elements = sum(stage.elements)
+                gather_s = (job.hop_s + job.transfer_s(elements * job.compute_bits / 8)) if elements else 0.0
+                link = max(link, now - slowest * stage.backward_s) + gather_s
+                now = max(now, link) + slowest * (stage.backward_s if stages is not job.stages else stage.forward_s)
+                if scatters and elements:
+                    link = max(link, now) + job.hop_s + job.transfer_s(4 * elements)
+        now = max(now, link)
+    return now + job.hop_s
+
+
+def _cut(job: Job, path: Path) -> list[_Bucket]:
+    """Returns the buckets in the order of backward. A stage's gradients are ready in proportion to their elements."""
+    most_bytes = path.bucket_bytes or ParallelConfig(strategy=path.strategy).bucket_bytes("cpu")
+    buckets: list[_Bucket] = []
+    before = 0.0
+    for number, stage in reversed(list(enumerate(job.stages))):
+        done, weight_bits = 0, path.bits.embedding if stage.is_embedding else path.bits.weight
+        for elements in stage.elements:
+            if not buckets or 4 * (buckets[-1].elements + elements) > most_bytes:
+                buckets.append(_Bucket())
+            bucket = buckets[-1]
+            done += elements
+            bucket.stages.add(number)
+            bucket.ready_s = before + stage.backward_s * done / sum(stage.elements)
+            bucket.elements += elements
+            bucket.weight_bytes += elements * weight_bits / 8
+        before += stage.backward_s
+    return buckets
+
+
+# For an element of the model, of which a rank encodes one half and decodes the other (two ranks, one thread of a Xeon).
+CODEC_NS = {"exact": (0.0, 0.0), "bf16": (0.5, 0.4), "int8": (1.8, 1.8), "int4": (2.2, 1.8)}
+
+
+def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str = "cpu") -> Path:
+    """Returns the path that a config takes. parallel.strategy is resolved, not auto."""
+    per_host, rounds = job.num_ranks / job.num_hosts, parallel.sync_every or 1
+    strategy = parallel.strategy
+    assert strategy != "auto"
+    encode_ns, update_ns = CODEC_NS[parallel.wire] if job.num_ranks > 1 else (0.0, 0.0)
+    flags = f"--parallel.strategy {strategy}" + (f" --parallel.sync-every {rounds}" if parallel.sync_every else "")
+    flags += f" --parallel.wire {parallel.wire}" if parallel.wire != "exact" else ""
+    bits = wire_bits(strategy, parallel.wire, job.compute_bits, sync_every=rounds, ranks_per_host=per_host)
+    if strategy == "fsdp":  # gathers in forward and backward of each micro-batch
+        bits = WireBits(32, 2 * job.num_micro_batches * job.compute_bits, 2 * job.num_micro_batches * job.compute_bits)
+    return Path(
+        flags=flags + (f" --train.layered-micro-batches {job.num_micro_batches}" if is_layered else ""),
+        bits=bits,
+        kind="another algorithm" if strategy == "local" else "exact" if parallel.wire == "exact" else "rounding",
+        strategy=strategy,
+        is_layered=is_layered,
+        encode_s=encode_ns * 1e-9,
+        update_codec_s=update_ns * 1e-9,
+        bucket_bytes=parallel.bucket_bytes(device),
+    )
+
+
+def paths(job: Job, sync_every: Sequence[int] = (8, 32)) -> list[Path]:
+    """Returns all paths: the exact ones first, then those that round, then other algorithms."""
+    found = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False)]
+    for wire in ("exact", "bf16", "int8", "int4"):
+        parallel = ParallelConfig(strategy="zero", wire=wire)
+        orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
+        found += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
+    every = [ParallelConfig(strategy="local", sync_every=steps) for steps in sync_every]
+    return found + [path_of(parallel, job, is_layered=False) for parallel in every]
+
+
+def first_good(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Returns the first path that reaches the goal; None: none does."""
+    return next((found for found in predictions if found.efficiency_frac >= GOAL_FRAC), None)

@@ -1,0 +1,153 @@
+"""What a micro-batch computes, counted by kind of work, and the seconds that a device takes for it.
+
+seconds = sum over kinds of units x the device's seconds a unit, for each stage of the model. It is a roofline with sums
+instead of maxima: a stage is a sequence of operations that each wait for arithmetic or for memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from paceline.model import cost
+from paceline.model.config import ModelConfig
+from paceline.model.gpt import GPT
+from paceline.sync.buckets import backward_order
+from paceline.tools.plan.schedule import Stage
+
+# The kinds of work, with their units.
+KINDS = {
+    "products": "FLOPs of the linear layers",
+    "attention": "FLOPs of attention, counted without a causal mask",
+    "scores": "attention probabilities that are kept",
+    "bytes": "bytes of activations, written and read again",
+    "logits": "logits of the loss",
+    "weights": "weights that are cast, or that get a gradient",
+    "calls": "blocks, embeddings and losses: the fixed cost of their kernels",
+}
+Units = dict[str, float]
+Rates = Mapping[str, float]  # seconds a unit, by kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model with resolved sizes, and how it computes."""
+
+    model: ModelConfig
+    seq_len: int
+    compute_bytes: int = 2  # of an element of the compute dtype
+    keeps_scores: bool = False  # as with bfloat16 on a CPU
+    checkpoint: bool = False  # blocks are computed again in backward
+
+
+def forward_units(shape: Shape, tokens: int) -> dict[str, Units]:
+    """Returns the work of a micro-batch's forward pass by part: embed, one block, head. The loss computes its gradients
+    in forward."""
+    model, width = shape.model, shape.model.n_embd
+    counts = cost.num_parameters(model)
+    head = model.vocab_size * width
+    block = (counts.matmul - head) / model.n_layer
+    kept = cost.activation_bytes(model, shape.seq_len, compute_bytes=shape.compute_bytes)
+    ends = cost.activation_bytes(
+        ModelConfig(**{**vars(model), "n_layer": 0}), shape.seq_len, compute_bytes=shape.compute_bytes
+    )
+    return {
+        "embed": {"bytes": 8.0 * width * tokens, "calls": 1.0},
+        "block": {
+            "products": 2 * block * tokens,
+            "attention": 4.0 * width * shape.seq_len * tokens,
+            "scores": float(shape.keeps_scores) * model.n_head * shape.seq_len * tokens,
+            "bytes": 2.0 * tokens * (kept - ends) / model.n_layer,
+            "weights": block,
+            "calls": 1.0,
+        },
+        "head": {
+            "products": 6.0 * head * tokens,
+            "bytes": 2.0 * ends * tokens,
+            "logits": float(model.vocab_size * tokens),
+            "weights": float(head),
+            "calls": 1.0,
+        },
+    }
+
+
+def backward_units(shape: Shape, tokens: int) -> dict[str, Units]:
+    """Returns the work of its backward pass, in the units of forward: a rate of backward holds both gradients."""
+    forward, model = forward_units(shape, tokens), shape.model
+    embedding = float(model.vocab_size * model.n_embd)
+    return {
+        "embed": {**forward["embed"], "weights": embedding},
+        "block": forward["block"],
+        "head": {"bytes": 8.0 * tokens * model.n_embd, "weights": embedding, "calls": 1.0},
+    }
+
+
+def seconds(units: Units, rates: Rates) -> float:
+    """Returns how long this work takes."""
+    return sum(amount * rates.get(kind, 0.0) for kind, amount in units.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Seconds of a micro-batch by part: embed, block, head."""
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+
+
+def pass_times(shape: Shape, tokens: int, forward: Rates, backward: Rates) -> PassTimes:
+    """Returns the times of a micro-batch of so many tokens."""
+    first = {part: seconds(units, forward) for part, units in forward_units(shape, tokens).items()}
+    second = {part: seconds(units, backward) for part, units in backward_units(shape, tokens).items()}
+    if shape.checkpoint:
+        second["block"] += first["block"]
+    return PassTimes(forward=first, backward=second)
+
+
+def stages(model: ModelConfig, times: PassTimes) -> tuple[Stage, ...]:
+    """Returns the stages of the simulated step, in forward order."""
+    made = []
+    for key, elements in _elements(model):
+        part = key if key in ("embed", "head") else "block"
+        made.append(Stage(times.forward[part], times.backward[part], elements, key == "embed"))
+    return tuple(made)
+
+
+@cache
+def _elements(model: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns each stage's parameters, counted in the order of backward. Needs no memory for the model."""
+    with torch.device("meta"):
+        members = backward_order(GPT(model))
+    found: dict[str, list[int]] = {"embed": [], **{f"layers.{i}": [] for i in range(model.n_layer)}, "head": []}
+    for name, parameter in members:
+        first, _, rest = name.partition(".")
+        key = f"layers.{rest.partition('.')[0]}" if first == "layers" else "embed" if "embed" in first else "head"
+        found[key].append(parameter.numel())
+    return tuple((key, tuple(counts)) for key, counts in found.items())
+
+
+# ---- the update ----
+
+_NEWTON_SCHULZ_STEPS = 5  # of Muon's orthogonalisation, in optim/muon.py
+
+
+def update_units(model: ModelConfig, optimizer: str) -> Units:
+    """Returns the work of an update of all weights: elements, and FLOPs of Muon's products."""
+    counts = cost.num_parameters(model)
+    units = {"elements": float(counts.total), "tensors": float(sum(len(each) for _, each in _elements(model)))}
+    if optimizer == "muon":
+        units["products"] = float(_NEWTON_SCHULZ_STEPS * model.n_layer * sum(map(_polar_flops, _matrices(model))))
+    return units
+
+
+def _matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    width, kv, hidden = model.n_embd, model.num_kv_heads * model.head_dim, model.hidden
+    mlp = [(hidden, width)] * (3 if model.arch == "llama" else 2)
+    return [(width, width), (width, width), (kv, width), (kv, width), *mlp]
+
+
+def _polar_flops(matrix: tuple[int, int]) -> int:
+    """FLOPs of a step: X X^T, its square, and their product with X."""
+    short, long = sorted(matrix)
+    return 4 * short * short * long + 2 * short**3

@@ -1,0 +1,246 @@
+"""Plans against hand-computed cases, laws, real memory, and what the command says."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from whole_runs import events, status_of, tiny
+
+from paceline.config import Config, load_preset
+from paceline.record.predicted import Predicted
+from paceline.tools.plan import devices
+from paceline.tools.plan.calibrate import nonnegative
+from paceline.tools.plan.cluster import Cluster
+from paceline.tools.plan.failures import Failures
+from paceline.tools.plan.memory import memory_bytes
+from paceline.tools.plan.plan import plan, rank_facts
+from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
+from paceline.train.resolve import resolve
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
+from in_process import here
+
+H100 = devices.gpu("H100", compiled=True)
+ONE = Job((Stage(1.0, 1.0, (1_000_000,)),), 1, 0.5, 2, 2, 0.1, 4e6)  # 1M elements, 4 MB/s each way
+
+
+def step_s(job: Job, **parallel: object) -> float:
+    config = ParallelConfig(**{"strategy": "ddp", **parallel})  # type: ignore[arg-type]
+    return predict(job, path_of(config, job, is_layered=False)).step_s
+
+
+# ---- the simulated step, by hand ----
+
+
+def test_a_step_of_one_bucket_is_that_of_the_pencil() -> None:
+    # 2 s of compute, then an all-reduce of 8 MB, of which half passes the link (1 s), two latencies, the update.
+    assert step_s(ONE) == pytest.approx(2 + 1 + 0.2 + 0.5)
+    # A reduce-scatter of 4 MB (0.5 s), latencies of it, its end and the norm; half an update; then a gather of 2 bytes
+    # an element (0.25 s), which the next forward waits for.
+    assert step_s(ONE, strategy="zero") == pytest.approx(2 + 0.5 + 0.3 + 0.25 + 0.1 + 0.25)
+    # Gathers of 2 MB (0.25 s) before forward and backward, a scatter of 4 MB, a last latency, half an update.
+    assert step_s(ONE, strategy="fsdp") == pytest.approx(0.35 + 1 + 1 + 0.6 + 0.1 + 0.25, abs=0.4)
+    assert step_s(replace(ONE, num_ranks=1, num_hosts=1)) == 2.5
+    assert step_s(replace(ONE, transfer_cpu_s=1e-7)) == pytest.approx(3.7 + 0.4)  # 4 MB sent by a rank
+
+
+def test_all_wait_for_the_slowest_load() -> None:
+    slower = replace(ONE, slower=(Load(3, 1.5), Load(1, 1.0)))
+    assert step_s(slower) == pytest.approx(3 * 1.5 * 2 + 1 + 0.2 + 0.5)
+    assert predict(slower, paths(slower)[0]).exposed_s == pytest.approx(9 + 1.2 - 2)
+    assert step_s(replace(ONE, slower=(Load(0),))) == step_s(ONE)
+
+
+def test_the_ranks_of_a_host_overlap_with_the_link_between_hosts() -> None:
+    fast = replace(ONE, num_ranks=16, inner_bytes_per_s=1e12)
+    assert step_s(fast) == pytest.approx(step_s(ONE))
+    assert step_s(replace(fast, inner_bytes_per_s=1e6)) == pytest.approx(2 + 7 / 8 * 8 + 0.2 + 0.5)
+
+
+JOBS = st.builds(
+    lambda blocks, forward, elements, count, hosts, rate, latency: Job(
+        (Stage(0, forward, (elements,), True), *[Stage(forward, 2 * forward, (elements, elements))] * blocks),
+        count, forward, hosts, hosts, latency, rate,
+    ),
+    st.integers(1, 5), st.floats(1e-3, 1), st.integers(1000, 4_000_000), st.integers(1, 3), st.integers(1, 5),
+    st.floats(1e6, 1e10), st.floats(0, 1e-2),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.floats(1.0, 10.0), st.booleans())
+def test_a_faster_link_is_never_slower_and_parts_are_parts(job: Job, factor: float, is_fsdp: bool) -> None:
+    found = [path_of(ParallelConfig(strategy="fsdp"), job, is_layered=False)] if is_fsdp else paths(job)
+    for path in found:
+        now, better = predict(job, path), predict(replace(job, bytes_per_s=factor * job.bytes_per_s), path)
+        assert better.step_s <= now.step_s * (1 + 1e-9)
+        assert 0 <= now.exposed_s < now.step_s
+        if job.num_ranks == 1:
+            assert now.wire_bytes == 0
+            assert now.exposed_s == pytest.approx(0, abs=1e-9)
+
+
+# ---- failures, fits ----
+
+
+@pytest.mark.parametrize(("between_s", "save_s"), [(1e4, 1.0), (1e4, 100.0), (3600.0, 600.0), (1e6, 5.0)])
+def test_the_best_interval_is_where_goodput_is_greatest(between_s: float, save_s: float) -> None:
+    job = Failures(between_s=between_s, save_s=save_s, restart_s=120)
+    tried = [job.goodput_frac(interval) for interval in np.geomspace(1, 10 * between_s, 4000)]
+    assert job.goodput_frac(job.best_interval_s) == pytest.approx(max(tried), rel=2e-3)
+    assert job.goodput_frac(100 * between_s) < max(tried)
+
+
+def test_goodput_is_that_of_simulated_failures() -> None:
+    job, rng = Failures(between_s=2000, save_s=20, restart_s=100), np.random.default_rng(0)
+    work, elapsed = 0.0, 0.0
+    for life_s in rng.exponential(job.between_s, 4000):  # a restart, then intervals until the next failure
+        work += 300 * max(0.0, (life_s - job.restart_s) // 320)
+        elapsed += life_s
+    assert work / elapsed == pytest.approx(job.goodput_frac(300), rel=0.03)
+
+
+def test_rates_that_made_times_are_found_again() -> None:
+    rng = np.random.default_rng(1)
+    matrix, truth = rng.uniform(0, 1, (12, 4)) * [1e9, 1e6, 1e3, 1], np.array([3e-12, 0, 2e-5, 1e-3])
+    assert nonnegative(matrix, matrix @ truth) == pytest.approx(truth, rel=1e-6, abs=1e-15)
+
+
+def test_the_slowest_of_many_ranks_is_the_maximum_of_as_many_normal_times() -> None:
+    config = load_preset("gpt2-124m", Config())
+    cluster = Cluster(device="H100", hosts=128, ranks_per_host=8, link_gbit=3200, jitter_frac=0.02)
+    calm, unsteady = (plan(config, replace(cluster, jitter_frac=frac), H100) for frac in (0.0, 0.02))
+    drawn = np.random.default_rng(2).normal(size=(2000, 1024)).max(1).mean()
+    waited = unsteady.parts["exposed communication"] - calm.parts["exposed communication"]
+    assert waited == pytest.approx(0.02 * drawn * (calm.step.forward_s + calm.step.backward_s), rel=0.02)
+
+
+# ---- whole plans ----
+
+
+def test_sixteen_thousand_ranks_are_planned_at_once_and_goodput_falls() -> None:
+    config = load_preset("gpt2-124m", Config()).replace("train", global_batch_size=1 << 15)
+    cluster = Cluster(device="H100", hosts=2048, ranks_per_host=8, link_gbit=3200)
+    began = time.process_time()
+    found = [plan(config, cluster.of_ranks(count), H100) for count in (1, 8, 64, 1024, 16384)]
+    assert time.process_time() - began < 20  # 0.2 s; a loop over ranks in the simulation would take minutes
+    assert [each.cluster.hosts for each in found] == [1, 1, 8, 128, 2048]
+    assert [each.goodput_frac for each in found] == sorted((each.goodput_frac for each in found), reverse=True)
+    assert found[0].parts["exposed communication"] == 0
+    assert found[0].efficiency_frac > found[3].efficiency_frac
+
+
+def test_shares_by_speed_bring_what_the_speeds_sum_to() -> None:
+    config = load_preset("gpt2-124m", Config()).replace("parallel", shares="auto")
+    cluster = Cluster(device="H100", hosts=2, link_gbit=3200, speeds=(1.0, 0.25), jitter_frac=0)
+    auto, equal = (plan(config.replace("parallel", shares=shares), cluster, H100) for shares in ("auto", "equal"))
+    assert auto.efficiency_frac == pytest.approx(1, abs=0.05)
+    assert equal.efficiency_frac == pytest.approx(2 * 0.25 / 1.25, rel=0.05)
+
+
+def peak_bytes(_: ParallelConfig, env: Environment, folder: Path, config: Config) -> float:
+    """Returns by how much training raises the most that this process had in memory."""
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+    before = status("VmRSS")
+    assert status_of(folder, config) == 0
+    return status("VmHWM") - before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_memory_is_that_of_a_real_run(arch: str, tmp_path: Path) -> None:
+    config = tiny(model__arch=arch, model__n_layer=4, model__n_embd=512, model__n_head=8, data__seq_len=256,
+                  train__steps=2, train__global_batch_size=4, train__device_batch_size=4, train__eval_every=-1,
+                  parallel__strategy="ddp")  # fmt: skip
+    (measured,) = run_ranks(peak_bytes, 1, tmp_path / "run", config, opened=False)
+    device = replace(H100, kind="cpu", dtype="float32" if config.train.dtype == "auto" else config.train.dtype)
+    facts = rank_facts(Cluster(), device)
+    expected = memory_bytes(resolve(config, 512, facts), facts[0], 1)
+    assert measured == pytest.approx(sum(expected.values()), rel=0.15)
+
+
+# ---- what people see ----
+
+
+def test_the_command_prints_a_plan_a_table_and_json(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text('device = "A100-40GB"\nhosts = 2\nranks-per-host = 8\nlink_gbit = 1600\n')
+    common = ("plan", "--preset", "gpt2-124m", "--cluster", "two.toml", "--price", "2")
+    one = here(*common, "--explain", cwd=tmp_path).require()
+    for word in ("tokens/s", "MFU", "gradients", "save every", "times may be off by", "expected maximum", " at 2 "):
+        assert word in one.out
+    several = here(*common, "--ranks", "1,8,16", "--json", cwd=tmp_path).require()
+    rows = json.loads(several.out)["plans"]
+    assert [row["ranks"] for row in rows] == [16, 8, 1]  # the fastest first
+    for row in rows:
+        assert row["step_ms"] == pytest.approx(sum(row["part_ms"].values()))
+        assert row["price"] == pytest.approx(2 * row["device_hours"])
+    table = here(*common, "--vary", "parallel.strategy=zero", "model.n-layer=500", cwd=tmp_path).require()
+    assert "does not fit" in table.out
+    assert table.out.index("strategy=zero") < table.out.index("does not fit")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("device = 'H100'\nhost = 2", "has no field 'host' (did you mean 'hosts'?)"),
+        ("device = 'H1000'", "no device is named 'H1000'"),
+        ("hosts = 'two'", "hosts is 'two'; it must be of type int"),
+        ("hosts = 2", "give link_gbit"),
+        ("hosts = 2\nlink_gbit = 1\nspeeds = [1]", "give one above 0 for each of the 2 hosts"),
+        ("hosts = -1", "hosts is -1; it must be at least 1"),
+        ("price = inf", "price is inf"),
+        ("hosts =", "is not TOML"),
+    ],
+)
+def test_a_wrong_cluster_is_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    ended = here("plan", "--preset", "tiny", "--cluster", "c.toml", cwd=tmp_path)
+    assert ended.status == 2
+    assert says in " ".join(ended.err.split())
+
+
+def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    ended = here("plan", "--preset", "tiny", cwd=tmp_path)
+    assert ended.status == 2
+    assert "paceline plan --calibrate" in ended.err
+    slow = replace(H100, kind="cpu", name="here", source="measured here, 2 ranks")
+    path = devices.store([(2, slow)])
+    assert devices.calibration().device(4).forward["gpt2"]["products"] == 2 * slow.forward["gpt2"]["products"]
+    assert "here" in here("plan", "--preset", "tiny", cwd=tmp_path).require().out
+    path.write_text(path.read_text()[:-40])
+    assert devices.find_calibration() is None
+
+
+def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = Predicted(part_ms={"forward": 0.01, "backward": 1e-6}, tokens=64, error_frac=0.0)
+    assert status_of(tmp_path / "run", tiny(train__steps=8), predict=lambda settings, facts: expected) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "predicted: 0 ms a step" in said
+    assert "more than predicted (0 ms), most of it in" in said
+    (event,) = events(tmp_path / "run", "prediction")
+    assert event["part_ms"] == expected.part_ms
+    generous = replace(expected, part_ms={"forward": 1e9})
+    assert status_of(tmp_path / "other", tiny(train__steps=8), predict=lambda settings, facts: generous) == 0
+    assert "more than predicted" not in capfd.readouterr().out
+
+
+def test_without_failures_any_interval_only_costs_its_saves() -> None:
+    assert Failures(between_s=math.inf, save_s=1, restart_s=0).goodput_frac(99) == 0.99
