@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from paceline.base import units
-from paceline.base.errors import EXIT_RESUMABLE, UserError, nearest
-from paceline.cli.flags import parse
+from paceline.base.errors import EXIT_RESUMABLE, UserError
+from paceline.cli.flags import parse, run_verb
 from paceline.data.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -59,15 +59,7 @@ class InfoArguments:
 
 
 def main(arguments: list[str]) -> int:
-    verbs = {"prepare": _prepare, "info": _info}
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="")
-        return 0 if arguments else 2
-    if arguments[0] not in verbs:
-        raise UserError(
-            f"there is no `paceline data {arguments[0]}`{nearest(arguments[0], verbs)}; there are prepare and info"
-        )
-    return verbs[arguments[0]](arguments[1:])
+    return run_verb("data", {"prepare": _prepare, "info": _info}, arguments, _USAGE)
 
 
 def _prepare(arguments: list[str]) -> int:
