@@ -172,8 +172,6 @@ class Saver:
                 num_bytes = self._send(job)
         except Exception as error:  # a failed save never ends training
             problem = _text(error)
-        finally:
-            self._copied.set()
         self._outcome = Outcome(job.step, time.perf_counter() - job.began, num_bytes, problem, self._remark)
         self._remark = None
 
@@ -185,7 +183,6 @@ class Saver:
             if num_bytes is None:
                 self._write(job, images)
         except Exception:
-            self._copied.set()
             shutil.rmtree(job.folder, ignore_errors=True)
             with contextlib.suppress(RuntimeError, ValueError):
                 self._receive(None)
@@ -221,7 +218,6 @@ class Saver:
             self._write(job, images)
             publish.put_record(job.folder, self._writer, record)
         except Exception as error:
-            self._copied.set()
             for kind in mf.KINDS:  # a full disk is the usual problem, and the record needs space
                 with contextlib.suppress(OSError):
                     (job.folder / mf.file_name(kind, self._writer, self._num_writers)).unlink()
@@ -237,7 +233,6 @@ class Saver:
         try:
             record, images = self._copy(job)
         except Exception as error:
-            self._copied.set()
             relay.send(self._channel, {"problem": _text(error)}, {})
             raise
         relay.send(self._channel, record, images)
@@ -258,20 +253,23 @@ class Saver:
         return records
 
     def _copy(self, job: _Job) -> tuple[Record, dict[str, Bytes]]:
-        """Returns the record of this rank's files, and their bytes in host memory by name. Then tensors may change."""
+        """Returns the record of this rank's files, and their bytes in host memory by name. Then, also if it fails,
+        tensors may change."""
         assert self._writer is not None
-        job.strike("save.copy")
         files = {}
-        for kind, tensors in job.tensors.items():
-            for item, tensor in tensors.items():
-                if tensor.numel() != item.num_elements:
-                    raise ValueError(f"{item} came with {tensor.numel()} elements")
-            shapes = {item.name: _shape(kind, item.name, job.shapes) for item in tensors}
-            layout = shards.lay_out({item: tensor.dtype for item, tensor in tensors.items()}, shapes)
-            if layout.entries:
-                files[kind] = layout, self._images.copy(kind, layout, tensors, job.ready)
-        job.tensors.clear()  # frees memory that training no longer uses
-        self._copied.set()
+        try:
+            job.strike("save.copy")
+            for kind, tensors in job.tensors.items():
+                for item, tensor in tensors.items():
+                    if tensor.numel() != item.num_elements:
+                        raise ValueError(f"{item} came with {tensor.numel()} elements")
+                shapes = {item.name: _shape(kind, item.name, job.shapes) for item in tensors}
+                layout = shards.lay_out({item: tensor.dtype for item, tensor in tensors.items()}, shapes)
+                if layout.entries:
+                    files[kind] = layout, self._images.copy(kind, layout, tensors, job.ready)
+        finally:
+            job.tensors.clear()  # frees memory that training no longer uses
+            self._copied.set()
         record: Record = {"files": {}, "tensors": {}}
         images = {}
         for kind, (layout, image) in files.items():

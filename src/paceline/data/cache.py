@@ -7,7 +7,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,16 +126,12 @@ def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
     gigabytes takes seconds, so the result is cached under a hash of the files' names, sizes and modification times."""
     stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
     known = cache / ".known" / _hash(vocab_size, *stamps)
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         return known.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        pass
     name = f"{sources.name[:60]}-bpe{vocab_size}-{_content_hash(sources, vocab_size)}"
-    try:
+    with suppress(OSError):  # a read-only cache: hashed each time
         known.parent.mkdir(parents=True, exist_ok=True)
         replace_file(known, name.encode())
-    except OSError:
-        pass  # a read-only cache: hashed each time
     return name
 
 
@@ -177,8 +173,5 @@ def _remove_stale(cache: Path) -> None:
         folder = cache / lock_file.name[1 : -len(".lock")]
         if not folder.is_dir() or _is_complete(folder) or time.time() - folder.stat().st_mtime < _STALE_S:
             continue
-        try:
-            with filelock.FileLock(lock_file, timeout=0):
-                shutil.rmtree(folder, ignore_errors=True)
-        except filelock.Timeout:
-            pass
+        with suppress(filelock.Timeout), filelock.FileLock(lock_file, timeout=0):
+            shutil.rmtree(folder, ignore_errors=True)

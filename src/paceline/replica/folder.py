@@ -1,5 +1,6 @@
 """Saving and restoring several objects together, in a folder that any number of ranks may share."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -142,12 +143,9 @@ class CheckpointFolder:
     def find(self, step: int | None = None) -> load.Found | None:
         """Returns (folder, manifest, problems of newer ones) of the newest complete checkpoint, or of `step`; None if
         nothing was ever saved. Collective; every byte is verified."""
-        try:
-            return load.agree(
-                self._group, self.checkpoints, step, everyone_sees=self._everyone_sees, progress=self.progress
-            )
-        except load.NothingSaved:
-            return None
+        with contextlib.suppress(load.NothingSaved):
+            return load.agree(self._group, self.checkpoints, step, self._everyone_sees, self.progress)
+        return None
 
     def take(self, path: Path, manifest: dict[str, Any]) -> None:
         """Fills all objects from this checkpoint. Collective."""

@@ -1,10 +1,4 @@
-"""A model and its optimizers, replicated: equal on all ranks after every step.
-
-    replica = paceline.Replica(model, optimizer, world)
-    for step in replica.steps(loader, max_steps=10_000):
-        for x, y in step:
-            step.backward(criterion(model(x), y))
-        result = step.finish(max_norm=1.0)
+"""A model and its optimizers, replicated: equal on all ranks after every step. __init__.py shows a complete script.
 
 step.py does one step, loop.py all steps; gradients.py collects gradients, sync/ sums them over ranks, and updates.py
 updates this rank's part.
@@ -125,8 +119,7 @@ class Replica:
 
         self.num_steps = 0
         """Updates made, including those before a restore."""
-        self.stop: StopRequest | None = None
-        """Sets this rank's stop flag; made by `steps(stop_on_signals=True)`."""
+        self.stop: StopRequest | None = None  # sets this rank's stop flag; made by `steps(stop_on_signals=True)`
         self.stop_reason: str | None = None
         """Why to stop, the same on all ranks; None: no stop flag is set."""
         self.at: Callable[[str], str | None] = lambda phase: None

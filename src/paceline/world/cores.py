@@ -1,5 +1,7 @@
 """How many cores this process may use. Needs no torch."""
 
+import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -15,14 +17,11 @@ def usable_cores() -> int:
 
 def cgroup_quota() -> float:
     """Returns the CPUs that the cgroup (v2, then v1) grants; infinity without a limit."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return float("inf") if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
         base = Path("/sys/fs/cgroup/cpu")
         quota_us = int((base / "cpu.cfs_quota_us").read_text())
-        return quota_us / int((base / "cpu.cfs_period_us").read_text()) if quota_us > 0 else float("inf")
-    except (OSError, ValueError):
-        return float("inf")
+        return quota_us / int((base / "cpu.cfs_period_us").read_text()) if quota_us > 0 else math.inf
+    return math.inf
