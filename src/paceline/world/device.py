@@ -133,6 +133,14 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, "mps"
 
 
+def why_no_float8(device: torch.device) -> str:
+    """Returns why this device has no float8 products; empty if it has."""
+    if device.type != "cuda":
+        return f"{device.type} has no float8 units"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 units; 8.9 has"
+
+
 def cpu_bfloat16_unit() -> str:
     """Returns the name of this CPU's bfloat16 matrix instructions; empty if bfloat16 would be emulated, and slow."""
     probes = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
