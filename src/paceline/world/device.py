@@ -130,7 +130,9 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     if device.type == "cpu":
         unit = cpu_bfloat16_unit()
         return (torch.bfloat16, f"this CPU has {unit}") if unit else (torch.float32, "this CPU has no bfloat16 units")
-    return torch.float32, "mps"
+    if torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0):
+        return torch.bfloat16, "macOS 14 or later has bfloat16 on Apple GPUs"
+    return torch.float16, "macOS before 14 has no bfloat16 on Apple GPUs; float16 with a loss scaler"
 
 
 def why_no_float8(device: torch.device) -> str:
