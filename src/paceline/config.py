@@ -43,8 +43,9 @@ class TrainConfig:
     layered_micro_batches: int = 1
     """Micro-batches that each block computes before the next block does, also in backward (layered accumulation): for
     slow links, since gradients are sent during the backward pass of all of them. Their activations are all kept."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of matrix products; weights and optimizer state stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = "auto"
+    """Number format of matrix products; weights and optimizer state stay float32. float8: those of the blocks' linear
+    layers, on GPUs that have units for it, and the others in bfloat16; rounds more. Never chosen by auto."""
     deterministic: bool = False
     """On GPUs some of torch's kernels add in a changing order: use only those that repeat bit for bit, so that a resume
     is exact. Slower; CPUs repeat without it."""

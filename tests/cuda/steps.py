@@ -80,6 +80,9 @@ def rehearsal(
             group.hosts = hosts
         with CUDA:
             model = GPT(config.model)
+        if dtype == torch.float8_e4m3fn:
+            model.use_float8()
+            dtype = torch.bfloat16
         model.compute_dtype = dtype
         named = list(model.named_parameters())
         optimizers = make_optimizers(config.optim, named, lr=1e-3, weight_decay=0.1, compute_dtype=dtype)

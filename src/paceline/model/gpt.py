@@ -111,6 +111,12 @@ class GPT(nn.Module):
         """Returns what follows the blocks: the last norm, and the output layer unless it is the token embedding."""
         return [self.norm] if self.lm_head is None else [self.norm, self.lm_head]
 
+    def use_float8(self) -> None:
+        """Makes the products of the blocks' linear layers float8. The compute dtype must be bfloat16."""
+        for module in self.layers.modules():
+            if isinstance(module, Linear):
+                module.is_float8 = True
+
     def compile_blocks(self) -> None:
         """Compiles each block in place: names stay, and late layers' gradients are ready before early ones. On CUDA
         also the loss."""

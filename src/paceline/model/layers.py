@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.model import cpu
+from paceline.model import cpu, float8
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
 
@@ -22,8 +22,13 @@ from paceline.model.dropout import dropout
 class Linear(nn.Linear):
     """A linear layer whose float32 weight is cast to the dtype of its input."""
 
+    is_float8 = False  # its products are of float8 numbers (float8.py); x is bfloat16
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in x.dtype."""
+        if self.is_float8:
+            out = float8.linear(x, self.weight.to(x.dtype))
+            return out if self.bias is None else out + self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def reset_parameters(self) -> None:

@@ -40,6 +40,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's bytes as integers of 8 bytes, or of 4."""
+    tensor = tensor.cpu() if tensor.device.type == "mps" else tensor  # which has no hash_tensor
     words = tensor.detach().contiguous().reshape(-1).view(torch.int32)
     return words.view(torch.int64) if words.numel() % 2 == 0 and words.storage_offset() % 2 == 0 else words
 

@@ -199,6 +199,8 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
     if config.train.init_from and is_new:
         for problem in load_initial(model, Path(config.train.init_from), world.group, world.device):
             console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
+    if config.train.dtype == "float8":
+        model.use_float8()
     if config.train.compile:
         model.compile_blocks()
     optimizers = make_optimizers(

@@ -11,6 +11,7 @@ from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
+from paceline.model.float8 import MULTIPLE
 from paceline.optim.config import require_some_left, scaled_with_batch
 from paceline.sync.make import check_strategy, sends_gpu_memory_by_gloo
 from paceline.world.facts import RankFacts, unequal_kinds
@@ -42,8 +43,7 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.config.train.dtype)
-        return found
+        return _compute_dtype(self.config)
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,8 +101,34 @@ def _vocab_size(of_data: int, choices: list[Choice]) -> int:
     return size
 
 
+def _compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of what matrix products give; theirs, unless that is float8."""
+    found: torch.dtype = getattr(torch, config.train.dtype.replace("float8", "bfloat16"))
+    return found
+
+
+def _check_float8(config: Config, facts: Sequence[RankFacts]) -> None:
+    model, advice = config.model, "use --train.dtype bfloat16"
+    for rank, each in enumerate(facts):
+        if each.why_no_float8:
+            raise UserError(
+                f"train.dtype is float8, and rank {rank} computes on {each.processor}: {each.why_no_float8}; {advice}",
+                reach="world",
+            )
+    sizes = {"model.n-embd": model.n_embd, "the MLP's width": model.hidden, "data.seq-len": config.data.seq_len}
+    sizes["the width of all keys"] = model.num_kv_heads * model.head_dim
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            raise UserError(
+                f"train.dtype is float8, whose products need multiples of {MULTIPLE}, and {name} is {size}; {advice}",
+                reach="world",
+            )
+
+
 def _dtype(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
     """The dtype of matrix products: as given, else that of all ranks' devices; float32 if they differ."""
+    if config.train.dtype == "float8":
+        _check_float8(config, facts)
     if config.train.dtype != "auto":
         return config.train.dtype
     formats = sorted({each.dtype for each in facts})
@@ -213,7 +239,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     """Bytes for the activations of a rank."""
     state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
-    itemsize = getattr(torch, config.train.dtype).itemsize
+    itemsize = _compute_dtype(config).itemsize
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
     return rank.free_bytes * _MEMORY_SHARE - state - loss
@@ -234,7 +260,7 @@ def sequence_bytes(config: Config, rank: RankFacts) -> float:
     return seq_len * cost.activation_bytes(
         config.model,
         seq_len,
-        compute_bytes=getattr(torch, train.dtype).itemsize,
+        compute_bytes=_compute_dtype(config).itemsize,
         checkpoint=train.activation_checkpoint,
         keeps_scores=rank.device == "cpu" and train.dtype == "bfloat16",
     )

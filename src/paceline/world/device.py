@@ -130,7 +130,17 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     if device.type == "cpu":
         unit = cpu_bfloat16_unit()
         return (torch.bfloat16, f"this CPU has {unit}") if unit else (torch.float32, "this CPU has no bfloat16 units")
-    return torch.float32, "mps"
+    if torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0):
+        return torch.bfloat16, "macOS 14 or later has bfloat16 on Apple GPUs"
+    return torch.float16, "macOS before 14 has no bfloat16 on Apple GPUs; float16 with a loss scaler"
+
+
+def why_no_float8(device: torch.device) -> str:
+    """Returns why this device has no float8 products; empty if it has."""
+    if device.type != "cuda":
+        return f"{device.type} has no float8 units"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 units; 8.9 has"
 
 
 def cpu_bfloat16_unit() -> str:

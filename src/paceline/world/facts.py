@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.base.units import listed
-from paceline.world.device import choose_dtype, count_gpus, cpu_name
+from paceline.world.device import choose_dtype, count_gpus, cpu_name, why_no_float8
 from paceline.world.group import Group
 from paceline.world.memory import free_memory
 
@@ -30,6 +30,7 @@ class RankFacts:
     dtype: str  # what "auto" means on this device
     dtype_reason: str
     num_gpus: int = 0  # that this rank sees
+    why_no_float8: str = "a CPU has no float8 units"  # empty: the device has them
 
     @property
     def kind(self) -> str:
@@ -61,6 +62,7 @@ def own_facts(device: torch.device, backend: str, threads: tuple[int, str], loca
         dtype=str(dtype).removeprefix("torch."),
         dtype_reason=dtype_reason,
         num_gpus=count_gpus(),
+        why_no_float8=why_no_float8(device),
     )
 
 
