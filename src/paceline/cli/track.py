@@ -22,7 +22,7 @@ class TrackArguments(TrackConfig):
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run folder."""
-    give_up_after_s: float = 30.0
+    give_up_after_s: float = 60.0
     """After the run's end: give up when nothing could be sent for so many seconds."""
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")
     from paceline.tools.track.follow import follow
 
-    os.nice(19)  # the processor is training's
+    os.nice(10)  # training comes first
     try:
         status = follow(folder, parsed, parsed.give_up_after_s)
     except KeyboardInterrupt:

@@ -136,7 +136,7 @@ class WandB:
         while points and self._next <= points[-1].index:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"wandb has not written its file within {_WRITTEN_WITHIN_S:.0f} s")
-            time.sleep(_FLUSH_S / 5)
+            time.sleep(_FLUSH_S)
             self._next = max([self._next, *(index + 1 for index, _ in self._log.rows())])
 
     def close(self, is_failed: bool) -> None:
@@ -153,9 +153,12 @@ class _Log:
         """Yields `_step` and the values of each row that was written since the last call."""
         from wandb.proto.wandb_internal_pb2 import Record
 
-        data, body, at = self._path.read_bytes(), b"", self._at
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        begin, body, at = self._at, b"", 0
         while at + 7 <= len(data):
-            if (left := 32768 - at % 32768) < 7:
+            if (left := 32768 - (begin + at) % 32768) < 7:  # too short for a header
                 at += left
                 continue
             length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
@@ -164,7 +167,7 @@ class _Log:
             body += data[at + 7 : at + 7 + length]
             at += 7 + length
             if kind in (1, 4):  # the whole of a record, or its last part
-                self._at = at
+                self._at = begin + at
                 record = Record()
                 record.ParseFromString(body)
                 body = b""
