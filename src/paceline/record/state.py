@@ -45,7 +45,7 @@ def read_state(folder: RunFolder) -> RunState:
     events = [event for event in events if isinstance(event.get("event"), str)]
     last = next((row for row in reversed(rows) if "loss" in row and _step(row)), {})
     times = [_written_s(path) for path in (folder.config, folder.metrics, folder.events)]
-    kind, why = _how(folder, events, last, max(times))
+    kind, why = _how(folder, events, last)
     return RunState(
         kind=kind,
         why=why,
@@ -92,7 +92,7 @@ def read_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _how(folder: RunFolder, events: list[Row], last: Row, updated_s: float) -> tuple[Kind, str]:
+def _how(folder: RunFolder, events: list[Row], last: Row) -> tuple[Kind, str]:
     event = next((each for each in reversed(events) if each["event"] in _BEGINS + _ENDS), {"event": ""})
     is_over = event["event"] in _ENDS
     # A resumed run takes the lock some seconds before it records that.
@@ -108,8 +108,7 @@ def _how(folder: RunFolder, events: list[Row], last: Row, updated_s: float) -> t
         return "failed", str(event.get("error", event.get("message", ""))).partition("\n")[0]
     if event["event"] == "import":
         return "imported", ""
-    silent_s = time.time() - updated_s
-    return "stale", f"no end is recorded, and nothing was written for {silent_s / 60:.0f} min"
+    return "stale", "no end is recorded, and its process is gone or silent"
 
 
 def _num_steps(config: dict[str, Any]) -> int | None:
