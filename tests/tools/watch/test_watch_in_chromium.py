@@ -123,7 +123,7 @@ def test_it_lives_on_when_training_stops_and_begins_again(browser: Browser, tmp_
         program.run(*train, cwd=tmp_path).require(75)
         page.wait_for(f"{TEXT}.includes('stopped') && {TEXT}.includes('step 12 of 40')")
         program.run("resume", "run", "--train.stop-at-step", "0", cwd=tmp_path).require()
-        page.wait_for(f"{TEXT}.includes('finished') && {TEXT}.includes('2 attempts')")
+        page.wait_for(f"{TEXT}.includes('finished') && {TEXT}.includes('attempt 2')")
         assert page.evaluate("runs[0].curves.loss.step") == list(range(1, 41))
         assert page.evaluate("runs[0].curves.loss.mean") == pytest.approx(program.losses(tmp_path / "run"), rel=1e-4)
         assert page.evaluate("document.querySelectorAll('#loss .mark').length") == 1
