@@ -9,7 +9,7 @@ from typing import Any
 from paceline.base.files import tail
 
 Row = dict[str, Any]
-_CHUNK_BYTES = 8 << 20  # far more than the longest row
+_CHUNK_BYTES = 2 << 20  # far more than the longest row
 _MARK_BYTES = 64
 
 

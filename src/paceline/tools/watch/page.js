@@ -19,6 +19,7 @@ function make(tag, attributes = {}, ...children) {
 const ink = (index) => `var(--run${index % 8})`;
 const dash = (index) => (index + Math.floor(index / 8)) % 4; // with the colour unique for 32 runs
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+const tick = (value) => short.format(value).replace("K", "k");
 const exact = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
 
 function duration(seconds) {
@@ -88,12 +89,12 @@ class Chart {
     this.x = (value) => left + ((value - first) / (last - first || 1)) * (right - left);
     this.y = (value) => bottom - ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (bottom - top);
     const svg = make("svg", { "aria-hidden": "true" });
-    for (const at of ticks(low, high, height / 50)) {
+    for (const at of ticks(low, high, height / 40)) {
       svg.append(make("line", { class: "grid", x1: left, x2: right, y1: this.y(at), y2: this.y(at) }));
-      svg.append(make("text", { x: left - 8, y: this.y(at) + 4, "text-anchor": "end" }, short.format(at)));
+      svg.append(make("text", { x: left - 8, y: this.y(at) + 4, "text-anchor": "end" }, tick(at)));
     }
     for (const at of ticks(first, last, width / 90)) {
-      const label = isTime ? duration(at) : short.format(at);
+      const label = isTime ? duration(at) : tick(at);
       const anchor = this.x(at) > right - 20 ? "end" : "middle";
       svg.append(make("text", { x: this.x(at), y: height - 6, "text-anchor": anchor }, label));
     }
@@ -172,7 +173,7 @@ class Chart {
       const who = runs.length > 1 ? `${runs[index].name} ` : "";
       return `${who}${name === "rate" ? "" : `${name} `}${exact.format(mean[i])}${span}`;
     });
-    const where = x === "seconds" ? `after ${duration(this.at)}` : `${x} ${short.format(this.at)}`;
+    const where = x === "seconds" ? `after ${duration(this.at)}` : `${x} ${tick(this.at)}`;
     this.readout.textContent = `${where}: ${said.join(" · ")}`;
   }
 
@@ -200,9 +201,9 @@ function showRuns() {
     sample.firstChild.style.stroke = ink(index);
     const input = make("input", { type: "radio", name: "run", value: index });
     input.checked = index === chosen;
-    const cells = [run.said, run.step, ...["Loss", "Validation loss", "Throughput", "Time left"].map((l) => factOf(run, l))];
+    const facts = ["Loss", "Validation loss", "Throughput", "Time left"].map((label) => factOf(run, label));
     const name = make("th", { scope: "row" }, make("label", {}, input, sample, run.name));
-    return make("tr", {}, name, ...cells.map((cell) => make("td", {}, cell)));
+    return make("tr", {}, name, ...[run.step, ...facts, run.said].map((cell) => make("td", {}, cell)));
   });
   const table = byId("runs").querySelector("tbody");
   const isFocused = table.contains(document.activeElement);

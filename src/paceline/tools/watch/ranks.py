@@ -42,7 +42,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [fmean(values) for values in zip(*rows, strict=False)]
+    return [round(fmean(values), 3) for values in zip(*rows, strict=False)]
 
 
 def slow_ranks(events: Iterable[Row]) -> dict[int, Row]:

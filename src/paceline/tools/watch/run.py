@@ -103,27 +103,24 @@ class Run:
 
     def _facts(self, step_ms: float, left_s: float) -> list[Fact]:
         last, evaluation = self._recent[-1] if self._recent else {}, self._evaluation
-        loss, val_loss, val_bpb = number(last.get("loss")), *map(number, map(evaluation.get, ("val_loss", "val_bpb")))
-        tokens_per_s, mfu, tokens = self._typical("tokens_per_s"), self._typical("mfu"), number(last.get("tokens"))
         saved = next((event for event in reversed(self._events) if event["event"] == "checkpoint"), {})
         num_starts, names = len(starts(self._events)), list(dict.fromkeys(hosts(self._events)))
-        on = f"on {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else ""
-        at = f"at step {number(evaluation.get('step')):,.0f}"
-        bits = f"; {val_bpb:.3f} bits a byte" if math.isfinite(val_bpb) else ""
-        attempts = f"without pauses; {num_starts} attempts" if num_starts > 1 else "without pauses"
-        found: list[tuple[float, Callable[[], Fact]]] = [
-            (loss, lambda: Fact("Loss", f"{loss:.3f}", "nats a token")),
-            (val_loss, lambda: Fact("Validation loss", f"{val_loss:.3f}", at + bits)),
-            (left_s, lambda: Fact("Time left", units.duration(left_s), "of training")),
-            (tokens_per_s, lambda: Fact("Throughput", units.count(round(tokens_per_s)), "tokens a second")),
-            (step_ms, lambda: Fact("Step", in_ms(step_ms), f"median of the last {len(self._recent)} rows")),
-            (mfu, lambda: Fact("MFU", f"{100 * mfu:.1f}%", "of the ranks' peak")),
-            (number(last.get("world_size")), lambda: Fact("Ranks", text(last["world_size"]), on)),
-            (tokens, lambda: Fact("Tokens", units.count(tokens))),
-            (self._seconds, lambda: Fact("Training time", units.duration(self._seconds), attempts)),
-            (number(saved.get("step")), lambda: Fact("Checkpoint", f"step {saved['step']:,}", clock(saved, 19)[11:])),
+        on = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        bits = number(evaluation.get("val_bpb"))
+        evaluated = f"at step {text(evaluation.get('step'))}" + (f"; {bits:.3f} bits a byte" if bits > 0 else "")
+        found: list[tuple[str, float, Callable[[float], str], str]] = [
+            ("Loss", number(last.get("loss")), "{:.3f}".format, "nats a token"),
+            ("Validation loss", number(evaluation.get("val_loss")), "{:.3f}".format, evaluated),
+            ("Time left", left_s, units.duration, "of training"),
+            ("Throughput", self._typical("tokens_per_s"), units.count, "tokens a second"),
+            ("Step", step_ms, in_ms, f"median of the last {len(self._recent)} rows"),
+            ("MFU", self._typical("mfu"), "{:.1%}".format, "of the ranks' peak"),
+            ("Ranks", number(last.get("world_size")), "{:.0f}".format, f"on {on}" if on else ""),
+            ("Tokens", number(last.get("tokens")), units.count, ""),
+            ("Training time", self._seconds, units.duration, f"without pauses; attempt {num_starts}"),
+            ("Checkpoint", number(saved.get("step")), "step {:,.0f}".format, clock(saved, 19)[11:]),
         ]
-        return [fact() for value, fact in found if math.isfinite(value)]
+        return [Fact(label, shown(value), note) for label, value, shown, note in found if math.isfinite(value)]
 
     def _typical(self, column: str) -> float:
         known = [value for row in self._recent if math.isfinite(value := number(row.get(column)))]

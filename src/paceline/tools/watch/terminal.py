@@ -65,9 +65,11 @@ def _print_lines(runs: Runs) -> None:
         for view in runs.views or [RunView(name=runs.path.name)]:
             state, due_s = said.get(view.name, ("", math.inf))
             if state != view.state or now_s >= due_s:
-                said[view.name] = view.state, now_s + min(60.0, max(2.0, (now_s - began_s) / 10))
-                facts = "  ".join(f"{fact.label.lower()} {fact.value}" for fact in view.facts)
-                print(printable(f"{view.name}: {view.said}  step {view.step or 0}  {facts}".rstrip()), flush=True)
+                every_s = min(60.0, max(2.0, (now_s - began_s) / 10)) if view.state == "running" else math.inf
+                said[view.name] = view.state, now_s + every_s
+                told = [f"{view.name}: {view.said}", *([f"step {view.step}"] if view.step else [])]
+                told += [f"{fact.label.lower()} {fact.value}" for fact in view.facts]
+                print(printable("  ".join(told)), flush=True)
         time.sleep(_EVERY_S)
         runs.update()
 
