@@ -24,8 +24,15 @@ from paceline.launch.options import NamedHost
 from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
 
-# After the user's own in --ssh: ssh takes the first value that it gets.
-_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=4")
+# After the user's own in --ssh: ssh takes the first value that it gets. A ControlMaster that we would start stays, and
+# keeps our pipes open; one that is there is used.
+_OPTIONS = (
+    "BatchMode=yes",
+    "ControlMaster=no",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=4",
+)
 _GREETING_S = 40.0  # Python from a slow network disk, on a busy machine
 _LOOK_EVERY_S = 0.05
 # For the other hosts after one has failed. Those that trained together end together, when each has the last checkpoint;
