@@ -16,7 +16,7 @@ from ssh_hosts import SshHosts, ssh_hosts
 
 pytestmark = [pytest.mark.lab, pytest.mark.long]
 
-ENDS_S = 15.0
+ENDS_S = 30.0  # under 15 s on a machine of its own: docs/LOG.md
 LONG = (*TINY, "--train.steps", "3000", "--out", "run")
 ENV = {"OMP_NUM_THREADS": "1"}
 

@@ -40,7 +40,7 @@ def parse(words: list[str]) -> None:
     """Returns if a command line's options are there, have values of their types, and go together; else raises."""
     if words[0].startswith("--") or words[:2] == ["lab", "clean"] or "--help" in words:
         return
-    if words[0] == "lab" and "--" in words:
+    if words[0] in ("lab", "launch") and "--" in words:
         place = words.index("--")
         if words[place + 1] != "exec":
             parse(words[place + 1 :])

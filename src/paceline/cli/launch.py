@@ -25,7 +25,7 @@ class LaunchArguments:
     hostfile: str = ""
     """A file with the hosts instead, one on each line: NAME, NAME:RANKS, or NAME slots=RANKS as for mpirun."""
     chdir: str = ""
-    """The folder on each host in which the command runs; empty: the folder that is this one's path."""
+    """The folder on each host in which the command runs; empty: the path of the current folder."""
     python: str = ""
     """The Python interpreter on each host that has paceline; empty: the path of this one."""
     port: int = DEFAULT_PORT

@@ -24,11 +24,20 @@ from paceline.launch.options import NamedHost
 from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
 
-# After the user's own in --ssh: ssh takes the first value that it gets.
-_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
+# After the user's own in --ssh: ssh takes the first value that it gets. A ControlMaster that we would start stays, and
+# keeps our pipes open; one that is there is used.
+_OPTIONS = (
+    "BatchMode=yes",
+    "ControlMaster=no",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=4",
+)
 _GREETING_S = 40.0  # Python from a slow network disk, on a busy machine
 _LOOK_EVERY_S = 0.05
-_FAILURE_GRACE_S = 2.0  # for the other hosts: they know it within a second
+# For the other hosts after one has failed. Those that trained together end together, when each has the last checkpoint;
+# one that was refused or lost is waited for in vain.
+_TOGETHER_S, _FAILURE_GRACE_S = 60.0, 2.0
 _PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_")  # beginnings of variables
 _SAID = (EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_DONE)  # statuses that came with a message
 _CONNECTION_LOST = 255  # ssh(1): an error of ssh itself, or a signal killed the remote command
@@ -209,13 +218,14 @@ def _problem(host: _Host) -> str:
 def _watch(hosts: list[_Host], signals: StopSignals) -> int:
     """Passes signals on; returns the common exit status when all hosts have ended, or soon after one failed."""
     ends: dict[str, int] = {}
-    failed_s, alive_s, num_passed_on = float("inf"), 0.0, 0
-    while len(ends) < len(hosts) and time.monotonic() - failed_s < _FAILURE_GRACE_S:
+    until_s, alive_s, num_passed_on = float("inf"), 0.0, 0
+    while len(ends) < len(hosts) and time.monotonic() < until_s:
         for host in hosts:
             if host.name not in ends and (status := host.status()) is not None:
                 ends[host.name] = status
                 if status not in (EXIT_DONE, EXIT_RESUMABLE):
-                    failed_s = min(failed_s, time.monotonic())
+                    grace_s = _TOGETHER_S if status == EXIT_FAILED else _FAILURE_GRACE_S
+                    until_s = min(until_s, time.monotonic() + grace_s)
         wanted = (signals.first is not None) + signals.is_urgent
         line = signals.passed_on.name if wanted > num_passed_on else ""
         if line or time.monotonic() - alive_s > SIGN_OF_LIFE_S:

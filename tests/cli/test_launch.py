@@ -1,0 +1,25 @@
+"""`paceline launch` refuses what no host could run, before it asks any."""
+
+from pathlib import Path
+
+import pytest
+from in_process import here
+
+TRAIN = ("train", "--preset", "tiny", "--out", "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--", *TRAIN), "which hosts"),
+        (("--hosts", "a:2"), "comes after `--`, train or resume"),
+        (("--hosts", "a:2", "--", "verify"), "comes after `--`, train or resume"),
+        (("--hosts", "a:2", "--", *TRAIN, "--nproc", "2"), "--nproc is for a command that is started on each host"),
+        (("--hosts", "a:2", "--", *TRAIN[:3]), "there is no run folder"),
+        (("--hosts", "a:2", "--", *TRAIN, "--train.step", "3"), "did you mean '--train.steps'"),
+        (("--hosts", "a:2", "--port", "0", "--", *TRAIN), "--port is 0"),
+        (("--hosts", "a:2", "--ssh", "/nonexistent/ssh", "--", *TRAIN), "cannot run /nonexistent/ssh"),
+    ],
+)
+def test_what_no_host_could_run_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in here("launch", *arguments, cwd=tmp_path).require(2).err
