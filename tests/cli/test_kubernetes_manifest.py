@@ -1,5 +1,6 @@
 """`paceline kubernetes` prints what a strict reading of Kubernetes' schemas takes, and refuses what a cluster would."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import yaml
 from in_process import here
 
+from paceline.cli.flags import base_config, parse
+from paceline.cli.train import TrainArguments
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 TRAIN = ("--", "--preset", "tiny", "--train.sample-prompt", "$(date)", "--out", "/runs/on")
 FLAGS = ("--nodes", "2", "--gpus", "8", "--memory", "64Gi", "--volumes", "runs:/runs,corpora:/data")
 
@@ -39,6 +44,22 @@ def test_the_trainjob_has_the_same_command() -> None:
     trainer = job["spec"]["trainer"]
     assert trainer["command"] == pod(printed()[1])["containers"][0]["command"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+
+
+def test_the_jobset_of_the_examples_has_a_valid_job() -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    (inner,) = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
+    validate({"apiVersion": "batch/v1", "kind": "Job", "spec": inner["template"]["spec"]}, "1.37", strict=True)
+    printed_env, env = (pod(job["template"])["containers"][0]["env"] for job in ({"template": printed()[1]}, inner))
+    assert [item["name"] for item in env] == [item["name"] for item in printed_env]
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.iterdir()), ids=lambda path: path.stem)
+def test_the_examples_train_and_continue(example: Path) -> None:
+    (command,) = re.findall(r"\[?paceline, train, (.*)\]|exec paceline train (.*)", example.read_text())
+    flags = "".join(command).replace(",", "").split()
+    parse(TrainArguments, TrainArguments(settings=base_config(flags)), flags, "train")
+    assert flags[-2:] == ["--resume", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from program import TINY, Ended, Program, losses, rows, run, steps
 pytestmark = [pytest.mark.lab, pytest.mark.long]
 
 SLOW = "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=1000 attempt=any"  # so that there is time to disturb it
-FLAGS = (*TINY, "--checkpoint.every", "5")
+FLAGS = (*TINY, "--checkpoint.every", "5", "--train.steps", "24")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_pods_are_killed_drained_started_again_and_end_with_the_undisturbed_curv
     hosts: list[Host], tmp_path: Path
 ) -> None:
     straight, out = tmp_path / "straight", tmp_path / "run"
-    run("train", *FLAGS, "--nproc", "2", "--out", str(straight)).require(0)
+    run("train", *FLAGS, "--out", str(straight)).require(0)
     options = ("--nodes", "2", "--nproc", "2", "--volumes", f"runs:{tmp_path}")
     printed = run("kubernetes", *options, "--", *FLAGS, "--out", str(out)).require(0).out
     job = list(yaml.safe_load_all(printed))[1]

@@ -124,6 +124,8 @@ world.leave()
 print(dist.is_initialized(), dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout)
 world = paceline.join()
 print(world.sum(1))""",
+    "open group by device, destroyed": OPEN.replace("'gloo'", "'cpu:gloo'") + JOIN + LEARN
+    + "step(); print(world.backend, world.sum(1))\ndist.destroy_process_group()",
     "open group, lonely": OPEN + JOIN + LEARN + "step()\nif world.is_main:\n    print(world.mean(1.0))\nstep()",
     "open group, other": OPEN + "import paceline; paceline.join(paceline.ParallelConfig(backend='nccl'))",
     "fewer batches": JOIN + LEARN + "for _ in range(5 - 2 * world.rank):\n    step()",
@@ -241,6 +243,8 @@ def test_a_process_group_that_is_open_is_joined_and_stays(ends: Ends) -> None:
     """S7: with peers, so that the watchdog knows who waits for whom."""
     for rank in range(2):
         assert ends["open group", rank] == End(0, f"{rank} [0, 1]\nTrue 0:30:00\n2.0\n", "")
+        by_device = ends["open group by device, destroyed", rank]  # torch itself warns of its hooks
+        assert (by_device.status, by_device.out) == (0, "gloo 2.0\n")
         other = ends["open group, other", rank]
         assert other.status == 2
         assert "a process group of backend gloo is open already, and paceline.join was asked for backend nccl" in (

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.base.errors import EXIT_DONE
+from paceline.base.errors import EXIT_DONE, UserError
 from paceline.cli.flags import TELL_KNOWN, Known, run_verb
 from paceline.config import preset_names
 
@@ -47,6 +47,8 @@ _ZSH = "#compdef paceline\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def main(arguments: list[str]) -> int:
+    if len(arguments) > 1:
+        raise UserError(f"paceline completion takes the name of a shell, and {arguments[1]} comes after it")
     return run_verb("completion", {"bash": _bash, "zsh": _zsh, "fish": _fish}, arguments, _USAGE)
 
 

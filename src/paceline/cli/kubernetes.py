@@ -5,15 +5,16 @@ from pathlib import PurePosixPath
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse
-from paceline.cli.scheduled import options_and_command, require_positive
+from paceline.cli.scheduled import divided, require_positive, train_command
 from paceline.tools.jobs.kubernetes import Kubernetes, manifest
 
 _SAVE_S = 60  # that a launcher gives its ranks
 
 
 def main(arguments: list[str]) -> int:
-    options, command = options_and_command("kubernetes", arguments, "starts the pods: give --nodes and --nproc")
+    options, flags = divided(arguments)
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
+    command = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
     require_positive(parsed, "nodes")
     if parsed.grace_s <= _SAVE_S:
         raise UserError(f"--grace-s is {parsed.grace_s}; ranks have {_SAVE_S} s to save, so give more")

@@ -8,13 +8,15 @@ from paceline.cli.flags import base_config, parse, without
 from paceline.cli.train import TrainArguments
 
 
-def options_and_command(verb: str, arguments: list[str], ranks: str) -> tuple[list[str], list[str]]:
-    """Returns the arguments before `--`, and the words after `paceline` that begin the run, or continue it; --out is
-    absolute. ranks: how this scheduler is told of ranks. Raises UserError for options that `paceline train` refuses."""
+def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments before `--` and those after it."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    options, flags = arguments[:place], arguments[place + 1 :]
-    if "--help" in options or "-h" in options:
-        return options, []
+    return arguments[:place], arguments[place + 1 :]
+
+
+def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
+    """Returns the words after `paceline` that begin the run of these flags, or continue it; --out is absolute. ranks:
+    how the verb is told of ranks. Raises UserError for flags that `paceline train` refuses."""
     hint = f"the options of `paceline train` come after --, with --out: paceline {verb} -- --preset demo --out runs/x"
     if not flags:
         raise UserError(f"nothing to train: {hint}")
@@ -24,7 +26,7 @@ def options_and_command(verb: str, arguments: list[str], ranks: str) -> tuple[li
     if parsed.nproc != "1" or parsed.hosts or parsed.max_restarts:
         raise UserError(f"--nproc, --hosts and --max-restarts after --: {verb.capitalize()} {ranks}")
     rest = without(flags, "--out", "--resume")
-    return options, ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
+    return ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
 
 
 def require_positive(parsed: Any, *names: str) -> None:

@@ -116,8 +116,9 @@ class _Membership:
         try:
             for call in self.before_leaving:
                 call()
-            self.world.calls.record(LEAVE)
-            self.world.group.barrier()
+            if self.world.group.is_open:  # else the script has destroyed its process group
+                self.world.calls.record(LEAVE)
+                self.world.group.barrier()
         except BaseException as failure:
             if self.is_rank():
                 self.end(failure)

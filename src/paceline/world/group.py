@@ -47,6 +47,11 @@ class Group(ABC):
         """The collective that this rank waits in; the watchdog reads it in another thread."""
         return None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks can still meet: a script may have destroyed the process group that it opened."""
+        return True
+
     @abstractmethod
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         """Begins to replace the tensor, on every rank, by its reduction over ranks. 2 s (n-1)/n bytes."""
@@ -189,7 +194,8 @@ class DistributedGroup(Group):
         self._traffic = Traffic()
         # Collectives of a GPU's tensors have their own stream: events before and after one then time only that one.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.is_queued = dist.get_backend() == "nccl"
+        # "undefined" is a backend for each device.
+        self.is_queued = device.type == "cuda" and dist.get_backend() != "gloo"
         # CPU tensors beside NCCL: numbers and texts neither queue behind gradients nor block on the GPU.
         self._control = dist.new_group(backend="gloo") if self.is_queued else None  # None: the default group
         self.beside: list[dist.ProcessGroup] = []  # of some ranks, which torch's `fully_shard` uses
@@ -203,6 +209,10 @@ class DistributedGroup(Group):
     @property
     def waiting_for(self) -> str | None:
         return self._blocked_in or self._queued.under_way()
+
+    @property
+    def is_open(self) -> bool:
+        return dist.is_initialized()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size

@@ -185,7 +185,6 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     """
     adopted = None
     if env is None and dist.is_initialized():
-        _check_backend(config)
         env, adopted = join_open_group(_get_default_store(), dist.get_rank(), dist.get_world_size(), config.timeout_s)
     env = env or detect()
     check_size(env.world_size, config.expect_ranks)
@@ -251,7 +250,7 @@ def _open_group(
 @contextmanager
 def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -> Iterator[tuple[Group, Joined, str]]:
     """Yields the process group that the script opened. It stays open, with its own timeout."""
-    backend = dist.get_backend()
+    backend = _adopted_backend(config, device)
     own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
@@ -268,15 +267,25 @@ def _make_group(device: torch.device, backend: str, timeout_s: float, joined: Jo
     return (StagedGroup if is_staged else DistributedGroup)(device, timeout_s, hosts)
 
 
-def _check_backend(config: ParallelConfig) -> None:
-    """Raises UserError if ranks cannot train with the open process group, or its backend is not the wanted one."""
-    backend = dist.get_backend()
-    if backend not in ("gloo", "nccl") or config.backend not in ("auto", backend) or config.interface:
-        asked = f"backend {config.backend}" + (f", interface {config.interface}" if config.interface else "")
+def _adopted_backend(config: ParallelConfig, device: torch.device) -> str:
+    """Returns the backend that the open process group has for this rank's device: "gloo" or "nccl". Raises UserError if
+    it has none, or if the config asks for another backend or an interface."""
+    has = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # cpu:gloo,cuda:nccl
+    backend = has.get(device.type, "none")
+    asked = [f"backend {config.backend}"] * (config.backend not in ("auto", backend))
+    asked += [f"interface {config.interface}"] * bool(config.interface)
+    if asked:
         raise UserError(
-            f"a process group of backend {backend} is open already, and paceline.join was asked for {asked}: give "
-            "gloo or nccl to init_process_group, and nothing of it to join, or leave init_process_group away"
+            f"a process group of backend {backend} is open already, and paceline.join was asked for "
+            f"{', '.join(asked)}: give it to init_process_group, and nothing of it to join"
         )
+    if backend not in ("gloo", "nccl"):
+        shown = ", ".join(f"{name} for {kind}" for kind, name in has.items())
+        raise UserError(
+            f"a process group with {shown} is open already, and this rank computes on {device.type}: give "
+            'init_process_group gloo or nccl for it, as in "cpu:gloo,cuda:nccl", or another device to join'
+        )
+    return backend
 
 
 def _choose_backend(wanted: str, device: torch.device) -> str:
