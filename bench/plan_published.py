@@ -20,7 +20,9 @@ from paceline.tools.plan.plan import plan
 
 MOSAIC = "github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 TITAN = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-KEMPNER = "kempnerinstitute.github.io/KempnerForge/reference/benchmarks.html"
+KEMPNER = (
+    "kempnerinstitute.github.io/KempnerForge/reference/benchmarks.html"  # micro-batches are not given: 4 is assumed
+)
 RELIABILITY = "arXiv 2407.21783, table 5 and section 3.3.4"
 
 

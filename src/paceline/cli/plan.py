@@ -44,7 +44,7 @@ class PlanArguments:
     explain: bool = False
     """Every number with its formula and inputs."""
     calibrate: bool = False
-    """Measure this machine instead, in about a minute; it must do nothing else. Plans and `train` use the result."""
+    """Measure this machine instead, in about two minutes; it must do nothing else. Plans and `train` use the result."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 

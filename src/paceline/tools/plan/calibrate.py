@@ -1,4 +1,4 @@
-"""Measures this machine for plans, in about a minute: micro-batches and updates of a few small models in the real code,
+"""Measures this machine for plans, in about two minutes: micro-batches and updates of small models in the real code,
 and the link between its ranks. Rates of each kind of work are fitted to all of them (work.py)."""
 
 import itertools
@@ -13,15 +13,18 @@ import torch
 from paceline.data.cache import cache_dir
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
+from paceline.optim.clip import clip_
 from paceline.optim.config import OptimConfig
 from paceline.optim.optimizer import make_optimizers
+from paceline.sync.ddp import BucketedSync
 from paceline.sync.replicas import overall
 from paceline.tools.plan import work
 from paceline.tools.plan.devices import Device
 from paceline.tools.plan.link_fit import bus_factor, fit
 from paceline.tools.plan.work import KINDS, Rates, Shape, Units
+from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_dtype, cpu_name, peak_flops
-from paceline.world.group import Group
+from paceline.world.group import Group, LocalGroup
 from paceline.world.runtime import World
 
 # Layers, width, heads, sequence length, vocabulary, sequences of a micro-batch.
@@ -35,11 +38,19 @@ _SHAPES = (
     (2, 192, 6, 256, 8192, 4),
     (4, 256, 8, 128, 512, 2),
     (2, 384, 6, 256, 1024, 1),
+    (2, 320, 5, 256, 1024, 6),
+    (3, 192, 6, 128, 2048, 16),
+    (1, 448, 7, 256, 512, 8),
 )
-_ROUNDS = 5
+_ROUNDS = 3
+_PULL = 0.05
+# Seconds a unit, of one core of a Xeon with AMX: where fits begin.
+_PASSES = {"products": 2e-12, "attention": 6e-12, "scores": 1.5e-9, "bytes": 7e-11, "logits": 2e-9, "weights": 1e-10,
+           "calls": 1.5e-3}  # fmt: skip
+_ADAMW = {"elements": 1.5e-9, "tensors": 2e-5}
+_MUON = {"products": 1.5e-12, "elements": 3e-9, "tensors": 1e-4}
 _MESSAGES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes of an all-reduce
 _PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
-_ELEMENT_KINDS = ("elements", "tensors")
 
 
 @dataclass
@@ -53,27 +64,28 @@ class _Measured:
         self.units.append(units)
         self.seconds.append(seconds)
 
-    def fit(self, kinds: Sequence[str]) -> tuple[Rates, float]:
-        """Returns the seconds a unit, none negative, and the worst relative error."""
+    def fit(self, guesses: Rates) -> tuple[Rates, float]:
+        """Returns the seconds a unit of these kinds, none negative, and the worst relative error."""
+        kinds = list(guesses)
         matrix = np.array([[units.get(kind, 0.0) for kind in kinds] for units in self.units])
-        rates = nonnegative(matrix, np.array(self.seconds))
+        rates = nonnegative(matrix, np.array(self.seconds), np.array([guesses[kind] for kind in kinds]))
         error = np.abs(matrix @ rates / np.array(self.seconds) - 1)
         return {kind: float(rate) for kind, rate in zip(kinds, rates, strict=True)}, float(error.max())
 
 
-def nonnegative(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns x >= 0 with the least sum of squared relative errors of matrix @ x. Tries every subset of columns, since
-    there are few."""
-    weighted, ones = matrix / values[:, None], np.ones(len(values))
-    scale = np.where(weighted.max(0) > 0, weighted.max(0), 1.0)
-    best, least = np.zeros(matrix.shape[1]), float("inf")
-    for size in range(1, matrix.shape[1] + 1):
-        for columns in map(list, itertools.combinations(range(matrix.shape[1]), size)):
-            found = np.linalg.lstsq(weighted[:, columns] / scale[columns], ones, rcond=None)[0]
-            error = float(((weighted[:, columns] / scale[columns] @ found - 1) ** 2).sum())
-            if found.min() >= 0 and error < least * (1 - 1e-9):
-                least, best = error, np.zeros(matrix.shape[1])
-                best[columns] = found / scale[columns]
+def nonnegative(matrix: np.ndarray, values: np.ndarray, guesses: np.ndarray) -> np.ndarray:
+    """Returns x >= 0 with the least sum of squared relative errors of matrix @ x, drawn a little towards the guesses:
+    kinds of work that always come together would else share their time at random. Tries every subset of columns."""
+    rows = np.vstack([matrix * guesses / values[:, None], _PULL * np.eye(len(guesses))])  # unknown: x / guesses
+    wanted = np.concatenate([np.ones(len(values)), np.full(len(guesses), _PULL)])
+    best, least = np.zeros(len(guesses)), float("inf")
+    for size in range(1, len(guesses) + 1):
+        for columns in map(list, itertools.combinations(range(len(guesses)), size)):
+            found = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0]
+            error = float(((rows[:, columns] @ found - wanted) ** 2).sum())
+            if found.min() >= 0 and error < least:
+                least, best = error, np.zeros(len(guesses))
+                best[columns] = found * guesses[columns]
     return best
 
 
@@ -98,13 +110,13 @@ def measure(world: World, say: Callable[[str], None] = lambda _: None) -> Device
                 found.add(_whole(made, sizes[0]), statistics.median(each[column] for each in rounds))
             steps = [sum(each) for each in rounds]
             scatter.append(statistics.pstdev(steps) / statistics.fmean(steps))
-        forward[arch], ahead_error = ahead.fit(tuple(KINDS))
-        backward[arch], back_error = back.fit(tuple(KINDS))
+        forward[arch], ahead_error = ahead.fit(_PASSES)
+        backward[arch], back_error = back.fit(_PASSES)
         errors += [ahead_error, back_error]
     say("the link between ranks")
     latency_s, bytes_per_s, cpu_s = _link(world.group)
-    update, update_error = updates["adamw"].fit(_ELEMENT_KINDS)
-    muon, muon_error = updates["muon"].fit(("products", *_ELEMENT_KINDS))
+    update, update_error = updates["adamw"].fit(_ADAMW)
+    muon, muon_error = updates["muon"].fit(_MUON)
     errors += [update_error, muon_error]
     copy = _copy_bytes_per_s()
     numbers = [
@@ -119,7 +131,7 @@ def measure(world: World, say: Callable[[str], None] = lambda _: None) -> Device
         memory_bytes=world.facts[0].free_bytes,
         forward=forward,
         backward=backward,
-        update={**update, "products": muon["products"]},
+        update={"adamw": update, "muon": muon},
         copy_bytes_per_s=copy,
         inner_bytes_per_s=bytes_per_s,
         inner_latency_s=latency_s,
@@ -174,31 +186,31 @@ def _micro_batches(
         )
         for name in updates
     }
+    sync = BucketedSync(model, LocalGroup(world.device), ParallelConfig().bucket_bytes("cpu"))  # without a transfer
     rounds: list[list[float]] = []
-    spent: dict[str, list[float]] = {name: [] for name in updates}
-    for number in range(_ROUNDS + 1):
+    for _ in range(_ROUNDS + 1):
         world.group.barrier()
-        begun = time.perf_counter()
+        stamps = [time.perf_counter()]
         loss = model(tokens, tokens) / tokens.numel()
-        middle = time.perf_counter()
-        loss.backward()
-        ended = time.perf_counter()
-        own = [middle - begun, ended - middle]
+        stamps.append(time.perf_counter())
+        with sync.accumulate(last=True):
+            loss.backward()
+        gradients = sync.reduce()
+        stamps.append(time.perf_counter())
+        clip_(gradients, 1.0)
+        stamps.append(time.perf_counter())
         for several in optimizers.values():
-            before = time.perf_counter()
-            torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])  # as clipping does
             for optimizer in several:
                 optimizer.step()
-            own.append(time.perf_counter() - before)
-        model.zero_grad()
-        means = [statistics.fmean(column) for column in zip(*world.group.share(own), strict=True)]
-        if number:  # the first one allocates
-            rounds.append(means[:2])
-            for name, mean_s in zip(spent, means[2:], strict=True):
-                spent[name].append(mean_s)
-    for name, found in spent.items():
+            stamps.append(time.perf_counter())
+        sync.publish()
+        forward, backward, clip, *steps = (end - begin for begin, end in itertools.pairwise(stamps))
+        own = [forward, backward, *(clip + step for step in steps)]
+        rounds.append([statistics.fmean(column) for column in zip(*world.group.share(own), strict=True)])
+    columns = list(zip(*rounds[1:], strict=True))  # the first one allocates
+    for name, found in zip(updates, columns[2:], strict=True):
         updates[name].add(work.update_units(config, name), statistics.median(found))
-    return rounds
+    return [list(each[:2]) for each in rounds[1:]]
 
 
 def _link(group: Group) -> tuple[float, float, float]:

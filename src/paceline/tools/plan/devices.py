@@ -37,7 +37,7 @@ class Device:
     memory_bytes: float
     forward: Mapping[str, Rates]  # by family of models
     backward: Mapping[str, Rates]
-    update: Rates
+    update: Mapping[str, Rates]  # by optimizer
     copy_bytes_per_s: float  # of digests and snapshots
     inner_bytes_per_s: float  # between ranks of a host, each way
     inner_latency_s: float
@@ -84,6 +84,7 @@ def gpu(name: str, *, compiled: bool) -> Device:
         "calls": share["call_us"] * 1e-6,
     }
     backward = {kind: 2 * rate for kind, rate in forward.items()} | {"attention": 2.5 * forward["attention"]}
+    update = {"elements": _UPDATE_BYTES * byte_s, "products": forward["products"]}
     families = ("gpt2", "llama")
     return Device(
         name=name,
@@ -93,7 +94,7 @@ def gpu(name: str, *, compiled: bool) -> Device:
         memory_bytes=1e9 * facts["memory_gb"],
         forward=dict.fromkeys(families, forward),
         backward=dict.fromkeys(families, backward),
-        update={"elements": _UPDATE_BYTES * byte_s, "products": forward["products"]},
+        update={"adamw": update, "muon": update},
         copy_bytes_per_s=1e9 * facts["bandwidth_gb_s"] * share["memory"] / 2,
         inner_bytes_per_s=1e9 * facts["inner_gb_s"] * share["inner"],
         inner_latency_s=10e-6,
@@ -123,12 +124,11 @@ class Calibration:
             return found
         slower: dict[str, Any] = {
             name: {family: _scaled(rates, sharing) for family, rates in getattr(found, name).items()}
-            for name in ("forward", "backward")
+            for name in ("forward", "backward", "update")
         }
         return replace(
             found,
             **slower,
-            update=_scaled(found.update, sharing),
             step_s=found.step_s * sharing,
             transfer_cpu_s=found.transfer_cpu_s * sharing,
             inner_bytes_per_s=found.inner_bytes_per_s / sharing,
@@ -167,7 +167,7 @@ def calibration() -> Calibration:
     found = find_calibration()
     if found is None:
         raise UserError(
-            "nothing is known of this machine yet: measure it with `paceline plan --calibrate` (about a minute), or "
+            "nothing is known of this machine yet: measure it with `paceline plan --calibrate` (about two minutes), or "
             "describe a cluster: --cluster FILE.toml"
         )
     return found

@@ -174,7 +174,7 @@ def shape_of(settings: Settings, device: Device) -> work.Shape:
 
 def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: Device) -> Job:
     """Returns the step for the simulation: rank 0's stages, and how the other ranks' loads differ."""
-    arch, shape = settings.config.model.arch, shape_of(settings, device)
+    arch, optim, shape = settings.config.model.arch, settings.config.optim, shape_of(settings, device)
     times = partial(work.pass_times, shape, forward=device.forward[arch], backward=device.backward[arch])
     sizes: dict[tuple[float, tuple[int, ...]], None] = {}
     for rank in range(cluster.num_ranks):
@@ -191,7 +191,7 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
     return Job(
         stages=work.stages(shape.model, _scaled(reference, 1 / speed)),
         num_micro_batches=len(mine),
-        update_s=work.seconds(work.update_units(shape.model, settings.config.optim.name), device.update) / speed,
+        update_s=work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name]) / speed,
         num_ranks=cluster.num_ranks,
         num_hosts=cluster.hosts if cluster.hosts > 1 else cluster.num_ranks,
         latency_s=cluster.latency_us * 1e-6 if cluster.hosts > 1 else device.inner_latency_s,
@@ -254,11 +254,11 @@ def _failures(cluster: Cluster, device: Device, settings: Settings) -> Failures:
 
 def _alone_tokens_per_s(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: Device) -> float:
     """One device of speed 1 that trains the same batch alone."""
-    shape, arch = shape_of(settings, device), settings.config.model.arch
+    shape, arch, optim = shape_of(settings, device), settings.config.model.arch, settings.config.optim
     size = min(batch_plan.device_batch_size, batch_plan.global_batch_size)
     once = work.pass_times(shape, size * shape.seq_len, device.forward[arch], device.backward[arch])
     count = batch_plan.global_batch_size / size
-    update_s = work.seconds(work.update_units(shape.model, settings.config.optim.name), device.update)
+    update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
     return settings.tokens_per_step / (count * _total_s(once, shape.model) + update_s + device.step_s)
 
 
@@ -324,7 +324,7 @@ def _explained(
             "optimizer",
             f"{1e3 * step.update_s:.4g} ms",
             " + ".join(
-                f"{units.count(amount)} {kind} x {device.update.get(kind, 0.0) * 1e9:.3g} ns"
+                f"{units.count(amount)} {kind} x {device.update[config.optim.name].get(kind, 0.0) * 1e9:.3g} ns"
                 for kind, amount in work.update_units(config.model, config.optim.name).items()
             )
             + ("" if config.parallel.strategy in ("ddp", "naive", "local") else f", / {job.num_ranks} ranks"),

@@ -107,7 +107,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
             justify="left" if is_text else "right",
             no_wrap=name != "plan",
             overflow="fold",
-            min_width=18 if name == "plan" else 0,
+            min_width={"plan": 14, "bound by": 12}.get(name, 0),
         )
     for plan in plans:
         made.add_row(*(Text(cell(plan)) for cell in shown.values()))
