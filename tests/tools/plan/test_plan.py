@@ -173,7 +173,7 @@ def test_memory_is_that_of_a_real_run(arch: str, tmp_path: Path) -> None:
     (measured,) = run_ranks(peak_bytes, 1, tmp_path / "run", config, opened=False)
     device = replace(H100, kind="cpu", dtype="float32" if config.train.dtype == "auto" else config.train.dtype)
     facts = rank_facts(Cluster(), device)
-    expected = memory_bytes(resolve(config, 512, facts), facts[0], 1)
+    expected = memory_bytes(resolve(config, 512, facts), facts[0], 1, 1)
     assert measured == pytest.approx(sum(expected.values()), rel=0.15)
 
 

@@ -37,6 +37,12 @@ class Cluster:
         """The speed of a rank's host."""
         return self.speeds[rank // self.ranks_per_host] if self.speeds else 1.0
 
+    def num_shards(self, strategy: str) -> int:
+        """Returns how many ranks divide the optimizer's state."""
+        if strategy == "hsdp":
+            return self.ranks_per_host
+        return self.num_ranks if strategy in ("zero", "fsdp") else 1
+
     def of_ranks(self, num_ranks: int) -> "Cluster":
         """Returns so many ranks of such hosts, on as few hosts as hold them. Raises UserError if hosts would have
         different numbers."""

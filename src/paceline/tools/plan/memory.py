@@ -2,6 +2,7 @@
 
 from paceline.model import cost
 from paceline.train.resolve import Settings, fixed_bytes, sequence_bytes
+from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import RankFacts
 
 # What training loads beside the interpreter and torch; the driver's context.
@@ -10,17 +11,17 @@ PROGRAM_BYTES = {"cpu": 0.17e9, "cuda": 1.5e9}
 _CODED_BYTES = {"int8": 4 + 8.125 / 8, "int4": 4 + 4.125 / 8 + 4}
 
 
-def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int) -> dict[str, float]:
-    """Returns bytes by kind, of a rank with full micro-batches."""
+def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards: int) -> dict[str, float]:
+    """Returns bytes by kind, of a rank with full micro-batches. num_shards: ranks that divide the optimizer's state."""
     config, model = settings.config, settings.config.model
     counts = cost.num_parameters(model)
     strategy, total = config.parallel.strategy, float(counts.total)
-    part = 1 / num_ranks if strategy in ("zero", "fsdp") else 1.0
-    whole = part if strategy == "fsdp" else 1.0
+    part = 1 / num_shards
+    whole = part if strategy in SHARDS_WEIGHTS else 1.0
     head = model.vocab_size * model.n_embd
     block = (counts.matmul - head) / model.n_layer
     moments = 8 * total - (4 * model.n_layer * block if config.optim.name == "muon" else 0)
-    buffers = float(2 * 4 * block if strategy == "fsdp" else 0)  # weights of two blocks, gathered
+    buffers = float(2 * 4 * block if strategy in SHARDS_WEIGHTS else 0)  # weights of two blocks, gathered
     if strategy == "zero" and num_ranks > 1 and settings.dtype.itemsize == 2 and config.parallel.wire != "int8":
         buffers += 4 * total * part + min(2 * total, 40 << 20)  # exact masters beside rounded weights; messages
     if strategy == "local" and num_ranks > 1:

@@ -120,7 +120,7 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
         settings=settings,
         cluster=cluster,
         device=device,
-        memory=memory_bytes(settings, facts[0], len(facts)),
+        memory=memory_bytes(settings, facts[0], len(facts), cluster.num_shards(parallel.strategy)),
         parts=parts,
         step=step,
         alone_tokens_per_s=alone,
@@ -244,7 +244,7 @@ def _between_steps(
 def _failures(cluster: Cluster, device: Device, settings: Settings) -> Failures:
     hours = cluster.mtbf_hours or device.mtbf_hours
     total = cost.num_parameters(settings.config.model).total
-    part = cluster.num_ranks if settings.config.parallel.strategy in ("zero", "fsdp") else 1
+    part = cluster.num_shards(settings.config.parallel.strategy)
     return Failures(
         between_s=hours * 3600 / cluster.num_ranks if hours else math.inf,
         save_s=cluster.save_s or 12.0 * total / part / device.copy_bytes_per_s,

@@ -7,11 +7,11 @@ are one load; a collective begins when the slowest load is ready. So a world of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paceline.sync.wire import WireBits, wire_bits
-from paceline.world.config import ParallelConfig
+from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 
 Kind = Literal["exact", "rounding", "another algorithm"]
 GOAL_FRAC = 0.97  # of the speed that a link without cost would give
@@ -85,7 +85,7 @@ class Path:
     flags: str
     bits: WireBits
     kind: Kind = "exact"
-    strategy: Literal["ddp", "zero", "fsdp", "local", "naive"] = "zero"
+    strategy: Literal["ddp", "zero", "fsdp", "hsdp", "local", "naive"] = "zero"
     is_layered: bool = False  # all micro-batches pass a block before the next block
     encode_s: float = 0.0  # codec time for each element of the model: before the reduce-scatter
     update_codec_s: float = 0.0  # and around the all-gather
@@ -128,7 +128,11 @@ def predict(job: Job, path: Path) -> Prediction:
     if path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
         compute_s = max(load.num_micro_batches * load.slowness for load in _loads(job)) * _once_s(job)
         step_s = max(compute_s + update_s, (wire_bytes > 0) * job.hop_s + wire_bytes / job.bytes_per_s)
-    elif path.strategy == "fsdp":
+    elif path.strategy == "hsdp" and job.num_ranks > job.num_hosts > 1:
+        inner = replace(job, num_hosts=1, num_ranks=job.num_ranks // job.num_hosts)
+        update_s = job.update_s / inner.num_ranks
+        step_s = _sharded_step_s(inner, between=job) + update_s
+    elif path.strategy in SHARDS_WEIGHTS:
         step_s = _sharded_step_s(job) + update_s
     else:
         step_s = _Play(job, path, update_s).step_s()
@@ -208,9 +212,10 @@ class _Play:
             bucket.arrived_s = self.link
 
 
-def _sharded_step_s(job: Job) -> float:
+def _sharded_step_s(job: Job, between: Job | None = None) -> float:
     """fsdp: each stage's weights are gathered while the stage before computes, in forward and backward of every
-    micro-batch; ranks wait for each other inside every pass. Gradients are scattered in the last one."""
+    micro-batch; ranks wait for each other inside every pass. Gradients are scattered in the last one. between: the
+    hosts of hsdp, which then add up what each of them has."""
     slowest = max(load.num_micro_batches * load.slowness for load in _loads(job)) / max(1, job.num_micro_batches)
     now = 0.0
     for number in range(job.num_micro_batches):
@@ -224,6 +229,7 @@ def _sharded_step_s(job: Job) -> float:
                 now = max(now, link) + slowest * (stage.backward_s if stages is not job.stages else stage.forward_s)
                 if scatters and elements:
                     link = max(link, now) + job.hop_s + job.transfer_s(4 * elements)
+                    link += 2 * (between.hop_s + between.transfer_s(4 * elements)) if between else 0.0
         now = max(now, link)
     return now + job.hop_s
 
