@@ -30,13 +30,13 @@ def _trained(strategy: Any, is_queued: bool) -> str:
     finite, nor that of the first, before there is any state."""
     found: list[Any] = []
     with open_world(ParallelConfig(device="cpu"), detect({})) as world:
-        world.group.is_queued = is_queued
         model = build(SMALL, 1, "cpu")
         config = replace(OptimConfig(), name="muon")
         optimizers = make_optimizers(
             config, list(model.named_parameters()), lr=0.05, weight_decay=0.1, compute_dtype=torch.float32
         )
         mine = Replica(model, optimizers, world, strategy=strategy)
+        world.group.is_queued = is_queued  # after zero has made its buckets, which are padded for NCCL
         for step in range(5):
             tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))
             one = mine.step(tokens, total=32.0)

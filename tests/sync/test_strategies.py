@@ -286,12 +286,12 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_within_their_size(
 def test_the_named_strategy_is_the_one_in_force() -> None:
     group = LocalGroup(torch.device("cpu"))
     kinds = {"ddp": BucketedSync, "zero": ShardedSync, "naive": NaiveSync}
-    kinds |= {"fsdp": BucketedSync, "local": BucketedSync}  # nobody to share with
+    kinds |= {"fsdp": BucketedSync, "hsdp": BucketedSync, "local": BucketedSync}  # nobody to share with
     for name, kind in kinds.items():
         assert type(make_strategy(ParallelConfig(strategy=name), Net(), group)) is kind  # type: ignore[arg-type]
     many = make_strategy(ParallelConfig(strategy="ddp", bucket_mb=0.001), nn.Linear(30, 30), group)
     assert len(many.reduce()) == 2
     with pytest.raises(
-        UserError, match=r"parallel\.strategy is 'horovod'; it must be one of ddp, zero, fsdp, local, naive"
+        UserError, match=r"parallel\.strategy is 'horovod'; it must be one of ddp, zero, fsdp, hsdp, local, naive"
     ):
         make_strategy(ParallelConfig(strategy="horovod"), Net(), group)  # type: ignore[arg-type]
