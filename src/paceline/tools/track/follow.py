@@ -163,6 +163,7 @@ class _Follower:
             _say(f"{self.name} does not work now{self.why}. It is tried again, and the run is not disturbed")
         self._num_failures += 1
         self._tracker = None
+        self._reader.close()  # it may have read rows that are in no batch: it begins again, and skips what was sent
         self.hurry.wait(min(_LONGEST_DELAY_S, 2.0 ** min(self._num_failures, 6)))
         if self.hurry.is_set():
             time.sleep(0.5)
