@@ -72,8 +72,8 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
         return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < fresh_s
     try:
         process = psutil.Process(int(found[2]))
-        # A later process may have the same pid.
-        return process.create_time() < taken_s + 1 and process.status() != psutil.STATUS_ZOMBIE
+        # A later process may have the same pid. A file server's clock may differ by some seconds.
+        return process.create_time() < taken_s + 60 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

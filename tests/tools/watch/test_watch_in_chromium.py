@@ -119,19 +119,9 @@ def test_it_lives_on_when_a_rank_is_killed_and_training_begins_again(browser: Br
         page = browser.open(address[0], width=1280, height=850)
         page.wait_for(f"{TEXT}.includes('There is no run at this path yet')")
         page.evaluate("self.isFirst = true")
-        train = (
-            "train",
-            *program.TINY,
-            "--nproc",
-            "2",
-            "--max-restarts",
-            "1",
-            "--checkpoint.every",
-            "10",
-            "--out",
-            "run",
-        )
-        program.run(*train, cwd=tmp_path, env={"PACELINE_FAULTS": "rank=1 step=14 kind=kill"}).require()
+        options = ["--nproc", "2", "--max-restarts", "1", "--checkpoint.every", "10", "--out", "run"]
+        faults = {"PACELINE_FAULTS": "rank=1 step=14 kind=kill"}
+        program.run("train", *program.TINY, *options, cwd=tmp_path, env=faults).require()
         page.wait_for(f"{TEXT}.includes('finished') && {TEXT}.includes('attempt 2')")
         kinds = page.evaluate("runs[0].events.map(([, kind]) => kind)")
         assert [kind for kind in kinds if kind != "checkpoint"][::-1] in (

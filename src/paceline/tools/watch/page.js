@@ -217,9 +217,10 @@ function showState(run) {
   const status = place.querySelector(".status");
   status.textContent = run.said;
   status.className = `status ${run.level}`;
-  place.querySelector(".progress").hidden = run.frac === null;
+  const isKnown = run.frac !== null; // else the run has no horizon
+  place.querySelector("progress").hidden = !isKnown;
   place.querySelector("progress").value = run.frac ?? 0;
-  place.querySelector(".progress span").textContent = `step ${run.step}, ${Math.floor(100 * (run.frac ?? 0))}%`;
+  place.querySelector(".progress span").textContent = `step ${run.step}${isKnown ? `, ${Math.floor(100 * run.frac)}%` : ""}`;
   const facts = run.facts.map(([label, value, note]) =>
     make("div", {}, make("dt", {}, label), make("dd", { class: "value" }, value), make("dd", { class: "note" }, note)));
   place.querySelector("dl").replaceChildren(...facts);
