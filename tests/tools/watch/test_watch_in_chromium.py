@@ -96,7 +96,7 @@ def test_many_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     server = serve(tmp_path / "runs")
     page = browser.open(server.url, width=390, height=850, is_phone=True)
     page.wait_for("document.querySelectorAll('#loss path').length === 3")
-    steps = page.evaluate("[...document.querySelectorAll('#runs tbody td:nth-child(2)')].map(e => e.textContent)")
+    steps = page.evaluate("[...document.querySelectorAll('#runs tbody td:nth-child(3)')].map(e => e.textContent)")
     assert steps == ["10 of 500", "20 of 500", "30 of 500"]
     assert page.evaluate("document.querySelectorAll('.bars li').length") == 2
     page.evaluate("document.querySelector('#runs input').focus()")
