@@ -4,6 +4,7 @@ import contextlib
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -21,18 +22,17 @@ class WatchArguments:
     """Watch a run while it trains: loss, speed, time left, where each rank's time goes, events, checkpoints. With a
     folder of runs, all of them (the newest 32). Only reads the run folder, which may not be there yet."""
 
-    run: tyro.conf.Positional[str] = ""
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]] = ""
     """The run folder, or a folder of runs."""
     once: bool = False
     """Print what is known now, and end."""
     page: bool = False
-    """Serve a live page for a browser, until Ctrl-C. The address that it prints has a key: only who knows it can
-    read."""
+    """Serve a live page for a browser, until Ctrl-C, and print its address. Only who has the token in it can read."""
     port: int = _PORT
     """With --page: the port to listen on; 0: any free one."""
     host: str = _HOST
-    """With --page: the address to listen on. Others than 127.0.0.1 can be reached from outside, over plain HTTP; for a
-    run on another host use `ssh -L`."""
+    """With --page: the address to listen on. The default is reached from this machine only; for a run on another host
+    use `ssh -L`. Elsewhere the page is sent over plain HTTP."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The live page in a real browser: at three sizes, by keyboard, and while training stops and goes on."""
+"""The live page in a real browser: at three sizes, by keyboard, and while training fails and restarts."""
 
 import re
 import signal
@@ -96,7 +96,7 @@ def test_many_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     server = serve(tmp_path / "runs")
     page = browser.open(server.url, width=390, height=850, is_phone=True)
     page.wait_for("document.querySelectorAll('#loss path').length === 3")
-    steps = page.evaluate("[...document.querySelectorAll('#runs tbody td:nth-child(2)')].map(e => e.textContent)")
+    steps = page.evaluate("[...document.querySelectorAll('#runs tbody td:nth-child(3)')].map(e => e.textContent)")
     assert steps == ["10 of 500", "20 of 500", "30 of 500"]
     assert page.evaluate("document.querySelectorAll('.bars li').length") == 2
     page.evaluate("document.querySelector('#runs input').focus()")
@@ -111,7 +111,7 @@ def test_many_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     server.shutdown()
 
 
-def test_it_lives_on_when_training_stops_and_begins_again(browser: Browser, tmp_path: Path) -> None:
+def test_it_lives_on_when_a_rank_is_killed_and_training_begins_again(browser: Browser, tmp_path: Path) -> None:
     with program.Program("watch", "run", "--page", "--port", "0", cwd=tmp_path) as watching:
         watching.wait_for(lambda: "Ctrl-C" in watching._said())
         address = re.search(r"http://\S+", watching._said())
@@ -119,17 +119,22 @@ def test_it_lives_on_when_training_stops_and_begins_again(browser: Browser, tmp_
         page = browser.open(address[0], width=1280, height=850)
         page.wait_for(f"{TEXT}.includes('There is no run at this path yet')")
         page.evaluate("self.isFirst = true")
-        train = ("train", *program.TINY, "--nproc", "2", "--out", "run", "--train.stop-at-step", "12")
-        program.run(*train, cwd=tmp_path).require(75)
-        page.wait_for(f"{TEXT}.includes('stopped') && {TEXT}.includes('step 12 of 40')")
-        program.run("resume", "run", "--train.stop-at-step", "0", cwd=tmp_path).require()
+        options = ["--nproc", "2", "--max-restarts", "1", "--checkpoint.every", "10", "--out", "run"]
+        faults = {"PACELINE_FAULTS": "rank=1 step=14 kind=kill"}
+        program.run("train", *program.TINY, *options, cwd=tmp_path, env=faults).require()
         page.wait_for(f"{TEXT}.includes('finished') && {TEXT}.includes('attempt 2')")
+        kinds = page.evaluate("runs[0].events.map(([, kind]) => kind)")
+        assert [kind for kind in kinds if kind != "checkpoint"][::-1] in (
+            ["start", "failed", "resume", "end"],
+            ["start", "failed", "failed", "resume", "end"],  # rank 0 has recorded its loss, too
+        )
         assert page.evaluate("runs[0].curves.loss.step") == list(range(1, 41))
         assert page.evaluate("runs[0].curves.loss.mean") == pytest.approx(program.losses(tmp_path / "run"), rel=1e-4)
+        assert page.evaluate("runs[0].resumed") == [10]
         assert page.evaluate("document.querySelectorAll('#loss .mark').length") == 1
         assert page.evaluate("self.isFirst")  # nobody loaded it again
         assert page.complaints() == []
         watching.process.send_signal(signal.SIGINT)
         assert watching.wait().status == 0
         page.wait_for(f"{TEXT}.includes('No connection to `paceline watch`')")
-        assert page.evaluate("document.querySelectorAll('.bars li').length") == 1  # what was known stays
+        assert page.evaluate("document.querySelectorAll('.bars li').length") == 2  # what was known stays

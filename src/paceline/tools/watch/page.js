@@ -203,7 +203,8 @@ function showRuns() {
     input.checked = index === chosen;
     const facts = ["Loss", "Validation loss", "Throughput", "Time left"].map((label) => factOf(run, label));
     const name = make("th", { scope: "row" }, make("label", {}, input, sample, run.name));
-    return make("tr", {}, name, ...[run.step, ...facts, run.said].map((cell) => make("td", {}, cell)));
+    const state = make("td", { class: run.level, title: run.said }, run.said);
+    return make("tr", {}, name, state, ...[run.step, ...facts].map((cell) => make("td", {}, cell)));
   });
   const table = byId("runs").querySelector("tbody");
   const isFocused = table.contains(document.activeElement);
@@ -217,9 +218,10 @@ function showState(run) {
   const status = place.querySelector(".status");
   status.textContent = run.said;
   status.className = `status ${run.level}`;
-  place.querySelector(".progress").hidden = run.frac === null;
+  const isKnown = run.frac !== null; // else the run has no horizon
+  place.querySelector("progress").hidden = !isKnown;
   place.querySelector("progress").value = run.frac ?? 0;
-  place.querySelector(".progress span").textContent = `step ${run.step}, ${Math.floor(100 * (run.frac ?? 0))}%`;
+  place.querySelector(".progress span").textContent = `step ${run.step}${isKnown ? `, ${Math.floor(100 * run.frac)}%` : ""}`;
   const facts = run.facts.map(([label, value, note]) =>
     make("div", {}, make("dt", {}, label), make("dd", { class: "value" }, value), make("dd", { class: "note" }, note)));
   place.querySelector("dl").replaceChildren(...facts);
@@ -246,9 +248,10 @@ function showRanks(run) {
       made.style.background = `var(--${part.split(" ")[0]})`;
       return made;
     });
-    const label = `${rank.rank}${rank.host ? ` · ${rank.host}` : ""}${rank.is_slow ? " slow" : ""}`;
+    const label = `${rank.rank}${rank.host ? ` · ${rank.host}` : ""}`;
+    const name = make("span", { title: label }, label, make("span", { class: "wide" }, rank.is_slow ? " slow" : ""));
     const work = make("span", {}, make("span", { class: "wide" }, "works "), `${exact.format(Number(rank.work_ms.toPrecision(3)))} ms`);
-    const row = make("li", {}, make("span", { title: label }, label), make("div", { class: "bar" }, ...parts), work);
+    const row = make("li", {}, name, make("div", { class: "bar" }, ...parts), work);
     row.classList.toggle("slow", rank.is_slow);
     return row;
   });

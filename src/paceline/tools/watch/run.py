@@ -161,4 +161,4 @@ def _said(state: RunState, step_ms: float) -> tuple[str, str]:
 
 def _event(event: Row) -> Event:
     facts = {name: value for name, value in event.items() if name != "step"}
-    return Event(clock(event, 19), text(event["event"]), text(event.get("step")), details(facts))
+    return Event(clock(event, 19), text(event["event"]), text(event.get("step")), " ".join(details(facts).split()))

@@ -128,7 +128,8 @@ def _ranks(view: RunView, width: int, most: int) -> list[Text]:
         return []
     legend = [(f"{sign * 2} {part}   ", style) for part, (sign, style) in _PARTS.items() if part != "other"]
     longest_ms = max(sum(each.parts.values()) for each in view.ranks)
-    lines = [Text(""), *[Text(printable(view.ranks_said))][: len(view.ranks) - 1], Text.assemble(*legend)]
+    said = [Text(printable(view.ranks_said))] if view.ranks_said else []
+    lines = [Text(""), *said, Text.assemble(*legend)]
     lines += [_bar(each, width, longest_ms) for each in view.ranks[:most]]
     if others := view.ranks[most:]:
         span = f"{in_ms(others[-1].work_ms)} to {in_ms(others[0].work_ms)}"
