@@ -23,6 +23,9 @@ from paceline.tools.plan.failures import Failures
 from paceline.tools.plan.memory import memory_bytes
 from paceline.tools.plan.plan import plan, rank_facts
 from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
+from paceline.tools.report import tables
+from paceline.tools.report.facts import Summary
+from paceline.tools.report.read import read_run
 from paceline.train.resolve import resolve
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
@@ -242,6 +245,11 @@ def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
     assert "more than predicted (0 ms), most of it in" in said
     (event,) = events(tmp_path / "run", "prediction")
     assert event["part_ms"] == expected.part_ms
+    run = Summary(read_run(tmp_path / "run"))
+    predicted = {row[0]: row[3] for row in tables.parts(run)}
+    assert tables.part_columns(run)[3] == "predicted, ms"
+    assert predicted["forward"] == "0.01"
+    assert predicted["step"] == "0.01"
     generous = replace(expected, part_ms={"forward": 1e9})
     assert status_of(tmp_path / "other", tiny(train__steps=8), predict=lambda settings, facts: generous) == 0
     assert "more than predicted" not in capfd.readouterr().out

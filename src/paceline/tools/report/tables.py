@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.base import units
 from paceline.tools.report.facts import Fact, Summary, Traffic, count, duration
+from paceline.tools.report.read import number
 
 UNKNOWN = "-"  # in a cell without a value
 _NUM_LOSS_ROWS = 12
@@ -43,11 +44,26 @@ def loss(run: Summary) -> list[Cells]:
     return rows
 
 
+def part_columns(run: Summary) -> list[str]:
+    """Returns the columns of `parts`."""
+    return ["part", "ms", "% of the step", *(["predicted, ms"] if _predicted(run) else [])]
+
+
 def parts(run: Summary) -> list[Cells]:
-    """Returns name, milliseconds and percentage of each part of rank 0's mean step."""
-    found = run.parts()
+    """Returns name, milliseconds and percentage of each part of rank 0's mean step, and what was predicted, if it was
+    (the mean over ranks)."""
+    found, expected = run.parts(), _predicted(run)
     step_ms = sum(ms for _, ms in found)
-    return [[name, f"{ms:,.4g}", f"{100 * ms / step_ms:.1f}"] for name, ms in [*found, ("step", step_ms)]]
+    rows = [[name, f"{ms:,.4g}", f"{100 * ms / step_ms:.1f}"] for name, ms in [*found, ("step", step_ms)]]
+    return [[*row, f"{expected.get(row[0], 0.0):,.4g}"] for row in rows] if expected else rows
+
+
+def _predicted(run: Summary) -> dict[str, float]:
+    """Returns the milliseconds of each part, and of the step, that the last start of the run predicted."""
+    events = [event for event in run.records.events if event["event"] == "prediction"]
+    made = events[-1].get("part_ms") if events else None
+    known = {name: number(ms) for name, ms in made.items()} if isinstance(made, dict) else {}
+    return known | {"step": sum(known.values())} if known and all(map(math.isfinite, known.values())) else {}
 
 
 def traffic(found: Traffic) -> list[Cells]:
