@@ -16,7 +16,7 @@ from whole_runs import events, status_of, tiny
 
 from paceline.config import Config, load_preset
 from paceline.record.predicted import Predicted
-from paceline.tools.plan import devices
+from paceline.tools.plan import calibrate, devices
 from paceline.tools.plan.calibrate import nonnegative
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.failures import Failures
@@ -29,6 +29,7 @@ from paceline.tools.report.read import read_run
 from paceline.train.resolve import resolve
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
+from paceline.world.runtime import World
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
 from in_process import here
@@ -120,6 +121,24 @@ def test_rates_that_made_times_are_found_again() -> None:
     found = nonnegative(matrix, matrix @ truth, guesses)
     assert found == pytest.approx(truth, rel=0.05)
     assert min(nonnegative(matrix, matrix @ (truth * [1, 1, 1, -0.2]), guesses)) >= 0
+
+
+def calibrated(world: World) -> devices.Device:
+    """Calibrates with the smallest shapes and messages only."""
+    calibrate._SHAPES = ((1, 32, 2, 32, 64, 2), (2, 64, 2, 32, 64, 4), (1, 64, 4, 64, 256, 2))
+    calibrate._MESSAGES = (1 << 14, 1 << 20)
+    return calibrate.measure(world)
+
+
+def test_two_ranks_calibrate_a_device_that_plans_a_run() -> None:
+    first, second = run_ranks(calibrated, 2)
+    assert first.error_frac == second.error_frac >= 0
+    assert first.transfer_cpu_s > 0
+    assert first.inner_bytes_per_s > 1e6
+    rates = [*first.forward.values(), *first.backward.values(), *first.update.values()]
+    assert all(rate >= 0 for each in rates for rate in each.values())
+    found = plan(tiny(), Cluster(ranks_per_host=2), first)
+    assert min(found.parts[part] for part in ("forward", "backward", "exposed communication", "optimizer")) > 0
 
 
 def test_the_slowest_of_many_ranks_is_the_maximum_of_as_many_normal_times() -> None:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -96,19 +97,22 @@ def measure(world: World, say: Callable[[str], None] = lambda _: None) -> Device
     backward: dict[str, Rates] = {}
     errors, scatter = [], []
     updates = {"adamw": _Measured(), "muon": _Measured()}
-    for arch in ("gpt2", "llama"):
+    families: tuple[Literal["gpt2", "llama"], ...] = ("gpt2", "llama")
+    for arch in families:
+        cases = [_Case(world, arch, sizes, dtype) for sizes in _SHAPES]
+        # Shapes in turn in every round: a machine's speed drifts.
+        rounds = []
+        for number in range(_ROUNDS + 1):
+            say(f"{arch}, round {number + 1} of {_ROUNDS + 1}")
+            rounds.append([case.once() for case in cases])
         ahead, back = _Measured(), _Measured()
-        for sizes in _SHAPES:
-            say(f"{arch}, {sizes[0]} layers x {sizes[1]}")
-            rounds = _micro_batches(world, _model(arch, sizes), sizes, dtype, updates)
-            shape = _shape(_model(arch, sizes), sizes, dtype)
-            tokens = sizes[3] * sizes[5]
-            for found, made, column in (
-                (ahead, work.forward_units(shape, tokens), 0),
-                (back, work.backward_units(shape, tokens), 1),
-            ):
-                found.add(_whole(made, sizes[0]), statistics.median(each[column] for each in rounds))
-            steps = [sum(each) for each in rounds]
+        for case, found in zip(cases, zip(*rounds[1:], strict=True), strict=True):  # the first one allocates
+            columns = [statistics.median(column) for column in zip(*found, strict=True)]
+            ahead.add(_whole(work.forward_units(case.shape, case.num_tokens), case.shape.model.n_layer), columns[0])
+            back.add(_whole(work.backward_units(case.shape, case.num_tokens), case.shape.model.n_layer), columns[1])
+            for name, seconds in zip(updates, columns[2:], strict=True):
+                updates[name].add(work.update_units(case.shape.model, name), seconds)
+            steps = [each[0] + each[1] for each in found]
             scatter.append(statistics.pstdev(steps) / statistics.fmean(steps))
         forward[arch], ahead_error = ahead.fit(_PASSES)
         backward[arch], back_error = back.fit(_PASSES)
@@ -143,20 +147,49 @@ def measure(world: World, say: Callable[[str], None] = lambda _: None) -> Device
     )
 
 
-def _model(arch: str, sizes: Sequence[int]) -> ModelConfig:
-    layers, width, heads, seq_len, vocab, _ = sizes
-    return ModelConfig(
-        arch="gpt2" if arch == "gpt2" else "llama",
-        n_layer=layers,
-        n_embd=width,
-        n_head=heads,
-        n_positions=seq_len,
-        vocab_size=vocab,
-    )
+class _Case:
+    """A small model and its optimizers, with the buckets of a run and no transfer."""
 
+    def __init__(self, world: World, arch: Literal["gpt2", "llama"], sizes: Sequence[int], dtype: torch.dtype):
+        layers, width, heads, seq_len, vocab, sequences = sizes
+        config = ModelConfig(
+            arch=arch, n_layer=layers, n_embd=width, n_head=heads, n_positions=seq_len, vocab_size=vocab
+        )
+        self.shape = Shape(
+            model=config, seq_len=seq_len, compute_bytes=dtype.itemsize, keeps_scores=dtype.itemsize == 2
+        )
+        self.num_tokens = seq_len * sequences
+        self._group = world.group
+        self._model = build(config, 0, world.device)
+        self._model.compute_dtype = dtype
+        self._tokens = torch.randint(vocab, (sequences, seq_len), device=world.device)
+        self._optimizers = [
+            make_optimizers(rule, self._model.named_parameters(), lr=1e-3, weight_decay=0.1, compute_dtype=dtype)
+            for rule in (OptimConfig(name="adamw"), OptimConfig(name="muon"))
+        ]
+        self._sync = BucketedSync(self._model, LocalGroup(world.device), ParallelConfig().bucket_bytes("cpu"))
 
-def _shape(model: ModelConfig, sizes: Sequence[int], dtype: torch.dtype) -> Shape:
-    return Shape(model=model, seq_len=sizes[3], compute_bytes=dtype.itemsize, keeps_scores=dtype.itemsize == 2)
+    def once(self) -> list[float]:
+        """Returns the seconds of forward, backward, and each optimizer's update, each a mean over the ranks, which
+        begin together. Collective."""
+        self._group.barrier()
+        stamps = [time.perf_counter()]
+        loss = self._model(self._tokens, self._tokens) / self._tokens.numel()
+        stamps.append(time.perf_counter())
+        with self._sync.accumulate(last=True):
+            loss.backward()
+        gradients = self._sync.reduce()
+        stamps.append(time.perf_counter())
+        clip_(gradients, 1.0)
+        stamps.append(time.perf_counter())
+        for several in self._optimizers:
+            for optimizer in several:
+                optimizer.step()
+            stamps.append(time.perf_counter())
+        self._sync.publish()
+        forward, backward, clip, *steps = (end - begin for begin, end in itertools.pairwise(stamps))
+        own = [forward, backward, *(clip + step for step in steps)]
+        return [statistics.fmean(column) for column in zip(*self._group.share(own), strict=True)]
 
 
 def _whole(by_part: dict[str, Units], num_layers: int) -> Units:
@@ -166,51 +199,6 @@ def _whole(by_part: dict[str, Units], num_layers: int) -> Units:
         for kind, amount in amounts.items():
             total[kind] += amount * (num_layers if part == "block" else 1)
     return total
-
-
-def _micro_batches(
-    world: World, config: ModelConfig, sizes: Sequence[int], dtype: torch.dtype, updates: dict[str, _Measured]
-) -> list[list[float]]:
-    """Returns the seconds of forward and backward of each round, a mean over the ranks, which begin together. Adds the
-    time of each optimizer's update."""
-    model = build(config, 0, world.device)
-    model.compute_dtype = dtype
-    tokens = torch.randint(config.vocab_size, (sizes[5], sizes[3]), device=world.device)
-    optimizers = {
-        name: make_optimizers(
-            OptimConfig(name="adamw" if name == "adamw" else "muon"),
-            model.named_parameters(),
-            lr=1e-3,
-            weight_decay=0.1,
-            compute_dtype=dtype,
-        )
-        for name in updates
-    }
-    sync = BucketedSync(model, LocalGroup(world.device), ParallelConfig().bucket_bytes("cpu"))  # without a transfer
-    rounds: list[list[float]] = []
-    for _ in range(_ROUNDS + 1):
-        world.group.barrier()
-        stamps = [time.perf_counter()]
-        loss = model(tokens, tokens) / tokens.numel()
-        stamps.append(time.perf_counter())
-        with sync.accumulate(last=True):
-            loss.backward()
-        gradients = sync.reduce()
-        stamps.append(time.perf_counter())
-        clip_(gradients, 1.0)
-        stamps.append(time.perf_counter())
-        for several in optimizers.values():
-            for optimizer in several:
-                optimizer.step()
-            stamps.append(time.perf_counter())
-        sync.publish()
-        forward, backward, clip, *steps = (end - begin for begin, end in itertools.pairwise(stamps))
-        own = [forward, backward, *(clip + step for step in steps)]
-        rounds.append([statistics.fmean(column) for column in zip(*world.group.share(own), strict=True)])
-    columns = list(zip(*rounds[1:], strict=True))  # the first one allocates
-    for name, found in zip(updates, columns[2:], strict=True):
-        updates[name].add(work.update_units(config, name), statistics.median(found))
-    return [list(each[:2]) for each in rounds[1:]]
 
 
 def _link(group: Group) -> tuple[float, float, float]:
