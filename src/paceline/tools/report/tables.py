@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from paceline.base import units
+from paceline.record.read import number
 from paceline.tools.report.facts import Fact, Summary, Traffic, count, duration
-from paceline.tools.report.read import number
 
 UNKNOWN = "-"  # in a cell without a value
 _NUM_LOSS_ROWS = 12
