@@ -182,8 +182,8 @@ MUTATIONS = (
     Mutation(
         "an update with a gradient that is not finite",
         "replica/step.py",
-        "if math.isfinite(norm):",
-        "if norm:",
+        "if not math.isfinite(norm):",
+        "if not norm:",
         TWO_RANKS,
     ),
     Mutation(
@@ -240,22 +240,22 @@ MUTATIONS = (
     Mutation(
         "bias correction stays that of the first update",
         "optim/adamw.py",
-        'group["step"] += 1',
+        'group["step"] += count',
         'group["step"] = 1',
         OPTIMIZER,
     ),
     Mutation(
         "momentum in the place of one minus momentum",
         "optim/muon.py",
-        "buffer.lerp_(matrix.grad, 1 - momentum)",
-        "buffer.lerp_(matrix.grad, momentum)",
+        "buffer.lerp_(gradient, (1 - momentum) * one)",
+        "buffer.lerp_(gradient, momentum * one)",
         OPTIMIZER,
     ),
     Mutation(
         "a clip factor upside down",
         "optim/clip.py",
-        "factor *= max_norm / norm",
-        "factor *= norm / max_norm",
+        "torch.where(norm > max_norm, max_norm / norm, 1.0)",
+        "torch.where(norm > max_norm, norm / max_norm, 1.0)",
         CLIP_AND_SCHEDULE,
     ),
     Mutation(

@@ -19,8 +19,8 @@ class Simulated:
         (folder / "checkpoints").mkdir(parents=True)
         self.folder, self.num_ranks, self.slow_rank = folder, num_ranks, slow_rank
         self.step, self._draws = 0, random.Random(7)
-        (folder / "config.toml").write_text(f"[train]\nsteps = {num_steps}\n")
         (folder / "lock.holder").write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+        (folder / "config.toml").write_text(f"[train]\nsteps = {num_steps}\n")
         self.hosts = [f"node{rank // 8}" for rank in range(num_ranks)]
         self.event("start", world_size=num_ranks, hosts=self.hosts)
 
