@@ -43,12 +43,12 @@ def test_all_three_products_are_those_of_matrices_rounded_to_float8() -> None:
 def test_a_model_with_float8_products_learns_nearly_as_one_with_bfloat16() -> None:
     losses = {}
     for is_float8 in (False, True):
-        model = build(ModelConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=64, n_positions=16), 1, "cpu")
+        model = build(ModelConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16), 1, "cpu")
         model.compute_dtype = torch.bfloat16
         if is_float8:
             model.use_float8()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        tokens = torch.arange(8 * 16).view(8, 16) % 60
+        tokens = torch.arange(4 * 16).view(4, 16) % 60
         losses[is_float8] = []
         for _ in range(20):
             loss = model(tokens, tokens.roll(-1, 1)) / tokens.numel()
@@ -57,7 +57,7 @@ def test_a_model_with_float8_products_learns_nearly_as_one_with_bfloat16() -> No
             optimizer.step()
             losses[is_float8].append(float(loss.detach()))
     assert losses[True] != losses[False]
-    assert losses[False][-1] < losses[False][0] - 2
+    assert losses[False][-1] < losses[False][0] - 1.5
     assert losses[True] == pytest.approx(losses[False], abs=0.1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import program
 import pytest
 from browser import CHROMIUM, Browser, Page
-from simulated import Simulated
+from simulated_run import Simulated
 
 from paceline.record.folder import COMPLETE
 from paceline.tools.watch.runs import Runs

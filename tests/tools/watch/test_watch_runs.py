@@ -10,7 +10,7 @@ import filelock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import PARTS, Simulated
+from simulated_run import PARTS, Simulated
 
 from paceline.record.folder import RunFolder
 from paceline.tools.watch.curve import Curve

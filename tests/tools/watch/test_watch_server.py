@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated import Simulated
+from simulated_run import Simulated
 
 from paceline.base.errors import UserError
 from paceline.tools.watch.runs import Runs

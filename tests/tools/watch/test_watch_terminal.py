@@ -12,7 +12,7 @@ from pathlib import Path
 import pyte
 import pytest
 from program import Program
-from simulated import Simulated
+from simulated_run import Simulated
 
 from paceline.base.errors import UserError
 from paceline.cli.main import main
