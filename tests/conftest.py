@@ -55,13 +55,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, all labs run in one process, one after another, and so do a file's other tests. Tests of
-    the modelled GPU come first: autograd learns which devices there are at the first backward pass of a process."""
-    items.sort(key=lambda item: "cuda" not in item.path.parts)
+    the modelled GPU come first: autograd learns which devices there are at the first backward pass of a process. Then
+    come the labs, which take longest."""
     for item in items:
         is_lab = any(item.get_closest_marker(name) for name in ("lab", "alone"))
         if is_lab or item.get_closest_marker("xdist_group") is None:
             group = "lab" if is_lab else "cuda" if "cuda" in item.path.parts else item.path.name
             item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: ("cuda" not in item.path.parts, item.get_closest_marker("lab") is None))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items), "this pytest-xdist does not group tests"
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *G
 _BLOCK = re.compile(r"^```sh(?: title=\"(.*?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A file that a reader is to save under the name in its title.
 _FILE = re.compile(r"^```\w+ title=\"([\w-]+\.\w+)\"\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LAB = re.compile(r"^paceline (lab --hosts|bench scaling)", re.MULTILINE)
 _FAILS = "ends with status 1"  # the title of a block whose commands show a failure
 
 
@@ -57,8 +58,9 @@ def is_the_readmes(command: str, among: list[str]) -> bool:
 
 
 def can_have_a_lab() -> bool:
-    command = (sys.executable, "-m", "paceline", "lab", "--hosts", "2", "--", "exec", "true")
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    """Asks without making one: there is one at a time."""
+    command = ("unshare", "--net", "--mount", "ip", "link", "add", "lab0", "type", "veth")
+    return shutil.which("ip") is not None and subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 @pytest.mark.long
