@@ -38,7 +38,7 @@ def assert_same_curve(a: Path, b: Path) -> None:
 # 12 sequences in micro-batches of 2 are 6 micro-batches: 4 and 5 do not divide them, and in a world of 7 one rank has
 # none. parallel.check-every 1: a run whose replicas differ in one bit after any step ends with status 1.
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 7])
 def test_the_curve_is_that_of_one_rank(runs, world_size: int) -> None:
     assert_same_curve(runs.get(1), runs.get(world_size))
 
@@ -135,7 +135,7 @@ def test_gradients_travel_once_a_step(runs) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("ddp", 1), ("ddp", 2), ("ddp", 3), ("zero", 2), ("zero", 3), ("naive", 2)],
+    [("ddp", 1), ("ddp", 2), ("zero", 3), ("naive", 2)],
 )
 def test_layered_micro_batches_are_the_same_run_bit_for_bit(runs, strategy: str, world_size: int) -> None:
     flags = ("--parallel.strategy", strategy)
