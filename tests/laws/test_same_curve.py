@@ -35,7 +35,7 @@ def assert_same_curve(a: Path, b: Path) -> None:
     assert abs(val_loss(a) - val_loss(b)) <= VAL_TOLERANCE
 
 
-# 12 sequences in micro-batches of 2 are 6 micro-batches: 4 and 5 do not divide them, and in a world of 7 one rank has
+# 12 sequences in micro-batches of 2 are 6 micro-batches: 5 does not divide them, and in a world of 7 one rank has
 # none. parallel.check-every 1: a run whose replicas differ in one bit after any step ends with status 1.
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3, 5, 7])
