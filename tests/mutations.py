@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a skipped all-gather of the weights",
         "sync/zero.py",
-        "bucket.gathering = self._group.start_all_gather(bucket.values, bucket.borders)",
-        "bucket.gathering = None",
+        "self.gathering = group.start_all_gather(self.message, self.borders)",
+        "self.gathering = None",
         STRATEGIES,
     ),
     Mutation(
@@ -160,16 +160,16 @@ MUTATIONS = (
     Mutation(
         "a broadcast from rank 0 instead of the source",
         "world/group.py",
-        "dist.broadcast(tensor, source)",
-        "dist.broadcast(tensor, 0)",
+        "dist.broadcast(tensor, source, ",
+        "dist.broadcast(tensor, 0, ",
         GROUP,
     ),
     # ---- a step ----
     Mutation(
         "the wrong divisor: the estimate over the total",
         "replica/step.py",
-        "self._replica.scaler.scale * self._total / self._divisor",
-        "self._replica.scaler.scale * self._divisor / self._total",
+        "self._replica.sync.weigh(self._weight, self._total) / self._divisor",
+        "self._divisor / self._replica.sync.weigh(self._weight, self._total)",
         TWO_RANKS,
     ),
     Mutation(
@@ -268,7 +268,7 @@ MUTATIONS = (
     Mutation(
         "a chunk's weight gradient is not scaled",
         "model/loss.py",
-        "grad_weight_VC * grads[0]",
+        "grad_weight_VC * scale_1",
         "grad_weight_VC",
         ("model/test_loss.py",),
     ),
@@ -325,8 +325,8 @@ MUTATIONS = (
     Mutation(
         "an optimizer's moments are lost on resume",
         "replica/contents.py",
-        "tensor = found[item].to(part.parameter.device).view(shape)",
-        "tensor = torch.zeros_like(found[item]).to(part.parameter.device).view(shape)",
+        "tensor = found.pop(item).to(part.parameter.device).view(shape)",
+        "tensor = torch.zeros_like(found.pop(item)).to(part.parameter.device).view(shape)",
         ("replica/test_kept_together.py::test_one_process_goes_on_to_the_bit",),
     ),
     Mutation(
