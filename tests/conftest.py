@@ -54,14 +54,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, all labs run in one process, one after another, and so do a file's other tests. Tests of
-    the modelled GPU come first: autograd learns which devices there are at the first backward pass of a process. Then
-    come the labs, which take longest."""
+    """With --dist loadgroup, all labs run in one process, one after another, and so do other tests of hosts, and a
+    file's other tests. Tests of the modelled GPU come first: autograd learns which devices there are at the first
+    backward pass of a process. Then come labs and hosts, which take longest."""
     for item in items:
-        is_lab = any(item.get_closest_marker(name) for name in ("lab", "alone"))
-        if is_lab or item.get_closest_marker("xdist_group") is None:
-            group = "lab" if is_lab else "cuda" if "cuda" in item.path.parts else item.path.name
-            item.add_marker(pytest.mark.xdist_group(group))
+        folders = set(item.path.parts)
+        if item.get_closest_marker("alone") or item.get_closest_marker("lab"):
+            item.add_marker(pytest.mark.xdist_group("lab" if folders & {"tools", "readme", "record"} else "hosts"))
+        elif item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("cuda" if "cuda" in folders else item.path.name))
     items.sort(key=lambda item: ("cuda" not in item.path.parts, item.get_closest_marker("lab") is None))
 
 
