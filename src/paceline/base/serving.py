@@ -8,7 +8,6 @@ class QuietHandler(BaseHTTPRequestHandler):
     """Logs nothing, and takes an asker that is gone for the end of its request."""
 
     def begin(self, num_bytes: int) -> None:
-        """Sends the head of an answer of so many bytes."""
         self.send_response(http.HTTPStatus.OK)
         self.send_header("Content-Length", str(num_bytes))
         self.end_headers()

@@ -51,5 +51,4 @@ def record_status(code: int, consequence: str | None = None) -> int:
 
 
 def read_statuses(folder: Path) -> dict[int, Status]:
-    """Returns rank -> Status, for the ranks that have reported."""
     return {int(path.name): Status(**json.loads(path.read_text())) for path in folder.iterdir() if path.name.isdigit()}

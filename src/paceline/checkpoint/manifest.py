@@ -44,7 +44,6 @@ class Damaged(Exception):
 
 
 def file_name(kind: Kind, writer: int, num_writers: int) -> str:
-    """Returns the name of one writer's file."""
     return f"{kind}-{writer:05d}-of-{num_writers:05d}.safetensors"
 
 
@@ -135,7 +134,6 @@ def check_cover(name: str, shape: Iterable[int], items: Iterable[Slice]) -> None
 
 
 def num_bytes(manifest: Mapping[str, Any]) -> int:
-    """Returns the total size of all files."""
     return sum(int(facts["bytes"]) for facts in manifest["files"].values())
 
 
@@ -160,7 +158,6 @@ def stored(manifest: Mapping[str, Any], kind: Kind) -> dict[str, list[tuple[str,
 
 @contextmanager
 def _as_damage(folder: str, name: str) -> Iterator[None]:
-    """Turns errors inside into Damaged for this file."""
     try:
         yield
     except FileNotFoundError:

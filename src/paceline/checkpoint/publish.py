@@ -35,7 +35,6 @@ class Abandoned(Exception):
 
 
 def unfinished_folder(checkpoints: Path, step: int, attempt: str) -> Path:
-    """Returns the folder that collects this attempt's files."""
     return checkpoints / f".{mf.folder_name(step)}.{attempt}.unfinished"
 
 
@@ -47,7 +46,6 @@ def sweep(checkpoints: Path, but: Path) -> None:
 
 
 def put_record(folder: Path, writer: int, record: Record) -> None:
-    """Makes a writer's record visible to the first writer."""
     replace(_record_path(folder, writer), json.dumps(record).encode(), 0o600)
     sync(folder)
 

@@ -314,7 +314,6 @@ def _num_bytes_if_good(folder: Path) -> int | None:
 
 
 def _lower_priority() -> None:
-    """Lowers this thread's priority below training's. Only Linux has priorities of threads."""
     with contextlib.suppress(AttributeError, OSError):
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

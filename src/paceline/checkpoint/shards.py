@@ -102,7 +102,6 @@ def lay_out(items: Mapping[Slice, torch.dtype], shapes: Mapping[str, Sequence[in
 
 
 def file_facts(layout: Layout, image: Bytes) -> dict[str, Any]:
-    """Returns a manifest's entry for a file with these bytes."""
     pieces = [[entry.key, entry.item.name, entry.item.start, entry.item.stop] for entry in layout.entries]
     return {"bytes": len(image), "sha256": hashlib.sha256(image.data).hexdigest(), "pieces": pieces}
 
@@ -111,7 +110,6 @@ def file_facts(layout: Layout, image: Bytes) -> dict[str, Any]:
 
 
 def chunks(image: Bytes) -> Iterator[Bytes]:
-    """Yields the bytes in parts of CHUNK_BYTES."""
     for begin in range(0, len(image), CHUNK_BYTES):
         yield image[begin : begin + CHUNK_BYTES]
 

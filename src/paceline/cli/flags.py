@@ -160,7 +160,6 @@ def with_preset(arguments: Sequence[str], name: str) -> list[str]:
 
 
 def without(arguments: Sequence[str], *names: str) -> list[str]:
-    """Returns the arguments without these flags and their values."""
     kept: list[str] = []
     rest = iter(arguments)
     for word in rest:

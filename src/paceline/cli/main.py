@@ -49,7 +49,6 @@ _USAGE = """paceline: data-parallel training of GPT language models, from one la
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
     try:
         return record_status(_dispatch(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
@@ -89,7 +88,6 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def find_main(verb: str) -> Callable[[list[str]], int]:
-    """Returns the function that runs a verb with the arguments after it."""
     module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
     main: Callable[[list[str]], int] = module.main
     return main

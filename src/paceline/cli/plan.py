@@ -86,7 +86,6 @@ def _counts(text: str) -> list[int]:
 
 
 def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
-    """Returns the cluster, in each size that was asked for."""
     from paceline.tools.plan.cluster import Cluster, read
 
     if parsed.cluster:

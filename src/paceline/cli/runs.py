@@ -65,7 +65,6 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _differences(configs: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
-    """Returns, for each run, its values of the settings in which the runs differ."""
     names = [
         name for name in {name: None for config in configs.values() for name in config} if name not in _NOT_COMPARED
     ]

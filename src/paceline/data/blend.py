@@ -53,7 +53,6 @@ class Blend:
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Tokens of all training splits, and of all validation splits."""
         return sum(d.train.num_tokens for d in self.datasets), sum(d.validation.num_tokens for d in self.datasets)
 
     def training(

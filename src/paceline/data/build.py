@@ -60,11 +60,9 @@ class Builder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both splits so far."""
         return sum(writer.num_tokens for writer in self._writers)
 
     def take(self, block: Block, encoded: Encoded) -> None:
-        """Writes a block's documents, each to its split, in order."""
         in_shard = max(writer.in_shard for writer in self._writers)
         is_full = in_shard > 0 and in_shard + encoded.ids.size > self._shard_tokens
         if is_full and not (self._seen and self._seen.is_holding):
@@ -78,7 +76,6 @@ class Builder:
         self.place = block.next
 
     def finish(self) -> dict[str, SplitRecord]:
-        """Closes the shards and returns each split's entry in the index."""
         sizes = zip(self._writers, self.counts.text_bytes, strict=True)
         return {writer.split: writer.finish(size) for writer, size in sizes}
 
@@ -137,7 +134,6 @@ class _Seen:
 
     @property
     def is_holding(self) -> bool:
-        """Whether it holds a document that has not ended yet."""
         return bool(self._held)
 
     def new(self, encoded: Encoded) -> tuple[Encoded, int]:

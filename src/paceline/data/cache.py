@@ -140,7 +140,6 @@ def _content_hash(sources: Sources, vocab_size: int) -> str:
 
 
 def _hash(vocab_size: int, *parts: str) -> str:
-    """Hashes the parts and all settings that the tokens depend on."""
     settings = (f"{FORMAT_VERSION}", SETTINGS, f"{vocab_size}", f"{SLICE_BYTES}")
     return hashlib.sha256("\0".join((*settings, *parts)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 

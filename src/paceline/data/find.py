@@ -107,7 +107,6 @@ def _standard_input(specs: Sequence[str], format: str) -> Sources:
 
 
 def _find(spec: str, format: str) -> Found:
-    """Returns the files of one spec in order, and those left out."""
     given = os.path.expanduser(spec)  # unlike pathlib, keeps a ~user that does not exist
     if hub.is_spec(spec):
         yield from _find_on_hub(spec, format)
@@ -204,7 +203,6 @@ def _head(file: SourceFile, size: int = SNIFF_BYTES) -> bytes:
 
 
 def _first(head: bytes) -> bytes:
-    """Returns the first byte that is not white space."""
     return head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
 
 

@@ -31,7 +31,6 @@ class MicroBatch:
 
     @classmethod
     def joined(cls, parts: "Sequence[MicroBatch]") -> "MicroBatch":
-        """Returns one micro-batch of the sequences of all."""
         documents = [part.documents for part in parts if part.documents is not None]
         return cls(
             torch.cat([part.tokens for part in parts]),
@@ -93,7 +92,6 @@ class Loader:
 
     @property
     def seq_len(self) -> int:
-        """Tokens in a sequence."""
         return self.sequences.seq_len
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
@@ -122,7 +120,6 @@ class Loader:
         return batches
 
     def plan_at(self, step: int) -> BatchPlan:
-        """Returns the plan of a step."""
         return next(plan for first, plan in reversed(self._plans) if first <= step)
 
     def change(self, first: int, plan: BatchPlan) -> None:
@@ -175,7 +172,6 @@ class Prefetcher:
         return [batch.to(self.loader.device) for batch in wanted.result()]
 
     def close(self) -> None:
-        """Ends the thread after its current step."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Prefetcher":

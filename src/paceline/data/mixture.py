@@ -49,7 +49,6 @@ class Mixture:
         return sources, rest
 
     def counts(self, num_positions: int) -> tuple[int, ...]:
-        """Returns each data set's number of the first num_positions positions."""
         found, rest = [], num_positions
         for share in self._shares:
             found.append(int(_count(share, np.array([rest], dtype=np.int64))[0]))

@@ -110,7 +110,6 @@ def prepare(
 
 
 def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
-    """Returns what identifies a preparation."""
     files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.side] for f in sources.files]
     return {"format": FORMAT_VERSION, "recipe": asdict(recipe), "sources": _hash(files)}
 
@@ -241,7 +240,6 @@ def _clear(folder: Path, work: Path) -> None:
 
 
 def _encode(sources: Sources, job: Job, builder: Builder, report: Report, num_workers: int) -> None:
-    """Encodes all documents from the builder's place on, and passes them to the builder."""
     is_known = all(file.num_bytes is not None for file in sources.files)
     total = None if not is_known else sum(file.size for file in sources.files)
     before = [0, *accumulate(file.size for file in sources.files)]

@@ -135,7 +135,6 @@ class SplitWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far."""
         return sum(record.tokens for record in self.done) + self.in_shard
 
     def append(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:

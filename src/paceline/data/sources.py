@@ -43,7 +43,6 @@ class SourceFile:
 
     @property
     def where(self) -> str:
-        """The file's name for messages."""
         return "standard input" if self.name == STANDARD_INPUT else printable(self.path)
 
     @property
@@ -145,7 +144,6 @@ def open_content(file: SourceFile, stored: Stored) -> Readable:
 
 @contextmanager
 def naming(file: SourceFile) -> Iterator[None]:
-    """Turns a reading error into a UserError that names the file."""
     try:
         yield
     except UserError:

@@ -258,7 +258,6 @@ class Windows:
 
 
 def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:
-    """Returns the error message for an id outside the vocabulary."""
     found = np.empty(1, dtype=shard.dtype)
     shard.fill(found, offset)
     return (

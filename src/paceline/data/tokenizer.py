@@ -278,7 +278,6 @@ def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
 
 
 def _from_hub(repository: str, spec: str) -> str:
-    """Returns the path of the repository's tokenizer.json in the hub's cache, fetched first if missing."""
     instead = f"give --tokenizer the path of a {FILE} instead"
     try:
         import huggingface_hub  # an optional extra

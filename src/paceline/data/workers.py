@@ -60,7 +60,6 @@ class Encoded:
 
 
 def joined(several: list[Encoded]) -> Encoded:
-    """Returns all of them as one, without the counts."""
     return Encoded(
         np.concatenate([each.ids for each in several]),
         np.concatenate([each.num_tokens for each in several]),

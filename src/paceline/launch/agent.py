@@ -66,7 +66,6 @@ class _Launcher(threading.Thread):
 
 
 def main() -> int:
-    """Returns the exit status of the command."""
     address = (os.environ.get("SSH_CONNECTION", "").split() or [""])[-2:][0]  # client, its port, server, its port
     sys.stdout.buffer.write(GREETING + json.dumps(asdict(Greeting(__version__, address))).encode() + b"\n")
     sys.stdout.flush()

@@ -38,7 +38,6 @@ class Copies:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Copies from now on."""
         if self._thread is None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._run_thread, daemon=True)

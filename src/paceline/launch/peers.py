@@ -110,7 +110,6 @@ class Peers:
         return _get(self._addresses[node], name, _READ_S)
 
     def close(self) -> None:
-        """Ends all threads."""
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()

@@ -112,7 +112,6 @@ class Balancer:
         return False
 
     def _better(self) -> Change | None:
-        """Returns better shares, if any window of the last steps shows some."""
         shares = np.array(self.shares)
         noise = self._noise()
         step_ms = self._median_step_ms()

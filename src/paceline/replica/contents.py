@@ -291,7 +291,6 @@ def _position(share: Share, begun: "BegunFrom | None") -> dict[str, Any]:
 
 
 def dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
-    """Returns the dtype of a tensor from its manifest entry."""
     dtype: torch.dtype = getattr(torch, spec["dtype"])
     return dtype
 

@@ -21,13 +21,11 @@ _NUMPY = np.random.MT19937(0)  # replaces numpy's global generator inside `seede
 
 
 def states(device: torch.device) -> States:
-    """Returns the states of the global generators."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device, np.random.get_state(), random.getstate()
 
 
 def put_back(found: States, device: torch.device) -> None:
-    """Restores the states that `states` returned."""
     torch.set_rng_state(found[0])
     if found[1] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(found[1], device)
@@ -94,7 +92,6 @@ def agree(group: Group, device: torch.device) -> None:
 
 
 def to_text(found: States) -> str:
-    """Returns the states as JSON, about 16 kB."""
     cpu, on_device, (name, keys, position, has_gauss, gauss), (version, words, next_gauss) = found
     return json.dumps(
         {
@@ -107,7 +104,6 @@ def to_text(found: States) -> str:
 
 
 def from_text(text: str) -> States:
-    """Returns the states that `to_text` wrote."""
     found = json.loads(text)
     name, keys, position, has_gauss, gauss = found["numpy"]
     version, words, next_gauss = found["random"]

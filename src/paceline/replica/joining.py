@@ -151,7 +151,6 @@ class _Membership:
             sys.excepthook = self.hook_before
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Replaces sys.excepthook."""
         if os.getpid() != self.process:
             self.hook_before(kind, error, trace)
             return

@@ -125,7 +125,6 @@ def most_read_ahead(loader: DataLoader[Any]) -> int:
 
 
 def order_of(loader: DataLoader[Any], seed: int) -> Order:
-    """Returns the order of the DataLoader's sampler."""
     batches: Any = loader.batch_sampler
     num_samples = len(loader.dataset)  # type: ignore[arg-type]
     is_plain = type(batches) is BatchSampler and batches.sampler is loader.sampler

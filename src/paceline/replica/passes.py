@@ -46,7 +46,6 @@ def passes(batch: Batch, sync: Strategy, world: World) -> Iterator[Pass]:
 
 
 def _count(batch: Batch, world: World) -> int:
-    """Returns the most micro-batches of any rank."""
     if batch.passes is not None:
         return batch.passes
     rows = world.group.share_integers([len(batch), int(batch.stand_in is not None)])

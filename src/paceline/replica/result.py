@@ -82,7 +82,6 @@ class StepClock:
         self._num_bytes = self._codec_ms = self._cpu_s = 0.0
 
     def end(self, part: str) -> None:
-        """Ends the current part, named `part`."""
         self._marks.append((part, self._clock.stamp()))
 
     def times(self) -> StepTimes:

@@ -99,7 +99,6 @@ class Share:
     resumes an unfinished one."""
 
     def __init__(self, source: Source, world: World) -> None:
-        """Called by `share`."""
         self._source, self._world = source, world
         self.epoch = 0
         """Completed passes."""

@@ -68,7 +68,6 @@ class Step:
         self._unused: Sequence[str] = ()
 
     def __len__(self) -> int:
-        """This rank's number of micro-batches."""
         return len(self._batch)
 
     @property

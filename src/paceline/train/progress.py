@@ -22,5 +22,4 @@ class Progress:
         return self.val_loss is not None and self.val_loss == self.best_val_loss
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Takes the values of a checkpoint."""
         vars(self).update(vars(Progress(**saved)))

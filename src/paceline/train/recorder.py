@@ -41,7 +41,6 @@ class Recorder:
         self._settings, self._config, self._peak = settings, settings.config, world_peak
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Appends to events.jsonl, on rank 0."""
         if self._world.is_main:
             self._folder.append_event(kind, **facts)
 
@@ -72,7 +71,6 @@ class Recorder:
         self._console.say(f"from step {step} on ranks compute {listed(change.shares)} sequences: {change.why}")
 
     def evaluated(self, row: EvalRow) -> None:
-        """Records and shows an evaluation."""
         self.evaluation = row
         self._append(row)
         self._console.say(f"step {row.step}: {shown(row)}")
@@ -159,7 +157,6 @@ class Recorder:
 
 
 def shown(row: EvalRow) -> str:
-    """Returns an evaluation's values as text."""
     text = f"validation loss {row.val_loss:.4f}"
     return text if row.val_bpb is None else f"{text}, {row.val_bpb:.4f} bits per byte"
 

@@ -47,7 +47,6 @@ class Settings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a step, over all ranks."""
         return self.plan.global_batch_size * self.config.data.seq_len
 
 
@@ -237,7 +236,6 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
-    """Bytes for the activations of a rank."""
     state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
     itemsize = _compute_dtype(config).itemsize
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
@@ -255,7 +253,6 @@ def fixed_bytes(config: Config) -> int:
 
 
 def sequence_bytes(config: Config, rank: RankFacts) -> float:
-    """Bytes of activations of a sequence."""
     train, seq_len = config.train, config.data.seq_len
     return seq_len * cost.activation_bytes(
         config.model,

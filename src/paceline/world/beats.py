@@ -37,7 +37,6 @@ class Beat:
 
     @property
     def where(self) -> str:
-        """What the rank was doing, as text."""
         place = f"{self.section} of step {self.step}" if self.step else self.section
         return f"{place}, waiting in {self.waits_for}" if self.waits_for else place
 

@@ -37,7 +37,6 @@ class Calls:
         self._last.append((self._number, verb, place()))
 
     def last(self) -> list[tuple[int, str, str]]:
-        """Returns the last calls, oldest first."""
         return list(self._last)
 
 

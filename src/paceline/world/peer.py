@@ -24,7 +24,6 @@ class Peer:
 
     @property
     def shown(self) -> str:
-        """The process, as text."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
@@ -38,7 +37,6 @@ class Peer:
 
 
 def this_process(env: Environment) -> Peer:
-    """Returns this process as a peer."""
     return Peer(
         rank=env.rank,
         host=socket.gethostname(),

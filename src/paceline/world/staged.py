@@ -51,7 +51,6 @@ class StagedGroup(DistributedGroup):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in host memory."""
     return tensor.detach().to("cpu", copy=True)
 
 

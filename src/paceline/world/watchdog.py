@@ -227,7 +227,6 @@ def _how_it_ended(error: BaseException | None) -> tuple[State, str]:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Returns the innermost frames of a stack, innermost first."""
     return [] if frame is None else [found for found, _ in itertools.islice(traceback.walk_stack(frame), _FRAMES)]
 
 

@@ -67,7 +67,6 @@ class Setup:
 
     @property
     def ideal(self) -> list[World]:
-        """Worlds without exchange, whose tokens/s add up to the ideal."""
         whole = self.config.replace("parallel", shares="equal")
         if self.cpu != (UNLIMITED,) * len(self.cpu):
             return [
@@ -81,12 +80,10 @@ class Setup:
 
     @property
     def together(self) -> list[World]:
-        """All hosts in one world."""
         return [World(label=label, config=config, cpu=self.cpu) for label, config in self.variants.items()]
 
 
 def kinds_of_shares(config: Config) -> dict[str, Config]:
-    """Returns the variants that are measured of hosts of unequal speed, if none are given."""
     shares = dict.fromkeys(("equal", "auto", config.parallel.shares))
     return {f"all, shares {value}": config.replace("parallel", shares=value) for value in shares}
 
@@ -128,7 +125,6 @@ def measure(setup: Setup, console: Console) -> list[Row]:
 
 
 def _train(setup: Setup, world: World) -> Sample:
-    """Trains on the hosts of one world, or in a world of one on each of them."""
     config = runs.only_steps(world.config, setup.steps + world.adapting_steps)
     config = config.replace("parallel", device="cpu", check_every=0, interface="", expect_ranks=0)
     lab = ("lab", "--hosts", str(len(world.cpu)), "--cpu", ",".join(world.cpu), "--rate", setup.rate, "--")
@@ -161,7 +157,6 @@ def _alone(train: list[str]) -> str:
 
 
 def sample_of(rows: Sequence[dict[str, Any]], world: World) -> Sample:
-    """Returns the medians of a run's steps after the warm-up, from rows of metrics.jsonl, and the mean idle time."""
     steady = rows[WARM_UP_STEPS + world.adapting_steps :]
     if not steady:
         raise runs.Failed("it left too few steps in metrics.jsonl")
@@ -215,7 +210,6 @@ def _cells(row: Row) -> list[str]:
 
 
 def markdown(setup: Setup, rows: Sequence[Row]) -> str:
-    """Returns the table, and how to reproduce the measurement."""
     return "\n".join(
         [
             f"**{_title(setup)}**",
@@ -229,7 +223,6 @@ def markdown(setup: Setup, rows: Sequence[Row]) -> str:
 
 
 def as_json(setup: Setup, rows: Sequence[Row]) -> str:
-    """Returns all results, with units in the names."""
     made = {
         "command": command_line(),
         "version": __version__,

@@ -100,7 +100,6 @@ def check_shares(found: Evidence) -> Verdict:
 
 
 def _compare(found: Evidence, other: str, shown: str) -> Verdict:
-    """Whether a run has the losses of the straight run."""
     if len(found.seats) == 1:
         return None, _NEEDS_TWO
     if other not in found.failures:

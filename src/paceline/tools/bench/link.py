@@ -113,7 +113,6 @@ class LinkReport:
 
     @property
     def slowest(self) -> Pair:
-        """The pair that limits a ring."""
         return min(self.pairs, key=lambda pair: pair.bytes_per_s)
 
 
@@ -165,7 +164,6 @@ def measure(
 
 
 def _hosts(world: World) -> tuple[Host, ...]:
-    """Returns the hosts in the order of their first ranks, each with its first rank's interface."""
     interfaces = world.group.share_text(interface_in_use(world.backend))
     ranks: dict[str, list[int]] = {}
     for peer in world.peers:

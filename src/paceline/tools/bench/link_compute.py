@@ -41,7 +41,6 @@ def measured_job(world: World, config: Config, compute_ms: float, latency_s: flo
 
 
 def _fastest(model: GPT, settings: Settings, device: torch.device) -> list[float]:
-    """Returns the seconds of a micro-batch's forward and backward, and of an update of all weights."""
     size = settings.plan.device_batch_size, settings.config.data.seq_len
     tokens = torch.randint(settings.config.model.vocab_size, size, device=device)
     optimizers = make_optimizers(

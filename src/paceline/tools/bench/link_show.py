@@ -12,7 +12,6 @@ from paceline.tools.plan.schedule import GOAL_FRAC, Prediction, first_good
 
 
 def show(report: LinkReport, console: Console) -> None:
-    """Prints the report."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     world = [("world", f"{_where(report)} ({versions})")]
     console.say(facts(world + [(f"host {host.name}", _host(host, report.backend)) for host in report.hosts]))
@@ -110,7 +109,6 @@ def _paths(report: LinkReport) -> Table:
 
 
 def choice_text(predictions: Sequence[Prediction]) -> str:
-    """Returns which path to take, in a sentence."""
     if found := first_good(predictions):
         changes = "exact" if found.path.kind == "exact" else f"it changes: {found.path.kind}"
         return f"the first that reaches {GOAL_FRAC:.0%}: {found.path.flags} ({changes})"

@@ -123,7 +123,6 @@ def run_at_once(
 
 @contextlib.contextmanager
 def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Inside, processes that this thread starts run on these processors."""
     if not cores:
         yield
         return
@@ -172,7 +171,6 @@ def training_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Returns a run's events of one kind, in order."""
     return [row for row in _rows(run / "events.jsonl") if row.get("event") == kind]
 
 

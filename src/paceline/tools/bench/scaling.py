@@ -86,7 +86,6 @@ class Setup:
 
     @property
     def batch(self) -> int:
-        """Sequences in a step of a single rank."""
         return sequences_of(self.config)
 
     @property
@@ -96,7 +95,6 @@ class Setup:
 
     @property
     def alone(self) -> World:
-        """A single rank, to which all else is compared."""
         return World(ranks=1, batch=self.batch, device=self.device)
 
     def apart(self, ranks: int) -> World:
@@ -104,7 +102,6 @@ class Setup:
         return World(ranks=ranks, batch=self.batch * ranks, is_apart=True, device=self.device)
 
     def table(self, kind: Kind) -> list[World]:
-        """Returns the worlds of one table, in order."""
         each = self.batch if kind == "weak" else 0
         many = self.hosts * self.host_ranks
         found = [World(ranks=n, batch=n * each or self.batch, device=self.device) for n in self.counts]
@@ -168,7 +165,6 @@ class Sample:
 
 
 def sequences_of(config: Config) -> int:
-    """Sequences in a step."""
     return config.train.global_batch_size or max(1, round(config.train.global_batch_tokens / config.data.seq_len))
 
 
@@ -212,7 +208,6 @@ class _Bench:
         self._places = [cores[i * setup.threads : (i + 1) * setup.threads] for i in places] if cores else []
 
     def measure_once(self, world: World) -> None:
-        """Adds this world's result, or its problem, to the results."""
         found, link = self._found, (world.hosts, world.rate)
         try:
             sample = self._train_apart(world) if world.is_apart else self._train(world)
@@ -226,13 +221,11 @@ class _Bench:
                 found.links[link] = self._bandwidth(world)
 
     def _train(self, world: World) -> Sample:
-        """Trains on the ranks of one world."""
         folder = self._folder()
         self._run(world, *self._training(folder, world, world.batch))
         return summary(folder / "run", world.batch * self._setup.config.data.seq_len)
 
     def _train_apart(self, world: World) -> Sample:
-        """Trains in separate worlds of one rank at once."""
         setup, alone = self._setup, runs.environment_of_one(os.environ)
         margin = math.ceil(_APART_MS / self._found.samples[setup.alone][-1].step_ms)
         folders = [self._folder() for _ in range(world.ranks)]
@@ -254,7 +247,6 @@ class _Bench:
         return None
 
     def _training(self, folder: Path, world: World, batch: int, more_steps: int = 0) -> list[str]:
-        """Returns the command of a run in this folder, for steps only."""
         config, setup = self._setup.config, self._setup
         micro_batch = min(config.train.device_batch_size, batch)
         sizes = {"global_batch_size": batch, "global_batch_tokens": 0, "device_batch_size": micro_batch}

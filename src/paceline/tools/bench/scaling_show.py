@@ -66,7 +66,6 @@ class Row:
 
     @property
     def computed_comm_ms(self) -> float | None:
-        """Time of the bytes at the link's bandwidth."""
         return 1e3 * self.comm_bytes / self.link_bytes_per_s if self.link_bytes_per_s and self.ranks > 1 else None
 
     @property
@@ -136,7 +135,6 @@ def where_it_bends(rows: Sequence[Row]) -> str:
 
 
 def _cause(row: Row) -> str:
-    """Returns the main cause of this row's loss against its ideal."""
     if row.shares_cores:
         return f"{row.ranks} ranks share the cores of fewer, so that each more is one more to wait for"
     machine = 1 - (row.machine or 1.0)
@@ -204,7 +202,6 @@ def _cells(row: Row) -> list[str]:
 
 
 def markdown(setup: Setup, found: Found) -> str:
-    """Returns tables, remarks, and how to reproduce the measurement."""
     tables = tabulate(setup, found)
     lines = []
     for kind, rows in tables.items():
@@ -224,7 +221,6 @@ def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def medians_of(rounds: int, steps: int) -> str:
-    """Describes the measurement."""
     return (
         f"medians of {rounds} round{'s'[: rounds > 1]} of {steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of "
         "warm-up, worlds in turn"
@@ -232,7 +228,6 @@ def medians_of(rounds: int, steps: int) -> str:
 
 
 def as_json(setup: Setup, found: Found) -> str:
-    """Returns all results, with units in the names."""
     tables = tabulate(setup, found)
     derived = ("synchronisation", "computed_comm_ms", "exposed_frac", "spread_frac")
     made = {
@@ -274,7 +269,6 @@ def plot_html(setup: Setup, found: Found) -> str:
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Name -> ranks and tokens/s, of lines that have points."""
     rows = [row for row in rows if row.efficiency is not None and not row.problem]
     here = [row for row in rows if row.hosts == 1]
     separate = [row for row in here if row.machine or row.ranks == 1]
@@ -288,12 +282,10 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
 
 
 def command_line() -> str:
-    """Returns this process's command, to reproduce the measurement."""
     return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def machine() -> str:
-    """Names the processor, its cores and torch's version."""
     cores, info = usable_cores(), Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -89,7 +89,6 @@ def _examine_alone(place: Place, report: Report) -> None:
 
 
 def _with_config(place: Place, reports: dict[int, Report]) -> list[Finding]:
-    """Returns the findings of all hosts, and those of the config on all of them."""
     findings = [finding for report in reports.values() for finding in report.findings]
     if place.has_config:
         rates = [link["bytes_per_s"] for report in reports.values() for link in report.links.values()]
@@ -137,7 +136,6 @@ def _find_hosts(place: Place, env: Environment, meeting: Meeting, deadline: floa
 
 
 def _examine_together(place: Place, meeting: Meeting, deadline: float) -> list[Finding]:
-    """Measures clocks and links with the hosts that answer, and returns the findings of all."""
     notes, report = place.notes, meeting.own
     ranks_at = notes.get("listens", place.address)
     listener = Listener(ranks_at if is_loopback(ranks_at) == is_loopback(place.address) else place.address)

@@ -68,7 +68,6 @@ class Meeting:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def invite(self, addresses: Sequence[Address], node: int) -> None:
-        """Says who the hosts are, and which of them this is."""
         self.addresses, self.node = addresses, node
         self.problems = {other: "no answer" for other in range(len(addresses)) if other != node}
 

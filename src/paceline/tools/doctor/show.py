@@ -34,7 +34,6 @@ def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
 
 
 def summary(findings: Sequence[Finding], num_hosts: int, seconds: float) -> str:
-    """Returns the last line."""
     counts = {level: sum(finding.level == level for finding in findings) for level in _ORDER}
     hosts = f"{num_hosts} host{'s'[: num_hosts > 1]}"
     return f"{hosts} in {seconds:.1f} s: {counts['ok']} ok, {counts['warning']} warnings, {counts['failure']} failures"

@@ -50,7 +50,6 @@ def export_run(run: Path, out: Path, step: int | None, dtype: Dtype) -> list[str
 
 
 def _their_tensors(model: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns every tensor of transformers' model, contiguous, by its name there."""
     if model.arch == "llama":
         theirs = tensors.to_theirs(weights, tensors.llama_layout)
     else:

@@ -90,7 +90,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder, from one file or from the shards in its index."""
     if (folder / WEIGHTS).is_file():
         return _read_safetensors(folder / WEIGHTS)
     if not (folder / _INDEX).is_file():
@@ -159,7 +158,6 @@ def _from_merges(folder: Path) -> Tokenizer:
 
 
 def _fetch(repository: str) -> Path:
-    """Returns the repository's folder in the hub's cache, without pickles, fetched first if missing."""
     try:
         from huggingface_hub import snapshot_download  # an optional extra, and slow to import
     except ImportError:
@@ -207,7 +205,6 @@ def _nanogpt_config(arguments: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _load_restricted(path: Path) -> dict[str, Any]:
-    """Returns the content of a torch.save file, always by torch's restricted reader."""
     if os.environ.get(_UNRESTRICTED, "").lower() in _YES:
         raise UserError(f"{_UNRESTRICTED} is set: it asks torch to run what files of weights say. Unset it")
     try:

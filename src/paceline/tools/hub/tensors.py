@@ -103,7 +103,6 @@ def to_theirs(weights: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, torch.Size]:
-    """Returns name -> shape of every parameter, in the model's order."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in GPT(model).named_parameters()}
 
@@ -120,7 +119,6 @@ def _without_tied_head(found: dict[str, Tensor], layout: Layout, where: str) -> 
 
 
 def _taken(tensor: Tensor, place: Place, shape: torch.Size, where: str) -> Tensor:
-    """Returns our parameter, cut from a foreign tensor."""
     if tensor.dtype not in _FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(

@@ -113,7 +113,6 @@ class Kubernetes:
 
 
 def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
-    """Returns the YAML for `kubectl apply`, whose containers run the command."""
     limits = {"nvidia.com/gpu": job.gpus, "cpu": job.cpus, "memory": job.memory}
     claims = [(claim, path) for claim, _, path in (volume.partition(":") for volume in job.volumes.split(","))]
     mounts = [{"name": claim, "mountPath": path} for claim, path in claims]

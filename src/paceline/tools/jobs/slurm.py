@@ -51,7 +51,6 @@ class Slurm:
 
 
 def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
-    """Returns the script for `sbatch`, whose tasks run the command."""
     resources = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
     resources += f" --gpus-per-task={job.gpus_per_task}" if job.gpus_per_task else ""
     resources += "".join(f"\n#SBATCH {option}" for option in shlex.split(job.sbatch))

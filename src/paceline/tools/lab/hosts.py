@@ -30,7 +30,6 @@ class Host:
 
     @property
     def ranks(self) -> range:
-        """The ranks that run here."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
@@ -78,7 +77,6 @@ def lay_out(num_hosts: int, num_ranks: int, rates: str, shares: str) -> Layout:
 
 
 def _each(flag: str, text: str, num_hosts: int) -> list[str]:
-    """Returns a flag's values, one a host."""
     values = [value.strip() for value in text.split(",")]
     if len(values) == 1:
         return values * num_hosts

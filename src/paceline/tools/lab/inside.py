@@ -78,7 +78,6 @@ class Line:
 
 
 def main() -> None:
-    """Runs the host from its orders to its end."""
     lab = Line(socket.socket(fileno=int(sys.argv[1])))
     orders = Orders(**_next(lab))
     try:

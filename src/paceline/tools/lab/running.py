@@ -171,7 +171,6 @@ class _Lab:
     # ---- running ----
 
     def run(self, asked: Asked) -> int:
-        """Starts the ranks, passes signals on to them, and returns when all have ended."""
         with selectors.DefaultSelector() as selector:
             for name, line in self._lines.items():
                 selector.register(line, selectors.EVENT_READ, name)
@@ -206,7 +205,6 @@ class _Lab:
     # ---- taking down ----
 
     def take_down(self) -> None:
-        """Ends every process of the lab, and waits for them."""
         for line in self._lines.values():
             line.connection.close()  # the host's first process treats it as a power cut
         for process in self._processes.values():
@@ -229,11 +227,9 @@ class _Ends:
         self._failed_s: float | None = None
 
     def running(self) -> int:
-        """Number of running ranks."""
         return sum(map(len, self._running.values()))
 
     def note(self, host: str, rank: int, status: int) -> None:
-        """Records the end of a rank."""
         self._running[host].discard(rank)
         self._ended.append((host, rank, status))
         if self._failed_s is None and status not in (EXIT_DONE, EXIT_RESUMABLE):

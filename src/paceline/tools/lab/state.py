@@ -41,7 +41,6 @@ class State:
     hosts: dict[str, Living] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Writes it for `paceline lab set`."""
         replace(_path("state.json"), json.dumps(asdict(self), indent=1).encode())
 
     @classmethod

@@ -42,13 +42,11 @@ def call(command: Sequence[str], purpose: str, stdin: str = "") -> None:
 
 
 def attempt(command: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs a tool and returns its result."""
     # A terminal sends Ctrl-C to its whole foreground: a tool that it ended would look like a failed one.
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, start_new_session=True)
 
 
 def refusal(purpose: str, words: str) -> str:
-    """Returns a message with the purpose, the tool's message, and what to check."""
     said = "; ".join(line for line in words.splitlines() if line.strip()) or "no word why"
     hint = ""
     if "not permitted" in said or "denied" in said:

@@ -84,7 +84,6 @@ def _introduce(world: World, elements: int, screen: Screen) -> None:
 
 
 def _walk(group: Group, ring: Ring, own: torch.Tensor, screen: Screen) -> int:
-    """Takes all steps of the ring, shows every rank's values after each, and returns the bytes that this rank sent."""
     largest = max(sum(column) for column in zip(*group.share(own.abs().tolist()), strict=True))
     shape = Shape(largest, max(chunk.numel() for chunk in ring.chunks), group.size, screen.width)
     plan = steps(group.size)

@@ -94,7 +94,6 @@ class Screen:
         self._console.say(text, "" if self._is_plain else style)
 
     def table(self, cells: Grid, shape: "Shape") -> None:
-        """Prints a permanent table."""
         self._console.say(f"{shape.plain(cells)}\n" if self._is_plain else shape.rich(cells))
 
     def change(self, before: Grid, work: Callable[[], Grid], shape: "Shape") -> Grid:
@@ -132,7 +131,6 @@ class Shape:
         self._shown = longest if longest * (self._digits + 1) - 1 <= room else max(1, most)
 
     def text(self, cell: Cell) -> str:
-        """Returns a cell's values, their ranks, and its mark."""
         numbers = " ".join(f"{value:{self._digits}.1f}" for value in cell.values[: self._shown])
         numbers += " .." if len(cell.values) > self._shown else ""
         full = self._shown * (self._digits + 1) - 1 + 3 * (self._longest > self._shown)

@@ -193,7 +193,6 @@ class _Case:
 
 
 def _whole(by_part: dict[str, Units], num_layers: int) -> Units:
-    """Returns the work of all parts together."""
     total = dict.fromkeys(KINDS, 0.0)
     for part, amounts in by_part.items():
         for kind, amount in amounts.items():

@@ -58,7 +58,6 @@ def _table() -> dict[str, dict[str, float]]:
 
 
 def device_names() -> list[str]:
-    """Returns the devices of the table."""
     return [name for name in _table() if name != "efficiency"]
 
 

@@ -132,7 +132,6 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
 
 
 def rank_facts(cluster: Cluster, device: Device) -> list[RankFacts]:
-    """Returns what ranks of this cluster would say of themselves."""
     facts = RankFacts(
         host="planned",
         device=device.kind,
@@ -161,7 +160,6 @@ def _with_auto_shares(settings: Settings, cluster: Cluster) -> BatchPlan:
 
 
 def shape_of(settings: Settings, device: Device) -> work.Shape:
-    """Returns the model as it computes on this device."""
     is_half = settings.dtype.itemsize == 2
     return work.Shape(
         model=settings.config.model,

@@ -21,7 +21,6 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def show(plans: Sequence[Plan], console: Console, *, explain: bool = False) -> None:
-    """Prints one plan in detail, or several as a table, the best first."""
     if len(plans) > 1:
         console.say(_comparison(ranked(plans)))
         console.say(_sure(plans[0]), style="dim")

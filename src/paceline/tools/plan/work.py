@@ -84,7 +84,6 @@ def backward_units(shape: Shape, tokens: int) -> dict[str, Units]:
 
 
 def seconds(units: Units, rates: Rates) -> float:
-    """Returns how long this work takes."""
     return sum(amount * rates.get(kind, 0.0) for kind, amount in units.items())
 
 
@@ -97,7 +96,6 @@ class PassTimes:
 
 
 def pass_times(shape: Shape, tokens: int, forward: Rates, backward: Rates) -> PassTimes:
-    """Returns the times of a micro-batch of so many tokens."""
     first = {part: seconds(units, forward) for part, units in forward_units(shape, tokens).items()}
     second = {part: seconds(units, backward) for part, units in backward_units(shape, tokens).items()}
     if shape.checkpoint:
@@ -106,7 +104,6 @@ def pass_times(shape: Shape, tokens: int, forward: Rates, backward: Rates) -> Pa
 
 
 def stages(model: ModelConfig, times: PassTimes) -> tuple[Stage, ...]:
-    """Returns the stages of the simulated step, in forward order."""
     made = []
     for key, elements in _elements(model):
         part = key if key in ("embed", "head") else "block"

@@ -38,7 +38,6 @@ def balance_of(run: Summary) -> Balance | None:
 
 
 def text(run: Summary, balance: Balance) -> str:
-    """Describes shares, speeds, and the gain over equal shares."""
     last = [f"{count:.0f}" for count in np.nan_to_num(run.ranks["rank_sequences"][-1, : len(balance.sequences)])]
     at = [event.get("step") for event in run.events if event["event"] == "shares"]
     changed = f" (changed {len(at)} time{'s'[: len(at) > 1]}, the last at step {text_of(at[-1])})" if at else ""
@@ -55,7 +54,6 @@ def text(run: Summary, balance: Balance) -> str:
 
 
 def rows(run: Summary, balance: Balance) -> list[list[str]]:
-    """Returns rank, mean sequences of a step, tokens/s of its own work, and idle time in percent."""
     columns = zip(balance.sequences, balance.tokens_per_s, balance.idle_frac, strict=True)
     return [
         [run.label(rank), f"{sequences:,.4g}", f"{tokens_per_s:,.0f}", f"{100 * idle:.1f}"]

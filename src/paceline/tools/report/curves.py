@@ -31,7 +31,6 @@ def buckets(num_rows: int, most: int = MOST_POINTS) -> Edges:
 
 
 def rows_per_bucket(num_rows: int, most: int = MOST_POINTS) -> int:
-    """Returns the number of rows in the longest of these buckets."""
     return -(-num_rows // max(1, min(num_rows, most)))
 
 

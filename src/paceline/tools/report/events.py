@@ -28,7 +28,6 @@ def status(events: Sequence[Row]) -> tuple[str, str]:
 
 
 def repairs(events: Sequence[Row]) -> list[float]:
-    """Returns the steps after which a replica that differed was repaired."""
     return [number(event.get("step")) for event in events if event["event"] == "repaired"]
 
 

@@ -124,7 +124,6 @@ class Summary:
     # ---- findings ----
 
     def loss_text(self) -> str:
-        """Describes the loss."""
         loss, values = self.steps["loss"], self.records.evaluations["val_loss"]
         known = _known(loss)
         if not len(known):
@@ -139,7 +138,6 @@ class Summary:
         return f"{said}.{missing}"
 
     def rate_text(self) -> str:
-        """Describes the speed of training and its variation."""
         rates = self.steps["tokens_per_s"][self.steady]
         if not len(_known(rates)):
             return "No step has a throughput."
@@ -175,7 +173,6 @@ class Summary:
         return [*means, ("other", other_ms)] if math.isfinite(other_ms) else []
 
     def parts_text(self) -> str:
-        """Names the longest parts of a step."""
         parts = self.parts()
         step_ms = sum(ms for _, ms in parts)
         largest = sorted(parts, key=lambda part: part[1], reverse=True)[:3]
@@ -183,7 +180,6 @@ class Summary:
         return f"A step of {step_ms:,.3g} ms on average goes into {shares}."
 
     def ranks_text(self) -> str:
-        """Says whether one rank is slow."""
         chosen = self.steady & np.isfinite(self.work_ms).any(axis=1)
         work, num_steps = self.work_ms[chosen], self.records.steps_per_row()[chosen]
         if work.shape[1] < 2 or not len(work):
@@ -206,7 +202,6 @@ class Summary:
         return f"No rank is slow throughout: {who} is the slowest most often, in {frac:.0%} of the steps, {by}. {cost}"
 
     def traffic_text(self) -> str:
-        """Describes communication and its exposed part."""
         traffic = self.traffic
         assert traffic is not None
         said = (
@@ -222,12 +217,10 @@ class Summary:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks had different numbers of sequences in a step."""
         sequences = self.ranks["rank_sequences"]
         return bool((np.isfinite(sequences) & (sequences != sequences[:, :1])).any())
 
     def label(self, rank: int) -> str:
-        """The rank, with its host if known."""
         return f"{rank} · {self.hosts[rank]}" if rank < len(self.hosts) else f"{rank}"
 
     def _typical(self, column: str) -> float:

@@ -106,7 +106,6 @@ def _curves(runs: Sequence[Summary], scale: TimeScale) -> dict[str, Figure]:
 
 
 def _figures_of(run: Summary, scale: TimeScale) -> dict[str, Figure]:
-    """Returns the figures of one run, by id, if it has their records."""
     made = []
     if run.parts():
         made.append(plots.parts(run, scale))
@@ -134,7 +133,6 @@ def _distinct(paths: Sequence[Path]) -> list[str]:
 
 @functools.cache
 def _plotly() -> tuple[str, str]:
-    """Returns plotly.js packed, and the hash of the unpacked script."""
     script = get_plotlyjs()
     return base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode(), _hash(script)
 

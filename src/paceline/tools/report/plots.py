@@ -58,7 +58,6 @@ def time_scale(runs: Sequence[Summary]) -> TimeScale:
 
 
 def loss(runs: Sequence[Summary], scale: TimeScale) -> Figure:
-    """Training loss, with the evaluations on top."""
     traces = _of_each(runs, "loss", "training", scale, ".3f")
     for index, run in enumerate(runs):
         if len(run.records.evaluations["step"]):
@@ -144,7 +143,6 @@ def _close_up(runs: Sequence[Summary]) -> tuple[float, float]:
 
 
 def parts(run: Summary, scale: TimeScale) -> Figure:
-    """Stacked means of the parts of rank 0's step."""
     edges = buckets(run.records.num_steps, MOST_PARTS)
     columns = {name: run.steps[column] for name, column, _ in PARTS}
     columns["other"] = run.steps["step_ms"] - np.sum(list(columns.values()), axis=0)
@@ -158,7 +156,6 @@ def parts(run: Summary, scale: TimeScale) -> Figure:
 
 
 def traffic(run: Summary, scale: TimeScale) -> Figure:
-    """Milliseconds of communication, and the exposed part."""
     names = {"comm_ms": "collectives under way", "exposed_comm_ms": "exposed"}
     inks = {"comm_ms": "var(--run0)", "exposed_comm_ms": "var(--exposed)"}
     traces = []
@@ -212,7 +209,6 @@ def _curve(
 
 
 def line(name: str, xs: dict[str, list[Any]], values: Floats, style: dict[str, Any], **more: Any) -> Any:
-    """Returns a trace with several x axes."""
     shown = {"mode": "lines", "legendgroup": name, "line": {"width": 1.75, "dash": "solid"} | style}
     return go.Scatter(name=name, y=listed(values), meta={"xs": xs}, **(shown | more))
 
@@ -241,5 +237,4 @@ def _format(value: float, digits: str) -> str:
 
 
 def escaped(label: str) -> str:
-    """Returns a label for plotly to show literally."""
     return html.escape(label, quote=False)

@@ -149,7 +149,6 @@ def _frames(run: Summary, scale: TimeScale) -> list[Any]:
 
 
 def links(found: Traffic) -> Figure:
-    """Communication time, compared with that of the same bytes on links of known rates."""
     times = {"a step": found.step_ms, "collectives under way": found.comm_ms, "exposed": found.exposed_ms}
     times |= {f"computed at {name}": 8e3 * found.num_bytes / rate for name, rate in _LINKS.items()}
     times = {name: ms for name, ms in times.items() if 0 < ms < math.inf}
@@ -179,7 +178,6 @@ def links(found: Traffic) -> Figure:
 
 
 def time_line(run: Summary) -> Figure:
-    """All events by the writer's clock, a row for each kind."""
     timed = [(event, moment) for event in run.events if (moment := _moment(event)) is not None]
     found = dict.fromkeys(_lane(event["event"]) for event, _ in timed)
     lanes = [kind for kind in _KINDS if kind in found] + [kind for kind in found if kind not in _KINDS]

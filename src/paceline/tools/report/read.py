@@ -39,7 +39,6 @@ class Records:
 
     @property
     def num_steps(self) -> int:
-        """Number of rows, each of another step."""
         return len(self.steps["step"])
 
     def training_s(self) -> Floats:

@@ -25,14 +25,12 @@ def comparison(runs: Sequence[Summary]) -> list[tuple[str, str, list[Fact | None
 
 
 def differences(runs: Sequence[Summary]) -> list[tuple[str, Cells]]:
-    """Returns the config fields that differ, with each run's value."""
     fields = sorted({field for run in runs for field in run.records.config})
     values = [(field, [_config_text(run.records.config, field) for run in runs]) for field in fields]
     return [(field, texts) for field, texts in values if len(set(texts)) > 1]
 
 
 def loss(run: Summary) -> list[Cells]:
-    """Returns step, tokens, training time, loss and latest validation loss of a dozen steps."""
     steps, evaluations = run.steps["step"], run.records.evaluations
     rows = []
     for index in np.unique(np.linspace(0, len(steps) - 1, _NUM_LOSS_ROWS).round().astype(int)):
@@ -45,7 +43,6 @@ def loss(run: Summary) -> list[Cells]:
 
 
 def part_columns(run: Summary) -> list[str]:
-    """Returns the columns of `parts`."""
     return ["part", "ms", "% of the step", *(["predicted, ms"] if _predicted(run) else [])]
 
 
@@ -67,7 +64,6 @@ def _predicted(run: Summary) -> dict[str, float]:
 
 
 def traffic(found: Traffic) -> list[Cells]:
-    """Returns name and value of the known facts about a step's communication."""
     computed = units.size(found.computed_bytes) if math.isfinite(found.computed_bytes) else "not known"
     return [
         ["sent by a rank in a step", units.size(found.num_bytes)],

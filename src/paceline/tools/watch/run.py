@@ -151,7 +151,6 @@ def _follow(tail: Tail, begin: Callable[[], None], add: Callable[[Row], None]) -
 
 
 def _said(state: RunState, step_ms: float) -> tuple[str, str]:
-    """Returns the level and the words of a state."""
     silent_s = time.time() - state.updated_s
     if state.is_running and silent_s > max(_SILENT_S, _SILENT_STEPS * step_ms / 1e3):
         return "open", f"running, without a new record for {units.duration(silent_s)}"

@@ -50,7 +50,6 @@ class News:
         self._changed = threading.Condition()
 
     def follow(self) -> None:
-        """Looks at the files, again and again."""
         while True:
             if new := {index: view.as_json() for index, view in self._runs.update()}:
                 with self._changed:
@@ -106,7 +105,6 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={self.token}"
 
     def serve(self) -> None:
-        """Serves until the process is interrupted."""
         threading.Thread(target=self.news.follow, daemon=True).start()
         with self:
             self.serve_forever(0.1)
