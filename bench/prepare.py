@@ -72,7 +72,7 @@ import sys, time
 from pathlib import Path
 from paceline.data.prepare import Quiet, prepare
 from paceline.data.split import gather
-from paceline.data.recipe import Recipe
+from paceline.data.config import Recipe
 
 class Watch(Quiet):
     times = []

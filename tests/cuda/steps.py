@@ -18,7 +18,7 @@ from paceline.model.gpt import GPT
 from paceline.optim.optimizer import make_optimizers
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
-from paceline.replica.scaler import LossScaler
+from paceline.replica.updates import LossScaler
 from paceline.sync import fsdp
 from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.hierarchy import Hosts

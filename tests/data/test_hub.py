@@ -20,8 +20,8 @@ import pytest
 from paceline.base.errors import UserError
 from paceline.data import blocks, hub
 from paceline.data.blocks import Place, read_blocks
+from paceline.data.config import Recipe
 from paceline.data.find import find
-from paceline.data.recipe import Recipe
 from paceline.data.sources import Sources
 from paceline.data.split import split_text
 

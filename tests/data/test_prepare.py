@@ -24,9 +24,9 @@ import tokenizers
 import zstandard
 
 from paceline.base.errors import UserError
+from paceline.data.config import Recipe
 from paceline.data.dataset import Dataset
 from paceline.data.prepare import Quiet, prepare
-from paceline.data.recipe import Recipe
 from paceline.data.shard import Index
 from paceline.data.sources import embedded
 from paceline.data.split import gather
@@ -36,7 +36,7 @@ import json, sys
 from pathlib import Path
 from paceline.data.prepare import Quiet, prepare
 from paceline.data.split import gather
-from paceline.data.recipe import Recipe
+from paceline.data.config import Recipe
 if __name__ == "__main__":
     specs, out, recipe, workers = json.loads(sys.argv[1])
     recipe = Recipe(**recipe)

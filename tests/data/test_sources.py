@@ -25,8 +25,8 @@ from paceline.base.errors import UserError
 from paceline.data import blocks as blocks_module
 from paceline.data import text as text_module
 from paceline.data.blocks import Block, Place, read_blocks
+from paceline.data.config import Recipe
 from paceline.data.find import describe_left_out, digest, find, has_text
-from paceline.data.recipe import Recipe
 from paceline.data.sources import SourceFile, Sources
 from paceline.data.split import split_text
 
@@ -547,7 +547,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
 import resource, pyarrow.parquet
 from paceline.data.blocks import read_blocks
 from paceline.data.find import find
-from paceline.data.recipe import Recipe
+from paceline.data.config import Recipe
 sources = find([{str(path)!r}])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total = 0

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.scratch import scratch
+from paceline.launch.local import scratch
 
 HOLD = """
-from paceline.launch.scratch import scratch
+from paceline.launch.local import scratch
 with scratch() as made:
     print(made, flush=True)
     input()

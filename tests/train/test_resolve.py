@@ -14,8 +14,7 @@ from rank_facts import FACTS
 from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.model import cost
-from paceline.train.memory import out_of_memory
-from paceline.train.resolve import Settings, resolve
+from paceline.train.resolve import Settings, out_of_memory, resolve
 from paceline.world.facts import RankFacts
 
 SEQ_LEN = 64

@@ -16,7 +16,7 @@ from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
-from paceline.replica.scaler import LossScaler
+from paceline.replica.updates import LossScaler
 
 
 def rows_of(folder: Path, config: Config, status: int = 0, **request: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.world.memory import _left_in_cgroup, free_memory
+from paceline.world.cores import _left_in_cgroup, free_memory
 
 MANY = (1 << 63) - 1
 

@@ -28,12 +28,11 @@ import torch
 from paceline.base import faults
 from paceline.base.ownership import Slice
 from paceline.checkpoint import manifest as mf
-from paceline.checkpoint import publish, relay, shards
+from paceline.checkpoint import publish, shards
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.images import HostImages, ready_event
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.publish import Record
-from paceline.checkpoint.shards import Bytes
+from paceline.checkpoint.shards import Bytes, HostImages, ready_event
 from paceline.world.side import SideChannel
 
 _NICENESS = 10  # a tenth of training's share of a core that both want
@@ -233,9 +232,9 @@ class Saver:
         try:
             record, images = self._copy(job)
         except Exception as error:
-            relay.send(self._channel, {"problem": _text(error)}, {})
+            publish.send(self._channel, {"problem": _text(error)}, {})
             raise
-        relay.send(self._channel, record, images)
+        publish.send(self._channel, record, images)
         return sum(map(len, images.values()))
 
     def _receive(self, folder: Path | None) -> list[Record]:
@@ -245,7 +244,7 @@ class Saver:
         for rank in self._senders:
             assert self._channel is not None
             try:
-                records.append(relay.receive(self._channel, rank, None if failure else folder))
+                records.append(publish.receive(self._channel, rank, None if failure else folder))
             except (RuntimeError, OSError) as error:
                 failure = failure or error
         if failure is not None:

@@ -12,7 +12,7 @@ import tyro
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.cli.flags import parse, run_verb
-from paceline.data.recipe import Recipe
+from paceline.data.config import Recipe
 
 if TYPE_CHECKING:
     from paceline.data.dataset import Dataset

@@ -14,7 +14,7 @@ import tyro
 
 from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
 from paceline.config import ALTERNATIVES, Config, checked, load_file, load_preset
-from paceline.data.recipe import Recipe
+from paceline.data.config import Recipe
 
 T = TypeVar("T")
 TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of doing what it does

@@ -1,12 +1,142 @@
 """paceline kubernetes"""
 
+import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Literal
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse
 from paceline.cli.scheduled import divided, require_positive, train_command
-from paceline.tools.jobs.kubernetes import Kubernetes, manifest
+
+# A pod fails with 1 when another one is lost, and counts against backoffLimit; one that was evicted, or that has saved
+# and stopped (75), does not count. After 2 a new start would fail again. The names of pods are known before they are
+# ready, because their ranks wait for each other.
+_JOB = """\
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {{batch.kubernetes.io/job-name: {name}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: {name}}}
+spec:
+  completionMode: Indexed
+  completions: {nodes}
+  parallelism: {nodes}
+  backoffLimit: {failures}
+  podFailurePolicy:
+    rules:
+      - {{action: Ignore, onExitCodes: {{containerName: train, operator: In, values: [75]}}}}  # saved, not done
+      - {{action: FailJob, onExitCodes: {{containerName: train, operator: In, values: [2]}}}}  # needs a change by you
+      - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget, status: "True"}}]}}
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {grace_s}
+      securityContext: {{fsGroup: 10001}}  # the image's user may write to volumes
+      containers:
+        - name: train
+          image: {image}
+          command: {command}
+          env:  # with JOB_COMPLETION_INDEX: the ranks of this pod
+            - {{name: PET_NNODES, value: "{nodes}"}}
+            - {{name: PET_NPROC_PER_NODE, value: "{ranks}"}}
+            - {{name: PET_MASTER_ADDR, value: {master}}}
+          resources: {resources}
+          volumeMounts: {mounts}
+      volumes: {volumes}
+"""
+
+# Kubeflow sets the variables; how often it starts pods again is the runtime's.
+_TRAINJOB = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {{name: {name}}}
+spec:
+  runtimeRef: {{name: torch-distributed}}
+  trainer:
+    image: {image}
+    command: {command}
+    numNodes: {nodes}
+    numProcPerNode: {ranks}
+    resourcesPerNode: {resources}
+  runtimePatches:
+    - manager: paceline.org/kubernetes
+      trainingRuntimeSpec:
+        template:
+          spec:
+            replicatedJobs:
+              - name: node
+                template:
+                  spec:
+                    template:
+                      spec:
+                        terminationGracePeriodSeconds: {grace_s}
+                        securityContext: {{fsGroup: 10001}}
+                        containers:
+                          - {{name: node, volumeMounts: {mounts}}}
+                        volumes: {volumes}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kubernetes:
+    """Print a job for Kubernetes that trains with the options after `--`: each pod is one host, starts its ranks, and
+    saves when it is asked to stop; the cluster starts pods again until the run is done.
+    `paceline kubernetes ... | kubectl apply -f -`"""
+
+    kind: Literal["job", "trainjob"] = "job"
+    """job: an Indexed Job and its headless service. trainjob: a TrainJob of Kubeflow Trainer 2.3."""
+    name: str = ""
+    """Name of the job, its service and its pods; empty: that of the run folder."""
+    image: str = "paceline:latest"
+    """Image of the containers; the Dockerfile makes one."""
+    nodes: int = 1
+    """Number of pods, one for each node."""
+    nproc: int = 0
+    """Ranks in each pod; 0: one for each GPU, one without GPUs."""
+    gpus: int = 0
+    """GPUs of each pod."""
+    cpus: str = ""
+    """Cores of each pod, as Kubernetes writes them; empty: no limit."""
+    memory: str = ""
+    """Memory of each pod, such as 64Gi; empty: no limit."""
+    volumes: str = "runs:/runs"
+    """Volume claims and where they are mounted: runs:/runs,corpora:/data. One holds the run folder; with several
+    nodes it is one that all of them can write to (ReadWriteMany)."""
+    grace_s: int = 120
+    """Time to save, after a pod is asked to stop and before it is killed."""
+    failures: int = 20
+    """With kind job: failed pods after which the job is given up. A lost node costs one for each pod."""
+
+
+def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
+    limits = {"nvidia.com/gpu": job.gpus, "cpu": job.cpus, "memory": job.memory}
+    claims = [(claim, path) for claim, _, path in (volume.partition(":") for volume in job.volumes.split(","))]
+    mounts = [{"name": claim, "mountPath": path} for claim, path in claims]
+    volumes = [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in dict(claims)]
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # else 64 MiB; NCCL needs more
+    written = {
+        "name": name,
+        "master": f"{name}-0.{name}",
+        "image": job.image,
+        "command": [word.replace("$(", "$$(") for word in command],  # Kubernetes would put a variable's value there
+        "resources": {"limits": {resource: limit for resource, limit in limits.items() if limit}},
+        "mounts": [*mounts, {"name": "shm", "mountPath": "/dev/shm"}],
+        "volumes": [*volumes, memory],
+    }
+    numbers = {"nodes": job.nodes, "ranks": job.nproc or max(1, job.gpus), "grace_s": job.grace_s}
+    texts = {key: json.dumps(value) for key, value in written.items()}  # JSON is YAML
+    return (_JOB if job.kind == "job" else _TRAINJOB).format(failures=job.failures, **numbers, **texts)
+
 
 _SAVE_S = 60  # that a launcher gives its ranks
 

@@ -1,11 +1,66 @@
 """paceline slurm"""
 
+import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli.flags import parse
 from paceline.cli.scheduled import divided, require_positive, train_command
-from paceline.tools.jobs.slurm import Slurm, batch_script
+
+# SIGTERM goes to the tasks by scancel: srun itself answers one by killing them. A signal to the script ends its `wait`,
+# so it waits again. A step ends with the highest status of its tasks: 75 if all have saved and stopped.
+_SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes} --ntasks-per-node={tasks_per_node}{resources}
+#SBATCH --time={time} --signal=B:USR1@{save_before_s}
+#SBATCH --requeue --open-mode=append --output=%x-%j.out
+
+asked=
+trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1   # {save_before_s} s before the end: save and stop
+srun --kill-on-bad-exit=0 \\
+    {command} &
+step=$!
+wait $step; status=$?
+if [ "$asked" ]; then wait $step; status=$?; fi
+if [ $status = 75 ]; then   # saved, not done
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60   # until Slurm ends this script
+fi
+exit $status
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """Print a batch script for Slurm that trains with the options after `--`: it saves before its time is over or when
+    it is preempted, and queues itself again until the run is done. `paceline slurm ... > job.sh; sbatch job.sh`"""
+
+    nodes: int = 1
+    """Number of nodes."""
+    tasks_per_node: int = 1
+    """Ranks on each node: one per GPU, or one per group of cores."""
+    gpus_per_task: int = 0
+    """GPUs of a rank: 1, or 0 on CPUs."""
+    cpus_per_task: int = 0
+    """Cores of a rank; 0: Slurm's default."""
+    time: str = "04:00:00"
+    """Time limit of one start of the job."""
+    save_before_s: int = 300
+    """Save and stop so many seconds before the time limit; Slurm may be up to 60 s early."""
+    sbatch: str = ""
+    """Further options of sbatch: --sbatch="--partition=gpu --account=mine"."""
+
+
+def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
+    resources = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
+    resources += f" --gpus-per-task={job.gpus_per_task}" if job.gpus_per_task else ""
+    resources += "".join(f"\n#SBATCH {option}" for option in shlex.split(job.sbatch))
+    numbers = {"nodes": job.nodes, "tasks_per_node": job.tasks_per_node, "save_before_s": job.save_before_s}
+    words = {"name": shlex.quote(name), "resources": resources, "time": job.time, "command": shlex.join(command)}
+    return _SCRIPT.format(**numbers, **words)
 
 
 def main(arguments: list[str]) -> int:

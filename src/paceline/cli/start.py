@@ -24,10 +24,9 @@ from paceline.launch.options import HostsOptions, read_hosts
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
-from paceline.world.cores import usable_cores
+from paceline.world.cores import free_memory, usable_cores
 from paceline.world.env import Environment, check_interface, check_master, check_port, check_size, detect
 from paceline.world.kubernetes import Pod, read_pod
-from paceline.world.memory import free_memory
 
 _MOST_AUTOMATIC_RANKS = 4
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux

@@ -10,7 +10,7 @@ import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError
 from paceline.cli.flags import parse
-from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.run import Runs
 from paceline.tools.watch.server import Server
 from paceline.tools.watch.terminal import show
 

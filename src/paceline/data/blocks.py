@@ -13,7 +13,7 @@ from typing import Any, Literal
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
 from paceline.data import text
-from paceline.data.recipe import Recipe
+from paceline.data.config import Recipe
 from paceline.data.sources import Readable, SourceFile, Sources, Stored, open_content, open_stored
 
 BLOCK_BYTES = 1 << 20  # a task for a worker, 25 ms of encoding on a core

@@ -16,11 +16,10 @@ import filelock
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
-from paceline.data.config import DataConfig
+from paceline.data.config import DataConfig, Recipe
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
 from paceline.data.prepare import Report, prepare
-from paceline.data.recipe import Recipe
 from paceline.data.shard import FORMAT_VERSION, INDEX, WORK
 from paceline.data.sources import Sources, embedded
 from paceline.data.split import split_text

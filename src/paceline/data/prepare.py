@@ -29,9 +29,9 @@ from paceline.base.files import replace as replace_file
 from paceline.base.files import sync
 from paceline.data.blocks import documents, read_blocks
 from paceline.data.build import PROGRESS, Builder, Counts
+from paceline.data.config import Recipe
 from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
-from paceline.data.recipe import Recipe
 from paceline.data.shard import (
     FORMAT_VERSION,
     INDEX,

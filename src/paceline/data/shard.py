@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sha256_of, sync
-from paceline.data.recipe import SHARD_TOKENS
+from paceline.data.config import SHARD_TOKENS
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from paceline.base.errors import UserError
 from paceline.data.blocks import documents, read_blocks
+from paceline.data.config import Recipe
 from paceline.data.find import find
-from paceline.data.recipe import Recipe
 from paceline.data.sources import SourceFile, Sources, open_stored
 
 VALIDATION_PARTS = 20  # one plain text file in 20 is for validation

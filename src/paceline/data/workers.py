@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from paceline.base.errors import RunError
 from paceline.data.blocks import Block, Document, documents
+from paceline.data.config import Recipe
 from paceline.data.encode import Encoder
-from paceline.data.recipe import Recipe
 from paceline.data.shard import DTYPES, SPLITS, version_for
 from paceline.data.split import key_of
 from paceline.data.tokenizer import Tokenizer

@@ -6,18 +6,24 @@ me again") is neither. A later attempt runs the same command line; PACELINE_JOB 
 theirs, and they resume from it.
 """
 
+import contextlib
 import logging
 import os
 import shlex
+import shutil
 import signal
 import socket
+import stat
+import tempfile
+import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import filelock
 import psutil
 
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError
@@ -27,7 +33,6 @@ from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
 from paceline.launch.say import say
-from paceline.launch.scratch import scratch
 from paceline.launch.signals import StopSignals
 
 _INTERRUPTED = 130  # exit status of a rank that Ctrl-C ended
@@ -265,3 +270,36 @@ def _interface_of(name: str) -> str | None:
     address = socket.gethostbyname(name)
     found = psutil.net_if_addrs().items()
     return next((str(name) for name, known in found if any(a.address == address for a in known)), None)
+
+
+# ---- the folder of exit statuses ----
+
+
+_PREFIX = "paceline-launcher-"
+_LOCK = "lock"
+_YOUNG_S = 60.0  # a new one may not be locked yet
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yields an empty temporary folder; removes those of this user's dead launchers. A live one holds a lock on its
+    folder: a pid would be ambiguous between containers that share the place."""
+    _sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as made, filelock.FileLock(Path(made) / _LOCK):
+        inside = Path(made) / "ranks"
+        inside.mkdir()
+        yield inside
+
+
+def _sweep(place: Path) -> None:
+    with contextlib.suppress(OSError, NotImplementedError):  # a failed clean-up must not stop a start
+        for folder in list(place.glob(f"{_PREFIX}*")):
+            if _is_ours_and_old(folder):
+                with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / _LOCK, timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours_and_old(folder: Path) -> bool:
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
+    return is_ours and time.time() - found.st_mtime > _YOUNG_S

@@ -1,5 +1,6 @@
 """Makes ranks one run: the same facts on all of them, one folder, equal replicas."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from paceline.base import faults
 from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.status import record_status
 from paceline.checkpoint.steps import list_steps
-from paceline.config import Config, to_toml
+from paceline.config import Config, flatten, to_toml
 from paceline.data.blend import Blend
 from paceline.data.cache import cache_dir
 from paceline.data.loader import FixedBatches, Loader
@@ -22,10 +23,9 @@ from paceline.record.folder import RunFolder
 from paceline.record.predicted import Predicted
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.replica import Replica
-from paceline.replica.scaler import LossScaler
 from paceline.replica.stopping import StopRequest
+from paceline.replica.updates import LossScaler
 from paceline.train import banner
-from paceline.train.agree import require_alike
 from paceline.train.data import TrainingData
 from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
@@ -226,3 +226,34 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
     )
     replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
     return replica
+
+
+# Fields that may differ between hosts, beside [track], which only rank 0 uses: where and how a run is computed.
+_LOCAL = (
+    *("parallel.interface", "parallel.threads", "parallel.port", "parallel.device"),
+    *("data.path", "data.mix", "train.init-from"),
+)
+
+
+def require_alike(group: Group, config: Config, blend: Blend) -> None:
+    """Raises UserError on all ranks, naming them and their values, if data or configs differ. Collective."""
+    mine = {
+        "data": f"{blend.name} {blend.fingerprint[:16]}",
+        "data content (paceline data info DIR --verify says which shard)": blend.content_digest[:16],
+        **{
+            name: value
+            for name, value in flatten(config).items()
+            if name not in _LOCAL and not name.startswith("track.")
+        },
+    }
+    rows, differences = group.share_json(mine), []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        ranks_by_value: dict[str, list[str]] = {}
+        for rank, row in enumerate(rows):
+            ranks_by_value.setdefault(json.dumps(row.get(name, "not there")), []).append(str(rank))
+        if len(ranks_by_value) > 1:
+            values = "; ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items())
+            differences.append(f"{name}: {values}")
+    if differences:
+        text = ". ".join(differences)
+        raise UserError(f"ranks differ, and would train different models: {text}. Make them equal", reach="world")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.base import units
-from paceline.base.errors import UserError
+from paceline.base.errors import RunError, UserError
 from paceline.config import Config
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
@@ -301,3 +301,18 @@ def state_bytes(config: Config, world_size: int, per_host: int = 0) -> dict[str,
         "fsdp": 16 * total / world_size,
         "hsdp": 16 * total / (per_host or world_size),
     }
+
+
+def out_of_memory(error: BaseException, settings: Settings, rank: RankFacts) -> RunError:
+    """Returns the error of this rank, with the flags that need less memory for the same losses, the cheapest first."""
+    config, plan = settings.config, settings.plan
+    least = min(plan.device_batch_size // 2, largest_micro_batch(config, rank, plan.world_size)[0])
+    flags = [f"--train.device-batch-size {least}"] if least else []
+    if not config.train.activation_checkpoint:
+        flags.append("--train.activation-checkpoint")
+    smaller = {"ddp": "zero", "naive": "zero", "zero": "fsdp"}.get(config.parallel.strategy)
+    if plan.world_size > 1 and smaller and (smaller, config.optim.name) != ("fsdp", "muon"):
+        flags.append(f"--parallel.strategy {smaller}")
+    advice = f"needs less, for the same losses: {', '.join(flags)}" if flags else "needs a smaller model, or more ranks"
+    told = str(error).split(". ")[:2]  # how much was asked for, and how large the GPU is
+    return RunError(f"{'. '.join(told)}. This {advice}")

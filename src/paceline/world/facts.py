@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.base.units import listed
+from paceline.world.cores import free_memory
 from paceline.world.device import choose_dtype, count_gpus, cpu_name, why_no_float8
 from paceline.world.group import Group
-from paceline.world.memory import free_memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
 from paceline.sync.ddp import BucketedSync
 from paceline.tools.bench.link import bucket_elements, interface_in_use, measure, pairs_to_measure, resolved_model
-from paceline.tools.plan.link_fit import COLLECTIVES, bus_factor, fit, sizes
+from paceline.tools.plan.calibrate import COLLECTIVES, bus_factor, fit, sizes
 from paceline.world.group import LocalGroup
 from paceline.world.join import Peer
 from paceline.world.runtime import World

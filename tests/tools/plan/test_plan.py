@@ -20,9 +20,9 @@ from paceline.tools.plan import calibrate, devices
 from paceline.tools.plan.calibrate import nonnegative
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.failures import Failures
-from paceline.tools.plan.memory import memory_bytes
 from paceline.tools.plan.plan import plan, rank_facts
 from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
+from paceline.tools.plan.work import memory_bytes
 from paceline.tools.report import tables
 from paceline.tools.report.facts import Summary
 from paceline.tools.report.read import read_run

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from paceline.base.errors import UserError
-from paceline.tools.report.curves import buckets, in_buckets, lower_median, slowness
 from paceline.tools.report.facts import Summary
-from paceline.tools.report.read import Records, read_run
+from paceline.tools.report.read import Records, buckets, in_buckets, lower_median, read_run, slowness
 
 
 def folder(path: Path, rows: list[Any], events: list[Any] = ()) -> Path:  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from browser import CHROMIUM, Browser, Page
 from simulated_run import Simulated
 
 from paceline.record.folder import COMPLETE
-from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.run import Runs
 from paceline.tools.watch.server import Server
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from simulated_run import PARTS, Simulated
 
 from paceline.record.folder import RunFolder
-from paceline.tools.watch.curve import Curve
-from paceline.tools.watch.run import Run
-from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.run import Curve, Run, Runs
 from paceline.tools.watch.view import RunView
 
 

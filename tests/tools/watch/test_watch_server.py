@@ -12,7 +12,7 @@ import pytest
 from simulated_run import Simulated
 
 from paceline.base.errors import UserError
-from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.run import Runs
 from paceline.tools.watch.server import Server
 
 

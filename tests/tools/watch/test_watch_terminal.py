@@ -18,7 +18,7 @@ from paceline.base.errors import UserError
 from paceline.cli.main import main
 from paceline.cli.watch import main as watch
 from paceline.record.folder import COMPLETE
-from paceline.tools.watch.braille import lines_of
+from paceline.tools.watch.terminal import lines_of
 
 
 def test_once_prints_one_run_or_a_table_and_no_orders_to_the_terminal(

@@ -23,7 +23,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.sync.buckets import backward_order, cut
 from paceline.tools.bench.link_compute import measured_job
-from paceline.tools.plan.link_fit import COLLECTIVES, Fit, bus_factor, fit, sizes
+from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
 from paceline.tools.plan.schedule import Job, Prediction, paths, predict
 from paceline.world.device import DeviceClock
 from paceline.world.env import transfer_address

@@ -10,18 +10,20 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import rich.box
+import rich.table
+from rich.text import Text
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED
-from paceline.record.console import Console
+from paceline.record.console import Console, printable
 from paceline.tools.doctor import devices, files
 from paceline.tools.doctor.compare import compare, host_names
-from paceline.tools.doctor.finding import Finding, Verdict, examine, failure
+from paceline.tools.doctor.finding import Finding, Level, Verdict, examine, failure
 from paceline.tools.doctor.fit import fits
 from paceline.tools.doctor.host import ALONE, Place, load
 from paceline.tools.doctor.link import Listener, measure
 from paceline.tools.doctor.meeting import Address, Meeting, Report
-from paceline.tools.doctor.show import summary, table
 from paceline.world.env import Environment, is_loopback, transfer_address
 from paceline.world.handshake import Board
 from paceline.world.join import open_store
@@ -168,3 +170,36 @@ def _measure(place: Place, meeting: Meeting, nodes: Sequence[int], is_quick: boo
 
     with ThreadPoolExecutor(_QUICK) as pool:
         list(pool.map(to, filter(meeting.heard.__contains__, nodes)))
+
+
+# ---- the table ----
+
+
+_ORDER: tuple[Level, ...] = ("ok", "warning", "failure")
+_STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
+    """Returns the findings by level, each with the hosts that it is about."""
+    made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False)
+    for column in ("check", "host", "", "found"):
+        made.add_column(column, overflow="fold", no_wrap=column == "")
+    for level in _ORDER:
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for finding in (each for each in findings if each.level == level):
+            alike.setdefault((finding.check, finding.seen, finding.fix), []).append(finding.host)
+        checks = list(dict.fromkeys(check for check, _, _ in alike))
+        for (check, seen, fix), hosts in sorted(alike.items(), key=lambda row: checks.index(row[0][0])):
+            who = "all" if len(set(hosts)) == num_hosts > 1 else ", ".join(dict.fromkeys(hosts))
+            style = _STYLES[level]
+            found = Text(printable(seen), "bold" if level == "failure" else "")
+            if fix:
+                found.append(f"\nfix: {printable(fix)}", style)
+            made.add_row(Text(check), Text(printable(who)), Text(level, style), found)
+    return made
+
+
+def summary(findings: Sequence[Finding], num_hosts: int, seconds: float) -> str:
+    counts = {level: sum(finding.level == level for finding in findings) for level in _ORDER}
+    hosts = f"{num_hosts} host{'s'[: num_hosts > 1]}"
+    return f"{hosts} in {seconds:.1f} s: {counts['ok']} ok, {counts['warning']} warnings, {counts['failure']} failures"

@@ -21,10 +21,9 @@ from paceline.base import units
 from paceline.base.errors import nearest
 from paceline.config import Config
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
-from paceline.world.cores import cgroup_quota, usable_cores
+from paceline.world.cores import cgroup_quota, free_memory, usable_cores
 from paceline.world.device import choose_threads
 from paceline.world.env import check_interface, interfaces_text, is_loopback, transfer_address
-from paceline.world.memory import free_memory
 
 _QUIET_S = 0.5
 _BUSY_FRAC = 0.25  # of the usable cores

@@ -6,9 +6,9 @@ import numpy as np
 
 from paceline.record.balance import Balance, speeds
 from paceline.record.events import text as text_of
-from paceline.tools.report.curves import buckets, in_buckets, middles
 from paceline.tools.report.facts import Summary
 from paceline.tools.report.plots import Figure, TimeScale, dash_of, escaped, ink_of, line, xs_of
+from paceline.tools.report.read import buckets, in_buckets, middles
 
 MOST_LINES = 8  # ranks with a curve each: as many as there are colours
 _CLEARLY = 0.15  # ranks whose speeds differ by less are alike

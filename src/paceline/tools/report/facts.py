@@ -9,8 +9,7 @@ from paceline.base import units
 from paceline.record.events import hosts, starts
 from paceline.record.read import number
 from paceline.tools.report import events
-from paceline.tools.report.curves import lower_median, median
-from paceline.tools.report.read import Floats, Records
+from paceline.tools.report.read import Floats, Records, lower_median, median
 
 # The parts of a step in order: name, column of rank 0, column by rank.
 PARTS = (

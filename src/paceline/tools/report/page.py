@@ -21,10 +21,9 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, unused-i
 
 from paceline import __version__
 from paceline.tools.report import balance, events, plots, rank_plots, tables
-from paceline.tools.report.curves import rows_per_bucket
 from paceline.tools.report.facts import Summary
 from paceline.tools.report.plots import Figure, TimeScale
-from paceline.tools.report.read import read_run
+from paceline.tools.report.read import read_run, rows_per_bucket
 
 _MOST_EVENTS = 2000  # rows of the table
 

@@ -17,9 +17,8 @@ import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
 from paceline.base import units
 from paceline.record.events import starts
 from paceline.record.read import number
-from paceline.tools.report.curves import MOST_POINTS, buckets, in_buckets, middles
 from paceline.tools.report.facts import PARTS, Summary
-from paceline.tools.report.read import Floats
+from paceline.tools.report.read import MOST_POINTS, Floats, buckets, in_buckets, middles
 
 _NUM_COLOURS = 8  # Okabe and Ito's, distinguishable by all kinds of colour vision; jfly.uni-koeln.de/color
 MOST_PARTS = MOST_POINTS // 3  # with six layers in a plot, fewer points are easier to read

@@ -9,10 +9,9 @@ import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
 
 from paceline.record.events import details, text
 from paceline.record.read import Row, number
-from paceline.tools.report.curves import MOST_CELLS, MOST_COLUMNS, buckets, in_buckets, middles, slowness
 from paceline.tools.report.facts import PARTS, Summary, Traffic
 from paceline.tools.report.plots import Figure, TimeScale, colour_of, escaped, line, listed, xs_of
-from paceline.tools.report.read import Floats
+from paceline.tools.report.read import MOST_CELLS, MOST_COLUMNS, Floats, buckets, in_buckets, middles, slowness
 
 MOST_BARS = 16  # ranks with a bar each
 _LEAST_TOP = 0.5  # of the heat map's scale, so that noise of short steps stays pale

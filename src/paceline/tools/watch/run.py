@@ -2,8 +2,10 @@
 
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +14,6 @@ from paceline.record.events import clock, details, hosts, starts, text
 from paceline.record.folder import RunFolder
 from paceline.record.read import Row, Tail, number
 from paceline.record.state import RunState, read_config, read_state
-from paceline.tools.watch.curve import Curve
 from paceline.tools.watch.ranks import in_ms, mean_steps, said, slow_ranks
 from paceline.tools.watch.view import Event, Fact, RunView
 
@@ -161,3 +162,124 @@ def _said(state: RunState, step_ms: float) -> tuple[str, str]:
 def _event(event: Row) -> Event:
     facts = {name: value for name, value in event.items() if name != "step"}
     return Event(clock(event, 19), text(event["event"]), text(event.get("step")), " ".join(details(facts).split()))
+
+
+# ---- all runs at a path ----
+
+
+_MOST_RUNS = 32  # of a folder, the newest: as many as have a colour and a dash of their own
+_MARKS = ("config.toml", "metrics.jsonl", "events.jsonl")  # a folder with one of these is a run
+
+
+class Runs:
+    """The runs at a path, in the order in which they appeared: each keeps its colour."""
+
+    def __init__(self, path: Path):
+        self.path = path.absolute()
+        self._runs: dict[Path, Run] = {}
+
+    def update(self) -> list[tuple[int, RunView]]:
+        """Reads what is new; returns index and view of the runs that changed."""
+        for path in self._found():
+            if path not in self._runs and len(self._runs) < _MOST_RUNS:
+                self._runs[path] = Run(path)
+        return [(index, run.view) for index, run in enumerate(self._runs.values()) if run.update()]
+
+    @property
+    def views(self) -> list[RunView]:
+        return [run.view for run in self._runs.values()]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the path is a run, not a folder of runs."""
+        return self.path in self._runs
+
+    def _found(self) -> list[Path]:
+        if self.is_one or _begun_s(self.path):
+            return [self.path]
+        try:
+            begun = {path: seconds for path in self.path.iterdir() if (seconds := _begun_s(path))}
+        except OSError:  # it is not there yet
+            return []
+        return sorted(begun, key=lambda path: begun[path])[-_MOST_RUNS:]
+
+
+def _begun_s(path: Path) -> float:
+    """Returns when a run's oldest file was last written, in seconds since 1970; 0 if the folder is no run."""
+    times = []
+    for mark in _MARKS:
+        try:
+            times.append((path / mark).stat().st_mtime)
+        except OSError:  # not there, or not to be read
+            continue
+    return min(times, default=0.0)
+
+
+# ---- curves ----
+
+
+_MOST_POINTS = 400  # of a curve: about three pixels of a wide screen each
+
+
+@dataclass
+class _Point:
+    """Consecutive rows. Its place on the axes is that of the last one, so that a curve reaches the present."""
+
+    step: float
+    tokens: float
+    seconds: float
+    total: float
+    low: float
+    high: float
+    count: int = 1
+
+    def add(self, later: "_Point") -> None:
+        self.step, self.tokens, self.seconds = later.step, later.tokens, later.seconds
+        self.total, self.count = self.total + later.total, self.count + later.count
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+
+
+class Curve:
+    """Values by step. Each point keeps the mean, lowest and highest of equally many rows, so that no spike is lost."""
+
+    def __init__(self) -> None:
+        self._points: list[_Point] = []
+        self._rows_per_point = 1
+
+    def add(self, step: float, tokens: float, seconds: float, value: float) -> None:
+        """Appends a value. Drops the points from this step on: a resumed run computes them again. Ignores a value that
+        is not finite."""
+        del self._points[bisect_left(self._points, step, key=lambda point: point.step) :]
+        if not math.isfinite(value):
+            return
+        new = _Point(step, tokens, seconds, value, value, value)
+        if self._points and self._points[-1].count < self._rows_per_point:
+            self._points[-1].add(new)
+            return
+        self._points.append(new)
+        if len(self._points) > _MOST_POINTS:
+            self._halve()
+
+    def _halve(self) -> None:
+        self._rows_per_point *= 2
+        for point, later in zip(self._points[::2], self._points[1::2], strict=False):
+            point.add(later)
+        self._points = self._points[::2]
+
+    def columns(self) -> dict[str, list[float]]:
+        """Returns the columns step, tokens, seconds, mean, low and high, with as many digits as a screen shows. Low and
+        high are empty if each point is one row."""
+        points = self._points
+        edges = points if self._rows_per_point > 1 else []
+        return {
+            "step": [point.step for point in points],
+            "tokens": [point.tokens for point in points],
+            "seconds": [round(point.seconds, 1) for point in points],
+            "mean": [_rounded(point.total / point.count) for point in points],
+            "low": [_rounded(point.low) for point in edges],
+            "high": [_rounded(point.high) for point in edges],
+        }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from paceline.base.errors import UserError
 from paceline.base.net import listen
 from paceline.base.serving import QuietHandler
-from paceline.tools.watch.runs import Runs
+from paceline.tools.watch.run import Runs
 
 _EVERY_S = 1.0  # between two looks at the files
 _ALIVE_EVERY_S = 10.0  # without news: a message by which each side notices that the other one is gone

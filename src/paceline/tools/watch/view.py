@@ -50,7 +50,7 @@ class RunView:
     ranks_said: str = ""
     events: list[Event] = field(default_factory=list)  # newest first
     resumed: list[float] = field(default_factory=list)  # steps
-    curves: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # loss, validation, rate (curve.py)
+    curves: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # loss, validation, rate (run.py)
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as JSON has it: null for NaN."""

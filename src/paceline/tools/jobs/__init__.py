@@ -1,1 +1,0 @@
-"""Jobs for clusters: the files with which a scheduler starts `paceline train`."""
