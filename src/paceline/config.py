@@ -155,6 +155,13 @@ class Config:
         """Returns a copy with other values in one section."""
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})
 
+    def model_of_data(self, vocab_size: int) -> ModelConfig:
+        """Returns the model with what it takes from the data. vocab_size: of the data; 0: of text, whose tokenizer is
+        trained."""
+        model, data = self.model, self.data
+        vocab_size = model.vocab_size or vocab_size or data.tokenizer_vocab
+        return dataclasses.replace(model, vocab_size=vocab_size, n_positions=model.n_positions or data.seq_len)
+
 
 def preset_names() -> list[str]:
     """Returns the names of the presets in the package."""

@@ -38,3 +38,8 @@ def listed(items: Sequence[object], most: int = 3) -> str:
     """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
     shown = ", ".join(map(str, items[:most]))
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def plural(number: int, noun: str) -> str:
+    """1, 'rank' -> '1 rank'; 2, 'rank' -> '2 ranks'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import UserError, nearest
 from paceline.cli.flags import parse
@@ -43,22 +43,6 @@ class LabArguments:
     cpu: str = "unlimited"
     """Share of the processors: 1.0 is the time of one core, 0.35 a third of it, or unlimited; one for all, or one per
     host: 1.0,0.35."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetArguments:
-    """Change the running lab, at once. The change ends with the lab."""
-
-    host: str = ""
-    """The host's name: a, b, c ..."""
-    rate: str = ""
-    """New rate of its link, as for `paceline lab`."""
-    link: Literal["", "up", "down"] = ""
-    """down: pull its cable out; up: put it back."""
-    cpu: str = ""
-    """New share of the processors, as for `paceline lab`."""
-    kill: bool = False
-    """Cut its power: the link goes down, and its processes are killed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -151,16 +135,16 @@ def _announce(layout: "Layout") -> None:
 
 
 def _set(arguments: list[str]) -> int:
-    parsed = parse(SetArguments, SetArguments(), arguments, "lab set")
-    if not parsed.host:
-        raise UserError("which host? as in: paceline lab set --host b --rate 100mbit")
-    if not (parsed.rate or parsed.link or parsed.cpu or parsed.kill):
-        raise UserError(f"nothing to change on host {parsed.host}; give --rate, --link, --cpu or --kill")
     from paceline.tools.lab.change import Change, change_lab
     from paceline.tools.lab.system import check_machine
 
+    change = parse(Change, Change(), arguments, "lab set")
+    if not change.host:
+        raise UserError("which host? as in: paceline lab set --host b --rate 100mbit")
+    if not (change.rate or change.link or change.cpu or change.kill):
+        raise UserError(f"nothing to change on host {change.host}; give --rate, --link, --cpu or --kill")
     check_machine()
-    change_lab(Change(host=parsed.host, rate=parsed.rate, link=parsed.link, cpu=parsed.cpu, kill=parsed.kill))
+    change_lab(change)
     return 0
 
 

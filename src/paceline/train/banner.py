@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.base import units
+from paceline.base.units import plural
 from paceline.config import Config
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
@@ -26,10 +27,10 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
     config, plan = settings.config, settings.plan
     model, optim, wire = config.model, config.optim, config.parallel.wire
     parameters = cost.num_parameters(model)
-    num_ranks = _plural(world.world_size, "rank")
+    num_ranks = plural(world.world_size, "rank")
     rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
     rows = {
-        "world": f"{num_ranks} on {_devices(world)}, {world.backend_text}, {_plural(world.threads, 'thread')} a rank",
+        "world": f"{num_ranks} on {_devices(world)}, {world.backend_text}, {plural(world.threads, 'thread')} a rank",
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
@@ -60,7 +61,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
 def start_again(console: Console, world: World, settings: Settings, folder: str) -> None:
     """Prints only what may have changed, when the launcher has restarted the ranks."""
     console.say(
-        f"{_plural(world.world_size, 'rank')} on {_devices(world)}, {world.backend_text}; "
+        f"{plural(world.world_size, 'rank')} on {_devices(world)}, {world.backend_text}; "
         f"{settings.plan.global_batch_size} sequences a step; run folder {folder}"
     )
 
@@ -105,8 +106,8 @@ def _shares_text(config: Config, plan: BatchPlan) -> str:
         rule = "by measured speed, at first" if config.parallel.shares == "auto" else "by rank,"
         return f"{rule} {listed(plan.shares)} sequences in micro-batches"
     counts = sorted({plan.num_micro_batches(rank) for rank in range(plan.world_size)})
-    micro_steps = _plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
-    return f"{_plural(plan.world_size, 'rank')} x {micro_steps}"
+    micro_steps = plural(counts[0], "micro-step") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-steps"
+    return f"{plural(plan.world_size, 'rank')} x {micro_steps}"
 
 
 def _strategy_text(config: Config, plan: BatchPlan) -> str:
@@ -185,10 +186,6 @@ def _imbalance(plan: BatchPlan) -> str:
     if largest_load(better) < max(loads):
         text += f"; --train.device-batch-size {better} would divide it better"
     return text
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def next_commands(console: Console, config: Config, folder: str, finished: bool) -> None:

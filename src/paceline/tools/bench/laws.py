@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.base import units
 from paceline.tools.bench import runs
 from paceline.world.env import is_loopback
 
@@ -61,7 +62,7 @@ def check_world(found: Evidence) -> Verdict:
     if not found.failures["straight"]:
         start = runs.events(found.folder / "straight", "start")[0]
         if start["world_size"] != len(hosts):
-            problems.append(f"the run had {plural(start['world_size'], 'rank')}")
+            problems.append(f"the run had {units.plural(start['world_size'], 'rank')}")
         if start.get("hosts", hosts) != hosts:
             problems.append(f"the run's ranks were on {_by_rank(start['hosts'])}")
         rows = runs.training_rows(found.folder / "straight")
@@ -69,7 +70,7 @@ def check_world(found: Evidence) -> Verdict:
             problems.append(f"not all ranks took part in step {idle[0]}")
     by_host = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
     values = "; ".join(", ".join(dict.fromkeys(values)) for values in each.values() if any(values))
-    return not problems, "; ".join(problems) or f"{plural(len(hosts), 'rank')} ({by_host}): {values}"
+    return not problems, "; ".join(problems) or f"{units.plural(len(hosts), 'rank')} ({by_host}): {values}"
 
 
 def check_replicas(found: Evidence) -> Verdict:
@@ -85,7 +86,7 @@ def check_replicas(found: Evidence) -> Verdict:
         return False, f"{num_steps} steps were made"
     if strategy in ("ddp", "naive") and len(set(end["state_digests"])) > 1:
         return False, f"digests of the state at the end: {_by_rank(end['state_digests'])}"
-    ranks = plural(len(found.seats), "rank")
+    ranks = units.plural(len(found.seats), "rank")
     return True, f"equal on {ranks} after each of {num_steps} steps ({strategy}); digest {end['digest']}"
 
 
@@ -149,10 +150,6 @@ def _by_rank(values: list[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     return ", ".join(f"{value} (rank {' '.join(of)})" for value, of in ranks.items())
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 LAWS = (

@@ -296,15 +296,11 @@ def _collective(group: Group, name: str, flat: torch.Tensor) -> Run:
 
 
 def resolved_model(config: Config) -> ModelConfig:
-    """Returns the model's config with positions from the sequence length, and the vocabulary of text. No data is read,
-    so token shards need --model.vocab-size. Raises UserError for an impossible model."""
-    resolved = config.replace(
-        "model",
-        vocab_size=config.model.vocab_size or config.data.tokenizer_vocab,
-        n_positions=config.model.n_positions or config.data.seq_len,
-    )
-    resolved.model.check()
-    return resolved.model
+    """Returns the model's config. No data is read, so token shards need --model.vocab-size. Raises UserError for an
+    impossible model."""
+    model = config.model_of_data(config.data.tokenizer_vocab)
+    model.check()
+    return model
 
 
 def bucket_elements(model: ModelConfig, bucket_bytes: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Runs `paceline` commands as processes and reads their records, for benches that train."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from paceline.base.errors import LOST_PEERS
 from paceline.base.parent import die_with_parent
 from paceline.config import Config
 from paceline.record.console import Console
+from paceline.record.read import rows
 
 T = TypeVar("T")
 PACELINE = (sys.executable, "-m", "paceline")
@@ -167,14 +167,8 @@ def reason(log: Path) -> str:
 
 def training_rows(run: Path) -> list[dict[str, Any]]:
     """Returns the steps' rows of metrics.jsonl, in order; none if there is no such file."""
-    return [row for row in _rows(run / "metrics.jsonl") if "loss" in row]
+    return [row for row in rows(run / "metrics.jsonl") if row and "loss" in row]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in _rows(run / "events.jsonl") if row.get("event") == kind]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [row for row in rows(run / "events.jsonl") if row and row.get("event") == kind]

@@ -37,7 +37,7 @@ from paceline.config import Config, to_toml
 from paceline.data.plan import in_proportion
 from paceline.record.console import Console
 from paceline.tools.bench import runs
-from paceline.tools.bench.laws import LAWS, NUM_STEPS, STOP_AT, Evidence, Seat, Verdict, plural
+from paceline.tools.bench.laws import LAWS, NUM_STEPS, STOP_AT, Evidence, Seat, Verdict
 from paceline.world.device import choose_device
 from paceline.world.env import Environment, listening_address, transfer_address
 from paceline.world.runtime import World, open_world
@@ -83,7 +83,7 @@ def verify(config: Config, env: Environment, console: Console, *, keep: bool = F
 
 
 def _show(verdicts: list[Verdict], world_size: int, seconds: float, console: Console) -> None:
-    ranks = plural(world_size, "rank")
+    ranks = units.plural(world_size, "rank")
     table = rich.table.Table(title=f"Laws on {ranks}", title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
     for column in ("law", "", "expected", "seen"):
         table.add_column(column, overflow="fold")

@@ -17,7 +17,6 @@ from paceline.data.dataset import Dataset, is_dataset
 from paceline.model import cost
 from paceline.record.folder import check_writable
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
-from paceline.tools.doctor.fit import model_of
 from paceline.tools.doctor.host import Place
 
 _BYTES_A_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments
@@ -49,7 +48,7 @@ def run_folder(place: Place) -> Iterator[Verdict]:
         slow = speed < _SLOW_BYTES_PER_S
         yield warning(f"{seen}: slow", "--out on a local disk") if slow else ok(seen)
         return
-    size = _BYTES_A_PARAMETER * cost.num_parameters(model_of(place.config, place.notes.get("vocab_size", 0))).total
+    size = _BYTES_A_PARAMETER * cost.num_parameters(place.config.model_of_data(place.notes.get("vocab_size", 0))).total
     kept = place.config.checkpoint.keep + 1  # while a new one is written, the oldest is still there
     seen += f"; a checkpoint takes {units.size(size)} and {units.duration(size / speed)}"
     if free < kept * size:

@@ -1,13 +1,11 @@
 """Whether a config fits the ranks of all hosts: batch, memory, network."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.base import units
 from paceline.config import Config
 from paceline.model import cost
-from paceline.model.config import ModelConfig
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.train.resolve import Settings, resolve, sequence_bytes, state_bytes
 from paceline.world.facts import RankFacts
@@ -17,22 +15,12 @@ _MOST_OF_FREE = 0.8
 _MOST_SEND_S = 1.0
 
 
-def model_of(config: Config, vocab_size: int) -> ModelConfig:
-    """Returns the config's model, with what it takes from the data. vocab_size: of the data; 0: not known."""
-    model = config.model
-    return dataclasses.replace(
-        model,
-        vocab_size=model.vocab_size or vocab_size or config.data.tokenizer_vocab,
-        n_positions=model.n_positions or config.data.seq_len,
-    )
-
-
 def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s: float) -> Iterator[Verdict]:
     """Judges the config on the ranks that the hosts' notes describe. slowest: of the links; 0: there is none."""
     facts = [RankFacts(**rank) for note in notes for rank in note.get("ranks", [])]
     if not facts:
         return
-    model = model_of(config, next((note["vocab_size"] for note in notes if "vocab_size" in note), 0))
+    model = config.model_of_data(next((note["vocab_size"] for note in notes if "vocab_size" in note), 0))
     settings = resolve(config, model.vocab_size, facts)
     plan, strategy = settings.plan, settings.config.parallel.strategy
     size = (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import UserError
+from paceline.base.units import listed
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
 
@@ -84,7 +85,7 @@ def from_theirs(model: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor]
     left_over = set(found) - {place.name for place in places.values()}
     for names, what in ((missing, "lacks"), (left_over, "has, and the model that its config describes has not,")):
         if names:
-            raise UserError(f"{where} {what} {_listed(names)}; nothing was imported")
+            raise UserError(f"{where} {what} {listed(sorted(names), 5)}; nothing was imported")
     return {name: _taken(found[place.name], place, shapes[name], where) for name, place in places.items()}
 
 
@@ -133,8 +134,3 @@ def _taken(tensor: Tensor, place: Place, shape: torch.Size, where: str) -> Tenso
             f"the config makes it {list(shape)}"
         )
     return ours.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _listed(names: set[str]) -> str:
-    shown = sorted(names)[:5]
-    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

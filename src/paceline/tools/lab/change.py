@@ -18,13 +18,18 @@ from paceline.tools.lab.state import Living, State, running_lab
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of one host; an empty text changes nothing."""
+    """Change the running lab, at once. The change ends with the lab."""
 
-    host: str
+    host: str = ""
+    """The host's name: a, b, c ..."""
     rate: str = ""
+    """New rate of its link, as for `paceline lab`."""
     link: Literal["", "up", "down"] = ""
+    """down: pull its cable out; up: put it back."""
     cpu: str = ""
+    """New share of the processors, as for `paceline lab`."""
     kill: bool = False
+    """Cut its power: the link goes down, and its processes are killed."""
 
 
 def change_lab(change: Change) -> None:

@@ -72,12 +72,12 @@ def _introduce(world: World, elements: int, screen: Screen) -> None:
     is_spread = len({peer.host for peer in world.peers}) > 1
     where = ", ".join(f"{peer.pid}{f' on {peer.host}' * is_spread}" for peer in world.peers)
     if size == 1:
-        screen.say(f"One rank, process {where}, with the gradient of {_plural(elements, 'weight')}.\n", "bold")
+        screen.say(f"One rank, process {where}, with the gradient of {units.plural(elements, 'weight')}.\n", "bold")
         return
     screen.say(
         f"{size} ranks, each a process of its own ({where}), each with the gradient of the same "
-        f"{_plural(elements, 'weight')} from {ROWS_A_RANK} rows of data of its own. Each is to have the sum of all "
-        f"{size}: the gradient of all {ROWS_A_RANK * size} rows. They stand in a ring, cut the vector into {size} "
+        f"{units.plural(elements, 'weight')} from {ROWS_A_RANK} rows of data of its own. Each is to have the sum of "
+        f"all {size}: the gradient of all {ROWS_A_RANK * size} rows. They stand in a ring, cut the vector into {size} "
         "chunks, and send only to the right.\n",
         "bold",
     )
@@ -178,7 +178,3 @@ def _seconds(world: World, run: Callable[[], None]) -> float:
     group.take_traffic()
     each = group.share([clock.ms(start, end) / 1e3 for start, end in stamps])
     return float(statistics.median(max(times) for times in zip(*each, strict=True)))
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

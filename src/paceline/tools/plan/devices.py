@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import socket
 import tomllib
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.base.errors import UserError, nearest
+from paceline.base.files import replace as replace_file
 from paceline.data.cache import cache_dir
 from paceline.tools.plan.work import Rates
 from paceline.world.cores import usable_cores
@@ -151,11 +151,9 @@ def store(devices: Sequence[tuple[int, Device]]) -> Path:
     """Writes what was measured, complete or not at all; returns the file. Raises UserError if it cannot."""
     path = _path()
     known = {**(calibration().devices if path.exists() else {}), **dict(devices)}
-    aside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps({str(ranks): asdict(device) for ranks, device in known.items()}, indent=1) + "\n")
-        os.replace(aside, path)
+        replace_file(path, json.dumps({ranks: asdict(device) for ranks, device in known.items()}, indent=1).encode())
     except OSError as error:
         raise UserError(f"cannot write the calibration {path}: {error.strerror}; set PACELINE_CACHE") from None
     return path

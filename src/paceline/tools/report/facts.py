@@ -82,7 +82,7 @@ class Summary:
             return ""
         steps = [f"{step:,.0f}" for step in repairs if math.isfinite(step)]
         times = "once" if len(repairs) == 1 else f"{len(repairs)} times"
-        at = f" (step{_s(len(steps))} {_shortened(steps, 6)})" if steps else ""
+        at = f" (step{_s(len(steps))} {units.listed(steps, 6)})" if steps else ""
         return (
             f"Replicas differed and were repaired {times}{at}: a rank had other values than most ranks, and was given "
             "theirs. Find out why: different processors, or faulty memory."
@@ -118,7 +118,7 @@ class Summary:
 
     def _host_names(self) -> str:
         names = list(dict.fromkeys(self.hosts))
-        return f"on {_shortened(names, 4)}" if names else ""
+        return f"on {units.listed(names, 4)}" if names else ""
 
     # ---- findings ----
 
@@ -197,7 +197,7 @@ class Summary:
         if self.is_uneven:
             cost += " Some ranks compute more sequences of a step than others, which is a part of that."
         if frac >= _MOSTLY and behind >= _CLEARLY:
-            return f"{_upper(who)} was the slowest in {frac:.0%} of the steps, {by}. {cost}"
+            return f"Rank{who[4:]} was the slowest in {frac:.0%} of the steps, {by}. {cost}"
         return f"No rank is slow throughout: {who} is the slowest most often, in {frac:.0%} of the steps, {by}. {cost}"
 
     def traffic_text(self) -> str:
@@ -290,11 +290,3 @@ def _mean(values: Floats) -> float:
 
 def _s(number: int) -> str:
     return "" if number == 1 else "s"
-
-
-def _shortened(names: list[str], most: int) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _upper(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]

@@ -106,7 +106,6 @@ class Run:
         last, evaluation = self._recent[-1] if self._recent else {}, self._evaluation
         saved = next((event for event in reversed(self._events) if event["event"] == "checkpoint"), {})
         num_starts, names = len(starts(self._events)), list(dict.fromkeys(hosts(self._events)))
-        on = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         bits = number(evaluation.get("val_bpb"))
         evaluated = f"at step {text(evaluation.get('step'))}" + (f"; {bits:.3f} bits a byte" if bits > 0 else "")
         found: list[tuple[str, float, Callable[[float], str], str]] = [
@@ -116,7 +115,7 @@ class Run:
             ("Throughput", self._typical("tokens_per_s"), units.count, "tokens a second"),
             ("Step", step_ms, in_ms, f"median of the last {len(self._recent)} rows"),
             ("MFU", self._typical("mfu"), "{:.1%}".format, "of the ranks' peak"),
-            ("Ranks", number(last.get("world_size")), "{:.0f}".format, f"on {on}" if on else ""),
+            ("Ranks", number(last.get("world_size")), "{:.0f}".format, f"on {units.listed(names)}" if names else ""),
             ("Tokens", number(last.get("tokens")), units.count, ""),
             ("Training time", self._seconds, units.duration, f"without pauses; attempt {num_starts}"),
             ("Checkpoint", number(saved.get("step")), "step {:,.0f}".format, clock(saved, 19)[11:]),
