@@ -6,7 +6,6 @@ the ideal. Hosts of one speed train each its part of the batch, at the same time
 memory and caches as in one world. Of hosts with shares of a core (`--cpu`) each trains the whole batch alone.
 """
 
-import json
 import os
 import shlex
 import signal
@@ -19,14 +18,21 @@ from typing import Any
 
 import rich.table
 
-from paceline import __version__
 from paceline.base.errors import RunError
 from paceline.config import Config, to_toml
 from paceline.record.balance import speeds
 from paceline.record.console import Console, table
-from paceline.tools.bench import runs
+from paceline.tools.bench import runs, scaling
 from paceline.tools.bench.scaling import WARM_UP_STEPS, sequences_of
-from paceline.tools.bench.scaling_show import command_line, machine, markdown_table, medians_of
+from paceline.tools.bench.scaling_show import (
+    command_line,
+    document,
+    machine,
+    markdown_table,
+    medians,
+    medians_of,
+    ratio,
+)
 
 _ADAPTING_STEPS = 40  # left out of a run with shares by speed: two changes, each after some 18 measured steps
 UNLIMITED = "unlimited"  # a host that may use its cores completely
@@ -89,13 +95,9 @@ def kinds_of_shares(config: Config) -> dict[str, Config]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(scaling.Sample):
     """One run of a world after its warm-up; lists are by rank."""
 
-    tokens_per_s: float
-    step_ms: float
-    exposed_ms: float  # mean over ranks
-    comm_bytes: float  # sent by rank 0 in a step
     sequences: tuple[int, ...]  # in the last step
     idle_frac: tuple[float, ...]
 
@@ -157,34 +159,22 @@ def _alone(train: list[str]) -> str:
 
 
 def sample_of(rows: Sequence[dict[str, Any]], world: World) -> Sample:
-    steady = rows[WARM_UP_STEPS + world.adapting_steps :]
-    if not steady:
-        raise runs.Failed("it left too few steps in metrics.jsonl")
-    step_ms = statistics.median(row["step_ms"] for row in steady)
-    balance = speeds(steady)
+    """Returns the medians of a run's steps after the warm-up, from rows of metrics.jsonl, and the mean idle time."""
+    sequences = tuple(rows[-1]["rank_sequences"]) if rows else ()
+    medians = scaling.summary(rows, sum(sequences) * world.config.data.seq_len, world.adapting_steps)
+    balance = speeds(rows[WARM_UP_STEPS + world.adapting_steps :])
     assert balance is not None
-    sequences = tuple(steady[-1]["rank_sequences"])
-    return Sample(
-        tokens_per_s=1e3 * sum(sequences) * world.config.data.seq_len / step_ms,
-        step_ms=step_ms,
-        exposed_ms=statistics.median(statistics.fmean(row["rank_exposed_comm_ms"]) for row in steady),
-        comm_bytes=statistics.median(row["comm_bytes"] for row in steady),
-        sequences=sequences,
-        idle_frac=tuple(balance.idle_frac),
-    )
+    return Sample(**vars(medians), sequences=sequences, idle_frac=tuple(balance.idle_frac))
 
 
 def _row(label: str, samples: Sequence[Sample], ideals: Sequence[float]) -> Row:
-    measured = ("tokens_per_s", "step_ms", "exposed_ms", "comm_bytes")
-    medians: dict[str, Any] = {name: statistics.median(getattr(one, name) for one in samples) for name in measured}
     return Row(
         label=label,
         rounds_tokens_per_s=tuple(one.tokens_per_s for one in samples),
-        # Ratios within a round, since a machine's speed may drift; then their median.
-        ideal_frac=statistics.median(one.tokens_per_s / ideal for one, ideal in zip(samples, ideals, strict=True)),
+        ideal_frac=ratio(samples, ideals),
         sequences=samples[-1].sequences,
         idle_frac=tuple(map(statistics.median, zip(*(one.idle_frac for one in samples), strict=True))),
-        **medians,
+        **medians(samples),
     )
 
 
@@ -210,29 +200,9 @@ def _cells(row: Row) -> list[str]:
 
 
 def markdown(setup: Setup, rows: Sequence[Row]) -> str:
-    return "\n".join(
-        [
-            f"**{_title(setup)}**",
-            "",
-            *markdown_table(COLUMNS, list(map(_cells, rows))),
-            "",
-            f"{machine()}; {medians_of(setup.rounds, setup.steps)}: `{command_line()}`",
-            "",
-        ]
-    )
+    lines = [f"**{_title(setup)}**", "", *markdown_table(COLUMNS, list(map(_cells, rows))), ""]
+    return "\n".join([*lines, f"{machine()}; {medians_of(setup.rounds, setup.steps)}: `{command_line()}`", ""])
 
 
 def as_json(setup: Setup, rows: Sequence[Row]) -> str:
-    made = {
-        "command": command_line(),
-        "version": __version__,
-        "machine": machine(),
-        "cpu": setup.cpu,
-        "rate": setup.rate,
-        "rounds": setup.rounds,
-        "steps": setup.steps,
-        "warm_up_steps": WARM_UP_STEPS,
-        "config": asdict(setup.config),
-        "rows": list(map(asdict, rows)),
-    }
-    return json.dumps(made, indent=1) + "\n"
+    return document(setup, cpu=setup.cpu, rate=setup.rate, rows=list(map(asdict, rows)))

@@ -21,10 +21,10 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -223,7 +223,7 @@ class _Bench:
     def _train(self, world: World) -> Sample:
         folder = self._folder()
         self._run(world, *self._training(folder, world, world.batch))
-        return summary(folder / "run", world.batch * self._setup.config.data.seq_len)
+        return summary(runs.training_rows(folder / "run"), world.batch * self._setup.config.data.seq_len)
 
     def _train_apart(self, world: World) -> Sample:
         setup, alone = self._setup, runs.environment_of_one(os.environ)
@@ -235,7 +235,8 @@ class _Bench:
         ]
         runs.run_at_once(commands, folders[0], self._cores(world.ranks))
         tokens = setup.batch * setup.config.data.seq_len
-        return Sample(tokens_per_s=sum(summary(folder / "run", tokens, margin).tokens_per_s for folder in folders))
+        samples = [summary(runs.training_rows(folder / "run"), tokens, margin, margin) for folder in folders]
+        return Sample(tokens_per_s=sum(sample.tokens_per_s for sample in samples))
 
     def _bandwidth(self, world: World) -> float | None:
         """Returns payload bytes a second of the slowest pair in each direction; None: cannot be measured."""
@@ -298,10 +299,10 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def summary(run: Path, tokens: int, margin: int = 0) -> Sample:
-    """Returns medians of a run's steps, without the warm-up and `margin` more at either end. tokens: of a step."""
-    rows = runs.training_rows(run)
-    steady = rows[WARM_UP_STEPS + margin : len(rows) - margin]
+def summary(rows: Sequence[dict[str, Any]], tokens: int, first: int = 0, last: int = 0) -> Sample:
+    """Returns medians of a run's rows of metrics.jsonl, without the warm-up, and `first` and `last` more at the ends.
+    tokens: of a step. Raises Failed if none is left."""
+    steady = rows[WARM_UP_STEPS + first : len(rows) - last]
     if not steady:
         raise Failed(f"it left {len(rows)} steps in metrics.jsonl")
 

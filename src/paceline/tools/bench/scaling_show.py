@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,26 +94,29 @@ def _row(setup: Setup, found: Found, kind: Kind, world: World) -> Row:
     samples = found.samples.get(world, [])
     if world in found.problems or not samples:
         return replace(row, problem=found.problems.get(world, "not measured"))
-    # Ratios within a round, measured minutes apart; then their median.
     ideals = [min(world.ranks, setup.num_places) * one.tokens_per_s for one in found.samples[setup.alone]]
     apart = found.samples.get(setup.apart(world.ranks), [])
-    measured = ("tokens_per_s", "step_ms", "comm_ms", "exposed_ms", "spread_ms", "comm_bytes")
-    medians: dict[str, Any] = {
-        name: float(statistics.median(getattr(sample, name) for sample in samples)) for name in measured
-    }
     is_comparable = world.device == setup.device
     return replace(
         row,
         rounds_tokens_per_s=tuple(sample.tokens_per_s for sample in samples),
         ideal_tokens_per_s=statistics.median(ideals),
-        efficiency=_ratio(samples, ideals) if is_comparable else None,
-        machine=_ratio(apart, ideals) if is_comparable and apart else None,
+        efficiency=ratio(samples, ideals) if is_comparable else None,
+        machine=ratio(apart, ideals) if is_comparable and apart else None,
         link_bytes_per_s=found.links.get((world.hosts, world.rate)),
-        **medians,
+        **medians(samples),
     )
 
 
-def _ratio(samples: list[Sample], ideals: list[float]) -> float:
+def medians(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Returns the median of each measured number."""
+    return {
+        item.name: float(statistics.median(getattr(sample, item.name) for sample in samples)) for item in fields(Sample)
+    }
+
+
+def ratio(samples: Sequence[Sample], ideals: Sequence[float]) -> float:
+    """Returns the median of the ratios, each within a round, since a machine's speed may drift."""
     return statistics.median(sample.tokens_per_s / ideal for sample, ideal in zip(samples, ideals, strict=False))
 
 
@@ -230,23 +233,22 @@ def medians_of(rounds: int, steps: int) -> str:
 def as_json(setup: Setup, found: Found) -> str:
     tables = tabulate(setup, found)
     derived = ("synchronisation", "computed_comm_ms", "exposed_frac", "spread_frac")
-    made = {
-        "command": command_line(),
-        "version": __version__,
-        "machine": machine(),
-        "seconds": round(found.seconds, 1),
-        "threads": setup.threads,
-        "cores": list(setup.cores),
-        "rounds": setup.rounds,
-        "steps": setup.steps,
-        "warm_up_steps": WARM_UP_STEPS,
-        "config": asdict(setup.config),
-        "rows": [
-            asdict(row) | {name: getattr(row, name) for name in derived} for kind in tables for row in tables[kind]
-        ],
-        "sentences": [where_it_bends(rows) for rows in tables.values()],
-    }
-    return json.dumps(made, indent=1) + "\n"
+    rows = [asdict(row) | {name: getattr(row, name) for name in derived} for kind in tables for row in tables[kind]]
+    return document(
+        setup,
+        seconds=round(found.seconds, 1),
+        threads=setup.threads,
+        cores=list(setup.cores),
+        rows=rows,
+        sentences=[where_it_bends(rows) for rows in tables.values()],
+    )
+
+
+def document(setup: Any, **results: Any) -> str:
+    """Returns results and what they were measured with as JSON. setup: has config, rounds and steps."""
+    measured = {"rounds": setup.rounds, "steps": setup.steps, "warm_up_steps": WARM_UP_STEPS}
+    made = {"command": command_line(), "version": __version__, "machine": machine(), **measured}
+    return json.dumps(made | {"config": asdict(setup.config)} | results, indent=1) + "\n"
 
 
 def plot_html(setup: Setup, found: Found) -> str:
