@@ -42,8 +42,6 @@ _FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "second
 
 @dataclass
 class Fault:
-    """One injected fault."""
-
     rank: int
     step: int
     phase: str

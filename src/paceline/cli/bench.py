@@ -47,8 +47,6 @@ def _check_files(**paths: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelArguments:
-    """What the benches of a model have in common."""
-
     preset: str = ""
     """The preset of the model, data and batch (demo, where neither this nor --config is given)."""
     config: str = ""

@@ -30,8 +30,6 @@ _BLOCKS_AHEAD = 3  # per worker: one in work, the others queued
 
 @dataclass(frozen=True)
 class Job:
-    """A worker's settings, sent to it once."""
-
     tokenizer_json: str
     library: str  # of the encoder
     recipe: Recipe
@@ -71,8 +69,6 @@ def joined(several: list[Encoded]) -> Encoded:
 
 
 class BlockEncoder:
-    """Encodes blocks in a worker."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         tokenizer = Tokenizer(job.tokenizer_json)

@@ -31,16 +31,12 @@ _LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True)
 class Greeting:
-    """Who answers."""
-
     version: str
     address: str  # of this host, as the ssh connection arrived at it
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to run."""
-
     command: list[str]
     folder: str
     environment: dict[str, str]  # in addition to this host's own

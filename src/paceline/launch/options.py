@@ -72,8 +72,6 @@ def _require_reachable(addresses: tuple[Address, ...], node: int) -> None:
 
 @dataclass(frozen=True)
 class NamedHost:
-    """A host of `paceline launch`."""
-
     name: str  # for ssh
     num_ranks: str  # a number, or auto
 

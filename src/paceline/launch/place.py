@@ -36,8 +36,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The run has ended."""
-
     status: int
     message: str = ""  # the error; empty: none, or the ranks have printed it
     stop: str = ""  # the signal that ended it before an attempt

@@ -19,8 +19,6 @@ _TAIL_BYTES = 1 << 18  # holds the last row even if 1,024 ranks have their times
 
 @dataclass(frozen=True)
 class Failure:
-    """How one attempt ended."""
-
     what: str  # who ended, and how
     reached: int  # the last step in the run's records
 

@@ -32,8 +32,6 @@ Milliseconds = Sequence[float] | Floats
 
 
 class Change(NamedTuple):
-    """Shares to adopt."""
-
     shares: tuple[int, ...]
     why: str
 

@@ -21,8 +21,6 @@ from paceline.world.group import Group
 
 
 class Gradients:
-    """The gradients of one model on this rank."""
-
     def __init__(self, model: nn.Module, make_strategy: Callable[[], Strategy]):
         """make_strategy: called after the first hooks, which find mistakes. It may replace the model's parameters
         (fsdp)."""

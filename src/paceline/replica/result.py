@@ -70,8 +70,6 @@ class Exchanged(NamedTuple):
 
 
 class StepClock:
-    """Marks the ends of a step's parts, read when the device has done their work."""
-
     def __init__(self, clock: DeviceClock, group: Group, take_codec_ms: Callable[[], float]):
         self._clock, self._group, self._take_codec_ms = clock, group, take_codec_ms
         self._began_s = time.perf_counter()

@@ -207,8 +207,6 @@ _LANES = (
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of `share`."""
-
     world: World
     batch_size: int | None
     micro_batch_size: int | None

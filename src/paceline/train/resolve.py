@@ -23,8 +23,6 @@ _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation,
 
 @dataclass(frozen=True)
 class Choice:
-    """An automatic choice."""
-
     what: str
     why: str
     flag: str

@@ -13,8 +13,6 @@ from paceline.world.env import Environment
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A process of this world."""
-
     rank: int
     host: str  # host name
     pid: int

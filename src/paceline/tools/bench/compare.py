@@ -46,8 +46,6 @@ LEGEND = (
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A world to measure."""
-
     label: str
     config: Config
     cpu: tuple[str, ...]  # shares of a core of its hosts, as for `paceline lab`
@@ -61,8 +59,6 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """All worlds to measure."""
-
     config: Config
     variants: Mapping[str, Config]  # by label
     hosts: tuple[str, ...]  # their names in the lab

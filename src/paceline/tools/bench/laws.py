@@ -18,8 +18,6 @@ _NOT_JUDGED = "not judged: the straight run failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """The place of one rank."""
-
     host: str
     device: str
     backend: str
@@ -29,8 +27,6 @@ class Seat:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The records of the runs."""
-
     folder: Path  # has each run's folder by name; the resumed run is in `stopped`
     seats: list[Seat]  # by rank
     failures: Mapping[str, str]  # by run, if it was made; empty if it succeeded
@@ -41,8 +37,6 @@ Verdict = tuple[bool | None, str]  # whether the law holds (None: cannot be judg
 
 @dataclass(frozen=True)
 class Law:
-    """One row of the table."""
-
     name: str
     expected: str
     check: Callable[[Evidence], Verdict]

@@ -46,8 +46,6 @@ Run = Callable[[], None]
 
 @dataclass(frozen=True)
 class Host:
-    """One host of the world."""
-
     name: str
     ranks: tuple[int, ...]
     interface: str  # in use: name, address and MTU; empty if the backend does not say

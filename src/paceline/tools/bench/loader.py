@@ -26,8 +26,6 @@ _DRAWN_SEQUENCES = 2048  # least number for the wrapper, which reads 1000 times 
 
 @dataclass(frozen=True)
 class Rate:
-    """One rank's reading rate."""
-
     tokens_per_s: float
     us_per_batch: float
     mb_per_s: float  # read from files, in 10^6 bytes
@@ -46,8 +44,6 @@ class WorldCost:
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """All measurements and their setup."""
-
     data: str
     batch: int
     seq_len: int

@@ -50,8 +50,6 @@ _PROBE = ("bench", "link", "--preset", "tiny", "--time-budget", "5", "--max-byte
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A world to measure."""
-
     ranks: int
     batch: int  # sequences in a step of all ranks
     hosts: int = 1
@@ -173,8 +171,6 @@ def sequences_of(config: Config) -> int:
 
 @dataclass
 class Found:
-    """The results of the rounds so far."""
-
     samples: dict[World, list[Sample]] = field(default_factory=dict)
     problems: dict[World, str] = field(default_factory=dict)
     # By hosts and rate: payload bytes a second in each direction, while both are busy; None: not measured.

@@ -13,8 +13,6 @@ Verdict = tuple[Level, str, str]  # what a check yields: the level, what was see
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A verdict about one host."""
-
     host: str
     check: str
     level: Level

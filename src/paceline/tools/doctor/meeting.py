@@ -52,8 +52,6 @@ class Report:
 
 
 class Meeting:
-    """This host among the others."""
-
     def __init__(self, address: Address, own: Report):
         """Serves `own` at this address only. Raises UserError if this host cannot listen there."""
         self.own, self.node = own, 0

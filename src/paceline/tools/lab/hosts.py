@@ -18,8 +18,6 @@ _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host of the layout."""
-
     name: str
     address: str
     rate: int | None  # bits/s of its link in each direction; None: unlimited

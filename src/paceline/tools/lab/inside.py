@@ -26,8 +26,6 @@ _MOST_READS = 16  # of 64 KiB at a time, so that a rank that always prints can s
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """The lab's orders to a host."""
-
     name: str
     names: str  # the file to mount as /etc/hosts
     scratch: str  # an empty folder

@@ -25,16 +25,12 @@ FOLDER = Path("/run/paceline-lab")
 
 @dataclass(frozen=True, kw_only=True)
 class Living:
-    """A running host, as this machine sees it."""
-
     pid: int  # its first process, which holds its namespaces and processes
     group: str  # folder of its cgroup; empty: no controller for shares
 
 
 @dataclass(kw_only=True)
 class State:
-    """A running lab."""
-
     pid: int
     switch: int = 0  # the process that holds the bridge's namespace
     groups: str = ""  # folder of the hosts' cgroups; empty: none

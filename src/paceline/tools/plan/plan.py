@@ -31,8 +31,6 @@ Explained = tuple[str, str, str]  # what, its value, how it follows
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One configuration on one cluster."""
-
     label: str
     settings: Settings
     cluster: Cluster

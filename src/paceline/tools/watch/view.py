@@ -15,8 +15,6 @@ class Fact(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event as text."""
-
     time: str
     kind: str
     step: str
@@ -36,8 +34,6 @@ class RankView:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """A run as it is now."""
-
     name: str
     state: str = "waiting"  # there is no run yet; else record.state.Kind
     level: str = "open"  # or good, or bad
