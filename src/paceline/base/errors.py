@@ -1,6 +1,7 @@
 """Errors that are one message: what is wrong, the value seen, what to do. Each class has an exit status."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -50,3 +51,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)` for the closest known word, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def require_at_least(values: object, prefix: str, **least: float) -> None:
+    """Raises UserError, naming the field as the user types it after `prefix`, if a number is smaller, or not finite."""
+    for name, lowest in least.items():
+        value = getattr(values, name)
+        if not (math.isfinite(value) and value >= lowest):
+            raise UserError(f"{prefix}{name.replace('_', '-')} is {value}; it must be at least {lowest}")

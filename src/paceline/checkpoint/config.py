@@ -1,9 +1,8 @@
 """Settings of checkpoints."""
 
-import math
 from dataclasses import dataclass
 
-from paceline.base.errors import UserError
+from paceline.base.errors import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +24,4 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""
-        if self.every < 0:
-            raise UserError(f"checkpoint.every is {self.every}; it must be at least 0 (0: by the clock)")
-        for name, value in (("every-s", self.every_s), ("retry-s", self.retry_s)):
-            if not (math.isfinite(value) and value >= 0):
-                raise UserError(f"checkpoint.{name} is {value}; it must be at least 0")
-        if self.keep < 2:
-            raise UserError(f"checkpoint.keep is {self.keep}; it must be at least 2")
-        if self.keep_every < 0:
-            raise UserError(f"checkpoint.keep-every is {self.keep_every}; it must be at least 0 (0: none)")
+        require_at_least(self, "checkpoint.", every=0, every_s=0, retry_s=0, keep=2, keep_every=0)

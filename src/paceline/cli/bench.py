@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import base_config, parse, run_verb, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
@@ -76,9 +76,7 @@ class LoaderArguments:
 
 def _loader(arguments: list[str]) -> int:
     parsed = parse(LoaderArguments, LoaderArguments(), arguments, "bench loader")
-    for name, value in (("batch", parsed.batch), ("steps", parsed.steps)):
-        if value < 1:
-            raise UserError(f"--{name} is {value}; it is at least 1")
+    require_at_least(parsed, "--", batch=1, steps=1)
     from paceline.data.cache import inspect_data
 
     inspect_data(parsed.data, parsed.vocab_size)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.base.errors import EXIT_DONE, UserError
+from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import base_config, parse, require_one_way
 from paceline.config import Config
 from paceline.launch.options import read_hosts
@@ -46,9 +46,7 @@ class DoctorArguments:
 def main(arguments: list[str]) -> int:
     parsed = parse(DoctorArguments, DoctorArguments(settings=base_config(arguments)), arguments, "doctor")
     require_one_way(arguments)
-    for name, value, least in (("nproc", parsed.nproc, 1), ("wait-s", parsed.wait_s, 1)):
-        if value < least:
-            raise UserError(f"--{name} is {value}; it must be at least {least}")
+    require_at_least(parsed, "--", nproc=1, wait_s=1)
     config = parsed.settings
     has_config = dataclasses.replace(config, parallel=Config().parallel) != Config()
     train = config.train

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
-from paceline.cli.scheduled import divided, require_positive, train_command
+from paceline.cli.scheduled import divided, train_command
 
 # A pod fails with 1 when another one is lost, and counts against backoffLimit; one that was evicted, or that has saved
 # and stopped (75), does not count. After 2 a new start would fail again. The names of pods are known before they are
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
     command = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
-    require_positive(parsed, "nodes")
+    require_at_least(parsed, "--", nodes=1)
     if parsed.grace_s <= _SAVE_S:
         raise UserError(f"--grace-s is {parsed.grace_s}; ranks have {_SAVE_S} s to save, so give more")
     out = PurePosixPath(command[command.index("--out") + 1])

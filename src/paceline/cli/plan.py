@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.base.errors import EXIT_DONE, UserError
+from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import base_config, parse, require_one_way, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config, supersede
@@ -55,8 +54,7 @@ def main(arguments: list[str]) -> int:
     require_one_way(words)
     if parsed.calibrate:
         return _calibrate(arguments)
-    if not (math.isfinite(parsed.price) and parsed.price >= 0):
-        raise UserError(f"--price is {parsed.price}; it is at least 0")
+    require_at_least(parsed, "--", price=0)
     config = supersede(base, parsed.settings)
     config.check()
     variants = {text: variant(text, config, "plan") for text in parsed.vary} or {"": config}

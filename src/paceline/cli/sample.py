@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
 from paceline.config import Config, from_toml
 from paceline.record import folder as run_folder
@@ -37,9 +37,7 @@ def main(arguments: list[str]) -> int:
     parsed = parse(SampleArguments, SampleArguments(run=""), arguments, "sample")
     if not parsed.run:
         raise UserError("name the run folder: paceline sample RUN [options]")
-    for name, value in (("tokens", parsed.tokens), ("temperature", parsed.temperature), ("top-k", parsed.top_k)):
-        if value < 0:
-            raise UserError(f"--{name} is {value}; it must be at least 0")
+    require_at_least(parsed, "--", tokens=0, temperature=0, top_k=0)
     found = run_folder.find(Path(parsed.run))
     config = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())
     import torch

@@ -1,7 +1,6 @@
 """Shared by the verbs that print a job for a scheduler: what it is to run."""
 
 from pathlib import Path
-from typing import Any
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import base_config, parse, without
@@ -27,10 +26,3 @@ def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
         raise UserError(f"--nproc, --hosts and --max-restarts after --: {verb.capitalize()} {ranks}")
     rest = without(flags, "--out", "--resume")
     return ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
-
-
-def require_positive(parsed: Any, *names: str) -> None:
-    """Raises UserError, naming the flag, if one of these numbers is below 1."""
-    for name in names:
-        if getattr(parsed, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(parsed, name)}; it must be at least 1")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.base.errors import require_at_least
 from paceline.cli.flags import parse
-from paceline.cli.scheduled import divided, require_positive, train_command
+from paceline.cli.scheduled import divided, train_command
 
 # SIGTERM goes to the tasks by scancel: srun itself answers one by killing them. A signal to the script ends its `wait`,
 # so it waits again. A step ends with the highest status of its tasks: 75 if all have saved and stopped.
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Slurm, Slurm(), options, "slurm")
     command = train_command("slurm", flags, "starts the ranks: give --nodes and --tasks-per-node")
-    require_positive(parsed, "nodes", "tasks_per_node", "save_before_s")
+    require_at_least(parsed, "--", nodes=1, tasks_per_node=1, save_before_s=1)
     name = Path(command[command.index("--out") + 1]).name
     print(batch_script(parsed, name, [sys.executable, "-m", "paceline", *command]), end="")
     return 0

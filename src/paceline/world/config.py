@@ -1,10 +1,9 @@
 """Settings of ranks, device, network and threads."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 
 SHARDS_WEIGHTS = ("fsdp", "hsdp")
 
@@ -68,17 +67,16 @@ class ParallelConfig:
                 )
         if not 0 <= self.port < 65536:
             raise UserError(f"parallel.port is {self.port}; a port lies between 1 and 65535 (0: choose a free one)")
-        for name, value, least in (
-            ("timeout-s", self.timeout_s, 1),
-            ("step-timeout-s", self.step_timeout_s, 1),
-            ("expect-ranks", self.expect_ranks, 0),
-            ("threads", self.threads, 0),
-            ("bucket-mb", self.bucket_mb or 10.0, 0.001),
-            ("check-every", self.check_every, 0),
-            ("sync-every", self.sync_every, 0),
-        ):
-            if not (math.isfinite(value) and value >= least):
-                raise UserError(f"parallel.{name} is {value}; it must be at least {least}")
+        least = {"bucket_mb": 0.001 if self.bucket_mb else 0}
+        least |= {
+            "timeout_s": 1,
+            "step_timeout_s": 1,
+            "expect_ranks": 0,
+            "threads": 0,
+            "check_every": 0,
+            "sync_every": 0,
+        }
+        require_at_least(self, "parallel.", **least)
         self.fixed_shares()
         self.check_wire()
         self.check_rounds()
