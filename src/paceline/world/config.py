@@ -67,16 +67,8 @@ class ParallelConfig:
                 )
         if not 0 <= self.port < 65536:
             raise UserError(f"parallel.port is {self.port}; a port lies between 1 and 65535 (0: choose a free one)")
-        least = {"bucket_mb": 0.001 if self.bucket_mb else 0}
-        least |= {
-            "timeout_s": 1,
-            "step_timeout_s": 1,
-            "expect_ranks": 0,
-            "threads": 0,
-            "check_every": 0,
-            "sync_every": 0,
-        }
-        require_at_least(self, "parallel.", **least)
+        require_at_least(self, "parallel.", timeout_s=1, step_timeout_s=1, bucket_mb=0.001 if self.bucket_mb else 0)
+        require_at_least(self, "parallel.", expect_ranks=0, threads=0, check_every=0, sync_every=0)
         self.fixed_shares()
         self.check_wire()
         self.check_rounds()
