@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.base.status import environment_of_one
 from paceline.config import Config, to_toml
 from paceline.tools.bench import runs
 from paceline.tools.plan.cluster import Cluster
@@ -103,9 +104,7 @@ def draw(count: int) -> Iterator[Point]:
 def peak_bytes(command: list[str], folder: Path) -> float:
     """Runs a command; returns the peak resident memory of its largest process. Raises RuntimeError if it fails."""
     with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(
-            command, stdout=said, stderr=said, env=runs.environment_of_one(os.environ), cwd=folder
-        )
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment_of_one(os.environ), cwd=folder)
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError((folder / "said").read_text(errors="replace")[-2000:])

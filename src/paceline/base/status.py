@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_US
 
 STATUS_FOLDER = "PACELINE_STATUS_FOLDER"
 LAUNCHER = "PACELINE_LAUNCHER"  # the launcher's pid
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_OUR_LAUNCHER = (LAUNCHER, STATUS_FOLDER, "PACELINE_JOB", "PACELINE_ATTEMPT")
+_OF_OTHER_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")  # prefixes
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,15 @@ def record_status(code: int, consequence: str | None = None) -> int:
 
 def read_statuses(folder: Path) -> dict[int, Status]:
     return {int(path.name): Status(**json.loads(path.read_text())) for path in folder.iterdir() if path.name.isdigit()}
+
+
+def environment_of_one(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a process that is no rank: without a launcher's variables."""
+    own = environment_of_rank(environ)
+    return {name: own[name] for name in own if name not in RANK_VARIABLES and not name.startswith(_OF_OTHER_LAUNCHERS)}
+
+
+def environment_of_rank(environ: Mapping[str, str], **changes: str) -> dict[str, str]:
+    """Returns the environment of a process that takes this rank's place, with changes. Variables of our launcher are
+    left out: a rank under another parent would end itself."""
+    return {name: value for name, value in environ.items() if name not in _OF_OUR_LAUNCHER} | changes

@@ -68,11 +68,8 @@ class Report(Protocol):
 class Quiet:
     """Ignores a preparation's messages."""
 
-    def say(self, text: str) -> None:
-        """Does nothing."""
-
-    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
-        """Does nothing."""
+    def say(self, text: str) -> None: ...
+    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None: ...
 
 
 def prepare(

@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from paceline.base.status import LAUNCHER, STATUS_FOLDER
+from paceline.base.status import environment_of_one
 from paceline.record.config import TrackConfig
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 
 _LAST_S = 5.0  # for what the last steps recorded
 _GIVE_UP_AFTER_S = 3.0  # of these, without success
-# With these it would take itself for a rank.
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", LAUNCHER, STATUS_FOLDER)
-_OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_")
 
 
 class Follower:
@@ -35,11 +32,10 @@ class Follower:
         given = [(item.name, getattr(self._settings, item.name)) for item in fields(TrackConfig)]
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in given if value != ""]
         self._command = ["track", str(folder.path), *flags]
-        env = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith(_OF_LAUNCHERS)}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", *self._command, f"--give-up-after-s={_GIVE_UP_AFTER_S}"],
-                env=env,
+                env=environment_of_one(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the ranks, whose last rows it has to send

@@ -10,6 +10,7 @@ import pytest
 from program import Program, run
 
 from paceline.base.cores import physical_cores
+from paceline.base.status import environment_of_one, environment_of_rank
 from paceline.config import Config, load_preset
 from paceline.tools.bench import runs, scaling_show
 from paceline.tools.bench.scaling import Found, Sample, Setup, World
@@ -190,8 +191,8 @@ def test_a_process_apart_inherits_nothing_of_a_world() -> None:
     world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "GROUP_RANK": "0"}
     launcher = {"TORCHELASTIC_RUN_ID": "job", "PACELINE_LAUNCHER": "1", "PACELINE_STATUS_FOLDER": "/tmp/x"}
     kept = {"HOME": "/root", "PACELINE_CACHE": "/cache", "OMP_NUM_THREADS": "1"}
-    assert runs.environment_of_one({**world, **launcher, **kept}) == kept
-    assert runs.environment_of_rank({**world, **launcher, **kept}, MASTER_PORT="2") == {
+    assert environment_of_one({**world, **launcher, **kept}) == kept
+    assert environment_of_rank({**world, **launcher, **kept}, MASTER_PORT="2") == {
         **{**world, "MASTER_PORT": "2"},
         "TORCHELASTIC_RUN_ID": "job",
         **kept,

@@ -19,6 +19,7 @@ from typing import Any
 import rich.table
 
 from paceline.base.errors import RunError
+from paceline.base.status import RANK_VARIABLES, environment_of_one
 from paceline.config import Config, to_toml
 from paceline.record.balance import speeds
 from paceline.record.console import Console, table
@@ -135,7 +136,7 @@ def _train(setup: Setup, world: World) -> Sample:
             names = [f"run-{host}" for host in setup.hosts]
             line = ["exec", "sh", "-c", f'{_alone(train)} "{folder}/run-$(hostname)"']
         runs.run_at_once(
-            [([*runs.PACELINE, *lab, *line], runs.environment_of_one(os.environ))], folder, end_by=signal.SIGTERM
+            [([*runs.PACELINE, *lab, *line], environment_of_one(os.environ))], folder, end_by=signal.SIGTERM
         )
         found = [sample_of(runs.training_rows(folder / name), world) for name in names]
     return replace(
@@ -150,7 +151,7 @@ def _train(setup: Setup, world: World) -> Sample:
 def _alone(train: list[str]) -> str:
     """Returns the shell's command that makes a host of a lab a world of one."""
     return shlex.join(
-        ["exec", "env", *(word for name in runs.OF_RANKS for word in ("-u", name)), *runs.PACELINE, *train]
+        ["exec", "env", *(word for name in RANK_VARIABLES for word in ("-u", name)), *runs.PACELINE, *train]
     )
 
 

@@ -20,9 +20,6 @@ from paceline.record.read import rows
 
 T = TypeVar("T")
 PACELINE = (sys.executable, "-m", "paceline")
-_OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes of variables
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_OUR_LAUNCHER = ("PACELINE_LAUNCHER", "PACELINE_JOB", "PACELINE_ATTEMPT", "PACELINE_STATUS_FOLDER")
 _MOST_SAID_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.05
 _LAST_WORDS_S = 3.0  # after one process failed: time for the others to notice and end
@@ -54,18 +51,6 @@ def in_turn(todo: Sequence[T], rounds: int, console: Console, describe: Callable
 
 
 # ---- processes ----
-
-
-def environment_of_one(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process that is no rank: without a launcher's variables."""
-    own = environment_of_rank(environ)
-    return {name: own[name] for name in own if name not in OF_RANKS and not name.startswith(_OF_TORCHRUN)}
-
-
-def environment_of_rank(environ: Mapping[str, str], **changes: str) -> dict[str, str]:
-    """Returns the environment of a process that takes this rank's place, with changes. Variables of our launcher are
-    left out: a rank under another parent would end itself."""
-    return {name: value for name, value in environ.items() if name not in _OF_OUR_LAUNCHER} | changes
 
 
 @contextlib.contextmanager

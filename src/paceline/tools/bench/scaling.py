@@ -32,6 +32,7 @@ import torch
 from paceline.base.cores import physical_cores
 from paceline.base.errors import RunError, UserError
 from paceline.base.net import listen
+from paceline.base.status import environment_of_one
 from paceline.config import Config, to_toml
 from paceline.record.console import Console
 from paceline.tools.bench import runs
@@ -222,7 +223,7 @@ class _Bench:
         return summary(runs.training_rows(folder / "run"), world.batch * self._setup.config.data.seq_len)
 
     def _train_apart(self, world: World) -> Sample:
-        setup, alone = self._setup, runs.environment_of_one(os.environ)
+        setup, alone = self._setup, environment_of_one(os.environ)
         margin = math.ceil(_APART_MS / self._found.samples[setup.alone][-1].step_ms)
         folders = [self._folder() for _ in range(world.ranks)]
         commands = [
@@ -256,7 +257,7 @@ class _Bench:
 
     def _run(self, world: World, *verb: str) -> None:
         """Runs a paceline command as all ranks of a world. Raises Failed, also if this machine cannot make a lab."""
-        alone, folder = runs.environment_of_one(os.environ), self._folder()
+        alone, folder = environment_of_one(os.environ), self._folder()
         if world.hosts > 1:
             lab = ("lab", "--hosts", str(world.hosts), "--nproc", str(world.ranks // world.hosts), "--rate", world.rate)
             runs.run_at_once([([*runs.PACELINE, *lab, "--", *verb], alone)], folder, end_by=signal.SIGTERM)

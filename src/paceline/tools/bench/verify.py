@@ -33,6 +33,7 @@ from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LOST_PEERS
 from paceline.base.net import listen
+from paceline.base.status import environment_of_one, environment_of_rank
 from paceline.config import Config, to_toml
 from paceline.data.plan import in_proportion
 from paceline.record.console import Console
@@ -122,12 +123,12 @@ class _Starter:
         if self.env.is_distributed:
             port = self.world.group.broadcast_json(self._free_port() if self.world.is_main else 0)
             changes = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        return self._agree(name, self._run(name, verb, runs.environment_of_rank(os.environ, **changes)), status)
+        return self._agree(name, self._run(name, verb, environment_of_rank(os.environ, **changes)), status)
 
     def on_rank_0(self, name: str, *verb: str) -> None:
         """Runs a paceline command in a world of one, while the others wait. It has no injected faults, as all other
         runs are compared with it. Collective."""
-        environ = runs.environment_of_one(os.environ)
+        environ = environment_of_one(os.environ)
         environ.pop(faults.VARIABLE, None)
         self._agree(name, self._run(name, verb, environ) if self.world.is_main else EXIT_DONE, EXIT_DONE)
 

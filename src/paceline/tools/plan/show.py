@@ -126,33 +126,29 @@ def _explanation(plan: Plan) -> rich.table.Table:
     return made
 
 
+_NUMBERS = ("label", "fits", "tokens_per_s", "mfu", "efficiency_frac", "goodput_frac", "device_hours", "bound")
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Returns all numbers, with units in the names; null: infinite."""
     path = plan.step.path
     return {
-        "label": plan.label,
+        **{name: getattr(plan, name) for name in _NUMBERS},
         "ranks": plan.cluster.num_ranks,
         "cluster": dataclasses.asdict(plan.cluster),
         "device": plan.device.name,
         "source": plan.device.source,
         "flags": path.flags,
         "changes": path.kind,
-        "fits": plan.fits,
         "memory_bytes": dict(plan.memory),
         "device_memory_bytes": plan.device.memory_bytes,
         "step_ms": 1e3 * plan.step_s,
         "part_ms": {part: 1e3 * seconds for part, seconds in plan.parts.items()},
         "error_frac": plan.device.error_frac,
-        "tokens_per_s": plan.tokens_per_s,
-        "mfu": plan.mfu,
-        "efficiency_frac": plan.efficiency_frac,
         "wire_bytes": plan.step.wire_bytes,
-        "goodput_frac": plan.goodput_frac,
         "best_interval_s": None if math.isinf(plan.best_interval_s) else plan.best_interval_s,
         "run_s": plan.seconds,
-        "device_hours": plan.device_hours,
         "energy_kwh": plan.kwh,
         "price": plan.money,
-        "bound": plan.bound,
         "explained": [list(row) for row in plan.explained],
     }
