@@ -92,7 +92,6 @@ def _do(fault: Fault) -> str | None:
 
 
 def _read(part: str, world_size: int, attempt: int) -> Fault | None:
-    """Returns the fault that one part of the variable describes; None if it is for another attempt."""
     given: dict[str, str] = {}
     for word in part.split():
         name, _, value = word.partition("=")

@@ -126,7 +126,6 @@ def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, 
 
 
 def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str | None:
-    """Returns which wanted elements the checkpoint lacks; None if it has them all."""
     specs = mf.tensors(manifest, kind)
     for item, dtype in wanted.items():
         if item.name not in specs:
@@ -179,7 +178,6 @@ def _in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) 
 
 
 def _candidates(checkpoints: Path, step: int | None) -> list[Path]:
-    """Returns the folders to try, the newest first. Raises if there is none."""
     steps = require_step(checkpoints, step)
     if not steps and (checkpoints / "latest").exists():
         raise RunError(f"checkpoints have been in {checkpoints}, and none is there now; nothing was changed")
@@ -192,7 +190,6 @@ def _candidates(checkpoints: Path, step: int | None) -> list[Path]:
 
 
 def _refuse(checkpoints: Path, step: int | None, problems: Sequence[str]) -> NoReturn:
-    """Raises RunError: no checkpoint is good, or the requested one is damaged."""
     if step is None:
         raise RunError(f"no checkpoint in {checkpoints} is complete, nothing was changed:\n  " + "\n  ".join(problems))
     others = ", ".join(str(number) for number in list_steps(checkpoints) if number != step)

@@ -298,7 +298,6 @@ class Saver:
 
 
 def _shape(kind: Kind, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the given shape of a tensor; for optimizer state without one, its parameter's. Raises ValueError."""
     parameter = name.rpartition("/")[0] if kind == "optimizer" and name not in shapes else name
     if parameter not in shapes:
         raise ValueError(f"{name} belongs to no parameter of this model")

@@ -33,7 +33,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_files(**paths: str) -> None:
-    """Raises UserError if an output file, given by the name of its flag, cannot be written."""
     for name, text in paths.items():
         path = Path(text).absolute()
         if text and (path.is_dir() or not path.parent.is_dir()):
@@ -280,7 +279,6 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
 
 
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
-    """Raises UserError for impossible values, before torch is imported or anything runs."""
     for name, least in (("steps", 5), ("rounds", 1), ("max-ranks", 0), ("hosts", 0)):  # 3 of warm-up, 2 to measure
         value = getattr(parsed, name.replace("-", "_"))
         if not least <= value <= 1024:
@@ -300,7 +298,6 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
 
 
 def _check_compare(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
-    """Raises UserError if --compare or --cpu goes with options of the other tables, or names no share of each host."""
     flag, other = "--cpu" if parsed.cpu else "--compare", ScalingArguments()
     without = ("kind", "max_ranks", "plot", *(["hosts"] if parsed.cpu else []))
     if given := [name for name in without if getattr(parsed, name) != getattr(other, name)]:

@@ -155,7 +155,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _name(job: Kubernetes, out: PurePosixPath) -> str:
-    """Returns the job's name. Raises UserError if Kubernetes would refuse it, or a pod's name made of it."""
     name = job.name or re.sub(r"[^a-z0-9]+", "-", out.name.lower()).strip("-")
     longest = 63 - len(f"-{job.nodes - 1}")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest:
@@ -167,7 +166,6 @@ def _name(job: Kubernetes, out: PurePosixPath) -> str:
 
 
 def _check_volumes(text: str, out: PurePosixPath) -> None:
-    """Raises UserError for volumes that are not CLAIM:/PATH, or if none of them holds the run folder."""
     paths = []
     for volume in text.split(","):
         claim, _, path = volume.partition(":")

@@ -88,7 +88,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _command(words: list[str], verbs: list[str]) -> list[str]:
-    """Returns the command of a rank. Raises UserError if it is impossible."""
     if words[0] not in verbs:
         raise UserError(
             f"the hosts of a lab run a verb of paceline, or `exec` and a program; '{words[0]}' is none"

@@ -51,7 +51,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(command: list[str]) -> None:
-    """Raises UserError for a command that no host could run, before any is asked."""
     if command[:1] not in (["train"], ["resume"]):
         raise UserError(f"what the hosts are to run comes after `--`, train or resume: {_EXAMPLE}")
     if found := [flag for flag in map(flag_of, command) if flag in _OURS]:

@@ -52,7 +52,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _num_parameters(run: Path) -> int:
-    """Returns the model's parameters; 0 if the config does not tell, such as one of a later paceline."""
     from paceline.config import Config, from_toml
     from paceline.model.cost import num_parameters
 

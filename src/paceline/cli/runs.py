@@ -54,7 +54,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _find(folder: Path) -> list[Path]:
-    """Returns the run folders. Raises UserError if there is none."""
     try:
         found = [path for path in (folder, *folder.iterdir()) if (path / "config.toml").is_file()]
     except OSError as error:

@@ -101,8 +101,6 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
 
 
 def _pod(request: Request, flags: RankFlags) -> Pod | None:
-    """Returns this host's place among pods, if it is to start several ranks. Raises UserError for flags that cannot be
-    used there."""
     pod = read_pod(os.environ)
     if pod is None or pod.num_ranks == "1":
         return None
@@ -117,7 +115,6 @@ def _pod(request: Request, flags: RankFlags) -> Pod | None:
 
 
 def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions | None:
-    """Returns the hosts of the run, if it has a list. Raises UserError if the flags cannot be used."""
     if not flags.hosts:
         if flags.min_hosts or flags.node_rank >= 0:
             raise UserError("--min-hosts and --node-rank belong to a list of hosts; give it by --hosts")
@@ -196,7 +193,6 @@ def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelCo
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> int:
-    """Returns how many ranks this process starts; 1 without restarts: it is one itself."""
     if max_restarts < 0:
         raise UserError(f"--max-restarts is {max_restarts}; it must be at least 0")
     if env.is_distributed:
@@ -268,7 +264,6 @@ def _check_folder(request: Request) -> None:
 
 
 def _check_reached(folder: Path, request: Request) -> None:
-    """Raises UserError if there is no such checkpoint, or a flag names a step that is already done."""
     reached = max(require_step(run_folder.RunFolder(folder).checkpoints, request.resume_step), default=0)
     train = request.config.train
     firsts = {"steps": reached, "stop-at-step": reached + 1, "profile": reached + 1}

@@ -309,7 +309,6 @@ def _json_texts(chunk: Chunk, key: str) -> Iterator[bytes]:
 
 
 def _string_under(key: str, line: str, place: str) -> str | None:
-    """The string under `key` of a JSON object; None if it is null."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

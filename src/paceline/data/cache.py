@@ -166,7 +166,6 @@ def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache: Path) -> None:
-    """Removes old unfinished data sets, except those that a process works on."""
     for lock_file in cache.glob(".*.lock"):
         folder = cache / lock_file.name[1 : -len(".lock")]
         if not folder.is_dir() or _is_complete(folder) or time.time() - folder.stat().st_mtime < _STALE_S:

@@ -70,7 +70,6 @@ def _sample(shards: Sequence[Shard]) -> Iterator[_Block]:
 
 
 def _read(shard: Shard, start: int, count: int) -> Tokens:
-    """Returns the tokens from `start` on, (count,) as stored."""
     found: Tokens = np.empty(count, dtype=shard.dtype)
     shard.fill(found, start)
     return found

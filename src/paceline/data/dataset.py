@@ -200,7 +200,6 @@ class Dataset:
             raise UserError(wrong)
 
     def _wrong_tokens(self, shard: Shard, begin: int, tokens: Tokens, starts: Int64s) -> str:
-        """Describes wrong tokens from `begin` on: an id too large, a document without its token; or ""."""
         if int(tokens.max()) >= self.vocab_size:
             return wrong_id(shard, begin + int(np.argmax(tokens >= self.vocab_size)), self.vocab_size)
         if self.end_of_text is None:
@@ -254,7 +253,6 @@ def _load(path: Path) -> npt.NDArray[Any]:
 
 
 def _starts(folder: Path, record: ShardRecord) -> Int64s:
-    """Returns the beginnings of documents in a shard. Raises UserError if their number, order or range is wrong."""
     path = folder / record.starts
     starts = _load(path)
     good = starts.dtype == np.int64 and starts.shape == (record.documents,)

@@ -82,7 +82,6 @@ class Encoder:
         return fast
 
     def _encode_fast(self, text: str) -> npt.NDArray[Any] | None:
-        """Returns the ids by `tiktoken`; None if the text needs `tokenizers`."""
         normal = text if self._normalizer is None or text.isascii() else self._normalizer.normalize_str(text)
         if any(token in text or token in normal for token in self._plain):
             return None

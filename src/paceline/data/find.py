@@ -141,7 +141,6 @@ def _find_in(folder: str, format: str, *, in_order: bool = True) -> Found:
 
 
 def _fixed_part(pattern: str) -> str:
-    """Returns the folder above the first part with a wildcard; without wildcards the path."""
     if os.path.exists(pattern):
         return pattern
     while glob.has_magic(pattern):
@@ -175,7 +174,6 @@ def _by_name(name: str) -> tuple[str | None, str, str]:
 
 
 def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | LeftOut:
-    """Classifies a file. Leaves out what is no text; raises UserError if the user named it or it must have records."""
     known, kind, compression = _by_name(path)
     path = os.path.abspath(path)
     with naming(SourceFile(name, path, "text", compression)):
@@ -207,7 +205,6 @@ def _first(head: bytes) -> bytes:
 
 
 def _json_format(file: SourceFile, is_named: bool) -> str:
-    """Returns jsonl if each line of a .json file is a record; else text, or UserError if the user named the file."""
     head = _head(file, 1 << 20)
     first, _, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
     if first.startswith(b"{") and (_is_json(first) or (not rest and len(head) == 1 << 20)):

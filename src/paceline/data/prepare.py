@@ -116,7 +116,6 @@ def _hash(content: Any) -> str:
 
 
 def _same(folder: Path, request: dict[str, Any]) -> Index:
-    """Returns the index of a complete folder; raises UserError if it is of another request."""
     index = read_index(folder)
     found = {key: index.origin.get(key) for key in ("recipe", "sources")}
     if found != {key: request[key] for key in found}:
@@ -230,7 +229,6 @@ def _begun_with(request: dict[str, Any], folder: Path, work: Path) -> Tokenizer 
 
 
 def _clear(folder: Path, work: Path) -> None:
-    """Removes the files of an unfinished preparation, and no others; the lock stays held."""
     for path in [*work.iterdir(), *(path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*"))]:
         if path.name != "lock":
             path.unlink()

@@ -148,7 +148,6 @@ def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[A
 
 
 def _require_header(path: Path, found: bytes, expected: bytes) -> None:
-    """Raises UserError for the first byte that differs; a different sha256 means another tokenizer."""
     if found == expected:
         return
     place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)

@@ -220,7 +220,6 @@ class Tokenizer:
 
 
 def _characters(model: tokenizers.Tokenizer) -> set[str] | None:
-    """Returns the characters with ids in a character tokenizer; None in another."""
     vocabulary = model.get_vocab(with_added_tokens=False)
     if not isinstance(model.model, models.WordLevel) or any(len(token) != 1 for token in vocabulary):
         return None

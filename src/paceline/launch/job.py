@@ -28,6 +28,5 @@ def job_name(given: str, command: str) -> str | None:
 
 
 def _agent() -> str:
-    """Names the process that started this one, not a later one with the same pid."""
     pid = os.getppid()
     return f"{socket.gethostname()}:{pid}:{start_ticks(pid) or psutil.Process(pid).create_time()}"

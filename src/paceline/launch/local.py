@@ -190,7 +190,6 @@ class _Attempts:
         say(f"{last.what}, after step {last.reached}; restart {number} of {self.most}{when}")
 
     def _give_up(self, ended: _Ended) -> int:
-        """Returns the exit status after the last failure; raises RunError for what no rank has printed."""
         way_out = self._way_out()
         if len(self._failures) == 1:
             if not ended.was_said:
@@ -215,7 +214,6 @@ class _Attempts:
         return f"{text}. The log of rank {ended.rank} is {log}" if log else text
 
     def _way_out(self) -> str:
-        """Returns how to resume the run; empty if there is nothing to resume."""
         resume = f"`paceline resume {shlex.quote(str(self.run_folder))}`"
         if (newest := self._records.newest_checkpoint()) is not None:
             return f"The newest checkpoint is of step {newest}: {resume} resumes from there"

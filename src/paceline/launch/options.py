@@ -56,7 +56,6 @@ def _is_own(host: str) -> bool:
 
 
 def _require_reachable(addresses: tuple[Address, ...], node: int) -> None:
-    """Raises UserError if the others cannot reach this host by what the list says, or everybody could."""
     name = addresses[node][0]
     try:
         address = ipaddress.ip_address(socket.gethostbyname(name))

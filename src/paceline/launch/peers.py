@@ -166,7 +166,6 @@ def _handler(run: Path, own: Callable[[], State]) -> type[QuietHandler]:
 
 
 def _open(run: Path, name: str) -> BinaryIO | None:
-    """Returns a file that other hosts may read; None for any other name, and if there is none."""
     if name not in RECORDS and not _SERVED.fullmatch(name):
         return None
     try:

@@ -73,7 +73,6 @@ def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], w
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raises UserError if a module synchronises by itself, or is already sharded."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     for name, module in model.named_modules():
         if isinstance(module, wrappers) or type(module).__name__ == "FullyShardedDataParallel":
@@ -100,7 +99,6 @@ def _check_device(model: nn.Module, world: World) -> None:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raises UserError if it is no optimizer, or needs several backward passes for an update."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "base_optimizer"):
         raise mistake(
@@ -112,7 +110,6 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World) -> None:
-    """Raises UserError if optimizers have foreign parameters, or one twice; warns of parameters that none has."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     others = sum(parameter not in names for parameter in given)

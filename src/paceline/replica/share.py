@@ -218,7 +218,6 @@ class _Arguments:
     collate_fn: Collate | None
 
     def refuse(self, why: str, *names: str) -> None:
-        """Raises UserError if one of these arguments was given."""
         for name in names:
             if getattr(self, name) is not None:
                 raise mistake(f"share was given {name}={getattr(self, name)!r}, and {why}")

@@ -315,7 +315,6 @@ class Step:
     # ---- checks ----
 
     def _require_complete(self, verb: str) -> None:
-        """Raises UserError if it is too early, or too late, for `finish` or `reduce`."""
         if self._stage == "over" or (verb == "reduce" and self._stage == "reduced"):
             raise mistake(f"step.{verb}() was called twice for one step")
         if self._is_iterating:
@@ -330,7 +329,6 @@ class Step:
             )
 
     def _require_micro_batch(self) -> Pass:
-        """Returns the pass that backward is for; raises UserError if there is none."""
         if self._stage != "backward":
             raise mistake(
                 f"step.backward was called again after the last one of step {self.number}: say more=True to "

@@ -158,7 +158,6 @@ def _whole(value: Any, key: str, parameter: torch.Tensor) -> Any:
 
 
 def _slice(value: Any, key: str, part: ParamSlice) -> Any:
-    """Returns a slice of an optimizer's state of a complete parameter."""
     if isinstance(value, torch.Tensor) and value.shape == part.shape and key != "step":
         return value.reshape(-1)[part.start : part.stop].reshape(part.parameter.shape).clone()
     return value

@@ -123,7 +123,6 @@ def _check_float8(config: Config, facts: Sequence[RankFacts]) -> None:
 
 
 def _dtype(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
-    """The dtype of matrix products: as given, else that of all ranks' devices; float32 if they differ."""
     if config.train.dtype == "float8":
         _check_float8(config, facts)
     if config.train.dtype != "auto":
@@ -153,7 +152,6 @@ def _rate(config: Config, tokens_per_step: int, num_steps: int | None, choices: 
 
 
 def _global_batch(config: Config, choices: list[Choice]) -> int:
-    """Sequences in a step: as given, or from the horizon by a power law."""
     train, seq_len = config.train, config.data.seq_len
     if train.global_batch_size:
         return train.global_batch_size

@@ -163,7 +163,6 @@ class BeatThread(threading.Thread):
 
 
 def _address(store: Store) -> str:
-    """The store's host and port as text; empty if unknown."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return f"the store at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store"

@@ -139,7 +139,6 @@ def check_port(port: int, host: str = "") -> None:
 
 
 def _holder(port: int) -> str:
-    """The process that holds a port, for a message; empty if unknown."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
@@ -149,7 +148,6 @@ def _holder(port: int) -> str:
 
 
 def _addresses(interface: str) -> list[str]:
-    """The IP addresses of an interface, IPv4 first; empty if there is no such interface."""
     found = psutil.net_if_addrs().get(interface, [])
     known = [address for address in found if address.family in (socket.AF_INET, socket.AF_INET6)]
     return [address.address.partition("%")[0] for address in sorted(known, key=lambda a: a.family != socket.AF_INET)]

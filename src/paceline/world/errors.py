@@ -44,7 +44,6 @@ def lost_peers_named(rank: int, what: str) -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Returns what happened, without the source file before it and the advice after it."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(_SOURCE_FILE, "", line).split(". This is typically")[0].rstrip(".")
 

@@ -194,12 +194,10 @@ class Watchdog:
             self._end(self._beats.agree(verdict))
 
     def _obey(self) -> None:
-        """Ends this process if a rank has found a verdict."""
         if self._beats.verdict is not None:
             self._end(self._beats.verdict)
 
     def _end(self, verdict: Verdict) -> NoReturn:
-        """Prints why, kills the ranks to blame on this host, and ends this process."""
         self._ending.acquire()  # never released: only one thread continues
 
         def speak() -> None:

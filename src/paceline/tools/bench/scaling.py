@@ -272,7 +272,6 @@ class _Bench:
         return folder
 
     def _cores(self, ranks: int) -> list[tuple[int, ...]]:
-        """Returns each rank's cores; shared if there are more ranks than cores."""
         return [self._places[rank % len(self._places)] for rank in range(ranks)] if self._places else []
 
     def _gpu(self, place: int) -> dict[str, str]:
@@ -283,7 +282,6 @@ class _Bench:
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
-    """Returns each rank's additional environment in a world on this machine; empty for a world of one."""
     if ranks == 1:
         return [{}]
     with listen(_LOOPBACK, 0) as listener:

@@ -77,7 +77,6 @@ class _Lab:
     # ---- making ----
 
     def make(self, command: list[str]) -> None:
-        """Makes and connects all hosts; they then wait for "start"."""
         controller = self._controller()
         scratch = FOLDER / "scratch"
         scratch.mkdir()
@@ -140,7 +139,6 @@ class _Lab:
         self._lines[host.name] = Line(ours)
 
     def _environment(self, host: Host, rank: int) -> dict[str, str]:
-        """Returns this rank's environment: as from torchrun with a static rendezvous, and its interface."""
         environment = {
             "RANK": rank,
             "LOCAL_RANK": rank - host.first_rank,

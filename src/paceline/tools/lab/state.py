@@ -113,7 +113,6 @@ def _own_lock() -> int:
 
 
 def _lock() -> int | None:
-    """Returns the lock's open file; None if another process has it."""
     while True:
         FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
         try:

@@ -83,7 +83,6 @@ def _memory_rows(plan: Plan) -> list[list[str]]:
 
 
 def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
-    """A row for each plan, the price where there is one. Labels are without the fields' sections."""
     shown: dict[str, Callable[[Plan], str]] = {
         "plan": lambda plan: re.sub(r"[a-z]+\.(?=[a-z])", "", plan.label),
         "ranks": lambda plan: str(plan.cluster.num_ranks),

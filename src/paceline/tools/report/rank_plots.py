@@ -232,7 +232,6 @@ def _clock_range(timed: list[tuple[Row, datetime]]) -> list[str]:
 
 
 def _moment(event: Row) -> datetime | None:
-    """Returns an event's time, in the writer's time zone."""
     try:
         return datetime.strptime(text(event.get("time")), "%Y-%m-%dT%H:%M:%S%z").replace(tzinfo=None)
     except ValueError:

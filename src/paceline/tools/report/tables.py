@@ -56,7 +56,6 @@ def parts(run: Summary) -> list[Cells]:
 
 
 def _predicted(run: Summary) -> dict[str, float]:
-    """Returns the milliseconds of each part, and of the step, that the last start of the run predicted."""
     events = [event for event in run.records.events if event["event"] == "prediction"]
     made = events[-1].get("part_ms") if events else None
     known = {name: number(ms) for name, ms in made.items()} if isinstance(made, dict) else {}

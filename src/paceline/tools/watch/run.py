@@ -127,7 +127,6 @@ class Run:
         return median(known) if known else math.nan
 
     def _horizon(self, state: RunState, step_ms: float) -> tuple[float, float]:
-        """Returns the share of the run that is done, and the seconds of training that are left; NaN if unknown."""
         if state.num_steps:
             return self._step / state.num_steps, max(0.0, state.num_steps - self._step) * step_ms / 1e3
         budget_s = number(read_config(self._folder.config).get("train.time-budget"))
@@ -204,7 +203,6 @@ class Runs:
 
 
 def _begun_s(path: Path) -> float:
-    """Returns when a run's oldest file was last written, in seconds since 1970; 0 if the folder is no run."""
     times = []
     for mark in _MARKS:
         try:

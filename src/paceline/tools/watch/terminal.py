@@ -124,7 +124,6 @@ def _curve(view: RunView, width: int, height: int) -> list[Text]:
 
 
 def _ranks(view: RunView, width: int, most: int) -> list[Text]:
-    """A bar for each rank, the slowest first."""
     if not view.ranks:
         return []
     legend = [(f"{sign * 2} {part}   ", style) for part, (sign, style) in _PARTS.items() if part != "other"]
