@@ -17,7 +17,7 @@ from paceline.base.units import listed
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import as_batch
 from paceline.replica.contents import not_kept
-from paceline.replica.gradients import Gradients, poison_a_gradient
+from paceline.replica.gradients import Gradients
 from paceline.replica.loop import BegunFrom, steps
 from paceline.replica.passes import call, evaluate
 from paceline.replica.result import Exchanged, StepResult
@@ -25,6 +25,7 @@ from paceline.replica.share import Share, share
 from paceline.replica.statistics import RunningStatistics
 from paceline.replica.step import Step
 from paceline.replica.stopping import StopRequest, why_to_stop
+from paceline.replica.trouble import poison_a_gradient
 from paceline.replica.updates import LossScaler, Updates
 from paceline.sync.buckets import release
 from paceline.sync.make import check_strategy, make_strategy

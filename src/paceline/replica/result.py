@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.base.clock import clip_intervals, union_ms
-from paceline.replica.gradients import Trouble
+from paceline.replica.trouble import Trouble
 from paceline.world.device import DeviceClock, Stamp
 from paceline.world.group import Group
 

@@ -23,9 +23,9 @@ import torch
 from paceline.optim.clip import clip_
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch, num_rows
-from paceline.replica.gradients import Trouble, find_trouble, flip_a_bit
 from paceline.replica.passes import Pass, passes
 from paceline.replica.result import Exchanged, StepClock, StepResult, StepTimes
+from paceline.replica.trouble import Trouble, find_trouble, flip_a_bit
 from paceline.world.calls import mistake
 
 if TYPE_CHECKING:

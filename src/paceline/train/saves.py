@@ -19,8 +19,8 @@ from paceline.checkpoint import retention
 from paceline.checkpoint.save import Outcome
 from paceline.checkpoint.steps import list_steps
 from paceline.replica.contents import ReplicaContents
-from paceline.replica.gradients import flip_a_bit
 from paceline.replica.replica import Replica
+from paceline.replica.trouble import flip_a_bit
 from paceline.sync.replicas import differences, digests, repair
 from paceline.train.meet import Setup
 from paceline.train.progress import Progress
