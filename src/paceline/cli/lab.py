@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.base import units
 from paceline.base.errors import UserError, nearest
 from paceline.cli.flags import parse
 
@@ -125,7 +126,7 @@ def _announce(layout: "Layout") -> None:
     console = Console(file=text, force_terminal=is_terminal, highlight=False, width=width)
     console.print(table("The lab", ["host", "address", "rate", "processors", "ranks"], rows))
     if layout.is_crowded:
-        cores = f"{layout.num_cores} core{'s' if layout.num_cores > 1 else ''}"
+        cores = units.plural(layout.num_cores, "core")
         console.print(
             f"{len(layout.hosts)} hosts share {cores}: none is as fast as it would be alone\n", style="yellow"
         )

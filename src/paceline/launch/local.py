@@ -26,6 +26,7 @@ from typing import Protocol
 import filelock
 import psutil
 
+from paceline.base import units
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError
 from paceline.base.net import require_loopback
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
@@ -126,7 +127,7 @@ class _Attempts:
                 continue
             if ended.status not in (EXIT_FAILED, _INTERRUPTED):
                 if number := len(self._failures):
-                    say(f"{number} restart{'s'[: number != 1]}; {self._num_repeated} steps were made twice")
+                    say(f"{units.plural(number, 'restart')}; {self._num_repeated} steps were made twice")
                 return ended.status
             self._failures.append(Failure(ended.what, self._records.last_step()))
             if place.first_rank == 0 or place.knows_all:  # else rank 0, elsewhere, may still write

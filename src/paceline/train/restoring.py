@@ -69,7 +69,7 @@ def _restore(setup: Setup) -> bool:
     setup.recorder.event("resume", step=progress.step, reached=reached, **facts)
     console.say(
         f"resumed at step {progress.step} ({units.count(progress.tokens)} tokens seen); saved by "
-        f"{before} rank{'s'[: before != 1]}, now {now}; {setup.settings.plan.global_batch_size} sequences a step "
+        f"{units.plural(before, 'rank')}, now {now}; {setup.settings.plan.global_batch_size} sequences a step "
         "as before\n"
     )
     return True

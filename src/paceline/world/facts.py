@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from paceline.base import units
 from paceline.base.units import listed
 from paceline.world.cores import free_memory
 from paceline.world.device import choose_dtype, count_gpus, cpu_name, why_no_float8
@@ -70,7 +71,7 @@ def warn_of_idle_gpus(facts: Sequence[RankFacts]) -> tuple[str, ...]:
     """Returns a warning for each host that has GPUs and computes on its CPU."""
     idle = {each.host: each.num_gpus for each in facts if each.device == "cpu" and each.num_gpus}
     return tuple(
-        f"{host} computes on its CPU: it has {num_gpus} visible GPU{'s' if num_gpus > 1 else ''} and more ranks. Start "
+        f"{host} computes on its CPU: it has {units.plural(num_gpus, 'visible GPU')} and more ranks. Start "
         "one rank for each GPU (--nproc auto), or say --parallel.device cpu"
         for host, num_gpus in idle.items()
     )

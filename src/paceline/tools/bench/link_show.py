@@ -32,8 +32,7 @@ def show(report: LinkReport, console: Console) -> None:
 
 
 def _where(report: LinkReport) -> str:
-    num_hosts = len(report.hosts)
-    return f"{report.world_size} ranks on {num_hosts} host{'s'[: num_hosts > 1]}, backend {report.backend}"
+    return f"{report.world_size} ranks on {units.plural(len(report.hosts), 'host')}, backend {report.backend}"
 
 
 def _host(host: Host, backend: str) -> str:
@@ -81,13 +80,12 @@ def _fits(report: LinkReport) -> Table:
 
 def _model(report: LinkReport) -> Table:
     model, link = report.model, report.slowest.bytes_per_s
-    num_buckets = len(model.bucket_bytes)
     rows = [
         [f"computed: {units.size(model.wire_bytes)} a rank over the link's {_mb(link)} MB/s", _ms(model.computed_s)],
         ["by the fit, one bucket after the other", _ms(model.fitted_s)],
         ["measured alone, all buckets under way", "not measured" if model.alone_s is None else _ms(model.alone_s)],
     ]
-    size = f"{units.size(model.gradient_bytes)}, {num_buckets} bucket{'s'[: num_buckets > 1]}"
+    size = f"{units.size(model.gradient_bytes)}, {units.plural(len(model.bucket_bytes), 'bucket')}"
     return table(f"All-reduce of {units.count(model.parameters)} parameters: {size}", ["once a step", "ms"], rows)
 
 
@@ -103,9 +101,11 @@ def _paths(report: LinkReport) -> Table:
         for found in report.paths
     ]
     job = report.job
-    title = f"A step predicted: {_ms(job.compute_s)} ms of forward and backward in {job.num_micro_batches} micro-batch"
+    title = (
+        f"A step predicted: {_ms(job.compute_s)} ms of forward and backward in {job.num_micro_batches} micro-batches"
+    )
     columns = ["path", "changes", "a host sends", "step, ms", "of the ideal"]
-    return table(f"{title}{'es'[: 2 * (job.num_micro_batches > 1)]}", columns, rows)
+    return table(title, columns, rows)
 
 
 def choice_text(predictions: Sequence[Prediction]) -> str:

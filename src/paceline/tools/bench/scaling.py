@@ -29,6 +29,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from paceline.base import units
 from paceline.base.cores import physical_cores
 from paceline.base.errors import RunError, UserError
 from paceline.base.net import listen
@@ -63,7 +64,7 @@ class World:
         if self.hosts > 1:
             return f"{self.hosts} hosts, {self.rate}"
         noun = "GPU" if self.device == "cuda" else "rank"
-        return f"{self.ranks} {noun}{'s'[: self.ranks > 1]}{' apart' if self.is_apart else ''}"
+        return units.plural(self.ranks, noun) + (" apart" if self.is_apart else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,7 +211,7 @@ def markdown(setup: Setup, found: Found) -> str:
         lines += [f"**{_title(setup, kind)}**", "", *markdown_table(COLUMNS, list(map(_cells, rows))), ""]
     lines += [f"{remark[0].upper()}{remark[1:]}." for remark in remarks(setup, tables)]
     how = (
-        f"{machine()}; {setup.threads} thread{'s'[: setup.threads > 1]} a rank, "
+        f"{machine()}; {units.plural(setup.threads, 'thread')} a rank, "
         f"{'pinned' if setup.cores else 'not pinned'}; {medians_of(setup.rounds, setup.steps)}"
     )
     return "\n".join([*lines, "", f"{how}: `{command_line()}`", ""])
@@ -225,7 +225,7 @@ def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 def medians_of(rounds: int, steps: int) -> str:
     return (
-        f"medians of {rounds} round{'s'[: rounds > 1]} of {steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of "
+        f"medians of {units.plural(rounds, 'round')} of {steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of "
         "warm-up, worlds in turn"
     )
 
@@ -291,4 +291,4 @@ def machine() -> str:
     cores, info = usable_cores(), Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{[*names, platform.machine()][0]}, {cores} core{'s'[: cores > 1]}, torch {torch.__version__}"
+    return f"{[*names, platform.machine()][0]}, {units.plural(cores, 'core')}, torch {torch.__version__}"

@@ -15,6 +15,7 @@ import rich.table
 from rich.text import Text
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from paceline.base import units
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED
 from paceline.record.console import Console, printable
 from paceline.tools.doctor import devices, files
@@ -201,5 +202,5 @@ def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
 
 def summary(findings: Sequence[Finding], num_hosts: int, seconds: float) -> str:
     counts = {level: sum(finding.level == level for finding in findings) for level in _ORDER}
-    hosts = f"{num_hosts} host{'s'[: num_hosts > 1]}"
+    hosts = units.plural(num_hosts, "host")
     return f"{hosts} in {seconds:.1f} s: {counts['ok']} ok, {counts['warning']} warnings, {counts['failure']} failures"

@@ -43,7 +43,7 @@ def _details(plan: Plan, console: Console, explain: bool) -> None:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     settings, cluster = plan.settings, plan.cluster
     config, batch = settings.config, settings.plan
-    hosts = f"{cluster.num_ranks} x {plan.device.name} on {cluster.hosts} host{'s'[: cluster.hosts > 1]}"
+    hosts = f"{cluster.num_ranks} x {plan.device.name} on {units.plural(cluster.hosts, 'host')}"
     rows = [
         (plan.label or "plan", f"{hosts}; {plan.step.path.flags}, {config.train.dtype}"),
         ("batch", f"{batch.global_batch_size} sequences of {config.data.seq_len} tokens, in micro-batches of up to "

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from paceline.base import units
 from paceline.record.balance import Balance, speeds
 from paceline.record.events import text as text_of
 from paceline.tools.report.facts import Summary
@@ -40,7 +41,7 @@ def balance_of(run: Summary) -> Balance | None:
 def text(run: Summary, balance: Balance) -> str:
     last = [f"{count:.0f}" for count in np.nan_to_num(run.ranks["rank_sequences"][-1, : len(balance.sequences)])]
     at = [event.get("step") for event in run.events if event["event"] == "shares"]
-    changed = f" (changed {len(at)} time{'s'[: len(at) > 1]}, the last at step {text_of(at[-1])})" if at else ""
+    changed = f" (changed {units.plural(len(at), 'time')}, the last at step {text_of(at[-1])})" if at else ""
     shown = ", ".join(last[:MOST_LINES]) + (" ..." if len(last) > MOST_LINES else "")
     said = f"By rank, the last step had {shown} sequences{changed}. "
     said += f"Over all steps the run reached {balance.sum_of_speeds_frac:.0%} of the sum of its ranks' own speeds."
