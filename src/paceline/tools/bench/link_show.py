@@ -101,9 +101,7 @@ def _paths(report: LinkReport) -> Table:
         for found in report.paths
     ]
     job = report.job
-    title = (
-        f"A step predicted: {_ms(job.compute_s)} ms of forward and backward in {job.num_micro_batches} micro-batches"
-    )
+    title = f"A step predicted: {_ms(job.compute_s)} ms of forward and backward, micro-batches: {job.num_micro_batches}"
     columns = ["path", "changes", "a host sends", "step, ms", "of the ideal"]
     return table(title, columns, rows)
 
