@@ -273,7 +273,6 @@ def _interface_of(name: str) -> str | None:
 
 # ---- the folder of exit statuses ----
 
-
 _PREFIX = "paceline-launcher-"
 _LOCK = "lock"
 _YOUNG_S = 60.0  # a new one may not be locked yet

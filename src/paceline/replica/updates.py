@@ -168,7 +168,6 @@ def _slice(value: Any, key: str, part: ParamSlice) -> Any:
 # torch.amp.GradScaler looks for infinities in one rank's gradients. Here the all-reduced sums are checked, so all ranks
 # skip a step, and change the scale, together.
 
-
 _START = 2.0**16
 _GROW_AFTER = 2000  # finite steps in a row
 

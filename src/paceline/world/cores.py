@@ -1,4 +1,4 @@
-"""How many cores this process may use. Needs no torch."""
+"""How many cores this process may use, and how much memory is free. Needs no torch."""
 
 import contextlib
 import math

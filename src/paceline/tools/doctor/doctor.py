@@ -175,7 +175,6 @@ def _measure(place: Place, meeting: Meeting, nodes: Sequence[int], is_quick: boo
 
 # ---- the table ----
 
-
 _ORDER: tuple[Level, ...] = ("ok", "warning", "failure")
 _STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 

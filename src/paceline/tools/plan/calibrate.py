@@ -237,7 +237,6 @@ def _copy_bytes_per_s() -> float:
 # The line is Hockney's: s bytes take alpha + s / beta ("The communication challenge for MPP", Parallel Computing 20,
 # 1994, equation 1). Sizes and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md there).
 
-
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 
 

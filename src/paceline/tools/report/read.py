@@ -125,7 +125,6 @@ def _append(columns: dict[str, "array[float]"], row: Row) -> None:
 
 # ---- shorter curves: each bucket of steps keeps its mean, lowest and highest, so that no outlier is lost ----
 
-
 MOST_POINTS = 750  # of a curve: two pixels of a wide screen each
 MOST_COLUMNS = 400  # of a heat map
 MOST_CELLS = 60_000  # of a heat map: 0.4 MB in the page

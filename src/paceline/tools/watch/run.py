@@ -164,7 +164,6 @@ def _event(event: Row) -> Event:
 
 # ---- all runs at a path ----
 
-
 _MOST_RUNS = 32  # of a folder, the newest: as many as have a colour and a dash of their own
 _MARKS = ("config.toml", "metrics.jsonl", "events.jsonl")  # a folder with one of these is a run
 
@@ -213,7 +212,6 @@ def _begun_s(path: Path) -> float:
 
 
 # ---- curves ----
-
 
 _MOST_POINTS = 400  # of a curve: about three pixels of a wide screen each
 

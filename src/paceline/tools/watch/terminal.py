@@ -163,7 +163,6 @@ def _events(view: RunView, most: int) -> list[Text]:
 
 # ---- a curve as text ----
 
-
 _BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # row, column -> bit
 
 
