@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.base.errors import UserError, require_at_least
-from paceline.cli.flags import base_config, parse, run_verb, variant, with_preset
+from paceline.cli.flags import ModelFlags, base_config, parse, run_verb, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
 from paceline.data.config import DataConfig
@@ -42,17 +42,6 @@ def _check_files(**paths: str) -> None:
             raise UserError(f"--plot is {plot}; a plot is a page: give it a name that ends in .html")
         if importlib.util.find_spec("plotly") is None:
             raise UserError("--plot needs plotly: pip install 'paceline[report]'")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ModelArguments:
-    preset: str = ""
-    """The preset of the model, data and batch (demo, where neither this nor --config is given)."""
-    config: str = ""
-    """A TOML file of [section] field = value."""
-    json: str = ""
-    """A file for all measurements."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 # ---- the data path ----
@@ -107,13 +96,15 @@ def _loader(arguments: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkArguments(_ModelArguments):
+class LinkArguments(ModelFlags):
     """Measure the network between ranks: latency and bandwidth between hosts, the collectives from 1 KiB up with a
     fitted line, and the resulting all-reduce time of a model. Then predict a training step for each way of exchanging,
-    and say which is fast enough. Start it like training: --nproc, or torchrun on all hosts."""
+    and say which is fast enough. Start it like training: --nproc, or torchrun on all hosts. Without a preset or file it takes the preset demo."""
 
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""
+    json: str = ""
+    """A file for all measurements."""
     max_bytes: int = 256 << 20
     """The largest collective."""
     time_budget: float = 60.0
@@ -172,10 +163,11 @@ def _link(arguments: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingArguments(_ModelArguments):
+class ScalingArguments(ModelFlags):
     """Measure what more ranks and a second host bring: tokens/s against the ideal of as many single ranks, where the
     rest goes, and where the curve bends. It trains some steps in each world, for some minutes; the machine must do
-    nothing else. Of the options of `train` it ignores those for evaluation, checkpoints, samples and the interface."""
+    nothing else. Without a preset or file it takes the preset demo. Of the options of `train` it ignores those
+    for evaluation, checkpoints, samples and the interface."""
 
     kind: Literal["strong", "weak", "both"] = "both"
     """strong: the ranks share the batch of a step; weak: each rank has as much as a single one."""
@@ -195,6 +187,8 @@ class ScalingArguments(_ModelArguments):
     """Steps of each run; the first three are left out."""
     rounds: int = 3
     """How often each world is measured; medians are shown."""
+    json: str = ""
+    """A file for all measurements."""
     markdown: str = ""
     """A file for the tables as Markdown."""
     plot: str = ""

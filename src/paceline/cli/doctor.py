@@ -3,31 +3,24 @@
 import dataclasses
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
-from paceline.cli.flags import base_config, parse, require_one_way
+from paceline.cli.flags import ModelFlags, base_config, parse, require_one_way
 from paceline.config import Config
 from paceline.launch.options import read_hosts
 from paceline.world.env import detect
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorArguments:
+class DoctorArguments(ModelFlags):
     """Find in under half a minute what would go wrong on this machine, or on all hosts of a job, and what fixes it.
 
     Alone it checks this machine. Under torchrun, `paceline lab` or another launcher, or with --hosts, it checks each
     host and the network between them. With a preset, a file or options of a model it also checks whether that run fits.
     Exit status 1 if something fails."""
 
-    preset: str = ""
-    """The run to check these machines for: a preset."""
-    config: str = ""
-    """The same from a TOML file of [section] field = value."""
     out: str = "runs"
     """The run folder that the run would have; its disk is measured."""
     nproc: int = 1
@@ -40,7 +33,6 @@ class DoctorArguments:
     """Seconds to wait for the other hosts, from the start."""
     json: bool = False
     """One JSON object, with each check by host, instead of a table."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(arguments: list[str]) -> int:

@@ -122,6 +122,17 @@ def _flags(default: Any) -> dict[str, Any]:
     return flags
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Flags of the verbs that need the config of a run."""
+
+    preset: str = ""
+    """A configuration that comes with paceline: model, data and batch."""
+    config: str = ""
+    """A TOML file of [section] field = value."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Config)
+
+
 def base_config(arguments: Sequence[str]) -> Config:
     """Returns the config that --preset and --config name, before other flags: --help shows it as defaults."""
     config = Config()

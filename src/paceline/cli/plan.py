@@ -3,16 +3,14 @@
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
-from paceline.cli.flags import base_config, parse, require_one_way, variant, with_preset
+from paceline.cli.flags import ModelFlags, base_config, parse, require_one_way, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
-from paceline.config import Config, supersede
+from paceline.config import supersede
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 
@@ -21,15 +19,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments:
+class PlanArguments(ModelFlags):
     """Predict a run before anything runs: does it fit, how long does it take, what bounds it, what does it cost.
 
-    Takes the options of `train`. Without --cluster it is for this machine, once that is calibrated."""
+    Takes the options of `train`; without a preset or file it takes the preset demo. Without --cluster it is for this
+    machine, once that is calibrated."""
 
-    preset: str = ""
-    """The run to plan: a preset (demo, where neither this nor --config is given)."""
-    config: str = ""
-    """The same from a TOML file of [section] field = value."""
     cluster: str = ""
     """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md)."""
     ranks: str = ""
@@ -44,7 +39,6 @@ class PlanArguments:
     """Every number with its formula and inputs."""
     calibrate: bool = False
     """Measure this machine instead, in about two minutes; it must do nothing else. Plans and `train` use the result."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,30 +1,21 @@
 """paceline verify"""
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
 
-import tyro
-
-from paceline.cli.flags import base_config, parse, with_preset
+from paceline.cli.flags import ModelFlags, base_config, parse, with_preset
 from paceline.cli.start import find_world, start_without_run
-from paceline.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyArguments:
+class VerifyArguments(ModelFlags):
     """Prove on these machines, in about a minute, that replicas stay equal, that the loss curve is that of one process,
-    and that resume is exact. Start it like training: --nproc, or torchrun on all hosts. Exit status 1 if something
+    and that resume is exact. It trains 20 steps in float32; without a preset or file the model is that of the preset tiny. Start it like training: --nproc, or torchrun on all hosts. Exit status 1 if something
     fails."""
 
-    preset: str = ""
-    """The model and data for the proof (tiny, if neither this nor --config is given); 20 steps, in float32."""
-    config: str = ""
-    """A TOML file of [section] field = value."""
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""
     keep: bool = False
     """Keep the folders of the runs even if all passed."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(arguments: list[str]) -> int:
