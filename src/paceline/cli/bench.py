@@ -99,7 +99,8 @@ def _loader(arguments: list[str]) -> int:
 class LinkArguments(ModelFlags):
     """Measure the network between ranks: latency and bandwidth between hosts, the collectives from 1 KiB up with a
     fitted line, and the resulting all-reduce time of a model. Then predict a training step for each way of exchanging,
-    and say which is fast enough. Start it like training: --nproc, or torchrun on all hosts. Without a preset or file it takes the preset demo."""
+    and say which is fast enough. Start it like training: --nproc, or torchrun on all hosts. Without a preset
+    or file it takes the preset demo."""
 
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""

@@ -9,8 +9,8 @@ from paceline.cli.start import find_world, start_without_run
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments(ModelFlags):
     """Prove on these machines, in about a minute, that replicas stay equal, that the loss curve is that of one process,
-    and that resume is exact. It trains 20 steps in float32; without a preset or file the model is that of the preset tiny. Start it like training: --nproc, or torchrun on all hosts. Exit status 1 if something
-    fails."""
+    and that resume is exact. It trains 20 steps in float32; without a preset or file the model is that of the preset
+    tiny. Start it like training: --nproc, or torchrun on all hosts. Exit status 1 if something fails."""
 
     nproc: str = "1"
     """Ranks to start on this machine. Under torchrun leave it out."""
