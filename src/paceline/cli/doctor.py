@@ -10,7 +10,7 @@ from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import ModelFlags, base_config, parse, require_one_way
 from paceline.config import Config
 from paceline.launch.options import read_hosts
-from paceline.world.env import detect
+from paceline.world.env import detect, interface_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     num_ranks = env.local_world_size if env.is_distributed else parsed.nproc
     num_hosts = len(hosts.addresses) if hosts else -(-env.world_size // env.local_world_size)
     from paceline.tools.doctor.doctor import doctor  # imports torch: seconds
-    from paceline.tools.doctor.host import Place, interface_of
+    from paceline.tools.doctor.host import Place
 
     address = socket.gethostbyname(hosts.addresses[hosts.node][0]) if hosts else ""
     if hosts and not config.parallel.interface and "GLOO_SOCKET_IFNAME" not in os.environ:

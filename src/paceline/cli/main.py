@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
@@ -94,48 +93,42 @@ def find_main(verb: str) -> Callable[[list[str]], int]:
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:
+    from paceline.record.console import own_log  # imports rich
+
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a user gave the path, whichever it is
         return f"{_rank_prefix()}error: {error.filename}: {error.strerror}; give a shorter one", EXIT_USER
-    log = _own_log()
+    log = own_log()
     hint = f"the traceback is in {log}, PACELINE_DEBUG=1 shows it here" if log else "PACELINE_DEBUG=1 shows where"
     return f"{_rank_prefix()}error: {type(error).__name__}: {error} ({hint})", EXIT_FAILED
 
 
 def _end_with(error: PacelineError) -> int:
     """Prints the error, if this rank is the one to print it, and returns the exit status."""
+    from paceline.record.console import own_log, print_error  # imports rich
+
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     if error.reach == "host" and os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 prints it
         status = record_status(error.exit_status)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_FIRST_S)
-            _print_error(f"{_rank_prefix()}error: {error}")  # still alive: local rank 0 has not seen it
+            print_error(f"{_rank_prefix()}error: {error}")  # still alive: local rank 0 has not seen it
         return status
     if error.reach == "world" and local_rank != "0":  # one rank of each host prints it
         return record_status(error.exit_status)
     kind = "" if isinstance(error, Stopped) and error.reach != "rank" else "error: "
-    log = _own_log() if error.reach == "rank" and not isinstance(error, UserError) else None
+    log = own_log() if error.reach == "rank" and not isinstance(error, UserError) else None
     prefix = _rank_prefix() if error.reach == "rank" or os.environ.get("RANK", "0") != "0" else ""
     return _end(f"{prefix}{kind}{error}" + (f" (the log of this rank is {log})" if log else ""), error.exit_status)
 
 
 def _end(message: str, status: int) -> int:
     if message:
-        _print_error(message)
+        from paceline.record.console import print_error  # imports rich
+
+        print_error(message)
     return record_status(status)
 
 
 def _rank_prefix() -> str:
     rank = os.environ.get("RANK", "")
     return f"rank {rank}: " if rank.isdigit() else ""
-
-
-def _print_error(message: str) -> None:
-    from paceline.record.console import print_error
-
-    print_error(message)
-
-
-def _own_log() -> Path | None:
-    from paceline.record.console import own_log
-
-    return own_log()

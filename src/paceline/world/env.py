@@ -160,6 +160,11 @@ def interfaces_text() -> str:
     return ", ".join(shown) or "none but loopback"
 
 
+def interface_of(address: str) -> str:
+    """Returns the name of the interface with this address; empty if there is none."""
+    return next((name for name in psutil.net_if_addrs() if address in _addresses(name)), "")
+
+
 def is_loopback(address: str) -> bool:
     """True for an address that other hosts cannot reach."""
     return ipaddress.ip_address(address).is_loopback

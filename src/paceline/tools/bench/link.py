@@ -26,7 +26,7 @@ from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
 from paceline.tools.plan.schedule import Job, Prediction, paths, predict
 from paceline.world.device import DeviceClock
-from paceline.world.env import transfer_address
+from paceline.world.env import interface_of, transfer_address
 from paceline.world.group import Group
 from paceline.world.join import Peer
 from paceline.world.runtime import World
@@ -175,9 +175,7 @@ def interface_in_use(backend: str) -> str:
     if backend == "nccl" and (not named or named.startswith("^")):  # or InfiniBand, NVLink, shared memory
         return ""
     address = transfer_address(named)
-    known = psutil.net_if_addrs().items()
-    holders = (name for name, held in known if any(one.address.partition("%")[0] == address for one in held))
-    name = named or next(holders, "")
+    name = named or interface_of(address)
     stats = psutil.net_if_stats().get(name)
     return f"{name} {address}" + (f", MTU {stats.mtu}" if stats else "")
 

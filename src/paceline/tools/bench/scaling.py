@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from paceline.base import units
@@ -40,6 +39,7 @@ from paceline.tools.bench import runs
 from paceline.tools.bench.runs import Failed
 from paceline.world.cores import usable_cores
 from paceline.world.device import choose_device
+from paceline.world.env import interface_of
 
 Kind = Literal["strong", "weak"]
 WARM_UP_STEPS = 3  # left out: the first step allocates, the next two are still slow
@@ -288,8 +288,7 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     with listen(_LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
-    known = psutil.net_if_addrs().items()
-    loopback = next((name for name, held in known if any(one.address == _LOOPBACK for one in held)), "")
+    loopback = interface_of(_LOOPBACK)
     common = {name: str(value) for name, value in world.items()}
     common |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

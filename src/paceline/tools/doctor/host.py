@@ -23,7 +23,7 @@ from paceline.config import Config
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.world.cores import cgroup_quota, free_memory, usable_cores
 from paceline.world.device import choose_threads
-from paceline.world.env import check_interface, interfaces_text, is_loopback, transfer_address
+from paceline.world.env import check_interface, interface_of, interfaces_text, is_loopback, transfer_address
 
 _QUIET_S = 0.5
 _BUSY_FRAC = 0.25  # of the usable cores
@@ -163,12 +163,6 @@ def interface(place: Place) -> Iterator[Verdict]:
         )
     else:
         yield ok(seen)
-
-
-def interface_of(address: str) -> str:
-    """Returns the name of the interface with this address; empty if there is none."""
-    found = psutil.net_if_addrs().items()
-    return next((str(name) for name, known in found if any(each.address == address for each in known)), "")
 
 
 # By beginning of the name: what it does, and the values that make runs slow or wrong.

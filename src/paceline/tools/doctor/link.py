@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from paceline.base.net import listen
-from paceline.tools.doctor.host import interface_of
+from paceline.world.env import interface_of
 
 _CONNECT_S = 3.0
 _IDLE_S = 3.0  # then a connection counts as dead
