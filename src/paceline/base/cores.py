@@ -1,4 +1,4 @@
-"""Physical cores."""
+"""Finds the physical cores that this process may use."""
 
 import os
 from pathlib import Path

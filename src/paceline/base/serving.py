@@ -1,11 +1,11 @@
-"""What the small HTTP servers have in common with which hosts hear each other."""
+"""The request handler of the small HTTP servers: launchers, doctors and the live page."""
 
 import http
 from http.server import BaseHTTPRequestHandler
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Logs nothing, and takes an asker that is gone for the end of its request."""
+    """Logs nothing. If the client has disconnected, the request ends without an error."""
 
     def begin(self, num_bytes: int) -> None:
         self.send_response(http.HTTPStatus.OK)

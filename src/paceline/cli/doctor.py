@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     has_config = dataclasses.replace(config, parallel=Config().parallel) != Config()
     train = config.train
     if not (train.steps or train.tokens or train.tokens_per_param or train.time_budget):
-        config = config.replace("train", steps=1)  # the horizon is none of the machines' business
+        config = config.replace("train", steps=1)  # the checks do not depend on the horizon
     config.check()
     env = detect()
     if parsed.hosts and env.is_distributed:

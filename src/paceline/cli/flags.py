@@ -17,7 +17,7 @@ from paceline.config import ALTERNATIVES, Config, checked, load_file, load_prese
 from paceline.data.config import Recipe
 
 T = TypeVar("T")
-TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of doing what it does
+TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of running
 
 
 class Known(Exception):

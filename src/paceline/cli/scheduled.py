@@ -15,7 +15,7 @@ def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
     """Returns the words after `paceline` that begin the run of these flags, or continue it; --out is absolute. ranks:
-    how the verb is told of ranks. Raises UserError for flags that `paceline train` refuses."""
+    for the message, how the verb takes their number. Raises UserError for flags that `paceline train` refuses."""
     hint = f"the options of `paceline train` come after --, with --out: paceline {verb} -- --preset demo --out runs/x"
     if not flags:
         raise UserError(f"nothing to train: {hint}")

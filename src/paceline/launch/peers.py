@@ -1,4 +1,4 @@
-"""What launchers on other hosts say about themselves, and how to read their files: HTTP, requests only to read.
+"""The launchers on other hosts: their states, and files of their run folders, read over HTTP (GET only).
 
 Each launcher asks every other one for its state twice a second, and decides from what it has heard. Nothing is ever
 sent unasked, so a lost message is repeated by itself. No clock of another host is read.
@@ -56,7 +56,7 @@ class Roster:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a launcher says about itself."""
+    """The state of a launcher, as it reports it."""
 
     job: str  # equal if the command is
     start: str  # random: a launcher that was started again has another

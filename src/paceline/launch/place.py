@@ -1,5 +1,5 @@
-"""The ranks of this host among all ranks of an attempt; and the simplest cases, that this is the only host, or that
-each host has a launcher that does not know the others."""
+"""The place of this host's ranks in the world, and the two simple cases: one host, or hosts whose launchers do not know
+each other."""
 
 import socket
 from dataclasses import dataclass

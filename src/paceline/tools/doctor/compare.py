@@ -1,4 +1,4 @@
-"""What only several reports show: what differs between hosts, the links, and whether the config fits on all ranks.
+"""Findings that need the reports of several hosts: differences between hosts, and the links.
 
 Functions of the reports alone, so hosts that heard the same ones judge alike.
 """

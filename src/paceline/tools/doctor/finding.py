@@ -1,4 +1,4 @@
-"""One line of the doctor's table: what was looked at, whether it is well, and the command that fixes it."""
+"""A row of the doctor's table: the check, its level, what was seen, and the command that fixes it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

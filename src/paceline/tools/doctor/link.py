@@ -1,4 +1,4 @@
-"""What the way from one host to another carries, measured over plain TCP and UDP at a port such as ranks open.
+"""Measures the link between two hosts over plain TCP and UDP, at a port like those that ranks open.
 
 TCP  "e": each byte comes back, for the round trip;  "s": takes all, then says how many bytes and in how long
 UDP  each datagram is answered by its length, which tells how large a packet passes
@@ -32,7 +32,7 @@ _COUNT = struct.Struct("<Qd")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What passes from this host to another."""
+    """The measured link from this host to another."""
 
     problem: str = ""  # why nothing does
     round_trip_us: float = 0.0
@@ -86,8 +86,8 @@ def _serve(connection: socket.socket) -> None:
 
 
 def measure(host: str, port: int, own: str, *, is_quick: bool = False) -> Link:
-    """Returns the way to that host's Listener. Others may measure this host meanwhile: then the link carries both ways
-    at once, as it does in training. own: this host's address there. is_quick: the round trip alone."""
+    """Returns the measured link to that host's Listener. Others may measure this host at the same time: then the link
+    is used in both directions at once, as in training. own: this host's address. is_quick: only the round trip."""
     interface = interface_of(own)
     mtu = min(psutil.net_if_stats()[interface].mtu, _MOST_BYTES) if interface else 0
     try:

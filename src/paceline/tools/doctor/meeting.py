@@ -1,4 +1,4 @@
-"""How the doctors of several hosts hear each other: HTTP, requests only to read, none of torch's connections.
+"""Exchanges the hosts' reports over HTTP (GET only), without torch's connections.
 
 Each host serves its report, and asks the others for theirs until all have reached the same phase. A host that cannot
 be reached keeps nobody waiting for longer than the time given, and the report of each other one says who is.
@@ -31,7 +31,7 @@ _OVER = 1000  # the phase in which a host has read all reports
 
 @dataclass(kw_only=True)
 class Report:
-    """What a host tells the others."""
+    """A host's report to the others."""
 
     host: str
     version: str = __version__

@@ -1,4 +1,4 @@
-"""A run predicted before anything runs: memory, the parts of a step, tokens/s, and what the whole run costs.
+"""Predicts a run before it starts: memory, the parts of a step, tokens/s, and the cost of the whole run.
 
 The simplest prediction is FLOPs / peak + bytes / bandwidth. This one counts work by kind (work.py), plays the exchange
 against backward and forward (schedule.py), waits for the slowest of ranks whose times scatter, and loses time to

@@ -1,4 +1,4 @@
-"""The simulated training step: what compute hides of an exchange, for each way of exchanging gradients and weights.
+"""Simulates a training step: how much of the communication overlaps with compute, for each strategy and wire.
 
 A step is played through as events: forward waits for each stage's weights, backward finishes gradients one by one, and
 messages pass the link one after the other in each direction, in latency + bytes / bandwidth. Ranks that compute alike

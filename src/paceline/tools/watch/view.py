@@ -1,4 +1,4 @@
-"""What there is to see of a run, for the terminal and, as JSON, for the page."""
+"""The view of a run, for the terminal and, as JSON, for the page."""
 
 import dataclasses
 import math
