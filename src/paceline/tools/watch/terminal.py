@@ -1,4 +1,4 @@
-"""Runs in a terminal, redrawn every second; without a terminal a line now and then, as `train` prints them.
+"""Shows runs in a terminal, redrawn every second. Without a terminal it prints a line now and then, as `train` does.
 
 Texts of the records are no markup here, and their control characters are escaped.
 """
