@@ -19,7 +19,7 @@ from functools import partial
 from paceline import __version__
 from paceline.base.errors import EXIT_RESUMABLE, EXIT_USER
 from paceline.base.parent import die_with_parent
-from paceline.launch.say import say
+from paceline.base.say import say
 from paceline.launch.signals import StopSignals
 
 GREETING = b"paceline-agent "  # before it a shell's start-up files may print

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.files import replace
+from paceline.base.say import say
 from paceline.launch.peers import RECORDS, Peers, State
-from paceline.launch.say import say
 
 Take = Callable[[int, Callable[[str], Any]], object]  # (step, open a file of the other host): copies a checkpoint
 

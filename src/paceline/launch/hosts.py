@@ -21,13 +21,13 @@ from typing import Any
 
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
 from paceline.base.net import listen
+from paceline.base.say import say
 from paceline.base.status import Status
 from paceline.launch.copying import Copies, Take
 from paceline.launch.options import HostsOptions
 from paceline.launch.peers import Member, Peers, Roster, State, ended_well
 from paceline.launch.place import Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records
-from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
 
 _LOOK_EVERY_S = 0.05

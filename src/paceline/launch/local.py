@@ -29,11 +29,11 @@ import psutil
 from paceline.base import units
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError
 from paceline.base.net import require_loopback
+from paceline.base.say import say
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
 from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
-from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
 
 _INTERRUPTED = 130  # exit status of a rank that Ctrl-C ended

@@ -19,9 +19,9 @@ from typing import IO
 from paceline import __version__
 from paceline.base.early import EXIT_INTERRUPTED, stopped_early
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError, Stopped, UserError
+from paceline.base.say import say
 from paceline.launch.agent import GREETING, KILL_AFTER_S, SIGN_OF_LIFE_S, Greeting, Order
 from paceline.launch.options import NamedHost
-from paceline.launch.say import say
 from paceline.launch.signals import StopSignals
 
 # After the user's own in --ssh: ssh takes the first value that it gets. A ControlMaster that we would start stays, and

@@ -17,6 +17,7 @@ import psutil
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError, UserError
 from paceline.base.parent import die_with_parent
+from paceline.base.say import say
 from paceline.tools.lab.hosts import INTERFACE, Host, Layout
 from paceline.tools.lab.inside import Line, Orders
 from paceline.tools.lab.network import plug_in, start_switch
@@ -237,7 +238,7 @@ class _Ends:
         """Records that a host is gone with all its ranks. Ranks on other hosts must find out by themselves."""
         self._lost.append(host)
         self._running[host].clear()
-        _say(f"host {host} is gone")
+        say(f"host {host} is gone")
 
     def deadline_s(self) -> float:
         """When running ranks are ended, monotonic."""
@@ -249,7 +250,7 @@ class _Ends:
         if self.running():
             hanging = ", ".join(f"{rank} ({host})" for host, ranks in self._running.items() for rank in sorted(ranks))
             cause = asked.first.name if asked.first else "the failure of another"
-            _say(f"rank {hanging} did not end after {cause} and was killed")
+            say(f"rank {hanging} did not end after {cause} and was killed")
         if any(status == EXIT_USER for _, _, status in failures):
             return EXIT_USER
         if failures:
@@ -265,9 +266,3 @@ def _status_of(host: str, rank: int, status: int, asked: Asked) -> int:
     if asked.first and -status == asked.passed_on:
         return 128 - status
     raise RunError(f"rank {rank} on host {host} was killed by {signal.Signals(-status).name}")
-
-
-def _say(line: str) -> None:
-    """Prints a line; a closed terminal does not end the run."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())

@@ -1,0 +1,10 @@
+"""Prints lines of launchers and labs, which run on if the terminal is closed."""
+
+import contextlib
+import os
+
+
+def say(line: str) -> None:
+    """Prints a line on standard error. A closed terminal does not end the run."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
