@@ -48,6 +48,7 @@ class BatchPlan:
             raise ValueError(f"shares {self.shares} are not those of {self.global_batch_size} on {self.world_size}")
 
     def with_shares(self, shares: Sequence[int]) -> "BatchPlan":
+        """Returns this plan with other shares."""
         return replace(self, shares=tuple(shares))
 
     @property
@@ -63,6 +64,7 @@ class BatchPlan:
         return len(self.micro_batches(rank))
 
     def num_sequences(self) -> list[int]:
+        """Sequences of a step, by rank."""
         return list(self.shares) or [sum(map(len, self.micro_batches(rank))) for rank in range(self.world_size)]
 
     def micro_batches(self, rank: int) -> list[range]:

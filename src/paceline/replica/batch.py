@@ -60,6 +60,7 @@ class Batch:
         return self._drawn
 
     def drain(self) -> None:
+        """Draws the remaining micro-batches and drops them."""
         for _ in self.draw():
             pass
 

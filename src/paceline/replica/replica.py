@@ -254,6 +254,7 @@ class Replica:
         self.sync.wait_for_params()
 
     def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the persistent buffers by name."""
         passing = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in self.model.named_modules()
@@ -262,6 +263,7 @@ class Replica:
         return {name: buffer for name, buffer in self.model.named_buffers() if name not in passing}
 
     def param_groups(self) -> list[dict[str, Any]]:
+        """Returns the groups of all optimizers, in their order."""
         return self.updates.param_groups()
 
     def average_statistics(self) -> None:

@@ -72,6 +72,7 @@ class Step:
 
     @property
     def is_begun(self) -> bool:
+        """Whether the step has had a backward pass."""
         return self._loss_sum is not None
 
     def __iter__(self) -> Iterator[Any]:

@@ -80,6 +80,7 @@ class World:
 
     @property
     def backend_text(self) -> str:
+        """The backend, as text."""
         return "no process group" if self.backend == "none" else f"backend {self.backend}"
 
     def say(self, *values: object, **options: Any) -> None:
