@@ -178,10 +178,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = 
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     if device.type == "cpu":
         short = str(dtype).removeprefix("torch.")
-        measured = _measured_matmul(dtype)
         if kept_in is None:
-            return Peak(measured, f"matmul measured here, {short}")
-        return Peak(_best_so_far(kept_in / "peaks", measured, short), f"the best matmul seen on this machine, {short}")
+            return Peak(_measured_matmul(dtype), f"matmul measured here, {short}")
+        return Peak(_best_so_far(kept_in / "peaks", dtype), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
 
 
@@ -196,14 +195,15 @@ def gpu_peak(name: str, dtype: torch.dtype) -> Peak:
     return Peak(None, f"{name} is not in the table of peaks")
 
 
-def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
-    """Returns the larger of `measured` and the stored FLOP/s, and stores it. The file's name has all it depends on."""
+def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
+    """Measures the FLOP/s, briefly if some are stored; returns the larger and stores it. The file's name has all it
+    depends on."""
     machine = {
         "host": socket.gethostname(),
         "processor": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
     path = folder / (hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16] + ".json")
@@ -211,6 +211,7 @@ def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
         before = float(json.loads(path.read_bytes())["flops_per_s"])
     except (OSError, ValueError, KeyError, TypeError):
         before = 0.0
+    measured = _measured_matmul(dtype, 0.05 if before > 0 else 0.3)
     if math.isfinite(before) and before >= measured:
         return before
     aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
