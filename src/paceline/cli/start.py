@@ -1,6 +1,7 @@
 """Shared by train and resume: refuse early what cannot work, then be a rank or start ranks."""
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -84,10 +85,13 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         )
         print(f"warning: {text}", flush=True)
     if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
+        gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.tools.plan.here import predict_here
         from paceline.train.loop import train
         from paceline.world.device import choose_device  # imports torch, as the two above do: a second or two
 
+        gc.freeze()  # what was imported stays: later collections leave it out
+        gc.enable()
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         return train(dataclasses.replace(request, predict=predict_here), env)
     _require_devices(config.parallel.device, num_ranks)
