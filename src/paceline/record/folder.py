@@ -23,15 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import filelock
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
 from paceline.base.units import listed
 from paceline.record.read import Row, rows
-
-if TYPE_CHECKING:
-    import filelock
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
 _OWN = 0o600  # only the run's user may read its files
@@ -76,8 +75,6 @@ class RunFolder:
         hosts from writing one folder. Raises UserError if another process, named by host and pid, has the lock, or the
         folder cannot be locked.
         """
-        import filelock  # it imports asyncio: 20 ms, and only a rank 0 locks a folder
-
         lock = filelock.FileLock(self.path / "lock", mode=0o600)
         try:
             lock.acquire(timeout=0)
