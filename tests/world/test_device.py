@@ -1,6 +1,7 @@
 """Threads, number format and device: who decides, and what is said about it."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +24,6 @@ from paceline.world.device import (
     choose_device,
     choose_dtype,
     choose_threads,
-    cpu_bfloat16_unit,
     gpu_peak,
     peak_flops,
 )
@@ -82,11 +82,17 @@ def test_a_given_dtype_is_the_dtype(name: str) -> None:
     assert choose_dtype(name, CPU) == (getattr(torch, name), "--train.dtype")
 
 
-def test_the_chosen_dtype_says_why() -> None:
-    dtype, reason = choose_dtype("auto", CPU)
-    unit = cpu_bfloat16_unit()
-    assert dtype == (torch.bfloat16 if unit else torch.float32)
-    assert (unit or "no bfloat16") in reason
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
+def test_bfloat16_is_not_chosen_where_the_environment_leaves_no_units_for_it(instructions: str) -> None:
+    code = "import torch; from paceline.world import device; print(*device.choose_dtype('auto', torch.device('cpu')))"
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "torch.float32 measured: bfloat16 is no faster on this CPU"
+
+
+def test_amx_means_bfloat16_and_an_old_macos_float16() -> None:
+    if torch.cpu._is_amx_tile_supported() and "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        assert choose_dtype("auto", CPU)[0] == torch.bfloat16
     assert choose_dtype("auto", torch.device("mps"))[0] == torch.float16  # no macOS 14 here
 
 

@@ -1,6 +1,7 @@
 """Shared by train and resume: refuse early what cannot work, then be a rank or start ranks."""
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -77,27 +78,37 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         return EXIT_RESUMABLE
     if env.rank == 0:
         _check_folder(request)
-    from paceline.world.device import choose_device  # imports torch: a second or two
-
     if num_ranks > usable_cores():
         text = (
             f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
         )
         print(f"warning: {text}", flush=True)
     if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
-        choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
+        gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.tools.plan.here import predict_here
         from paceline.train.loop import train
+        from paceline.world.device import choose_device  # imports torch, as the two above do: a second or two
 
+        gc.freeze()  # what was imported stays: later collections leave it out
+        gc.enable()
+        choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         return train(dataclasses.replace(request, predict=predict_here), env)
-    for local_rank in range(num_ranks):
-        choose_device(config.parallel.device, local_rank, num_ranks, num_ranks)
+    _require_devices(config.parallel.device, num_ranks)
     assert request.out is not None
     if not request.resume:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
     arguments = without(arguments, "--nproc", "--max-restarts", "--hosts", "--min-hosts", "--node-rank")
     command = (sys.executable, "-m", "paceline", *arguments)
     return _start_ranks(request, num_ranks, flags.max_restarts, hosts or pod, command)
+
+
+def _require_devices(wanted: str, num_ranks: int) -> None:
+    """Raises UserError if this host lacks the GPUs that its ranks are to have."""
+    if wanted in ("cuda", "mps"):
+        from paceline.world.device import choose_device  # imports torch: a second or two
+
+        for local_rank in range(num_ranks):
+            choose_device(wanted, local_rank, num_ranks, num_ranks)
 
 
 def _pod(request: Request, flags: RankFlags) -> Pod | None:

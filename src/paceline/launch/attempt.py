@@ -1,8 +1,8 @@
-"""One attempt: the ranks of this host, started by torch's elastic launcher and watched here.
+"""One attempt: the ranks of this host, started and watched here.
 
-torch's own agent would wait 30 s for ranks that hang after a failure (2 s here), and turn signals into a failure; here
-the ranks get them and decide together. Each attempt has a new store, on one address only, so that no rank reads the
-addresses of an earlier attempt.
+torch's elastic agent would wait 30 s for ranks that hang after a failure (2 s here), and turn signals into a failure;
+here the ranks get them and decide together. Each attempt has a new store, on one address only, so that no rank reads
+the addresses of an earlier attempt.
 """
 
 import contextlib
@@ -12,10 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
-from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.base.status import read_statuses
 from paceline.launch.place import Order, Place
@@ -40,10 +36,6 @@ def run_attempt(
     asked all the time what the ranks are to do. Returns rank -> exit status (negative: the signal that killed it), in
     the order of the ends, without ranks killed here.
     """
-    store = None
-    if place.listener is not None:
-        fd = place.listener.detach()
-        store = TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     world = {
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.num_ranks),
@@ -54,25 +46,27 @@ def run_attempt(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun does
     }
     ranks = range(place.first_rank, place.first_rank + place.num_ranks)
-    logs = DefaultLogsSpecs(log_dir=str(statuses / "logs"))  # else it leaves a folder in /tmp
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `signals` handles them
-    context = start_processes(
-        "ranks",
-        command[0],
-        args={local: tuple(command[1:]) for local in range(place.num_ranks)},
-        envs={local: {**world, "RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks)},
-        logs_specs=logs,
-        # torch's choice: if each rank has a GPU, the cores near it.
-        numa_options=LaunchConfig(1, 1, place.num_ranks, logs_specs=logs).numa_options,
-    )
-    assert isinstance(context, SubprocessContext)
-    processes = {ranks[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    store = None
     try:
+        for local, rank in enumerate(ranks):
+            own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            processes[rank] = subprocess.Popen(command, env=own, start_new_session=True)  # a group, for `_kill`
+        store = _open_store(place)
         return _watch(processes, signals, statuses, order)
     finally:
         _kill(processes)
-        context.close(signal.SIGKILL)
         del store  # it listens until here
+
+
+def _open_store(place: Place) -> object:
+    """Returns the store of all ranks, if this host holds it. Ranks that have connected to the listener wait for it."""
+    if place.listener is None:
+        return None
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch: a second, in which ranks import it
+
+    fd = place.listener.detach()
+    return TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _watch(

@@ -7,7 +7,6 @@ theirs, and they resume from it.
 """
 
 import contextlib
-import logging
 import os
 import shlex
 import shutil
@@ -31,6 +30,7 @@ from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, Pacelin
 from paceline.base.net import require_loopback
 from paceline.base.say import say
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
+from paceline.launch.attempt import run_attempt
 from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
@@ -75,8 +75,6 @@ def start_ranks(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ[JOB] = job or uuid.uuid4().hex
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # its tracebacks would bury the rank's message
     with StopSignals() as signals, scratch() as folder, closing(open_group(signals)) as group:
         try:
             status = _Attempts(command, run, max_restarts, group, signals, folder).run()
@@ -141,8 +139,6 @@ class _Attempts:
 
     def _attempt(self, place: Place) -> _Ended | None:
         """Returns how one attempt ended; None if another host judges that, or only the hosts are to change."""
-        from paceline.launch.attempt import run_attempt  # imports torch: a second
-
         self._num_attempts, self._world_size = self._num_attempts + 1, place.world_size
         statuses = self.scratch / f"statuses-{self._num_attempts}"
         statuses.mkdir()

@@ -103,7 +103,7 @@ class LayerCache:
 
 
 def rotary_tables(first: int, num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Returns [2, T, D]: cosines, then sines with the first half negated, for `rotate`; float32.
+    """Returns [2, T, 1, D]: cosines, then sines with the first half negated, for `rotate`; float32.
 
     Angles are position * theta^(-2i/D), i < D/2 (RoFormer, arXiv 2104.09864, eq. 15). As in Hugging Face's Llama,
     element i turns with element i + D/2.
@@ -112,13 +112,14 @@ def rotary_tables(first: int, num_positions: int, head_dim: int, theta: float, d
     position_T = torch.arange(first, first + num_positions, device=device, dtype=torch.float32)
     angle_TD = torch.outer(position_T, theta**-half)
     cos_TD, sin_TD = angle_TD.cos(), angle_TD.sin()
-    return torch.stack((torch.cat((cos_TD, cos_TD), -1), torch.cat((-sin_TD, sin_TD), -1)))
+    return torch.stack((torch.cat((cos_TD, cos_TD), -1), torch.cat((-sin_TD, sin_TD), -1)))[:, :, None]
 
 
-def rotate(x_BTHD: Tensor, tables_2TD: Tensor) -> Tensor:
-    """Rotates each pair (i, i + D/2) of each head by its position's angle; [B, T, H, D], in the tables' dtype."""
-    cos_T1D, sin_T1D = tables_2TD[:, :, None]
-    return torch.addcmul(x_BTHD * cos_T1D, x_BTHD.roll(x_BTHD.shape[-1] // 2, -1), sin_T1D)
+def rotate(x_BTHD: Tensor, tables_2THD: Tensor) -> Tensor:
+    """Rotates each pair (i, i + D/2) of each head by its position's angle; [B, T, H, D], in the tables' dtype. The
+    tables have 1 head for all, or at least H."""
+    cos_THD, sin_THD = tables_2THD[:, :, : x_BTHD.shape[2]]
+    return torch.addcmul(x_BTHD * cos_THD, x_BTHD.roll(x_BTHD.shape[-1] // 2, -1), sin_THD)
 
 
 def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,7 +167,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x_BTC: Tensor, rotary_2TD: Tensor | None, cache: LayerCache | None, mask_BTT: Tensor | None
+        self, x_BTC: Tensor, rotary_2THD: Tensor | None, cache: LayerCache | None, mask_BTT: Tensor | None
     ) -> Tensor:
         """[B, T, C] -> [B, T, C], both in the compute dtype."""
         B, T, C = x_BTC.shape
@@ -175,8 +176,8 @@ class Attention(nn.Module):
         v_BTKD = self.v_proj(x_BTC).view(B, T, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
-        if rotary_2TD is not None:
-            q_BTHD, k_BTKD = rotate(q_BTHD, rotary_2TD), rotate(k_BTKD, rotary_2TD)
+        if rotary_2THD is not None:
+            q_BTHD, k_BTKD = rotate(q_BTHD, rotary_2THD), rotate(k_BTKD, rotary_2THD)
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.extend(k_BKSD, v_BKSD)
@@ -232,13 +233,13 @@ class Block(nn.Module):
         self,
         x_BTC: Tensor,
         dtype: torch.dtype,
-        rotary_2TD: Tensor | None,
+        rotary_2THD: Tensor | None,
         dropout_keys_B: Tensor | None = None,
         cache: LayerCache | None = None,
         mask_BTT: Tensor | None = None,
     ) -> Tensor:
         """[B, T, C] float32 -> [B, T, C] float32; matrix products in `dtype`. dropout_keys_B None: no dropout."""
-        branch_BTC = self.self_attn(self.input_layernorm(x_BTC).to(dtype), rotary_2TD, cache, mask_BTT)
+        branch_BTC = self.self_attn(self.input_layernorm(x_BTC).to(dtype), rotary_2THD, cache, mask_BTT)
         if dropout_keys_B is not None:
             branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site)
         x_BTC = x_BTC + branch_BTC

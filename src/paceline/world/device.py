@@ -1,6 +1,7 @@
 """The device of a rank: which one, its threads, number format, peak speed and clock."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -128,8 +129,9 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"compute capability {major}.{minor} has bfloat16"
         return torch.float16, f"compute capability {major}.{minor} has no bfloat16 units; float16 with a loss scaler"
     if device.type == "cpu":
-        unit = cpu_bfloat16_unit()
-        return (torch.bfloat16, f"this CPU has {unit}") if unit else (torch.float32, "this CPU has no bfloat16 units")
+        if is_faster_in_bfloat16():
+            return torch.bfloat16, "measured: faster than float32 on this CPU"
+        return torch.float32, "measured: bfloat16 is no faster on this CPU"
     if torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0):
         return torch.bfloat16, "macOS 14 or later has bfloat16 on Apple GPUs"
     return torch.float16, "macOS before 14 has no bfloat16 on Apple GPUs; float16 with a loss scaler"
@@ -143,10 +145,22 @@ def why_no_float8(device: torch.device) -> str:
     return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 units; 8.9 has"
 
 
-def cpu_bfloat16_unit() -> str:
-    """Returns the name of this CPU's bfloat16 matrix instructions; empty if bfloat16 would be emulated, and slow."""
-    probes = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
-    return next((name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)()), "")
+@functools.cache
+def is_faster_in_bfloat16() -> bool:
+    """Whether this process multiplies bfloat16 matrices clearly faster than float32 ones on the CPU. Measured in 10 ms:
+    the environment may restrict oneDNN's instructions, and AVX512_BF16 is slower than float32 on some processors."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):  # type: ignore[no-untyped-call]
+        return False  # emulated, in up to 100 times the time
+    best_s = {torch.float32: math.inf, torch.bfloat16: math.inf}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where a core is busy
+    for _, dtype in itertools.product(range(6), best_s):
+        a = torch.ones(384, 384, dtype=dtype)
+        start = time.perf_counter()
+        torch.mm(a, a)
+        best_s[dtype] = min(best_s[dtype], time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return best_s[torch.bfloat16] * 1.5 < best_s[torch.float32]
 
 
 @dataclass(frozen=True)
@@ -164,10 +178,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = 
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     if device.type == "cpu":
         short = str(dtype).removeprefix("torch.")
-        measured = _measured_matmul(dtype)
         if kept_in is None:
-            return Peak(measured, f"matmul measured here, {short}")
-        return Peak(_best_so_far(kept_in / "peaks", measured, short), f"the best matmul seen on this machine, {short}")
+            return Peak(_measured_matmul(dtype), f"matmul measured here, {short}")
+        return Peak(_best_so_far(kept_in / "peaks", dtype), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
 
 
@@ -182,14 +195,15 @@ def gpu_peak(name: str, dtype: torch.dtype) -> Peak:
     return Peak(None, f"{name} is not in the table of peaks")
 
 
-def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
-    """Returns the larger of `measured` and the stored FLOP/s, and stores it. The file's name has all it depends on."""
+def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
+    """Measures the FLOP/s, briefly if some are stored; returns the larger and stores it. The file's name has all it
+    depends on."""
     machine = {
         "host": socket.gethostname(),
         "processor": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
     path = folder / (hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16] + ".json")
@@ -197,6 +211,7 @@ def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
         before = float(json.loads(path.read_bytes())["flops_per_s"])
     except (OSError, ValueError, KeyError, TypeError):
         before = 0.0
+    measured = _measured_matmul(dtype, 0.05 if before > 0 else 0.3)
     if math.isfinite(before) and before >= measured:
         return before
     aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
