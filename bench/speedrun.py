@@ -49,18 +49,19 @@ def run(command: list[str], folder: Path) -> tuple[float, str]:
 
 
 def nanogpt(checkout: Path, data: str, iterations: int) -> tuple[float, float]:
-    """Returns (seconds of its training, the loss of its last weights over 500 batches)."""
+    """Returns (seconds of its training, the loss of its last weights over 300 batches)."""
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *README, f"--dataset={data}"]
     command += [f"--max_iters={iterations}", f"--lr_decay_iters={iterations}"]
     seconds, _ = run(command, checkout)
-    _, said = run([*command, "--init_from=resume", "--eval_only=True", "--eval_iters=500"], checkout)
+    _, said = run([*command, "--init_from=resume", "--eval_only=True", "--eval_iters=300"], checkout)
     return seconds, float(re.findall(r"val loss ([\d.]+)", said)[-1])
 
 
 def paceline(folder: Path, data: Path, seconds: float, seed: int, flags: list[str]) -> tuple[float, float]:
     """Returns (seconds of the process, the validation loss at its end)."""
     command = [sys.executable, "-m", "paceline", "train", "--preset", "fast", "--data.path", str(data)]
-    command += ["--out", str(folder), "--train.time-budget", str(seconds), "--train.seed", str(seed), *flags]
+    command += ["--out", str(folder), "--train.time-budget", str(seconds), "--train.seed", str(seed)]
+    command += ["--train.sample-tokens", "0", *flags]
     took_s, _ = run(command, folder.parent)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return took_s, [row["val_loss"] for row in rows if "val_loss" in row][-1]
