@@ -319,16 +319,6 @@ def test_first_weights_are_gpt2s() -> None:
         assert abs(value.mean().item()) < 5 * std / value.numel() ** 0.5, name
 
 
-def test_zero_first_weights_make_the_model_its_embedding_with_equal_logits(tokens_BT: torch.Tensor) -> None:
-    config = ModelConfig(arch="llama", init="zero", **SHAPE)
-    model, plain = build(config, 0, "cpu"), build(dataclasses.replace(config, init="gpt2"), 0, "cpu")
-    written = ("o_proj.weight", "down_proj.weight", "lm_head.weight")
-    for name, value in model.state_dict().items():
-        assert value.any() != name.endswith(written)
-        assert name.endswith(written) or torch.equal(value, plain.state_dict()[name])
-    assert not model.logits(tokens_BT).any()
-
-
 def test_refusals(tokens_BT: torch.Tensor) -> None:
     with pytest.raises(UserError, match=r"model\.vocab-size"):
         build(ModelConfig(n_positions=8), 0, "cpu")

@@ -42,10 +42,6 @@ class ModelConfig:
     """RMSNorm on each head's queries and keys before their product."""
     head: Literal["auto", "tied", "untied"] = "auto"
     """Whether the output layer is the token embedding. auto: gpt2 tied, llama untied."""
-    init: Literal["gpt2", "zero"] = "gpt2"
-    """First weights: gpt2 (normal, standard deviation 0.02, less in what writes to the residual stream) or zero: the
-    same, but 0 in what writes to the residual stream and in an untied output layer, so that the model begins as its
-    embedding and learns faster at first."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths (llama)."""
     norm_eps: float = 1e-5
@@ -101,7 +97,6 @@ class ModelConfig:
 
     def _check_ranges(self) -> None:
         _check_choice("arch", self.arch, ("gpt2", "llama"))
-        _check_choice("init", self.init, ("gpt2", "zero"))
         _check_choice("size", self.size, ("given", "auto"))
         _check_choice("head", self.head, ("auto", "tied", "untied"))
         _check_choice("gelu", self.gelu, ("exact", "tanh"))

@@ -179,9 +179,8 @@ def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
     """Returns a model whose parameters each depend only on config, seed and their name.
 
     GPT-2's initialisation: normal with standard deviation 0.02; smaller by sqrt(2 n_layer), the number of writes, for
-    projections that write to the residual stream; norms 1; biases 0. `config.init` may make some of them 0. Each
-    parameter is drawn on the CPU in float32 from its own generator, so devices, ranks and order change nothing. Raises
-    UserError for an impossible config.
+    projections that write to the residual stream; norms 1; biases 0. Each parameter is drawn on the CPU in float32 from
+    its own generator, so devices, ranks and order change nothing. Raises UserError for an impossible config.
     """
     config.check()
     for name in ("n_positions", "vocab_size"):
@@ -193,18 +192,17 @@ def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            parameter.copy_(_initial(name, parameter.shape, config, seed))
+            parameter.copy_(_initial(name, parameter.shape, config.n_layer, seed))
     return model
 
 
-def _initial(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+def _initial(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
     """The first value of one parameter, float32 on the CPU."""
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    is_zero = config.init == "zero" and (writes_residual or name.startswith("lm_head"))
-    if is_zero or name.endswith("bias"):
+    if name.endswith("bias"):
         return torch.zeros(shape)
     if "norm." in name:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(seeds.key(seed, "init", name))
-    std = _INIT_STD / math.sqrt(2 * config.n_layer) if writes_residual else _INIT_STD
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = _INIT_STD / math.sqrt(2 * n_layer) if writes_residual else _INIT_STD
     return torch.normal(0.0, std, shape, generator=generator)
