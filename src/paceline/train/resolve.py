@@ -20,7 +20,7 @@ _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
 _LARGE_VOCAB, _VOCAB_MULTIPLE = 8192, 64
 _HEAD_WIDTH = 64
 # model.size auto, fitted (docs/LOG.md, 2026-11-22):
-_LAYERS, _LAYERS_FLOPS = 2.5, 3.5e13  # so many layers for these FLOPs
+_LAYERS, _LAYERS_FLOPS = 2.1, 3.5e13  # so many layers for these FLOPs
 _PEAK_FRAC = 0.3  # of the peak, that training reaches
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation, and the optimizer's temporaries
