@@ -190,13 +190,14 @@ def load_file(path: Path, base: Config) -> Config:
 
 
 def from_toml(text: str, where: str, base: Config) -> Config:
-    """Returns base overridden by a TOML text: [section] field = value, with underscores or hyphens."""
+    """Returns base overridden by a TOML text: [section] field = value, with underscores or hyphens; below it the preset
+    that a first line `preset = "NAME"` names."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} is not TOML: {error}") from None
     sections = [item.name for item in dataclasses.fields(Config)]
-    given = base
+    given = load_preset(str(document.pop("preset")), base) if "preset" in document else base
     for section, values in document.items():
         if section not in sections:
             raise UserError(f"{where}: no section [{section}]{nearest(section, sections)}")
@@ -211,6 +212,9 @@ def from_toml(text: str, where: str, base: Config) -> Config:
                 raise UserError(f"{where}: {section} has no field '{raw_name}'{nearest(name, hints)}")
             changes[name] = checked(f"{where}: {section}.{name}", hints[name], value)
         given = given.replace(section, **changes)
+    is_sized = any(name in SIZE_FIELDS for values in document.values() for name in values)
+    if is_sized and "size" not in document.get("model", {}):
+        given = given.replace("model", size="given")
     return supersede(base, given)
 
 
@@ -257,6 +261,17 @@ ALTERNATIVES = (
     ("steps", "tokens", "tokens_per_param", "time_budget"),
     ("global_batch_size", "global_batch_tokens"),
 )
+
+
+# A given one takes the place of model.size auto.
+SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "global_batch_size", "global_batch_tokens")
+
+
+def with_size_of(stored: Config, config: Config) -> Config:
+    """Returns `config` with the model and the batch that a run chose by model.size auto and stored."""
+    batch = stored.train.global_batch_size
+    config = dataclasses.replace(config, model=stored.model)
+    return config.replace("train", global_batch_size=batch, global_batch_tokens=0)
 
 
 def supersede(base: Config, changed: Config) -> Config:

@@ -1,5 +1,6 @@
 """`train --resume auto`: one command that begins a run, continues it, and finds it complete."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,18 @@ def test_a_longer_horizon_continues_a_complete_run_and_other_settings_are_refuse
     assert "--optim.lr 0.0001 would make it another run" in refused
     assert len(steps(out)) == 8
     assert "--resume auto needs --out" in run(*FLAGS).require(2).err
+
+
+def test_a_size_that_was_chosen_stays_in_restarts_and_when_the_same_command_has_another_horizon(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = (*FLAGS, "--out", str(out), "--model.size", "auto", "--train.time-budget")
+    fault = {"PACELINE_FAULTS": "rank=0 step=2 attempt=0 kind=kill phase=update"}
+    run(*command, "60", "--train.stop-at-step", "4", "--max-restarts", "1", env=fault).require(75)
+    chosen = tomllib.loads((out / "config.toml").read_text())
+    assert chosen["model"]["size"] == "given"
+    assert chosen["model"]["n_embd"] == 64 * chosen["model"]["n_layer"] > 64
+    run(*command, "1000000", "--train.stop-at-step", "5").require(75)
+    again = tomllib.loads((out / "config.toml").read_text())
+    assert again["model"] == chosen["model"]
+    assert again["train"]["global_batch_size"] == chosen["train"]["global_batch_size"]
+    assert len(steps(out)) == 5

@@ -71,13 +71,14 @@ def test_every_parameter_has_the_role_its_name_and_shape_say() -> None:
 
 def test_adamw_is_the_papers_with_decay_of_matrices_and_embeddings_only() -> None:
     model = build(CONFIG, 0, "cpu")
-    optimizer = make(model, weight_decay=0.3)
+    optimizer = make(model, weight_decay=0.3, embedding_lr_ratio=4.0)
     by_hand = {name: p.detach().double() for name, p in model.named_parameters()}
     moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in by_hand.items()}
     for step in range(4):
-        lr = 1e-2 / (step + 1)
+        peak = 1e-2 / (step + 1)
         gradients_for(model, step)
         for name, parameter in model.named_parameters():
+            lr = 4 * peak if name.startswith("embed_") else peak
             gradient, decay = parameter.grad.double(), 0.3 if parameter.ndim >= 2 else 0.0
             first, second = moments[name]
             first.mul_(0.9).add_(gradient, alpha=0.1)
@@ -86,7 +87,7 @@ def test_adamw_is_the_papers_with_decay_of_matrices_and_embeddings_only() -> Non
             by_hand[name] -= (
                 lr * (first / (1 - 0.9 ** (step + 1))) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
             )
-        update(optimizer, lr)
+        update(optimizer, peak)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), by_hand[name], rtol=1e-5, atol=1e-6)
 

@@ -154,3 +154,22 @@ def test_a_large_vocabulary_is_rounded_up_and_said(of_data: int, of_model: int) 
     assert said == ([] if of_model == of_data else [f"{of_data} of the data, rounded up to a multiple of 64"])
     given = resolve(config.replace("model", vocab_size=of_data), of_data, [FACTS])
     assert given.config.model.vocab_size == of_data
+
+
+def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
+    config = Config().replace("model", size="auto", n_layer=3, n_head=3, n_embd=96)
+    config = config.replace("train", time_budget=100.0, global_batch_size=5)
+
+    def sized(flops_per_s: float) -> tuple[int, int, int]:
+        found = resolve(config, 4096, [FACTS] * 2, flops_per_s)
+        assert found.choices[-1].flag != "--model.size given" or flops_per_s, "said in the banner"
+        assert found.config.model.size == "given", "what a resume reads"
+        model = found.config.model
+        assert model.n_embd == 64 * model.n_head == 64 * model.n_layer or not flops_per_s
+        return model.n_layer, model.n_embd, found.config.train.global_batch_size
+
+    assert sized(0.0) == (3, 96, 5), "nothing measured: as given"
+    sizes = [sized(10.0**power) for power in range(10, 17)]
+    assert sizes == sorted(sizes)
+    assert sizes[0][0] == 2 < sizes[-1][0]
+    assert resolve(config.replace("train", time_budget=0.0, steps=5), 4096, [FACTS], 1e12).config.model.n_embd == 96

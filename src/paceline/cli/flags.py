@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
-from paceline.config import ALTERNATIVES, Config, checked, load_file, load_preset
+from paceline.config import ALTERNATIVES, SIZE_FIELDS, Config, checked, load_file, load_preset
 from paceline.data.config import Recipe
 
 T = TypeVar("T")
@@ -140,6 +140,9 @@ def base_config(arguments: Sequence[str]) -> Config:
         config = load_preset(preset, config)
     if file := _value_of("--config", arguments):
         config = load_file(Path(file), config)
+    words = {flag_of(word).split(".")[-1].replace("-", "_") for word in arguments if word.startswith("--")}
+    if not words.isdisjoint(SIZE_FIELDS):
+        config = config.replace("model", size="given")
     return config
 
 

@@ -11,7 +11,7 @@ from paceline.base.errors import UserError
 from paceline.cli.flags import base_config, parse, require_one_way
 from paceline.cli.resume import refuse_other_run, stored_config
 from paceline.cli.start import RankFlags, start
-from paceline.config import Config, load_file, preset_names, supersede
+from paceline.config import Config, load_file, preset_names, supersede, with_size_of
 from paceline.data.config import DataConfig
 from paceline.record.folder import RunFolder, has_begun
 from paceline.train.request import Request
@@ -66,9 +66,11 @@ def _continued(request: Request) -> Request:
     if not has_begun(request.out):
         return request
     stored, default = stored_config(RunFolder(request.out)), Config()
-    config = stored
+    config, asked = stored, request.config
+    if asked.model.size == "auto":
+        asked = with_size_of(stored, asked)
     for section in dataclasses.fields(Config):
-        own = getattr(request.config, section.name)
+        own = getattr(asked, section.name)
         given = {
             item.name: value
             for item in dataclasses.fields(own)

@@ -15,6 +15,9 @@ class ModelConfig:
 
     arch: Literal["gpt2", "llama"] = "llama"
     """Family: gpt2 (LayerNorm, learned positions, GELU) or llama (RMSNorm, rotary positions, SwiGLU)."""
+    size: Literal["given", "auto"] = "given"
+    """auto: n-layer, n-head, n-embd and the batch are chosen for what this machine computes in train.time-budget. One
+    of them as a flag means given."""
     n_layer: int = 4
     """Number of decoder blocks."""
     n_head: int = 4
@@ -94,6 +97,7 @@ class ModelConfig:
 
     def _check_ranges(self) -> None:
         _check_choice("arch", self.arch, ("gpt2", "llama"))
+        _check_choice("size", self.size, ("given", "auto"))
         _check_choice("head", self.head, ("auto", "tied", "untied"))
         _check_choice("gelu", self.gelu, ("exact", "tanh"))
         for name in ("n_layer", "n_head", "n_embd"):

@@ -11,21 +11,27 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class AdamW:
     """Updates tensors in place by their `.grad`. `param_groups` and `state` are as in torch.optim, except for `step`,
-    the number of updates made, which is one per group. The first update makes `state`."""
+    the number of updates made, which is one per group. The first update makes `state`. `embeddings`
+    are decayed, too, and their rate is `lr` times `lr_ratio`."""
 
     def __init__(
         self,
         decayed: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor],
+        embeddings: Sequence[torch.Tensor] = (),
         *,
+        lr_ratio: float = 1.0,
         lr: float,
         decay: float,
         betas: tuple[float, float],
         eps: float,
     ):
+        groups = [(decayed, decay, 1.0), (others, 0.0, 1.0)]
+        groups += [(embeddings, decay, lr_ratio)] if embeddings else []
+        settings = {"lr": lr, "betas": betas, "eps": eps, "step": 0}
         self.param_groups: list[dict[str, Any]] = [
-            {"params": list(tensors), "lr": lr, "weight_decay": part, "betas": betas, "eps": eps, "step": 0}
-            for tensors, part in ((decayed, decay), (others, 0.0))
+            {"params": list(tensors), "weight_decay": part, "lr_ratio": ratio, **settings}
+            for tensors, part, ratio in groups
         ]
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
@@ -59,7 +65,7 @@ class AdamW:
                 [self.state[tensor]["exp_avg_sq"] for tensor in tensors],
                 [],
                 [count] * len(tensors),
-                lr=group["lr"],
+                lr=group["lr"] * group["lr_ratio"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 weight_decay=group["weight_decay"],

@@ -15,6 +15,9 @@ class OptimConfig:
     """adamw: AdamW for all; muon: Muon for the layers' matrices, AdamW for embeddings, head and vectors."""
     lr: float = 6e-4
     """Peak learning rate. Muon's update is scaled to AdamW's size, so one rate serves both."""
+    embedding_lr_ratio: float = 1.0
+    """Rate of the token and position embeddings as a multiple of lr. A token's row has a gradient only in steps with
+    that token, so short runs gain by a larger one. An untied output layer keeps lr."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
     beta1: float = 0.9
@@ -46,6 +49,7 @@ class OptimConfig:
         """Raises UserError naming the first field with an impossible value, as the user types it."""
         ranges = (
             ("lr", self.lr, 0.0, math.inf),
+            ("embedding-lr-ratio", self.embedding_lr_ratio, 0.0, math.inf),
             ("weight-decay", self.weight_decay, 0.0, math.inf),
             ("beta1", self.beta1, 0.0, 1.0),
             ("beta2", self.beta2, 0.0, 1.0),

@@ -4,6 +4,7 @@ parameters: any elements with AdamW, complete matrices with Muon."""
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,13 +40,17 @@ def make_optimizers(
     matrices: list[torch.Tensor] = []
     decayed: list[torch.Tensor] = []
     vectors: list[torch.Tensor] = []
+    embeddings: list[torch.Tensor] = []
     for name, parameter in parameters:
         if is_updated_whole(config, name, parameter.shape):
             matrices.append(parameter)
+        elif config.embedding_lr_ratio != 1.0 and name.startswith("embed_"):
+            embeddings.append(parameter)
         else:
             (vectors if role(name, parameter.shape) == "vector" else decayed).append(parameter)
-    betas = config.beta1, config.beta2
-    adamw = AdamW(decayed, vectors, lr=lr, decay=weight_decay, betas=betas, eps=config.eps)
+    ratio, betas = config.embedding_lr_ratio, (config.beta1, config.beta2)
+    settings: dict[str, Any] = {"lr": lr, "decay": weight_decay, "betas": betas, "eps": config.eps}
+    adamw = AdamW(decayed, vectors, embeddings, lr_ratio=ratio, **settings)
     if config.name != "muon":
         return [adamw]
     return [adamw, Muon(matrices, lr=lr, decay=weight_decay, momentum=config.momentum, compute_dtype=compute_dtype)]

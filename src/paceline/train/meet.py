@@ -11,7 +11,7 @@ from paceline.base import faults
 from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.status import record_status
 from paceline.checkpoint.steps import list_steps
-from paceline.config import Config, flatten, to_toml
+from paceline.config import Config, flatten, from_toml, to_toml, with_size_of
 from paceline.data.blend import Blend
 from paceline.data.cache import cache_dir
 from paceline.data.loader import FixedBatches, Loader
@@ -31,7 +31,7 @@ from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
-from paceline.train.resolve import Settings, resolve
+from paceline.train.resolve import Settings, chosen_dtype, product_dtype, resolve
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import peak_flops, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
@@ -84,7 +84,11 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
-    settings = resolve(request.config, data.blend.first.vocab_size, world.facts)
+    wanted = _with_begun_size(request, world)
+    peak = peak_flops(world.device, product_dtype(chosen_dtype(wanted, world.facts, [])), kept_in=cache_dir())
+    peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
+    flops_per_s = sum(peaks) if all(peaks) else 0.0
+    settings = resolve(wanted, data.blend.first.vocab_size, world.facts, flops_per_s)
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()
@@ -97,8 +101,6 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     console.open_log(folder.rank_log(world.rank))
     for warning in world.warnings:
         console.say(warning, style="yellow")
-    peak = peak_flops(world.device, settings.dtype, kept_in=cache_dir())
-    peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     if request.is_restart:
         banner.start_again(console, world, settings, folder.shown)
     else:
@@ -119,7 +121,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         settings=settings,
         folder=folder,
         console=console,
-        recorder=Recorder(world, folder, console, settings, sum(peaks) if all(peaks) else None),
+        recorder=Recorder(world, folder, console, settings, flops_per_s or None),
         predicted=predicted,
         replica=replica,
         checkpoints=checkpoints,
@@ -131,6 +133,23 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     if predicted is not None:
         setup.recorder.event("prediction", step_ms=predicted.step_ms, part_ms=predicted.part_ms)
     return setup
+
+
+def _with_begun_size(request: Request, world: World) -> Config:
+    """Returns the request's config. With model.size auto, a command that is started again keeps the size that its first
+    attempt chose. Collective."""
+    config = request.config
+    if config.model.size == "given":
+        return config
+
+    def begun() -> str | None:
+        stored = RunFolder(request.out).config if request.is_restart and request.out else None
+        return stored.read_text(encoding="utf-8") if stored and stored.exists() else None
+
+    text = from_rank_0(world.group, begun)
+    if text is None:
+        return config
+    return with_size_of(from_toml(text, "config.toml of the run", Config()), config)
 
 
 def open_folder(request: Request, world: World, config: Config, blend: Blend) -> tuple[Request, RunFolder, bool]:

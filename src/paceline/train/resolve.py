@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,11 @@ from paceline.world.facts import RankFacts, unequal_kinds
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
 _LARGE_VOCAB, _VOCAB_MULTIPLE = 8192, 64
+_HEAD_WIDTH = 64
+# model.size auto, fitted (docs/LOG.md, 2026-11-22):
+_LAYERS, _LAYERS_FLOPS = 2.1, 3.5e13  # so many layers for these FLOPs
+_PEAK_FRAC = 0.3  # of the peak, that training reaches
+_BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation, and the optimizer's temporaries
 
 
@@ -41,25 +46,27 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _compute_dtype(self.config)
+        return product_dtype(self.config.train.dtype)
 
     @property
     def tokens_per_step(self) -> int:
         return self.plan.global_batch_size * self.config.data.seq_len
 
 
-def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts]) -> Settings:
-    """Returns the settings: a pure function of the config, the data's vocabulary and all ranks' facts, so the same on
-    all. Raises UserError if weight decay would remove more than the complete weight, or if the ranks'
-    processors cannot use the given strategy together."""
+def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_per_s: float = 0.0) -> Settings:
+    """Returns the settings: a pure function of the config, the data's vocabulary, all ranks' facts and their
+    FLOP/s together (0: not known), so the same on all. Raises UserError if weight decay would remove more than the
+    complete weight, or if the ranks' processors cannot use the given strategy together."""
     choices = _device_choices(config, facts[0])
+    if config.model.size == "auto":
+        config = _sized(config, vocab_size, flops_per_s * config.train.time_budget, choices)
     config = config.replace(
         "model",
         vocab_size=config.model.vocab_size or _vocab_size(vocab_size, choices),
         n_positions=config.model.n_positions or config.data.seq_len,
     )
     config.model.check()
-    config = config.replace("train", dtype=_dtype(config, facts, choices))
+    config = config.replace("train", dtype=chosen_dtype(config, facts, choices))
     config = config.replace("parallel", strategy=_strategy(config, facts, choices))
     try:
         config.check()  # also what was chosen
@@ -88,6 +95,29 @@ def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
     return found
 
 
+def _sized(config: Config, vocab_size: int, flops: float, choices: list[Choice]) -> Config:
+    """Returns the config with the shape and batch that end with the lowest loss after so many FLOPs, 0 if not known.
+
+    Width is 64 a layer, so parameters grow as layers^3, and the best number as the root of the FLOPs (Chinchilla,
+    arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens. Factors: docs/LOG.md.
+    """
+    model, train = replace(config.model, size="given"), config.train
+    if flops:
+        layers = max(2, round(_LAYERS * (flops / _LAYERS_FLOPS) ** (1 / 6)))
+        model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
+        known = replace(model, vocab_size=model.vocab_size or vocab_size)
+        tokens = _PEAK_FRAC * flops / cost.flops_per_token(known, config.data.seq_len)
+        batch = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len))
+        train = replace(train, global_batch_size=batch, global_batch_tokens=0)
+        why = f"about {units.count(tokens)} tokens of {units.count(flops)}FLOP in {train.time_budget:g} s"
+    else:
+        why = "as given: no measured peak" if train.time_budget else "as given: no train.time-budget"
+    what = f"{model.n_layer} layers x {model.n_embd}"
+    what += f", {train.global_batch_size} sequences a step" if flops else ""
+    choices.append(Choice(what, why, "--model.size given"))
+    return replace(config, model=model, train=train)
+
+
 def _vocab_size(of_data: int, choices: list[Choice]) -> int:
     """The model's vocabulary: the data's; a large one rounded up, because the head is a quarter of a small model's work
     and GPUs are slow at sides like GPT-2's 50,257. The model learns not to use the rest."""
@@ -98,9 +128,9 @@ def _vocab_size(of_data: int, choices: list[Choice]) -> int:
     return size
 
 
-def _compute_dtype(config: Config) -> torch.dtype:
+def product_dtype(name: str) -> torch.dtype:
     """The dtype of what matrix products give; theirs, unless that is float8."""
-    found: torch.dtype = getattr(torch, config.train.dtype.replace("float8", "bfloat16"))
+    found: torch.dtype = getattr(torch, name.replace("float8", "bfloat16"))
     return found
 
 
@@ -122,7 +152,8 @@ def _check_float8(config: Config, facts: Sequence[RankFacts]) -> None:
             )
 
 
-def _dtype(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
+def chosen_dtype(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> str:
+    """The dtype of matrix products: as given, else that of all ranks' devices; float32 if they differ."""
     if config.train.dtype == "float8":
         _check_float8(config, facts)
     if config.train.dtype != "auto":
@@ -233,7 +264,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
-    itemsize = _compute_dtype(config).itemsize
+    itemsize = product_dtype(config.train.dtype).itemsize
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
     return rank.free_bytes * _MEMORY_SHARE - state - loss
@@ -253,7 +284,7 @@ def sequence_bytes(config: Config, rank: RankFacts) -> float:
     return seq_len * cost.activation_bytes(
         config.model,
         seq_len,
-        compute_bytes=_compute_dtype(config).itemsize,
+        compute_bytes=product_dtype(config.train.dtype).itemsize,
         checkpoint=train.activation_checkpoint,
         keeps_scores=rank.device == "cpu" and train.dtype == "bfloat16",
     )

@@ -92,7 +92,8 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
     """Returns the prediction. vocab_size: the data's, where the config does not say. Raises UserError as a start of the
     run would."""
     facts = rank_facts(cluster, device)
-    settings = resolve(config, vocab_size or config.data.tokenizer_vocab, facts)
+    flops_per_s = device.peak_flops_per_s * cluster.num_ranks
+    settings = resolve(config, vocab_size or config.data.tokenizer_vocab, facts, flops_per_s)
     batch_plan = _with_auto_shares(settings, cluster)
     job = job_of(settings, batch_plan, cluster, device)
     parallel, train = settings.config.parallel, settings.config.train

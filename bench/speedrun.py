@@ -1,0 +1,97 @@
+"""Wall time to the validation loss at which nanoGPT's recipe for CPU ends, on the same characters and the same split.
+
+nanoGPT runs from a checkout (`--checkout`) with the flags of its README for CPU: characters, 4 layers x 128, 64
+characters of context, 2,000 iterations. Its target is the loss of its last weights over many batches of the validation
+split. Then `paceline train --preset fast` trains by the clock on the same two files. Both times are of whole processes,
+from the command to its end. Losses are nats per character.
+"""
+
+import argparse
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from side import show
+
+README = [
+    *("--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12"),
+    *("--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0", "--always_save_checkpoint=True", "--out_dir=out"),
+]
+
+
+def prepare(text: str, folder: Path) -> None:
+    """Writes train.bin, val.bin and meta.pkl as nanoGPT's shakespeare_char/prepare.py does: nine tenths to train on."""
+    itos = dict(enumerate(sorted(set(text))))
+    stoi = {character: i for i, character in itos.items()}
+    ids = np.array([stoi[character] for character in text], np.uint16)
+    folder.mkdir(parents=True)
+    cut = len(ids) * 9 // 10
+    ids[:cut].tofile(folder / "train.bin")
+    ids[cut:].tofile(folder / "val.bin")
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(itos), "itos": itos, "stoi": stoi}))
+
+
+def run(command: list[str], folder: Path) -> tuple[float, str]:
+    """Runs a command; returns its seconds and what it printed."""
+    began_s = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    took_s = time.perf_counter() - began_s
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return took_s, done.stdout
+
+
+def nanogpt(checkout: Path, data: str, iterations: int) -> tuple[float, float]:
+    """Returns (seconds of its training, the loss of its last weights over 300 batches)."""
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *README, f"--dataset={data}"]
+    command += [f"--max_iters={iterations}", f"--lr_decay_iters={iterations}"]
+    seconds, _ = run(command, checkout)
+    _, said = run([*command, "--init_from=resume", "--eval_only=True", "--eval_iters=300"], checkout)
+    return seconds, float(re.findall(r"val loss ([\d.]+)", said)[-1])
+
+
+def paceline(folder: Path, data: Path, seconds: float, seed: int, flags: list[str]) -> tuple[float, float]:
+    """Returns (seconds of the process, the validation loss at its end)."""
+    command = [sys.executable, "-m", "paceline", "train", "--preset", "fast", "--data.path", str(data)]
+    command += ["--out", str(folder), "--train.time-budget", str(seconds), "--train.seed", str(seed)]
+    command += ["--train.sample-tokens", "0", *flags]
+    took_s, _ = run(command, folder.parent)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return took_s, [row["val_loss"] for row in rows if "val_loss" in row][-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, required=True, help="a checkout of karpathy/nanoGPT")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="text files of about a million characters")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=6, help="paceline's horizon; its start comes on top")
+    parser.add_argument("--iterations", type=int, default=2000, help="nanoGPT's")
+    options, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        checkout = Path(scratch) / "nanogpt"
+        shutil.copytree(options.checkout, checkout, ignore=shutil.ignore_patterns(".git"))
+        for text in options.texts:
+            data = checkout / "data" / text.stem
+            prepare(text.read_text(encoding="utf-8", errors="replace"), data)
+            peer_s, target = nanogpt(checkout, text.stem, options.iterations)
+            print(f"{text.name}: nanoGPT ends at {target:.4f} after {peer_s:.1f} s", flush=True)
+            sides = [
+                paceline(Path(scratch) / f"{text.stem}-{seed}", data, options.seconds, seed, flags)
+                for seed in range(1, options.seeds + 1)
+            ]
+            show("paceline, the process", [took_s for took_s, _ in sides], "s")
+            show("  validation loss", [loss for _, loss in sides], "nats")
+            show("  share of nanoGPT's time", [took_s / peer_s * 100 for took_s, _ in sides], "%")
+            print(f"  at or below its loss: {sum(loss <= target for _, loss in sides)} of {len(sides)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
