@@ -200,6 +200,6 @@ def next_commands(console: Console, config: Config, folder: str, finished: bool)
     console.say(f"  paceline sample {folder}" + (f" --prompt {shlex.quote(prompt[0])}" if prompt else ""))
     console.say(f"  paceline report {folder}   # one page of plots")
     if finished and config.train.time_budget:
-        console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # go on")
+        console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # continue")
     elif finished and config.train.steps:
-        console.say(f"  paceline resume {folder} --train.steps {2 * config.train.steps}   # go on")
+        console.say(f"  paceline resume {folder} --train.steps {2 * config.train.steps}   # continue")
