@@ -50,7 +50,7 @@ def read_state(folder: RunFolder) -> RunState:
         kind=kind,
         why=why,
         step=max([step_of(last), *(step_of(event) for event in events[-1:])]),
-        num_steps=_num_steps(read_config(folder.config)),
+        num_steps=_num_steps(folder, events),
         last=last,
         evaluation=next((row for row in reversed(rows) if "val_loss" in row), {}),
         updated_s=max(times),
@@ -103,14 +103,11 @@ def _how(folder: RunFolder, events: list[Row], last: Row) -> tuple[Kind, str]:
     return (kind, why) if kind else ("stale", "no end is recorded, and its process is gone or silent")
 
 
-def _num_steps(config: dict[str, Any]) -> int | None:
-    steps, tokens = config.get("train.steps"), config.get("train.tokens")
-    batch, length = config.get("train.global-batch-size"), config.get("data.seq-len")
-    if isinstance(steps, int) and steps > 0:
-        return steps
-    if not isinstance(tokens, int) or not isinstance(batch, int) or not isinstance(length, int):
-        return None
-    return -(-tokens // (batch * length)) if min(tokens, batch, length) > 0 else None
+def _num_steps(folder: RunFolder, events: list[Row]) -> int | None:
+    """Returns the horizon as the last attempt resolved it, else as the config has it."""
+    steps = next((event["num_steps"] for event in reversed(events) if "num_steps" in event), None)
+    steps = steps or read_config(folder.config).get("train.steps")
+    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _written_s(path: Path) -> float:

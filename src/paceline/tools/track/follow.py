@@ -27,7 +27,7 @@ from paceline.tools.track.services import MLflow, Trackio, WandB
 from paceline.tools.track.tensorboard import TensorBoard
 
 _EVERY_S = 10.0  # between batches: a request costs milliseconds, whatever is in it
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 _LOCKED_S = 10.0  # of the follower of an attempt before, which ends
 _LIBRARIES = ("mlflow", "trackio", "wandb")
