@@ -1,11 +1,11 @@
 """What a save costs a step: ours, a blocking torch.save of the same tensors, and torch's own asynchronous one (DCP).
 
-GPT-2 124M with AdamW's state, float32: 1.5 GB. Between saves the model trains, so that what goes on behind competes for
-the same cores. The three sides run in turn. `stall` is what the save costs the step it falls into: the time until the
-call returns, and by how much the next forward, backward and update take longer than those without a save (the median
-of steps before and after it). `total` adds
-up the lengthening of every step until the save is on the disk; divided by 50 steps it is the slowdown of a run that
-saves every 50. At last a smaller model really saves every 50 steps, against itself without.
+GPT-2 124M with AdamW's state, float32: 1.5 GB. Between saves the model trains, so that the writing in the background
+competes for the same cores. The three sides run in turn. `stall` is what the save costs the step it falls into: the
+time until the call returns, and by how much the next forward, backward and update take longer than those without a
+save (the median of steps before and after it). `total` adds up the lengthening of every step until the save is on the
+disk; divided by 50 steps it is the slowdown of a run that saves every 50. At last a smaller model really saves every
+50 steps, against itself without.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 `python bench/plan_points.py --out points.jsonl --points 60` calibrates, then for each point predicts first and runs
 afterwards, and calibrates again after every ten. It appends a JSON line for each point and prints the median and the
-95th percentile of the error. Started again, it goes on after the lines that are there. Links and unequal hosts need
+95th percentile of the error. Started again, it continues after the lines that are there. Links and unequal hosts need
 root (the lab). The machine must do nothing else.
 """
 

@@ -17,7 +17,7 @@ def train() -> None:
     inputs = torch.randn(6400, 4)
     targets = (inputs[:, :2] * inputs[:, 2:]).sum(dim=1, keepdim=True) + 0.01 * torch.randn(6400, 1)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=64)
-    with paceline.join() as world:  # left at the end of the function: the worker goes on
+    with paceline.join() as world:  # left at the end of the function: the worker continues
         model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 1)).to(world.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         replica = paceline.Replica(model, optimizer, world)

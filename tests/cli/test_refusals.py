@@ -312,9 +312,9 @@ def test_of_a_run_without_a_checkpoint_is_refused(
     [
         (("--step", "99"), ("has no checkpoint of step 99; it has [10, 20]",)),
         (("--nproc", "2", "--step", "15"), ("has no checkpoint of step 15",)),
-        (("--train.steps", "19"), ("--train.steps is 19, and run goes on from step 20", "at least 20")),
+        (("--train.steps", "19"), ("--train.steps is 19, and run continues from step 20", "at least 20")),
         (("--train.stop-at-step", "20"), ("--train.stop-at-step is 20", "at least 21")),
-        (("--step", "10", "--train.stop-at-step", "9"), ("run goes on from step 10", "at least 11")),
+        (("--step", "10", "--train.stop-at-step", "9"), ("run continues from step 10", "at least 11")),
         (("--train.profile", "3"), ("--train.profile is 3",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

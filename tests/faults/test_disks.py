@@ -98,7 +98,7 @@ def test_a_disk_that_stays_full_ends_with_what_to_do(small_disk: Path, tmp_path:
         status_of(folder, tiny(checkpoint__retry_s=0.5), resume=True)
     assert f"training reached step {STEPS}, and its last checkpoint could not be saved: " in str(told.value)
     assert "No space left on device. The newest checkpoint is of step 2. " in str(told.value)
-    assert f"Make room and go on by `paceline resume {folder}`" in str(told.value)
+    assert f"Make room and continue by `paceline resume {folder}`" in str(told.value)
     assert saved(folder) == [2]
 
 
@@ -134,5 +134,5 @@ def test_a_run_whose_folder_is_removed_says_so_and_fails(tmp_path: Path, capsys:
         status_of(folder, tiny(checkpoint__every=3), slow)
     assert not folder.exists()
     said = words(capsys.readouterr().out)
-    assert "metrics.jsonl cannot be written (No such file or directory); training goes on" in said
+    assert "metrics.jsonl cannot be written (No such file or directory); training continues" in said
     assert f"the checkpoint of step 3 could not be saved: {gone}" in said

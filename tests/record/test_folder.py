@@ -143,7 +143,7 @@ def test_rows_wait_for_a_full_disk_and_none_is_lost_or_torn(tmp_path: Path) -> N
         for step in range(1, 201):  # 37 kB: the disk is full in the middle of a row
             folder.append_metrics({"step": step, "more": "y" * 160})
         assert len(said) == 1, "once, however many rows there are"
-        assert "metrics.jsonl cannot be written (No space left on device); training goes on" in said[0]
+        assert "metrics.jsonl cannot be written (No space left on device); training continues" in said[0]
         assert not folder.metrics.read_text().endswith("\n"), "as a torn row looks"
         ballast.unlink()
         folder.append_metrics({"step": 201})
@@ -166,7 +166,7 @@ def test_records_that_were_removed_are_begun_anew_and_without_a_folder_their_row
     folder.path.rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved")
     folder.append_metrics({"step": 3})
-    assert "metrics.jsonl cannot be written (No such file or directory); training goes on, its rows wait" in said[0]
+    assert "metrics.jsonl cannot be written (No such file or directory); training continues, its rows wait" in said[0]
     folder.path.mkdir()
     folder.close()
     assert rows(folder.metrics) == [{"step": 3}]

@@ -31,7 +31,7 @@ time.sleep(60)
 def run_with(path: Path, *events: dict[str, Any]) -> RunFolder:
     """A run folder with these events and two rows."""
     folder = create(path)
-    folder.config.write_text("[train]\nsteps = 0\ntokens = 1000\nglobal_batch_size = 4\n[data]\nseq_len = 64\n")
+    folder.config.write_text("[train]\nsteps = 0\ntokens_per_param = 20\n")
     folder.metrics.write_text('{"step": 2, "loss": 2.0}\n{"step": 2, "val_loss": 2.1}\n{"step": 3, "lo')
     folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
@@ -48,7 +48,7 @@ def run_with(path: Path, *events: dict[str, Any]) -> RunFolder:
     ],
 )
 def test_the_last_event_tells_how_a_run_ended(tmp_path: Path, event: dict[str, Any], kind: str, why: str) -> None:
-    state = read_state(run_with(tmp_path / "run", {"event": "start"}, event))
+    state = read_state(run_with(tmp_path / "run", {"event": "start", "num_steps": 4}, event))
     assert (state.kind, state.why, state.step, state.num_steps) == (kind, why, 4, 4)
     assert (state.last["loss"], state.evaluation["val_loss"]) == (2.0, 2.1)
 

@@ -26,7 +26,8 @@ class PlanArguments(ModelFlags):
     machine, once that is calibrated."""
 
     cluster: str = ""
-    """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md)."""
+    """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md).
+    Or NAME.json: what `paceline doctor --json` printed on these hosts, which have this machine's processor."""
     ranks: str = ""
     """Several numbers of ranks, each a row of a table: 1,8,64. On this machine without --cluster: 1,2."""
     vary: tuple[str, ...] = ()

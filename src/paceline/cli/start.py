@@ -281,6 +281,6 @@ def _check_reached(folder: Path, request: Request) -> None:
     for name, value in (("steps", train.steps), ("stop-at-step", train.stop_at_step), ("profile", train.profile)):
         if 0 < value < firsts[name]:
             raise UserError(
-                f"--train.{name} is {value}, and {folder} goes on from step {reached}: nothing would come of it. Give "
-                f"at least {firsts[name]}, or an earlier checkpoint by --step"
+                f"--train.{name} is {value}, and {folder} continues from step {reached}: no step would be made. "
+                f"Give at least {firsts[name]}, or an earlier checkpoint by --step"
             )

@@ -1,5 +1,6 @@
 """paceline track"""
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -18,12 +19,19 @@ from paceline.record.config import TrackConfig
 @dataclass(frozen=True, kw_only=True)
 class TrackArguments(TrackConfig):
     """Send a run's rows, events and config to trackers: of an old run, or of a running one until it ends. RUN/track
-    notes what each tracker has, so that the same command goes on where it was ended."""
+    notes what each tracker has, so that the same command continues where it was ended."""
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run folder."""
     give_up_after_s: float = 60.0
     """After the run's end: give up when nothing could be sent for so many seconds."""
+
+
+def _give_way() -> None:
+    """Training comes first. Linux weighs sessions before it weighs processes, where its autogroups are on."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+        Path("/proc/self/autogroup").write_text("10")
 
 
 def main(arguments: list[str]) -> int:
@@ -36,11 +44,11 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")
     from paceline.tools.track.follow import follow
 
-    os.nice(10)  # training comes first
+    _give_way()
     try:
         status = follow(folder, parsed, parsed.give_up_after_s)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command continues from here", file=sys.stderr)
         status = EXIT_INTERRUPTED
     sys.stdout.flush()
     if status:

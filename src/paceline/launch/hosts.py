@@ -46,8 +46,8 @@ class Hosts:
         self._records = Records(run)
         self._state = State(job=job, start=secrets.token_hex(8), num_ranks=num_ranks, step=-1)
         self._run = run
-        self._mark(self._state.start).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._mark(self._state.start).touch()
+        self._mark(options.node).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._mark(options.node).write_text(self._state.start)
         self._peers = Peers(options.addresses, options.node, run, self._own)
         self._copies = Copies(self._peers, run, take, self._records.newest_checkpoint, self._source)
         self._posted_s = 0.0  # monotonic; when the latest roster began here
@@ -281,7 +281,8 @@ class Hosts:
     def close(self) -> None:
         self._copies.stop()
         self._peers.close()
-        self._mark(self._state.start).unlink(missing_ok=True)
+        if self._shares_folder(self._node, self._state.start):
+            self._mark(self._node).unlink(missing_ok=True)
 
     # ---- state ----
 
@@ -295,14 +296,22 @@ class Hosts:
     def _source(self) -> tuple[int, State] | None:
         """Returns the host whose checkpoints are to be copied, and its state; None if it shares the run folder."""
         roster = self._state.roster
-        if roster is None or roster.leader.node == self._node or self._mark(roster.leader.start).exists():
+        if roster is None or roster.leader.node == self._node:
             return None
         state = self._peers.alive().get(roster.leader.node)
-        return None if state is None else (roster.leader.node, state)
+        if state is None or self._shares_folder(roster.leader.node, state.start):
+            return None
+        return roster.leader.node, state
 
-    def _mark(self, start: str) -> Path:
-        """Returns a file that a launcher makes in its run folder: hosts that see it share the folder."""
-        return self._run / "ranks" / f"launcher-{start}"
+    def _mark(self, node: int) -> Path:
+        """Returns the file in which a launcher notes its start: hosts that read it share the run folder."""
+        return self._run / "ranks" / f"launcher-{node}"
+
+    def _shares_folder(self, node: int, start: str) -> bool:
+        try:
+            return self._mark(node).read_text() == start
+        except OSError:
+            return False
 
     def _name(self, node: int) -> str:
         host, port = self._options.addresses[node]

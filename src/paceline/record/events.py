@@ -2,18 +2,31 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from paceline.base import units
+from paceline.record.folder import COMPLETE
 from paceline.record.read import Row, number
 
 STARTS = ("start", "resume")
+_ENDS = ("end", "failed", "hang")
 _NOT_SHOWN = ("time", "event", "digest", "state_digests", "version", "torch")
 
 
 def starts(events: Sequence[Row]) -> list[Row]:
     """Returns the event that began each attempt."""
     return [event for event in events if event["event"] in STARTS]
+
+
+def ending(events: Sequence[Row]) -> tuple[Literal["ended", "stopped", "failed", "imported", ""], str]:
+    """Returns how the last attempt ended, and why it stopped or failed, in one line. Empty: no end is recorded."""
+    last = next((event for event in reversed(events) if event["event"] in (*STARTS, "import", *_ENDS)), {"event": ""})
+    if last["event"] == "end":
+        reason = text(last.get("reason"))
+        return ("ended", "") if reason == COMPLETE else ("stopped", reason)
+    if last["event"] in _ENDS:
+        return "failed", text(last.get("error", last.get("message", ""))).partition("\n")[0]
+    return ("imported" if last["event"] == "import" else ""), ""
 
 
 def hosts(events: Sequence[Row]) -> list[str]:

@@ -177,7 +177,7 @@ class _Appender:
         try:
             self._write()
         except OSError as error:
-            sentence = f"{self._path} cannot be written ({error.strerror or error}); training goes on, its rows wait"
+            sentence = f"{self._path} cannot be written ({error.strerror or error}); training continues, its rows wait"
             was_failing, self._is_failing = self._is_failing, True
             return None if was_failing else sentence
         was_failing, self._is_failing = self._is_failing, False

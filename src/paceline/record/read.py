@@ -3,6 +3,8 @@
 import json
 import math
 from collections.abc import Iterator
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,10 @@ class Tail:
         self._offset = 0
         self._mark = b""  # the last bytes before the offset
 
-    def read(self) -> tuple[bool, list[Row]]:
-        """Returns whether the file begins anew, and its next rows: from the beginning in that case. It does if what was
-        read is no longer there, as when a resumed run drops the rows after its checkpoint. Call it until it returns no
-        rows. Skips lines that are no rows, and a last line until it is finished."""
+    def read(self, most: int | None = None) -> tuple[bool, list[Row]]:
+        """Returns whether the file begins anew, and its next rows, at most so many: from the beginning in that case. It
+        does if what was read is no longer there, as when a resumed run drops the rows after its checkpoint. Call it
+        until it returns no rows. Skips lines that are no rows, and a last line until it is finished."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset - len(self._mark))
@@ -62,11 +64,17 @@ class Tail:
                 lines = file.read(_CHUNK_BYTES)
         except OSError:  # not there, or not now: a network file system may lose a file that is replaced
             return False, []
-        lines = lines[: lines.rfind(b"\n") + 1]
+        lines = b"".join(islice(BytesIO(lines[: lines.rfind(b"\n") + 1]), most))
         self._offset += len(lines)
         self._mark = (self._mark + lines)[-_MARK_BYTES:]
         found = map(_row, lines.split(b"\n"))
         return is_anew, [row for row in found if row is not None]
+
+
+def step_of(row: Row) -> int:
+    """Returns the step of a row or an event; 0 if it has none."""
+    step = row.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def number(value: Any) -> float:

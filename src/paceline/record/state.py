@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import psutil
 
-from paceline.record.folder import COMPLETE, RunFolder
-from paceline.record.read import Row, last_rows
+from paceline.record.events import ending
+from paceline.record.folder import RunFolder
+from paceline.record.read import Row, last_rows, step_of
 
 # running: its process lives. ended: it reached its horizon. stopped: on request, saved. failed: an error was recorded.
 # stale: no end is recorded, and its process is gone or, on another host, silent. imported: it never trained.
 Kind = Literal["running", "ended", "stopped", "failed", "stale", "imported"]
-_BEGINS, _ENDS = ("start", "resume", "import"), ("end", "failed", "hang")
 _SILENT_S = 120.0  # a run on another host without a new record for so long, and for 20 steps, is stale
 _VALUES_BYTES = 1 << 20  # of metrics.jsonl: holds the last evaluation, too, if that is not long ago
 
@@ -43,14 +43,14 @@ def read_state(folder: RunFolder) -> RunState:
     """Returns the state of a run. Raises nothing for damaged records: what cannot be read counts as missing."""
     rows, events = last_rows(folder.metrics, _VALUES_BYTES), last_rows(folder.events)
     events = [event for event in events if isinstance(event.get("event"), str)]
-    last = next((row for row in reversed(rows) if "loss" in row and _step(row)), {})
+    last = next((row for row in reversed(rows) if "loss" in row and step_of(row)), {})
     times = [_written_s(path) for path in (folder.config, folder.metrics, folder.events)]
     kind, why = _how(folder, events, last)
     return RunState(
         kind=kind,
         why=why,
-        step=max([_step(last), *(_step(event) for event in events[-1:])]),
-        num_steps=_num_steps(read_config(folder.config)),
+        step=max([step_of(last), *(step_of(event) for event in events[-1:])]),
+        num_steps=_num_steps(folder, events),
         last=last,
         evaluation=next((row for row in reversed(rows) if "val_loss" in row), {}),
         updated_s=max(times),
@@ -93,37 +93,21 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _how(folder: RunFolder, events: list[Row], last: Row) -> tuple[Kind, str]:
-    event = next((each for each in reversed(events) if each["event"] in _BEGINS + _ENDS), {"event": ""})
-    is_over = event["event"] in _ENDS
+    kind, why = ending(events)
     # A resumed run takes the lock some seconds before it records that.
     begins_again = _written_s(folder.path / "lock.holder") > _written_s(folder.events)
     step_ms = last.get("step_ms")
     fresh_s = max(_SILENT_S, 0.02 * step_ms if isinstance(step_ms, int | float) else 0.0)
-    if (not is_over or begins_again) and is_running(folder, fresh_s):
+    if (kind in ("", "imported") or begins_again) and is_running(folder, fresh_s):
         return "running", ""
-    if event["event"] == "end":
-        reason = str(event.get("reason"))
-        return ("ended", "") if reason == COMPLETE else ("stopped", reason)
-    if is_over:
-        return "failed", str(event.get("error", event.get("message", ""))).partition("\n")[0]
-    if event["event"] == "import":
-        return "imported", ""
-    return "stale", "no end is recorded, and its process is gone or silent"
+    return (kind, why) if kind else ("stale", "no end is recorded, and its process is gone or silent")
 
 
-def _num_steps(config: dict[str, Any]) -> int | None:
-    steps, tokens = config.get("train.steps"), config.get("train.tokens")
-    batch, length = config.get("train.global-batch-size"), config.get("data.seq-len")
-    if isinstance(steps, int) and steps > 0:
-        return steps
-    if not isinstance(tokens, int) or not isinstance(batch, int) or not isinstance(length, int):
-        return None
-    return -(-tokens // (batch * length)) if min(tokens, batch, length) > 0 else None
-
-
-def _step(row: Row) -> int:
-    step = row.get("step")
-    return step if isinstance(step, int) else 0
+def _num_steps(folder: RunFolder, events: list[Row]) -> int | None:
+    """Returns the horizon as the last attempt resolved it, else as the config has it."""
+    steps = next((event["num_steps"] for event in reversed(events) if "num_steps" in event), None)
+    steps = steps or read_config(folder.config).get("train.steps")
+    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _written_s(path: Path) -> float:

@@ -21,14 +21,16 @@ class WireBits:
 
 
 def wire_bits(
-    strategy: str, wire: str, compute_bits: int, *, sync_every: int = 1, ranks_per_host: float = 1
+    strategy: str, wire: str, compute_bits: int, *, sync_every: int = 1, ranks_per_host: float = 1, passes: int = 1
 ) -> WireBits:
-    """Returns the bits of ddp and naive (an all-reduce of gradients), zero, or local (an all-reduce of a fragment), as
-    hosts send them.
+    """Returns the bits that hosts send: of ddp, naive and, between hosts, hsdp (an all-reduce of gradients), zero,
+    fsdp (gathers in forward and backward of each pass), or local (an all-reduce of a fragment).
 
     compute_bits: of the compute dtype, in which zero sends weights that are read in no other. ranks_per_host: ranks of
     a host add up float32 gradients before they send them; other gradients go from each rank to each.
     """
+    if strategy == "fsdp":
+        return WireBits(32, 2 * passes * 32, 2 * passes * 32)  # in float32: layers cast what was gathered
     if strategy != "zero":
         return WireBits(64 / sync_every, 0, 0)
     gradient = _GRADIENT_BITS[wire] * (1 if wire == "exact" else ranks_per_host)

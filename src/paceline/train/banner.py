@@ -14,7 +14,6 @@ from paceline.record.console import Console, facts, table
 from paceline.sync.wire import wire_bits
 from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
-from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import Peak
 from paceline.world.facts import RankFacts
 from paceline.world.runtime import World
@@ -122,14 +121,16 @@ def _strategy_text(config: Config, plan: BatchPlan) -> str:
 
 
 def _link(world: World, settings: Settings) -> dict[str, str]:
-    """Returns what the link between hosts carries, as a row; none on one host, or with fsdp, whose bytes vary."""
+    """Returns what the link between hosts carries, as a row; none on one host."""
     parallel, hosts = settings.config.parallel, len({each.host for each in world.facts})
-    if hosts == 1 or parallel.strategy in SHARDS_WEIGHTS:
+    if hosts == 1:
         return {}
     counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
     rounds, per_host = parallel.sync_every or 1, world.world_size / hosts
-    sent = wire_bits(parallel.strategy, parallel.wire, bits, sync_every=rounds, ranks_per_host=per_host)
-    num_bytes = sent.bytes_sent(hosts, counts.total, counts.total - counts.non_embedding)
+    passes = settings.plan.passes
+    sent = wire_bits(parallel.strategy, parallel.wire, bits, sync_every=rounds, ranks_per_host=per_host, passes=passes)
+    ring = world.world_size if parallel.strategy == "fsdp" else hosts  # others add up inside a host first
+    num_bytes = sent.bytes_sent(ring, counts.total, counts.total - counts.non_embedding)
     text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
     return {"link": f"{text}; paceline bench link predicts the time of other ways"}
 
@@ -197,6 +198,6 @@ def next_commands(console: Console, config: Config, folder: str, finished: bool)
     console.say(f"  paceline sample {folder}" + (f" --prompt {shlex.quote(prompt[0])}" if prompt else ""))
     console.say(f"  paceline report {folder}   # one page of plots")
     if finished and config.train.time_budget:
-        console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # go on")
+        console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # continue")
     elif finished and config.train.steps:
-        console.say(f"  paceline resume {folder} --train.steps {2 * config.train.steps}   # go on")
+        console.say(f"  paceline resume {folder} --train.steps {2 * config.train.steps}   # continue")

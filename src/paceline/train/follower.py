@@ -44,7 +44,7 @@ class Follower:
             self._console.say(f"the records are not sent to trackers: {error}; {self._later()}", style="yellow")
 
     def wait(self) -> None:
-        """Waits some seconds, so that it can send the last rows. It goes on by itself if that takes longer."""
+        """Waits some seconds, so that it can send the last rows. It continues by itself if that takes longer."""
         if self._process is None:
             return
         try:

@@ -167,6 +167,6 @@ def cause_of(troubles: list[Trouble | None], hosts: list[str]) -> str:
     if len(ranks) == 1 and len(only := next(iter(ranks))) == 1 and len(hosts) > 1:
         return (
             f"rank {only[0]} ({hosts[only[0]]}) alone brought them, in each of these steps: look at its memory, its "
-            "device and its data, or go on without that host"
+            "device and its data, or continue without that host"
         )
     return "lower --optim.lr, or use --train.dtype bfloat16 or float32"

@@ -28,7 +28,7 @@ def restore_or_begin(setup: Setup) -> None:
         return
     reached = setup.folder.forget_after(0) if setup.world.is_main else 0
     facts: dict[str, Any] = {"world_size": setup.world.world_size, "hosts": setup.recorder.hosts}
-    facts["sequences"] = setup.settings.plan.num_sequences()
+    facts |= {"sequences": setup.settings.plan.num_sequences(), "num_steps": setup.settings.num_steps}
     facts |= {"version": __version__, "torch": torch.__version__, **({"reached": reached} if reached else {})}
     setup.recorder.event("start", **facts)
     if resumes:
@@ -65,7 +65,11 @@ def _restore(setup: Setup) -> bool:
             retention.mark(checkpoints.checkpoints, progress.step, progress.best_val_loss or 0.0)
     before, now = manifest["world_size"], setup.world.world_size
     facts: dict[str, Any] = {"from_world_size": before, "world_size": now, "hosts": setup.recorder.hosts}
-    facts |= {"sequences": progress.sequences, **({"changed": changed} if changed else {})}
+    facts |= {
+        "sequences": progress.sequences,
+        "num_steps": setup.settings.num_steps,
+        **({"changed": changed} if changed else {}),
+    }
     setup.recorder.event("resume", step=progress.step, reached=reached, **facts)
     console.say(
         f"resumed at step {progress.step} ({units.count(progress.tokens)} tokens seen); saved by "

@@ -173,7 +173,7 @@ class Saves:
             if is_over:
                 raise RunError(
                     f"training reached step {progress.step}, and its last checkpoint could not be saved: {problem}. "
-                    f"{newest}. Make room and go on by `paceline resume {self._setup.folder.shown}`",
+                    f"{newest}. Make room and continue by `paceline resume {self._setup.folder.shown}`",
                     reach="world",
                 )
             if not is_again:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from whole_runs import events, status_of, tiny
 
+from paceline.base.errors import UserError
 from paceline.config import Config, load_preset
 from paceline.record.predicted import Predicted
 from paceline.tools.plan import calibrate, devices
 from paceline.tools.plan.calibrate import nonnegative
-from paceline.tools.plan.cluster import Cluster
+from paceline.tools.plan.cluster import Cluster, read
 from paceline.tools.plan.failures import Failures
 from paceline.tools.plan.plan import plan, rank_facts
 from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
@@ -219,6 +220,15 @@ def test_the_command_prints_a_plan_a_table_and_json(tmp_path: Path) -> None:
     ).require()
     assert "does not fit" in table.out
     assert table.out.index("strategy=zero") < table.out.index("does not fit")
+
+
+def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
+    links = {"link_gbit": 0.9, "latency_us": 60.0}
+    (tmp_path / "job.json").write_text(json.dumps({"ok": True, "cluster": {"hosts": 2, "ranks_per_host": 1, **links}}))
+    assert read(tmp_path / "job.json") == Cluster(hosts=2, link_gbit=0.9, latency_us=60.0)
+    (tmp_path / "other.json").write_text('{"cluster": 3}')
+    with pytest.raises(UserError, match="is not what `paceline doctor --json` prints"):
+        read(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """A run that only records, and a reader of TensorBoard's files that shares nothing with the writer."""
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
 
-from paceline.record.folder import COMPLETE, create
+from paceline.record.folder import COMPLETE, RunFolder, create
+from paceline.tools.track.points import Position, Reader
 
 Scalars = dict[str, list[tuple[int, float]]]
 
@@ -15,6 +17,7 @@ class Recorded:
     def __init__(self, path: Path):
         self.folder = create(path)
         self.folder.config.write_text("[train]\nsteps = 1000\n[optim]\nlr = 0.1\n")
+        self.attempt = 0
         self.begin()
 
     def begin(self) -> None:
@@ -25,7 +28,7 @@ class Recorded:
         """Records these steps, every tenth with an evaluation."""
         for step in range(first, last + 1):
             row: dict[str, Any] = {"step": step, "loss": 5 - step / 256, "lr": 0.1, "skipped": False, "mfu": None}
-            row |= {"step_ms": 10.0, "tokens": 64 * step, "tokens_per_s": 6400.0, "world_size": 2}
+            row |= {"step_ms": 10.0, "tokens": 64 * step, "tokens_per_s": float(self.attempt), "world_size": 2}
             self.folder.append_metrics(row | {"rank_compute_ms": [6.0, 8.0], "rank_data_ms": [1.0, 2.0]})
             if step % 10 == 0:
                 self.folder.append_metrics({"step": step, "val_loss": 6 - step / 256, "eval_ms": 5.0})
@@ -36,11 +39,20 @@ class Recorded:
         self.folder.close()
         self.folder.lock()
         self.folder.forget_after(step)
+        self.attempt += 1
         self.folder.append_event("resume", step=step, reached=reached)
 
     def end(self) -> None:
         self.folder.append_event("end", reason=COMPLETE)
         self.folder.close()
+
+
+def put_back(folder: RunFolder, name: str, before: dict[str, Any]) -> None:
+    """Makes RUN/track/NAME.json say that all since `before` was being sent: the follower was killed meanwhile."""
+    at = Position(**before["position"])
+    points, after = Reader(folder, at, False).read(at)
+    batch = {"points": [{**vars(point), "row": {}} for point in points], "after": vars(after)}
+    (folder.path / "track" / f"{name}.json").write_text(json.dumps({**before, "batch": batch}))
 
 
 def losses(last: int) -> list[tuple[int, float]]:
@@ -64,6 +76,8 @@ def scalars(run: Path) -> Scalars:
         assert (masked(data[:8]), masked(body)) == (crc, body_crc)
         data = data[16 + length :]
         event = dict(fields(body))
+        if 7 in event:  # a session begins: what was there from this step on is replaced
+            found = {tag: [point for point in points if point[0] < event[2]] for tag, points in found.items()}
         for _, value in fields(event.get(5, b"")):
             parts = dict(fields(value))
             if 2 in parts:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 from program import Program, one_message, rows, run
-from recorded import Recorded, losses, scalars, val_losses
+from recorded import Recorded, losses, put_back, scalars, val_losses
+
+from paceline.tools.track.points import Position, Reader
 
 MISSING = [name for name in ("wandb", "trackio", "mlflow") if importlib.util.find_spec(name) is None]
 
@@ -27,59 +29,75 @@ def a_used_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def sent(folder: Path) -> int:
-    """The last step that TensorBoard has, as RUN/track says."""
-    path = folder / "track" / "tensorboard.json"
-    return json.loads(path.read_text())["position"]["step"] if path.exists() else 0
-
-
 def test_an_old_run_is_sent_in_full_and_never_twice(tmp_path: Path) -> None:
     made = Recorded(tmp_path / "run")
-    made.steps(1, 1200)  # several batches
+    made.steps(1, 450)  # several batches
     made.end()
     for _ in range(2):
         assert "has all of" in run("track", str(made.folder.path), "--to", "tensorboard").require().out
     found = scalars(made.folder.path)
-    assert found["train/loss"] == losses(1200)
-    assert found["eval/val_loss"] == val_losses(1200)
-    assert found["events/checkpoint"] == [(10 * n, n) for n in range(1, 121)]
+    assert found["train/loss"] == losses(450)
+    assert found["eval/val_loss"] == val_losses(450)
+    assert found["events/checkpoint"] == [(10 * n, n) for n in range(1, 46)]
     assert (found["time/slowest_rank_compute_ms"][0], "train/mfu" in found) == ((1, 8.0), False)
 
 
 def test_after_kill_9_and_a_resume_from_an_older_checkpoint_there_is_no_gap_and_nothing_twice(tmp_path: Path) -> None:
+    """TensorBoard can replace rows: of the steps that were trained again it has the last ones."""
     made = Recorded(tmp_path / "run")
     path, last = made.folder.path, 0
-    for attempt in range(3):
+    wanted: list[tuple[int, float]] = []
+    for attempt in range(4):
+        made.steps(last + 1, last + 80)
+        wanted = [*wanted[:last], *((step, float(attempt)) for step in range(last + 1, last + 81))]
+        last += 80
+        if attempt == 3:
+            break
         with Program("track", str(path), "--to", "tensorboard") as program:
-            made.steps(last + 1, last + 40)
-            last += 40
-            program.wait_for(lambda wanted=last: sent(path) >= wanted)
-            made.steps(last + 1, last + 40)  # killed before, while or after it sends them
-            last += 40
-            time.sleep(0.6 * attempt)
+            program.wait_for((path / "track" / "tensorboard.json").exists)
+            time.sleep(0.2 * attempt)  # before, while or after it sends the rows
             os.kill(program.pid, signal.SIGKILL)
         made.resume(last - 30, last)
         last -= 30
-    with Program("track", str(path), "--to", "tensorboard") as program:
-        made.steps(last + 1, 300)
-        made.end()
-        program.wait().require()
-    assert scalars(path)["train/loss"] == losses(300)
-    assert scalars(path)["eval/val_loss"] == val_losses(300)
+    made.end()
+    run("track", str(path), "--to", "tensorboard").require()
+    found = scalars(path)
+    assert found["train/loss"] == losses(last)
+    assert found["train/tokens_per_s"] == wanted
+    assert found["eval/val_loss"] == val_losses(last)
+
+
+def test_a_run_that_is_resumed_while_it_is_followed_is_read_from_its_new_rows(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    made.steps(1, 40)
+    at, found = Position(), []
+    reader = Reader(made.folder, at, True)
+    for change in (None, lambda: made.resume(20, 40), lambda: made.steps(21, 25), None, lambda: made.steps(26, 300)):
+        if change:
+            change()
+        points, at = reader.read(at)
+        found += [(point.step, point.row["tokens_per_s"]) for point in points if "loss" in point.row]
+    points, at = reader.read(at)
+    found += [(point.step, point.row["tokens_per_s"]) for point in points if "loss" in point.row]
+    made.end()
+    assert found == [(step, 0.0) for step in range(1, 41)] + [(step, 1.0) for step in range(21, 301)]
 
 
 def test_a_batch_that_was_being_sent_when_it_was_killed_is_sent_again_in_its_place(tmp_path: Path) -> None:
     made = Recorded(tmp_path / "run")
     made.steps(1, 20)
-    made.end()
     command = ("track", str(made.folder.path), "--to", "tensorboard")
-    run(*command).require()
     state = made.folder.path / "track" / "tensorboard.json"
-    saved = json.loads(state.read_text())
-    begin = {"file": saved["known"]["file"], "bytes": 0}
-    state.write_text(json.dumps({"known": begin, "position": {}, "sending": saved["position"]}))
+    with Program(*command) as program:
+        program.wait_for(lambda: state.exists() and json.loads(state.read_text())["position"].get("step") == 20)
+        os.kill(program.pid, signal.SIGKILL)
+    begin = {"file": json.loads(state.read_text())["known"]["file"], "bytes": 0}
+    put_back(made.folder, "tensorboard", {"known": begin, "position": {}})
+    made.resume(10, 20)  # the rows of the batch are gone
+    made.steps(11, 15)
+    made.end()
     run(*command).require()
-    assert scalars(made.folder.path)["train/loss"] == losses(20)
+    assert scalars(made.folder.path)["train/loss"] == losses(15)
     state.write_text("{")
     assert "remove it to send the run as a new one" in run(*command).require(1).err
 
@@ -97,7 +115,7 @@ def test_a_full_disk_is_said_once_and_costs_no_row(tmp_path: Path) -> None:
             made.steps(1, 600)
             program.wait_for(lambda: (made.folder.path / "track" / "tensorboard.json").exists())
             time.sleep(3)  # an attempt or two
-            assert sent(made.folder.path) < 600
+            assert json.loads((made.folder.path / "track" / "tensorboard.json").read_text())["position"]["step"] < 600
             filler.unlink()
             made.end()
             ended = program.wait().require()

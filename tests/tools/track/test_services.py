@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from program import Program, run
-from recorded import Recorded, losses, val_losses
+from recorded import Recorded, losses, put_back, val_losses
 
 pytestmark = [pytest.mark.long]
 Rows = list[tuple[int, float]]
@@ -37,15 +37,16 @@ def track_through_a_crash(made: Recorded, name: str, env: dict[str, str]) -> Non
     """Kills the follower twice: while it sends, and after it sent a batch and before it noted that."""
     path = made.folder.path
     state = path / "track" / f"{name}.json"
-    with Program("track", str(path), "--to", name, env=env) as program:
-        made.steps(1, 50)
-        program.wait_for(lambda: state.exists() and json.loads(state.read_text())["position"]["step"] == 50)
-        before = json.loads(state.read_text())
-        made.steps(51, 100)
-        program.wait_for(lambda: json.loads(state.read_text())["position"]["step"] == 100)
-        os.kill(program.pid, signal.SIGKILL)
-        after = json.loads(state.read_text())
-    state.write_text(json.dumps({**before, "sending": after["position"]}))
+    before: dict[str, Any] = {}
+    for first, last in ((1, 50), (51, 100)):
+        made.steps(first, last)
+        before = json.loads(state.read_text()) if state.exists() else {}
+        with Program("track", str(path), "--to", name, env=env) as program:
+            program.wait_for(
+                lambda last=last: state.exists() and json.loads(state.read_text())["position"]["step"] == last
+            )
+            os.kill(program.pid, signal.SIGKILL)
+    put_back(made.folder, name, before)
     made.resume(70, 100)
     made.steps(71, 130)
     made.end()

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -47,7 +47,8 @@ def doctor(place: Place, env: Environment, hosts: Hosts | None, wait_s: float, a
         if place.num_hosts == 1:
             _examine_alone(place, report)
             report.findings += examine(place.host, "load", _CHECK_S, partial(load, place))
-            findings, num_hosts, prints = _with_config(place, {0: report}), 1, True
+            reports = {0: report}
+            findings, num_hosts, prints = _with_config(place, reports), 1, True
         else:
             if not hosts:
                 place.address = _own_address(place, env)
@@ -58,18 +59,18 @@ def doctor(place: Place, env: Environment, hosts: Hosts | None, wait_s: float, a
             else:
                 find = partial(_find_hosts, place, env, meeting, began + wait_s)
                 report.findings += examine(place.host, "rendezvous", 1.5 * wait_s, find)
-            findings = _examine_together(place, meeting, began + wait_s)
+            reports, findings = _examine_together(place, meeting, began + wait_s)
             num_hosts = len(meeting.addresses)
             # A launcher shows the output of all hosts in one place.
             first = meeting.heard.get(0)
             prints = bool(hosts) or meeting.node == 0 or first is None or meeting.node not in first.heard
         if prints:
-            _print(findings, num_hosts, time.monotonic() - began, as_json)
+            _print(findings, num_hosts, time.monotonic() - began, _cluster(reports) if as_json else None)
     return EXIT_FAILED if any(finding.level == "failure" for finding in findings) else EXIT_DONE
 
 
-def _print(findings: Sequence[Finding], num_hosts: int, seconds: float, as_json: bool) -> None:
-    if not as_json:
+def _print(findings: Sequence[Finding], num_hosts: int, seconds: float, cluster: dict[str, float] | None) -> None:
+    if cluster is None:
         console = Console(0)
         console.say(table(findings, num_hosts))
         console.say(summary(findings, num_hosts, seconds))
@@ -79,7 +80,21 @@ def _print(findings: Sequence[Finding], num_hosts: int, seconds: float, as_json:
         row = asdict(finding)
         by_host.setdefault(row.pop("host"), []).append(row)
     is_well = all(finding.level != "failure" for finding in findings)
-    print(json.dumps({"ok": is_well, "seconds": round(seconds, 1), "hosts": by_host}))
+    print(json.dumps({"ok": is_well, "seconds": round(seconds, 1), "hosts": by_host, "cluster": cluster}))
+
+
+def _cluster(reports: Mapping[int, Report]) -> dict[str, float]:
+    """Returns the hosts as `paceline plan --cluster` takes them, with the slowest link; empty if their numbers of ranks
+    differ."""
+    num_ranks = {len(report.notes.get("ranks", ())) for report in reports.values()}
+    if len(num_ranks) > 1 or num_ranks == {0}:
+        return {}
+    links = [link for report in reports.values() for link in report.links.values() if link["bytes_per_s"]]
+    found: dict[str, float] = {"hosts": len(reports), "ranks_per_host": num_ranks.pop()}
+    if links:
+        found["link_gbit"] = 8e-9 * min(link["bytes_per_s"] for link in links)
+        found["latency_us"] = max(link["round_trip_us"] for link in links) / 2
+    return found
 
 
 def _examine_alone(place: Place, report: Report) -> None:
@@ -138,7 +153,8 @@ def _find_hosts(place: Place, env: Environment, meeting: Meeting, deadline: floa
         )
 
 
-def _examine_together(place: Place, meeting: Meeting, deadline: float) -> list[Finding]:
+def _examine_together(place: Place, meeting: Meeting, deadline: float) -> tuple[dict[int, Report], list[Finding]]:
+    """Measures clocks and links with the hosts that answer, and returns the reports and the findings of all."""
     notes, report = place.notes, meeting.own
     ranks_at = notes.get("listens", place.address)
     listener = Listener(ranks_at if is_loopback(ranks_at) == is_loopback(place.address) else place.address)
@@ -161,7 +177,7 @@ def _examine_together(place: Place, meeting: Meeting, deadline: float) -> list[F
     shown = host_names(reports, meeting.addresses)
     for node, each in reports.items():
         each.findings = [replace(finding, host=shown[node]) for finding in each.findings]
-    return _with_config(place, reports) + compare(reports, meeting.addresses, meeting.problems)
+    return reports, _with_config(place, reports) + compare(reports, meeting.addresses, meeting.problems)
 
 
 def _measure(place: Place, meeting: Meeting, nodes: Sequence[int], is_quick: bool) -> None:

@@ -1,5 +1,6 @@
 """The machines that a plan is for: a short TOML file, or this machine."""
 
+import json
 import math
 import tomllib
 import typing
@@ -84,11 +85,15 @@ def _require(name: str, value: float, least: float) -> None:
 
 
 def read(path: Path) -> Cluster:
-    """Returns the cluster of a TOML file. Raises UserError, naming the field, for anything that is not one."""
+    """Returns the cluster of a TOML file, or of what `paceline doctor --json` printed. Raises UserError, naming the
+    field, for anything that is not one."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        document = {**json.loads(text)["cluster"]} if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UserError(f"cannot read --cluster {path}: {error.strerror}") from None
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise UserError(f"--cluster {path} is not what `paceline doctor --json` prints; give that, or TOML") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"--cluster {path} is not TOML: {error}") from None
     hints = typing.get_type_hints(Cluster)

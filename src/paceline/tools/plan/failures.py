@@ -11,7 +11,7 @@ class Failures:
 
     between_s: float  # mean time between failures of the job; inf: none
     save_s: float  # of training that a save takes
-    restart_s: float  # until the steps go on
+    restart_s: float  # until the steps continue
 
     def goodput_frac(self, interval_s: float) -> float:
         """Returns the share of time that makes progress, with a save after every interval_s of it (equation 20)."""

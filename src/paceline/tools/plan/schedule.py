@@ -266,9 +266,14 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
     encode_ns, update_ns = CODEC_NS[parallel.wire] if job.num_ranks > 1 else (0.0, 0.0)
     flags = f"--parallel.strategy {strategy}" + (f" --parallel.sync-every {rounds}" if parallel.sync_every else "")
     flags += f" --parallel.wire {parallel.wire}" if parallel.wire != "exact" else ""
-    bits = wire_bits(strategy, parallel.wire, job.compute_bits, sync_every=rounds, ranks_per_host=per_host)
-    if strategy == "fsdp":  # gathers in forward and backward of each micro-batch
-        bits = WireBits(32, 2 * job.num_micro_batches * job.compute_bits, 2 * job.num_micro_batches * job.compute_bits)
+    bits = wire_bits(
+        strategy,
+        parallel.wire,
+        job.compute_bits,
+        sync_every=rounds,
+        ranks_per_host=per_host,
+        passes=job.num_micro_batches,
+    )
     return Path(
         flags=flags + (f" --train.layered-micro-batches {job.num_micro_batches}" if is_layered else ""),
         bits=bits,

@@ -187,7 +187,7 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
         "optimizer": moments * part,
         "activations": together * (sequences * sequence_bytes(config, rank) + fixed_bytes(config)) + loss,
         "buffers": buffers,
-        # A save copies what this rank writes, and training goes on. A GPU's copy is in the host's memory.
+        # A save copies what this rank writes, and training continues. A GPU's copy is in the host's memory.
         "snapshot": (4 * total + moments) * min(part, whole) if rank.device == "cpu" else 0.0,
         "program": PROGRAM_BYTES[rank.device],
     }

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.base import units
-from paceline.record.events import STARTS, clock, details, starts, text
-from paceline.record.folder import COMPLETE
+from paceline.record.events import STARTS, clock, details, ending, starts, text
 from paceline.record.read import Row, number
 
 _STOPS = ("end", "failed", "hang")
@@ -17,13 +16,13 @@ _STOPS = ("end", "failed", "hang")
 
 def status(events: Sequence[Row]) -> tuple[str, str]:
     """Returns (good, open or bad; a description)."""
-    last = next((event for event in reversed(events) if event["event"] in (*STARTS, *_STOPS)), {"event": ""})
-    if last["event"] in ("failed", "hang"):
+    kind, why = ending(events)
+    if kind == "failed":
         return "bad", "failed"
-    if last["event"] != "end":
+    if kind == "stopped":
+        return "open", f"stopped: {why}"
+    if kind != "ended":
         return "open", "no end is recorded: still running, or cut short"
-    if (reason := text(last.get("reason"))) != COMPLETE:
-        return "open", f"stopped: {reason}"
     return ("open", "finished, with repaired replicas") if repairs(events) else ("good", "finished")
 
 

@@ -1,10 +1,9 @@
 """Follows a run: sends what it records to each tracker, until the run is over and everything is sent.
 
-Each tracker has a thread, so that none waits for another. RUN/track/NAME.json says what it has; it is written before
-and after each batch, so that after kill -9 the same batch is sent again, and the tracker recognises it.
+Each tracker has a thread, so that none waits for another. RUN/track/NAME.json says what it has, and holds the batch
+that is being sent: after kill -9 the same batch is sent again, and the tracker recognises it.
 """
 
-import dataclasses
 import importlib.util
 import json
 import shlex
@@ -27,11 +26,12 @@ from paceline.tools.track.prometheus import Prometheus
 from paceline.tools.track.services import MLflow, Trackio, WandB
 from paceline.tools.track.tensorboard import TensorBoard
 
-_EVERY_S, _EVERY_S_BY_LIBRARY = 1.0, 5.0  # between batches: a request costs milliseconds, whatever is in it
-_LOOK_EVERY_S = 0.5
+_EVERY_S = 10.0  # between batches: a request costs milliseconds, whatever is in it
+_LOOK_EVERY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 _LOCKED_S = 10.0  # of the follower of an attempt before, which ends
 _LIBRARIES = ("mlflow", "trackio", "wandb")
+_CAN_FORGET = ("prometheus", "tensorboard")  # the others have no way to replace a row
 
 
 class Tracker(Protocol):
@@ -90,9 +90,7 @@ class _Follower:
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
         self._position = Position()
-        self._sending: Position | None = None  # up to here a batch was being sent
-        self._batch: tuple[list[Point], Position] | None = None
-        self._reader = Reader(folder)
+        self._batch: tuple[list[Point], Position] | None = None  # being sent, and the position after it
         self._num_failures = 0
 
     def run(self) -> None:
@@ -116,39 +114,38 @@ class _Follower:
             _say(f"another process sends {self._folder.shown} to {self.name}; waiting until it ends")
             lock.acquire()
         self._load()
+        reader = Reader(self._folder, self._batch[1] if self._batch else self._position, self.name in _CAN_FORGET)
         while True:
-            goes_on = is_running(self._folder)  # asked before reading, so that nothing is missed
+            trains = is_running(self._folder)  # asked before reading, so that nothing is missed
             try:
-                self._send_all()
-                if not goes_on and self._tracker is not None:
+                self._send_all(reader)
+                if not trains and self._tracker is not None:
                     self._tracker.close(read_state(self._folder).kind == "failed")
             except Exception as error:
                 self._failed(error)
                 continue
-            if not goes_on:
+            if not trains:
                 self.has_everything = True
                 print(
                     f"{self.name} has all of {self._folder.shown}: {self._position.index} rows and events", flush=True
                 )
                 return
-            self.hurry.wait(_EVERY_S_BY_LIBRARY if self.name in _LIBRARIES else _EVERY_S)
+            self.hurry.wait(_EVERY_S)
 
-    def _send_all(self) -> None:
+    def _send_all(self, reader: Reader) -> None:
         if self._tracker is None:
             self._tracker = _TRACKERS[self.name](self._folder, self._settings, self._known)
             self._save()
         while True:
             if self._batch is None:
-                self._batch = self._reader.read(self._position, self._sending)
+                points, after = reader.read(self._position)
+                if not points:
+                    break
+                self._batch = points, after
             points, after = self._batch
-            if points:
-                self._sending = after
-                self._save()
-                self._tracker.send(points)
-            was_pinned = self._sending is not None and not points
-            self._position, self._sending, self._batch = after, None, None
-            if not points and not was_pinned:
-                break
+            self._save()
+            self._tracker.send(points)
+            self._position, self._batch = after, None
             self._save()
             self.active_s = time.monotonic()
         if self._num_failures:
@@ -163,7 +160,6 @@ class _Follower:
             _say(f"{self.name} does not work now{self.why}. It is tried again, and the run is not disturbed")
         self._num_failures += 1
         self._tracker = None
-        self._reader.close()  # it may have read rows that are in no batch: it begins again, and skips what was sent
         self.hurry.wait(min(_LONGEST_DELAY_S, 2.0 ** min(self._num_failures, 6)))
         if self.hurry.is_set():
             time.sleep(0.5)
@@ -175,7 +171,8 @@ class _Follower:
         try:
             saved = json.loads(path.read_text())
             self._known, self._position = saved["known"], Position(**saved["position"])
-            self._sending = Position(**saved["sending"]) if saved["sending"] else None
+            if batch := saved["batch"]:
+                self._batch = [Point(**point) for point in batch["points"]], Position(**batch["after"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is damaged ({_one_line(error)}); remove it to send the run as a new one"
@@ -183,8 +180,11 @@ class _Follower:
 
     def _save(self) -> None:
         if self.name != "prometheus":
-            sending = dataclasses.asdict(self._sending) if self._sending else None
-            saved = {"known": self._known, "position": dataclasses.asdict(self._position), "sending": sending}
+            batch = None
+            if self._batch:
+                points = [{**vars(point), "row": {}} for point in self._batch[0]]  # trackers get its values
+                batch = {"points": points, "after": vars(self._batch[1])}
+            saved = {"known": self._known, "position": vars(self._position), "batch": batch}
             replace(self._state_file(), json.dumps(saved).encode(), 0o600)
 
     def _state_file(self) -> Path:

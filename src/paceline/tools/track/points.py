@@ -1,7 +1,7 @@
 """What a run has recorded since a position, as points to send.
 
-Each step and each evaluation is sent once. Steps that a resumed run makes again, since its checkpoint was older, are
-not: most trackers cannot replace a row, and the law of resume says that the losses are the same.
+A run that resumes from an older checkpoint makes some steps again, and replaces their rows. A tracker that can forget
+gets the new rows, too. The others keep the first ones: the law of resume says that the losses are the same.
 """
 
 import copy
@@ -9,14 +9,12 @@ import json
 import math
 from dataclasses import dataclass, field
 from datetime import datetime
-from io import BufferedReader
-from pathlib import Path
-from typing import Any
 
+from paceline.record.events import STARTS
 from paceline.record.folder import RunFolder
-from paceline.record.read import Row
+from paceline.record.read import Row, Tail, step_of
 
-MOST = 200  # points in a batch, about
+_MOST = 200  # rows in a batch
 _MOST_TEXT = 400
 
 
@@ -27,8 +25,8 @@ class Point:
     index: int  # 0, 1, 2 ... over all points of a run
     step: int
     time_s: float  # since 1970
-    row: Row  # as recorded
     values: dict[str, float | str]  # "train/loss" -> 2.5; an event also has a text
+    row: Row = field(default_factory=dict)  # as recorded
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Position:
 
     step: int = 0  # of the last training row
     eval_step: int = 0
-    events: int = 0  # bytes of events.jsonl
+    events: int = 0  # number of them
     event_step: int = 0  # of the last event: some have none
     index: int = 0  # of the next point
     clock_s: float = 0.0  # the time of the last row: rows have no time, so it is counted from the events
@@ -46,79 +44,59 @@ class Position:
 
 
 class Reader:
-    """Reads metrics.jsonl and events.jsonl of one run, which may go on, and may be resumed meanwhile."""
+    """Reads metrics.jsonl and events.jsonl of one run from a position on, while it trains and is resumed."""
 
-    def __init__(self, folder: RunFolder):
-        self._folder = folder
-        self._metrics: BufferedReader | None = None
+    def __init__(self, folder: RunFolder, position: Position, can_forget: bool):
+        self._folder, self._can_forget = folder, can_forget
+        self._metrics, self._events = Tail(folder.metrics), Tail(folder.events)
+        num_known = position.events
+        while num_known and (known := self._events.read(num_known)[1]):
+            num_known -= len(known)
 
-    def read(self, at: Position, limit: Position | None = None) -> tuple[list[Point], Position]:
-        """Returns the points after `at`, at most about MOST, and the position after them. Each row is read once: a
-        caller that cannot send the points keeps them. With a limit reads exactly to there: after a crash the same
-        points have the same index and time. Raises OSError."""
+    def read(self, at: Position) -> tuple[list[Point], Position]:
+        """Returns the points after `at`, at most 2 * _MOST, and the position after them; no points: there are no more
+        yet. Each is read once, so the caller keeps them until they are sent."""
         after = copy.deepcopy(at)
-        found = [(_step(row), 0, row) for row in self._rows(after, limit)]
-        for event in self._events(after, limit):
-            if "step" in event or event["event"] == "start":
-                after.event_step = _step(event)
-            found.append((after.event_step, 1, event))
-            if event["event"] in ("start", "resume") and (when := _time_s(event)):
-                after.attempts.append((after.event_step, when))
-        found.sort(key=lambda each: each[:2])  # stable: a row comes before the events after its step
+        found = self._read_events(after)  # first: a resumed run drops rows before it records that it resumes
+        if after.step < at.step or after.eval_step < at.eval_step:
+            self._metrics = Tail(self._folder.metrics)  # the new rows are for the next batch, without this event
+        else:
+            found += self._read_rows(after)
+            found.sort(key=lambda each: each[:2])  # stable: a row comes before the events after its step
         clock = _Clock(after, at.step)
         points = []
         for step, _, row in found:
             values = _values_of_event(row, after) if "event" in row else _values(row)
-            points.append(Point(index=after.index, step=step, time_s=clock.time_s(step, row), row=row, values=values))
+            points.append(Point(index=after.index, step=step, time_s=clock.time_s(step, row), values=values, row=row))
             after.index += 1
         return points, after
 
-    def _rows(self, after: Position, limit: Position | None) -> list[Row]:
-        found: list[Row] = []
-        self._open_newest()
-        while self._metrics is not None and len(found) < MOST:
-            place = self._metrics.tell()
-            line = self._metrics.readline()
-            if not line.endswith(b"\n"):
-                self._metrics.seek(place)
-                break
-            row = _row(line)
-            if row is None or not ("loss" in row or "val_loss" in row):
+    def _read_events(self, after: Position) -> list[tuple[int, int, Row]]:
+        found = []
+        rows = self._events.read(_MOST)[1]
+        after.events += len(rows)
+        for event in rows:
+            if not isinstance(event.get("event"), str):
                 continue
-            name = "eval_step" if "val_loss" in row else "step"
-            if limit is not None and _step(row) > getattr(limit, name):
-                self._metrics.seek(place)
-                break
-            if _step(row) > getattr(after, name):
-                setattr(after, name, _step(row))
-                found.append(row)
+            begins = event["event"] in STARTS
+            if "step" in event or begins:
+                after.event_step = step_of(event)
+            if begins and (when := _time_s(event)):
+                after.attempts.append((after.event_step, when))
+            if begins and self._can_forget:
+                after.step, after.eval_step = min(after.step, after.event_step), min(after.eval_step, after.event_step)
+            found.append((after.event_step, 1, event))
         return found
 
-    def _open_newest(self) -> None:
-        """A resumed run replaces metrics.jsonl. While the old file is open, the new one has another inode."""
-        path = self._folder.metrics
-        try:
-            if self._metrics is None or path.stat().st_ino != Path(f"/dev/fd/{self._metrics.fileno()}").stat().st_ino:
-                self.close()
-                self._metrics = path.open("rb")
-        except FileNotFoundError:
-            return
-
-    def _events(self, after: Position, limit: Position | None) -> list[Row]:
-        try:
-            with self._folder.events.open("rb") as file:
-                file.seek(after.events)
-                data = file.read() if limit is None else file.read(max(0, limit.events - after.events))
-        except FileNotFoundError:
-            return []
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)[:MOST]
-        after.events += sum(map(len, lines))
-        return [row for line in lines if (row := _row(line)) and isinstance(row.get("event"), str)]
-
-    def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+    def _read_rows(self, after: Position) -> list[tuple[int, int, Row]]:
+        found: list[tuple[int, int, Row]] = []
+        while not found and (rows := self._metrics.read(_MOST)[1]):
+            for row in rows:
+                name = "eval_step" if "val_loss" in row else "step"
+                if ("loss" in row or "val_loss" in row) and step_of(row) > getattr(after, name):
+                    setattr(after, name, step_of(row))
+                    found.append((step_of(row), 0, row))
+        return found
 
 
 class _Clock:
@@ -158,19 +136,6 @@ def _values_of_event(event: Row, position: Position) -> dict[str, float | str]:
     position.counts[kind] = position.counts.get(kind, 0) + 1
     facts = {name: value for name, value in event.items() if not name.endswith(("digest", "digests"))}
     return {f"events/{kind.replace(' ', '_')}": position.counts[kind], "event": json.dumps(facts)[:_MOST_TEXT]}
-
-
-def _row(line: bytes) -> Row | None:
-    try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _step(row: Row) -> int:
-    step = row.get("step")
-    return step if isinstance(step, int) else 0
 
 
 def _time_s(event: Row) -> float:

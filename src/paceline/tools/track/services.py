@@ -17,8 +17,8 @@ from paceline.tools.track.points import Point
 
 _PROJECT = "paceline"
 _MOST_METRICS = 1000  # that MLflow takes in a request
-_FLUSH_S = 0.2  # between writes of W&B's file; its own 15 s would be lost with a killed process
-_WRITTEN_WITHIN_S = 15.0
+_FLUSH_S = 1.0  # between writes of W&B's file; its own 15 s would be lost with a killed process
+_WRITTEN_WITHIN_S = 60.0  # on a busy machine
 
 
 class Trackio:
@@ -117,7 +117,7 @@ class WandB:
                 save_code=False,
                 disable_git=True,
                 x_disable_stats=True,  # they would be the follower's
-                init_timeout=30,
+                init_timeout=120,
                 x_transaction_log_flush_interval=_FLUSH_S,
             ),
         )
@@ -136,7 +136,7 @@ class WandB:
         while points and self._next <= points[-1].index:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"wandb has not written its file within {_WRITTEN_WITHIN_S:.0f} s")
-            time.sleep(_FLUSH_S)
+            time.sleep(_FLUSH_S / 2)
             self._next = max([self._next, *(index + 1 for index, _ in self._log.rows())])
 
     def close(self, is_failed: bool) -> None:

@@ -68,6 +68,9 @@ def _event(time_s: float, step: int, content: bytes) -> bytes:
     return length + _masked_crc(length) + body + _masked_crc(body)
 
 
+_SESSION_START = _field(7, _integer(1, 1))  # a reader drops what was written before for this step and later ones
+
+
 class TensorBoard:
     """Writes RUN/tensorboard/events.out.tfevents.*. What a crash or a full disk left after the last complete batch is
     cut off."""
@@ -87,12 +90,14 @@ class TensorBoard:
             )
 
     def send(self, points: Sequence[Point]) -> None:
-        self._write(
-            b"".join(
-                _event(point.time_s, point.step, _field(5, b"".join(_value(*item) for item in point.values.items())))
-                for point in points
+        data = b""
+        for point in points:
+            if "events/start" in point.values or "events/resume" in point.values:
+                data += _event(point.time_s, point.step + 1, _SESSION_START)
+            data += _event(
+                point.time_s, point.step, _field(5, b"".join(_value(*item) for item in point.values.items()))
             )
-        )
+        self._write(data)
 
     def _write(self, data: bytes) -> None:
         begin = self._known["bytes"]

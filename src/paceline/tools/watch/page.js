@@ -107,7 +107,7 @@ class Chart {
     if (this.at !== null) this.show();
   }
 
-  marks(svg, top, bottom) { // where the only run went on after a stop
+  marks(svg, top, bottom) { // where the only run continued after a stop
     if (runs.length > 1 || document.querySelector("input[name=x]:checked").value !== "step") return;
     for (const step of runs[0].resumed.filter((step) => step !== null)) {
       svg.append(make("line", { class: "mark", x1: this.x(step), x2: this.x(step), y1: top, y2: bottom }));
