@@ -52,7 +52,8 @@ class Roofline(TorchDispatchMode):
             num_bytes = 2 * out.nbytes
         flops = 0.0
         if func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+            given = [value for value in args if not isinstance(value, torch.dtype)]  # of mm's result
+            flops = flop_registry[func._overloadpacket](*given, **(kwargs or {}), out_val=out)
         part, rate = "elementwise", PRODUCTS
         if "attention" in name:
             part, rate, flops = "attention", ATTENTION, flops / 2  # causal

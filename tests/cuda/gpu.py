@@ -216,6 +216,10 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
     def broadcast(tensor: Any, source: int, group: Any = None) -> None:
         gpu.collective("broadcast", [], [tensor]).wait()
 
+    def messages(calls: list[Any]) -> list[Work]:
+        by_op = [[call.tensor for call in calls if call.op is op] for op in (dist.isend, dist.irecv)]
+        return [gpu.collective("messages", *by_op)]
+
     def flat(name: str) -> Callable[..., Work | None]:
         """torch's own callers, which give more arguments, wait at once."""
 
@@ -243,6 +247,7 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
         "new_group": lambda backend: SimpleNamespace(set_timeout=lambda _: None),
         "all_reduce": lambda tensor, **how: flat("all-reduce")(tensor, tensor, async_op=how.get("async_op", False)),
         "broadcast": broadcast,
+        "batch_isend_irecv": messages,
         "all_gather_into_tensor": flat("all-gather"),
         "reduce_scatter_tensor": flat("reduce-scatter"),
     }

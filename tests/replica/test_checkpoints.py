@@ -105,7 +105,7 @@ class Script:
 def combinations(world_size: int) -> Iterator[tuple[str, str]]:
     for kind in KINDS:
         for strategy in STRATEGIES:
-            if strategy != "fsdp" or (kind != "muon" and 6 % world_size == 0):
+            if strategy != "fsdp" or 6 % world_size == 0:
                 yield kind, strategy
 
 

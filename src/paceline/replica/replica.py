@@ -100,8 +100,7 @@ class Replica:
         self._replace_earlier()
         mistakes.check_model(model, self.optimizers, strategy, world)
         self.updates = Updates(model, self.optimizers)
-        whole = self.updates.updated_whole()
-        mistakes.check_sharding(model, strategy, self.optimizers, whole)
+        mistakes.check_sharding(model, strategy, self.optimizers)
         if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
             mistakes.check_same_start(model, world)
             broadcast_parameters(model, world.group)
@@ -111,6 +110,7 @@ class Replica:
         hosts = len({facts.host for facts in world.facts})
         is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
         rounded = rounded_gradients if is_direct else ()
+        whole = self.updates.updated_whole()
         self.gradients = Gradients(
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
         )

@@ -13,7 +13,7 @@ def out_of_memory(error: BaseException, settings: Settings, rank: RankFacts) -> 
     if not config.train.activation_checkpoint:
         flags.append("--train.activation-checkpoint")
     smaller = {"ddp": "zero", "naive": "zero", "zero": "fsdp"}.get(config.parallel.strategy)
-    if plan.world_size > 1 and smaller and (smaller, config.optim.name) != ("fsdp", "muon"):
+    if plan.world_size > 1 and smaller:
         flags.append(f"--parallel.strategy {smaller}")
     advice = f"needs less, for the same losses: {', '.join(flags)}" if flags else "needs a smaller model, or more ranks"
     told = str(error).split(". ")[:2]  # how much was asked for, and how large the GPU is
