@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.base.units import listed
+from paceline.optim.clip import has_float64
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import as_batch
 from paceline.replica.contents import not_kept
@@ -92,7 +93,7 @@ class Replica:
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clock = DeviceClock(world.device)
-        self.exact_dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        self.exact_dtype = torch.float64 if has_float64(world.device) else torch.float32
         self._autocast = _DTYPES[dtype]
         self.scaler = LossScaler.for_dtype(self._autocast or torch.float32)
 
