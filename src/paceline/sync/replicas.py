@@ -26,8 +26,10 @@ def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[st
     sums = {name: _sums(_words(tensor)) for name, tensor in tensors.items() if tensor.nbytes and tensor.nbytes % 4 == 0}
     lengths = [len(each) for each in sums.values()]
     mixed = torch.split(_mixed(torch.cat([*sums.values()])), lengths) if sums else []
-    odd = torch.arange(1, 2 * max(lengths, default=0), 2, device=mixed[0].device if sums else None)
-    found = torch.stack([(part * odd[: len(part)]).sum() for part in mixed]).cpu().tolist() if sums else []  # one copy
+    factors = torch.arange(1, 2 * max(lengths, default=0), 2, device=mixed[0].device if sums else None)
+    found = (
+        torch.stack([(part * factors[: len(part)]).sum() for part in mixed]).cpu().tolist() if sums else []
+    )  # one copy
     short = {name: _short(str(value).encode()) for name, value in zip(sums, found, strict=True)}
     return {name: short[name] if name in short else _digest(tensor) for name, tensor in tensors.items()}
 
