@@ -119,7 +119,7 @@ def without_lines(places: Counter[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("strategy", "mutation"),
-    [(strategy, mutation) for strategy in ("ddp", "naive", "zero") for mutation in ("results", "order")]
+    [(strategy, mutation) for strategy in ("ddp", "naive", "zero", "fsdp") for mutation in ("results", "order")]
     + [("zero", "weights")],
 )
 def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
