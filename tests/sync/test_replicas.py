@@ -143,6 +143,7 @@ def test_the_overall_digest_is_of_names_and_bytes_and_any_digest_keeps_63_bits()
     assert overall(tensors) == overall(dict(reversed(tensors.items())))
     assert overall({"a": torch.ones(2)}) != overall({"b": torch.ones(2)})
     for quick in (False, True):
+        assert digests({}, quick) == {}
         assert all(0 <= digest < 2**63 for digest in digests(tensors, quick).values())
 
 

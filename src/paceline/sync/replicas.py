@@ -24,12 +24,13 @@ def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[st
     if not quick:
         return {name: _digest(tensor) for name, tensor in tensors.items()}
     sums = {name: _sums(_words(tensor)) for name, tensor in tensors.items() if tensor.nbytes and tensor.nbytes % 4 == 0}
-    lengths = [len(each) for each in sums.values()]
-    mixed = torch.split(_mixed(torch.cat([*sums.values()])), lengths) if sums else []
-    factors = torch.arange(1, 2 * max(lengths, default=0), 2, device=mixed[0].device if sums else None)
-    found = (
-        torch.stack([(part * factors[: len(part)]).sum() for part in mixed]).cpu().tolist() if sums else []
-    )  # one copy
+    found = []
+    if sums:
+        lengths = [len(each) for each in sums.values()]
+        mixed = _mixed(torch.cat([*sums.values()]))
+        factors = 2 * torch.arange(max(lengths), device=mixed.device) + 1
+        dots = [(part * factors[: len(part)]).sum() for part in torch.split(mixed, lengths)]
+        found = torch.stack(dots).cpu().tolist()  # from a GPU one copy
     short = {name: _short(str(value).encode()) for name, value in zip(sums, found, strict=True)}
     return {name: short[name] if name in short else _digest(tensor) for name, tensor in tensors.items()}
 
