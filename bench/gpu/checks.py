@@ -180,6 +180,7 @@ def strategies(machine: Machine) -> str:
         ("fsdp", "adamw"),
         ("ddp", "muon"),
         ("zero", "muon"),
+        ("fsdp", "muon"),
     ):
         flags = (*FLOAT32, "--optim.name", optimizer)
         run = machine.train(*flags, "--parallel.strategy", strategy, ranks=machine.num_gpus)

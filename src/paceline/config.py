@@ -117,11 +117,6 @@ class Config:
         """Raises UserError for any impossible value or combination. Needs no torch."""
         for section in dataclasses.fields(self):
             getattr(self, section.name).check()
-        if self.parallel.strategy in SHARDS_WEIGHTS and self.optim.name == "muon":
-            raise UserError(
-                f"parallel.strategy {self.parallel.strategy} cuts every matrix, and optim.name muon updates whole "
-                "ones; use --parallel.strategy zero, or --optim.name adamw"
-            )
         shares = self.parallel.fixed_shares()
         if shares and sum(shares) != self.train.global_batch_size:
             raise UserError(

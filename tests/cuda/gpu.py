@@ -38,6 +38,7 @@ class Gpu:
         self.waits: Counter[str] = Counter()  # of the host for the GPU, by place
         self.copies: Counter[str] = Counter()  # between host and GPU, by kind and place
         self.collectives: Counter[str] = Counter()
+        self.float64: Counter[str] = Counter()  # kernels with such numbers, by place
         self.held = ""  # the collective that never ends
         self.when_held: Callable[[], None] = lambda: None  # called where the host would wait for ever
         self._held_at: Clock = {}
@@ -197,6 +198,7 @@ class _Kernels(TorchDispatchMode):
             return out
         if func in _COPIES and not all(on_gpu):
             self._count_copy(func, args, kwargs)
+        gpu.float64[_place()] += any(t.is_cuda and t.dtype == torch.float64 for t in (*reads, *writes))
         gpu.kernel(str(func), [t for t in reads if t.is_cuda], [t for t in writes if t.is_cuda])
         return out
 
@@ -215,6 +217,10 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
 
     def broadcast(tensor: Any, source: int, group: Any = None) -> None:
         gpu.collective("broadcast", [], [tensor]).wait()
+
+    def messages(calls: list[Any]) -> list[Work]:
+        by_op = [[call.tensor for call in calls if call.op is op] for op in (dist.isend, dist.irecv)]
+        return [gpu.collective("messages", *by_op)]
 
     def flat(name: str) -> Callable[..., Work | None]:
         """torch's own callers, which give more arguments, wait at once."""
@@ -243,6 +249,7 @@ def rehearsed(gpu: Gpu, rank: int, size: int) -> Iterator[None]:
         "new_group": lambda backend: SimpleNamespace(set_timeout=lambda _: None),
         "all_reduce": lambda tensor, **how: flat("all-reduce")(tensor, tensor, async_op=how.get("async_op", False)),
         "broadcast": broadcast,
+        "batch_isend_irecv": messages,
         "all_gather_into_tensor": flat("all-gather"),
         "reduce_scatter_tensor": flat("reduce-scatter"),
     }

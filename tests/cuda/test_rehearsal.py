@@ -15,8 +15,12 @@ from steps import rehearsal
 
 from paceline.model import loss
 from paceline.model.layers import Block
+from paceline.optim import clip
+from paceline.replica import replica
+from paceline.replica.batch import Batch
+from paceline.replica.contents import ReplicaContents
 from paceline.sync import zero
-from paceline.sync.replicas import differences
+from paceline.sync.replicas import differences, digests
 from paceline.world.transfer import Transfer
 
 if reason := no_gpu.why_not():
@@ -42,7 +46,7 @@ def _pretended() -> None:
         ("gpt2-124m", "ddp", 8, 1, 3, FP16),
         ("gpt2-124m", "naive", 2, 1, 1, BF16),
         ("gpt2-124m-modern", "zero", 8, 1, 0, BF16),  # a rank without a micro-batch
-        ("gpt2-124m", "fsdp", 4, 2, 2, BF16),
+        ("gpt2-124m-modern", "fsdp", 4, 2, 2, BF16),
         ("gpt2-124m", "hsdp", 8, 2, 1, BF16),
         pytest.param("gpt2-124m", "ddp", 8, 12, 2, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m", "zero", 8, 12, 1, BF16, marks=pytest.mark.long),
@@ -68,10 +72,34 @@ def test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed(
                 "ddp": {"broadcast", "all-reduce"},
                 "naive": {"broadcast", "all-reduce"},
                 "zero": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
-                "fsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
+                "fsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather", "messages"},  # of Muon's matrices
                 "hsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
             }[strategy]
         )
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-124m-modern"])
+def test_an_apple_gpu_which_has_no_float64_gets_none(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, an evaluation, digests and what a checkpoint holds; the GPU stands in for it."""
+    seen = {}
+    for is_apple in (True, False):
+        for module in (clip, replica):
+            monkeypatch.setattr(module, "has_float64", lambda _, is_apple=is_apple: not is_apple)
+        with rehearsal(preset, "ddp", 1, layers=1, dtype=FP16) as rank:
+            rank.group.is_queued = False
+            tokens, model = torch.zeros(1, 1024, dtype=torch.int64, device=gpu.CUDA), rank.replica.model
+            step = rank.replica.step(Batch([tokens]), total=1024.0)
+            for tokens_BT in step:
+                step.backward(model(tokens_BT, tokens_BT) / 1024, weight=1024)
+            step.finish(max_norm=1.0)
+            with torch.no_grad():
+                float(model.eval()(tokens, tokens))
+            digests(rank.replica.sync.on_all_ranks(), quick=True)
+            state, _, _ = ReplicaContents(rank.replica, "").state()
+            seen[is_apple] = +rank.gpu.float64
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert seen[True] == {}
+    assert {place.split(":")[0] for place in seen[False]} == {"clip.py", "step.py"}
 
 
 def test_replicas_are_compared_by_one_small_copy() -> None:
@@ -91,7 +119,7 @@ def without_lines(places: Counter[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("strategy", "mutation"),
-    [(strategy, mutation) for strategy in ("ddp", "naive", "zero") for mutation in ("results", "order")]
+    [(strategy, mutation) for strategy in ("ddp", "naive", "zero", "fsdp") for mutation in ("results", "order")]
     + [("zero", "weights")],
 )
 def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_no_command_stands_where_no_test_sees_it(document: Path) -> None:
         ("train --preset gpt2-124m --train.stps 3", UserError),
         ("train --preset gpt2-124n", UserError),
         ("train --preset tiny --optim.lr fast", UserError),
-        ("train --preset tiny --parallel.strategy fsdp --optim.name muon", UserError),
+        ("train --preset tiny --parallel.strategy fsdp --parallel.shares auto", UserError),
         ("lab --hosts 2 -- train --preset tiny --train.stps 3", UserError),
     ],
 )

@@ -136,9 +136,6 @@ def sharded(world: World) -> Said:
         model = net()
         model[0].requires_grad_(False)
         Replica(model, sgd(model), world, strategy="fsdp")  # <- fsdp frozen
-    with noted(said, "fsdp whole"):
-        model = nn.Sequential(nn.Linear(4, 4, bias=False))
-        Replica(model, torch.optim.Muon(model.parameters()), world, strategy="fsdp")  # <- fsdp whole
     with noted(said, "fsdp scalar"):
         model = net()
         model.scale = nn.Parameter(torch.tensor(1.0))
@@ -168,7 +165,6 @@ START = {
     "batch norm": ("1 batch norms normalise", "averaged over ranks"),
     "prefix": ("_orig_mod.", "replica.state_dict()"),
     "fsdp frozen": ("0.weight, 0.bias is frozen",),
-    "fsdp whole": ("the optimizer of 0.weight needs all elements",),
     "fsdp scalar": ("scale is a single number",),
     "fsdp again": ("the model is sharded already",),
     "fsdp uneven": ("ranks have [0, 1] micro-batches",),

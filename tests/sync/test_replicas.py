@@ -123,11 +123,27 @@ def test_any_flipped_bit_of_any_tensor_changes_its_digest_alone(data: st.DataObj
     assert {n for n in before if before[n] != after[n]} == {name}
 
 
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 1024), (1, 2047), (5, 2048)], ids=["row", "column", "", "rest"])
+def test_changes_that_cancel_each_other_are_seen_by_the_quick_digest_too(one: int, other: int) -> None:
+    """Neither the sum of all words nor their exclusive or changes."""
+    words = torch.arange(2100)
+    before = digests({"": words.view(torch.float32)}, quick=True)
+    for delta in (1, -(2**63)):
+        changed = words.clone()
+        changed[one] += delta
+        changed[other] -= delta
+        assert digests({"": changed.view(torch.float32)}, quick=True) != before
+    changed = words.clone()
+    changed[[one, other]] = words[[other, one]]
+    assert digests({"": changed.view(torch.float32)}, quick=True) != before
+
+
 def test_the_overall_digest_is_of_names_and_bytes_and_any_digest_keeps_63_bits() -> None:
     tensors = tensors_of(net_of(0))
     assert overall(tensors) == overall(dict(reversed(tensors.items())))
     assert overall({"a": torch.ones(2)}) != overall({"b": torch.ones(2)})
     for quick in (False, True):
+        assert digests({}, quick) == {}
         assert all(0 <= digest < 2**63 for digest in digests(tensors, quick).values())
 
 

@@ -45,10 +45,10 @@ EPS = 1e-6  # above rounding in a gradient, see tests/parity
 POISONED = "layers.1.mlp.down_proj.weight"
 RUNS = [("ddp", "adamw"), ("ddp", "muon"), ("naive", "adamw"), ("zero", "adamw"), ("zero", "muon"), ("fsdp", "adamw")]
 RUNS += [("padded", "adamw"), ("padded", "muon")]  # zero as on NCCL, over Gloo
-RUNS += [("hsdp", "adamw")]  # four ranks as two hosts
+RUNS += [("fsdp", "muon"), ("hsdp", "adamw"), ("hsdp", "muon")]  # hsdp: four ranks as two hosts
 SHARDED = ("zero", "fsdp", "padded")
 # What goes on from what another world left: strategy and optimizer before -> strategy after.
-HANDED_ON = {("zero", "adamw"): "fsdp", ("fsdp", "adamw"): "zero", ("zero", "muon"): "zero"}
+HANDED_ON = {("zero", "adamw"): "fsdp", ("fsdp", "adamw"): "zero", ("zero", "muon"): "fsdp", ("fsdp", "muon"): "zero"}
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.long
 

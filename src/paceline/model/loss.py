@@ -51,11 +51,7 @@ class _ChunkedLoss(torch.autograd.Function):
             loss += chunk_loss
             if grad_RV is not None and grad_hidden_NC is not None:
                 torch.mm(grad_RV, cast_VC, out=grad_hidden_NC[start : start + num_rows])
-                product_VC = grad_RV.t() @ hidden_RC
-                # Summed in the weight's float32, whatever the product's dtype.
-                grad_weight_VC = (
-                    product_VC.to(weight_VC.dtype) if grad_weight_VC is None else grad_weight_VC.add_(product_VC)
-                )
+                grad_weight_VC = _add_product(grad_weight_VC, grad_RV.t(), hidden_RC, weight_VC.dtype)
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
         return loss
 
@@ -65,6 +61,16 @@ class _ChunkedLoss(torch.autograd.Function):
         # Of one dimension, or the product would have hidden's dtype, and CUDA would round the factor to it first.
         scale_1 = grads[0][None]
         return (grad_hidden_NC * scale_1).to(grad_hidden_NC.dtype), grad_weight_VC * scale_1, None, None, None
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns total + a @ b in the total's dtype, float32, whatever the product's; in place. None: nothing yet."""
+    if a.is_cuda and a.dtype != dtype:  # the product's kernel adds in float32: no rounding, and no pass of its own
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    product = a @ b
+    return product.to(dtype) if total is None else total.add_(product)
 
 
 OfChunk = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]

@@ -5,6 +5,11 @@ from collections.abc import Callable
 import torch
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether tensors on this device can be float64; on Apple GPUs they cannot."""
+    return device.type != "mps"
+
+
 def clip_(
     gradients: list[torch.Tensor],
     max_norm: float,
@@ -20,7 +25,7 @@ def clip_(
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     own = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    own = own.cpu() if own.device.type == "mps" else own  # which has no float64
+    own = own if has_float64(own.device) else own.cpu()
     norm = total(own.double().square() / scale**2).sqrt()
     factor = torch.where(norm > max_norm, max_norm / norm, 1.0) if max_norm > 0 else torch.ones_like(norm)
     factor = torch.where(norm.isfinite(), factor * (1.0 / scale), 1.0)

@@ -51,9 +51,8 @@ def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
     return strategy in SHARDS_WEIGHTS and on_host and world.device.type != "cpu"
 
 
-def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], whole: Mapping[str, float]) -> None:
-    """Raises UserError if the strategy cannot shard the model. whole: parameters that one rank must update
-    completely."""
+def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any]) -> None:
+    """Raises UserError if the strategy cannot shard the model."""
     own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
     if strategy in ("zero", *SHARDS_WEIGHTS) and own:
         raise mistake(
@@ -64,7 +63,6 @@ def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any], w
     scalars = [name for name, parameter in parameters.items() if not parameter.dim()]
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     for names, why in (
-        (list(whole), "the optimizer of {} needs all elements of a parameter at once: take strategy zero"),
         (scalars, "{} is a single number, which has no rows: make it of shape [1], or take strategy zero"),
         (frozen, "{} is frozen, and only trainable weights are saved: take strategy zero, or train all of them"),
     ):

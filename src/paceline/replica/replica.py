@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.base.units import listed
+from paceline.optim.clip import has_float64
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import as_batch
 from paceline.replica.contents import not_kept
@@ -91,7 +92,7 @@ class Replica:
         self.model, self.world, self.strategy = model, world, strategy
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clock = DeviceClock(world.device)
-        self.exact_dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        self.exact_dtype = torch.float64 if has_float64(world.device) else torch.float32
         self._autocast = _DTYPES[dtype]
         self.scaler = LossScaler.for_dtype(self._autocast or torch.float32)
 
@@ -99,8 +100,7 @@ class Replica:
         self._replace_earlier()
         mistakes.check_model(model, self.optimizers, strategy, world)
         self.updates = Updates(model, self.optimizers)
-        whole = self.updates.updated_whole()
-        mistakes.check_sharding(model, strategy, self.optimizers, whole)
+        mistakes.check_sharding(model, strategy, self.optimizers)
         if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
             mistakes.check_same_start(model, world)
             broadcast_parameters(model, world.group)
@@ -110,6 +110,7 @@ class Replica:
         hosts = len({facts.host for facts in world.facts})
         is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
         rounded = rounded_gradients if is_direct else ()
+        whole = self.updates.updated_whole()
         self.gradients = Gradients(
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
         )

@@ -40,5 +40,4 @@ class RunningStatistics:
             self._group.all_reduce(tensor, "max")
 
     def _flat(self) -> torch.Tensor:
-        on_mps = self._means[0].device.type == "mps"  # which has no float64
-        return torch.cat([(tensor.cpu() if on_mps else tensor).reshape(-1).double() for tensor in self._means])
+        return torch.cat([tensor.reshape(-1).double() for tensor in self._means])

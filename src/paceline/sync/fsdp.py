@@ -8,6 +8,10 @@ forward and backward, so all ranks must make equally many passes.
 `hsdp` shards within a host and replicates between hosts: weights are gathered over the host's fast links only, and over
 the network goes an all-reduce of each rank's sharded gradients. Ranks with the same place on their hosts hold the same
 slices, and update them alike.
+
+A matrix that an optimizer updates as a whole, as Muon does, has an owner. After backward each rank sends its rows of
+the gradient there; the owner updates its float32 copy of the matrix, and sends each rank the new rows. So the update is
+divided over the ranks and each state has one place, as with `zero`, and any optimizer can be used.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from paceline.base import ownership
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.strategy import Strategy
 from paceline.world.group import DistributedGroup
@@ -31,7 +36,7 @@ from paceline.world.side import all_gather_for_torch, all_reduce_for_torch, redu
 class FullySharded(Strategy):
     """Communication of a step with b micro-batches and s bytes of weights: b s (n-1)/n for the weights in forward, the
     same in backward, and s (n-1)/n for the gradients on the last one. With hsdp n is the ranks of a host, and an
-    all-reduce of s/n bytes over h hosts follows: 2 s/n (h-1)/h."""
+    all-reduce of s/n bytes over h hosts follows: 2 s/n (h-1)/h. Matrices updated as a whole add 2 s (n-1)/n^2."""
 
     shards_weights = True
     shards_state = updates_slices = True
@@ -43,10 +48,12 @@ class FullySharded(Strategy):
         group: DistributedGroup,
         device: torch.device,
         stages: Sequence[nn.Module],
+        unsplit_costs: Mapping[str, float],
         hosts: Sequence[Sequence[int]] = (),
     ):
-        """stages: modules that are gathered and freed one after the other, such as a model's blocks. hosts: the ranks
-        of each, equally many, of which each host holds all weights; none: all ranks hold them together."""
+        """stages: modules that are gathered and freed one after the other, such as a model's blocks. unsplit_costs: the
+        parameters that one rank must update completely, and the cost of that, in any unit. hosts: the ranks of each,
+        equally many, of which each host holds all weights; none: all ranks hold them together."""
         super().__init__(model, group)
         self._sums = _SumsBefore(group)
         self._between: dist.ProcessGroup | None = None
@@ -72,10 +79,19 @@ class FullySharded(Strategy):
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
-        self._slices = [_slice(name, parameter, mesh) for name, parameter in self._parameters.items()]
+        self._shards = [_slice(name, parameter, mesh) for name, parameter in self._parameters.items()]
+        ranks = hosts[self.copy] if len(hosts) > 1 else range(group.size)
+        self._whole = _Whole(group, ranks, self._shards, unsplit_costs)
+        self._has_spread = False  # within this step's update
 
     def slices(self) -> list[ParamSlice]:
-        return [mine for mine in self._slices if mine.start < mine.stop]
+        split = [mine for mine in self._shards if mine.start < mine.stop and not self._whole.has(mine)]
+        return split + self._whole.mine
+
+    def parts(self) -> Iterator[list[ParamSlice]]:
+        yield self.slices()
+        self._whole.spread_weights()
+        self._has_spread = True
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -83,36 +99,45 @@ class FullySharded(Strategy):
         yield
 
     def reduce(self) -> list[torch.Tensor]:
-        gradients = []
-        for mine, parameter in zip(self._slices, self._parameters.values(), strict=True):
+        for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
             gradient = parameter.grad
             local = torch.zeros_like(mine.parameter) if gradient is None else cast(DTensor, gradient).to_local()
             mine.parameter.grad = local.reshape(-1)
-            gradients.append(mine.parameter.grad)
-        return gradients
+        self._whole.collect_gradients()
+        return _gradients(self.slices())
 
     def full_gradients(self) -> list[torch.Tensor]:
-        return [mine.parameter.grad for mine in self._slices if mine.parameter.grad is not None]
+        return _gradients(self._shards)
 
     def changed_gradients(self) -> list[torch.Tensor]:
         return self.reduce()
 
     def not_finite(self) -> tuple[str | None, bool | None]:
         bad = (
-            s.name for s in self._slices if s.parameter.grad is not None and not bool(s.parameter.grad.isfinite().all())
+            s.name
+            for s in self.slices()
+            if s.parameter.grad is not None and not bool(s.parameter.grad.isfinite().all())
         )
         return next(bad, None), self._sums.not_finite()
 
     def publish(self) -> None:
-        for mine, parameter in zip(self._slices, self._parameters.values(), strict=True):
+        if not self._has_spread:
+            self._whole.spread_weights()
+        self._has_spread = False
+        for whole in self._whole.mine:
+            whole.parameter.grad = None
+        for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
             parameter.grad = mine.parameter.grad = None
         self._sums.clear()
+
+    def refresh(self) -> None:
+        self._whole.spread_weights()
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return {}
 
     def copied(self) -> tuple[dict[str, torch.Tensor], Sequence[Sequence[int]]]:
-        mine = {part.name: part.parameter.detach() for part in self._slices}
+        mine = {part.name: part.parameter.detach() for part in self._shards}
         return (mine, self._holders) if self.num_copies > 1 else ({}, ())
 
     def full_weights(self) -> Mapping[str, torch.Tensor]:
@@ -133,6 +158,77 @@ class _Gathered(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+class _Whole:
+    """The parameters that one rank updates completely: their owners, and what the owners exchange with all ranks."""
+
+    def __init__(
+        self, group: DistributedGroup, ranks: Sequence[int], shards: Sequence[ParamSlice], costs: Mapping[str, float]
+    ) -> None:
+        """ranks: those that hold the shards together."""
+        self._group, self._ranks = group, ranks
+        self._shards = [shard for shard in shards if shard.name in costs]
+        self._owners = ownership.assign([costs[shard.name] for shard in self._shards], len(ranks))
+        self._place = ranks.index(group.rank)
+        owned = [shard for shard, owner in zip(self._shards, self._owners, strict=True) if owner == self._place]
+        self._edges = [_edges(shard.shape, len(ranks)) for shard in owned]  # of each rank's rows
+        weights = self._collected([shard.parameter.detach() for shard in self._shards])
+        self.mine = [
+            ParamSlice(shard.name, shard.shape, 0, weight.numel(), nn.Parameter(weight.view(shard.shape)))
+            for shard, weight in zip(owned, weights, strict=True)
+        ]
+
+    def has(self, shard: ParamSlice) -> bool:
+        """Whether the shard's parameter has an owner."""
+        return shard in self._shards
+
+    def collect_gradients(self) -> None:
+        """Sets `.grad` of this rank's whole parameters from the shards' gradients of all ranks. Collective."""
+        gradients = self._collected(_gradients(self._shards))
+        for whole, gradient in zip(self.mine, gradients, strict=True):
+            whole.parameter.grad = gradient.view(whole.shape)
+
+    def spread_weights(self) -> None:
+        """Gives all ranks the rows of the owners' weights. Collective."""
+        flat = [whole.parameter.detach().view(-1) for whole in self.mine]
+        rows = [
+            [part[edges[i] : edges[i + 1]] for part, edges in zip(flat, self._edges, strict=True)] for i in self._places
+        ]
+        theirs = [
+            [shard for shard, owner in zip(self._shards, self._owners, strict=True) if owner == i] for i in self._places
+        ]
+        sizes = [[shard.stop - shard.start for shard in shards] for shards in theirs]
+        for shards, arrived in zip(theirs, self._exchanged(rows, sizes), strict=True):
+            for shard, weight in zip(shards, arrived, strict=True):
+                shard.parameter.detach().copy_(weight)
+
+    def _collected(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns this rank's whole tensors, flat, from every rank's part of each."""
+        sends = [[part for part, owner in zip(parts, self._owners, strict=True) if owner == i] for i in self._places]
+        sizes = [[edges[i + 1] - edges[i] for edges in self._edges] for i in self._places]
+        return [torch.cat(rows) for rows in zip(*self._exchanged(sends, sizes), strict=True)]
+
+    @property
+    def _places(self) -> range:
+        return range(len(self._ranks))
+
+    def _exchanged(
+        self, sends: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]]
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Sends flat tensors, and returns those that arrive, of these sizes; by place, this rank's own included."""
+        if not self._shards:
+            return [()] * len(sizes)
+        none = self._shards[0].parameter.detach().new_empty(0)
+        packed = [torch.cat([none, *tensors]) for tensors in sends]
+        arriving = [none.new_empty(sum(each)) for each in sizes]
+        arriving[self._place] = packed[self._place]
+        with self._group.watched("an exchange of rows"):
+            self._group.start_messages(self._of_others(packed), self._of_others(arriving)).wait()
+        return [torch.split(flat, list(each)) for flat, each in zip(arriving, sizes, strict=True)]
+
+    def _of_others(self, by_place: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {rank: flat for rank, flat in zip(self._ranks, by_place, strict=True) if rank != self._group.rank}
 
 
 class _Collective:
@@ -185,11 +281,20 @@ class _SumsBefore(_Collective):
         self._sums.clear()
 
 
+def _gradients(slices: Sequence[ParamSlice]) -> list[torch.Tensor]:
+    return [each.parameter.grad for each in slices if each.parameter.grad is not None]
+
+
+def _edges(shape: torch.Size, num_ranks: int) -> list[int]:
+    """Returns where each rank's elements begin, and the end: torch assigns ceil(rows / ranks) consecutive rows each."""
+    rows, width = shape[0], shape[1:].numel()
+    return [min(rows, -(-rows // num_ranks) * rank) * width for rank in range(num_ranks + 1)]
+
+
 def _slice(name: str, parameter: DTensor, mesh: DeviceMesh) -> ParamSlice:
-    """Returns this rank's rows: torch assigns ceil(rows / ranks) consecutive rows to each rank."""
-    rows, width = parameter.shape[0], parameter.shape[1:].numel()
-    run, place = -(-rows // mesh.size()), mesh.get_local_rank()
-    first, last = (min(rows, run * rank) for rank in (place, place + 1))
+    """Returns this rank's rows."""
+    place = mesh.get_local_rank()
+    start, stop = _edges(parameter.shape, mesh.size())[place : place + 2]
     local = cast(DTensor, parameter.detach()).to_local().view(-1)
-    assert local.numel() == (last - first) * width
-    return ParamSlice(name, parameter.shape, first * width, last * width, nn.Parameter(local))
+    assert local.numel() == stop - start
+    return ParamSlice(name, parameter.shape, start, stop, nn.Parameter(local))

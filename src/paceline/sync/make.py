@@ -76,8 +76,8 @@ def make_strategy(
                 is_padded=group.is_queued,
             )
         ),
-        "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, by_host=False),
-        "hsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, by_host=True),
+        "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, unsplit_costs or {}, by_host=False),
+        "hsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, unsplit_costs or {}, by_host=True),
         "local": lambda: _local(config, model, group, bucket_bytes),
         "naive": lambda: NaiveSync(model, group),
     }
@@ -93,7 +93,12 @@ def _local(config: ParallelConfig, model: nn.Module, group: Group, bucket_bytes:
 
 
 def _fully_sharded(
-    model: nn.Module, group: Group, bucket_bytes: int, stages: Sequence[nn.Module], by_host: bool
+    model: nn.Module,
+    group: Group,
+    bucket_bytes: int,
+    stages: Sequence[nn.Module],
+    unsplit_costs: Mapping[str, float],
+    by_host: bool,
 ) -> Strategy:
     if not isinstance(group, DistributedGroup):  # one process without a launcher: nothing to shard
         return BucketedSync(model, group, bucket_bytes)
@@ -106,4 +111,4 @@ def _fully_sharded(
         )
     from paceline.sync.fsdp import FullySharded  # takes half a second to import
 
-    return FullySharded(model, group, group.device, stages, hosts)
+    return FullySharded(model, group, group.device, stages, unsplit_costs, hosts)

@@ -302,12 +302,11 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
         chosen, why = "zero", f"wire {config.parallel.wire} needs it"
     elif len(facts) == 1:
         chosen, why = "ddp", "one rank"
-    elif config.optim.name == "muon":
-        chosen, why = "zero", "Muon's update is divided over the ranks"
-    elif not kinds and needed["ddp"] <= free * _MEMORY_SHARE:
+    elif not kinds and config.optim.name != "muon" and needed["ddp"] <= free * _MEMORY_SHARE:
         chosen, why = "ddp", f"weights, gradients and state take {units.size(needed['ddp'])} of {room}"
     elif needed["zero"] <= free * _MEMORY_SHARE or sends_gpu_memory_by_gloo(facts):
         chosen, why = "zero", f"ddp would take {units.size(needed['ddp'])} of {room}, a share of the state fits"
+        why = "Muon's update is divided over the ranks" if config.optim.name == "muon" else why
         why = f"processors round differently: {kinds}" if kinds else why
     else:
         chosen, why = "fsdp", f"even with shared state {units.size(needed['zero'])} would not fit in {room}"
@@ -317,16 +316,18 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
 
 def state_bytes(config: Config, world_size: int, per_host: int = 0) -> dict[str, float]:
     """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
-    local's anchor and its momentum. per_host: ranks of a host; 0: all are on one."""
+    local's anchor and its momentum; with Muon the owners of fsdp have weights and gradients once more. per_host: ranks
+    of a host; 0: all are on one."""
     total = cost.num_parameters(config.model).total
     shared = (8 + 8 / world_size) * total
     full = dict.fromkeys(("ddp", "naive"), 16 * total)
+    parts = (20 if config.optim.name == "muon" else 16) * total
     return {
         **full,
         "local": 24 * total,
         "zero": shared,
-        "fsdp": 16 * total / world_size,
-        "hsdp": 16 * total / (per_host or world_size),
+        "fsdp": parts / world_size,
+        "hsdp": parts / (per_host or world_size),
     }
 
 
@@ -338,7 +339,7 @@ def out_of_memory(error: BaseException, settings: Settings, rank: RankFacts) -> 
     if not config.train.activation_checkpoint:
         flags.append("--train.activation-checkpoint")
     smaller = {"ddp": "zero", "naive": "zero", "zero": "fsdp"}.get(config.parallel.strategy)
-    if plan.world_size > 1 and smaller and (smaller, config.optim.name) != ("fsdp", "muon"):
+    if plan.world_size > 1 and smaller:
         flags.append(f"--parallel.strategy {smaller}")
     advice = f"needs less, for the same losses: {', '.join(flags)}" if flags else "needs a smaller model, or more ranks"
     told = str(error).split(". ")[:2]  # how much was asked for, and how large the GPU is

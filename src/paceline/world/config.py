@@ -17,8 +17,8 @@ class ParallelConfig:
     weights and gradients are sharded, too. hsdp: as fsdp over the ranks of each host, and replicated between hosts:
     less traffic between them than fsdp. naive: ddp without overlap, for reading and comparing. local: each rank
     updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose
-    loss depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; zero with Muon,
-    whose update is expensive, and where processors round differently; never hsdp or local."""
+    loss depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; not ddp with
+    Muon, whose update is expensive, and where processors round differently; never hsdp or local."""
     wire: Literal["exact", "bf16", "int8", "int4"] = "exact"
     """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
     bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but

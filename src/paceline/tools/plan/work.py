@@ -173,6 +173,8 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
     block = (counts.matmul - head) / model.n_layer
     moments = 8 * total - (4 * model.n_layer * block if config.optim.name == "muon" else 0)
     buffers = float(2 * 4 * block if strategy in SHARDS_WEIGHTS else 0)  # weights of two blocks, gathered
+    if strategy in SHARDS_WEIGHTS and config.optim.name == "muon" and num_ranks > 1:
+        buffers += 8 * model.n_layer * block * part  # the owners' weights and gradients
     if strategy == "zero" and num_ranks > 1 and settings.dtype.itemsize == 2 and config.parallel.wire != "int8":
         buffers += 4 * total * part + min(2 * total, 40 << 20)  # exact masters beside rounded weights; messages
     if strategy == "local" and num_ranks > 1:
