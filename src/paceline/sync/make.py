@@ -58,6 +58,8 @@ def make_strategy(
     """Returns the strategy, attached to the model's parameters. unsplit_costs and what follows: see ShardedSync."""
     bucket_bytes = config.bucket_bytes(next(model.parameters()).device.type)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
+    if group.shares_memory and config.wire == "exact":  # rounding would take longer than to copy all bits
+        read_as, rounded_gradients = None, ()
     bits = {"int8": 8, "int4": 4}
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),

@@ -33,6 +33,8 @@ class ParallelConfig:
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda, gloo elsewhere."""
+    shared_memory: bool = True
+    """CPU ranks of one host reduce gradients in memory that they share. False: over sockets, as between hosts."""
     interface: str = ""
     """Network interface for Gloo and NCCL (a name from `ip link`); empty: they choose; loopback under --nproc."""
     timeout_s: float = 300.0

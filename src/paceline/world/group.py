@@ -24,6 +24,8 @@ from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
 from paceline.world.hierarchy import Hosts
+from paceline.world.peer import Peer
+from paceline.world.shared import SharedMemory, finish, open_shared_memory
 from paceline.world.transfer import Exchanges, GlooThreads, Messages, Phase, Queued, nothing, post
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
@@ -46,6 +48,12 @@ class Group(ABC):
     def waiting_for(self) -> str | None:
         """The collective that this rank waits in; the watchdog reads it in another thread."""
         return None
+
+    shares_memory = False  # tensors of `zeros` are reduced in memory that the ranks share
+
+    def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns a flat tensor of that dtype and device, for collectives that are called often. Collective."""
+        return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
 
     @property
     def is_open(self) -> bool:
@@ -205,6 +213,25 @@ class DistributedGroup(Group):
         self._exchanges = Exchanges()
         self._gloo, self._cpu_s = GlooThreads(), 0.0
         self._gloo.yield_to_compute()
+        self._memory: SharedMemory | None = None
+
+    def share_memory(self, peers: Sequence[Peer], is_wanted: bool) -> None:
+        """Makes `zeros` and collectives of its tensors use memory that the ranks share, if they can. Collective."""
+        self._memory = open_shared_memory(self, peers, is_wanted and self.device.type == "cpu" and not self.is_queued)
+
+    @property
+    def shares_memory(self) -> bool:  # type: ignore[override]
+        return self._memory is not None
+
+    def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
+        if self._memory is None or not num_elements:
+            return super().zeros(num_elements, like)
+        return self._memory.zeros(num_elements, like.dtype)
+
+    def close(self) -> None:
+        """Ends the thread of shared memory; the process group is torch's."""
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def waiting_for(self) -> str | None:
@@ -216,6 +243,8 @@ class DistributedGroup(Group):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
+        if op == "sum" and (own := self._in_memory(name, num_bytes, tensor, borders(tensor.numel(), [1] * self.size))):
+            return own
         if op == "sum" and self.hosts.has_levels and not self.is_queued and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
             parts = self._parts(tensor.view(-1), borders(tensor.numel(), self.hosts.even_shares()))
             reduce, gather = self.hosts.reduce_scatter(self.rank, parts), self.hosts.all_gather(self.rank, parts)
@@ -225,6 +254,8 @@ class DistributedGroup(Group):
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "a reduce-scatter", self._parts(flat, borders)
         mine = parts[self.rank]
+        if own := self._in_memory(name, flat.nbytes - mine.nbytes, flat, borders):
+            return own
         if self.is_queued:
             # Else NCCL makes one operation for each rank.
             even = partial(dist.reduce_scatter_tensor, mine, flat, async_op=True)
@@ -236,6 +267,8 @@ class DistributedGroup(Group):
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
         mine = parts[self.rank]
+        if own := self._in_memory(name, mine.nbytes * (self.size - 1), flat, borders):
+            return own
         if self.is_queued:
             even = partial(dist.all_gather_into_tensor, flat, mine, async_op=True)
             begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, mine, async_op=True)
@@ -275,7 +308,8 @@ class DistributedGroup(Group):
         over: list[Transfer] = []
         for transfer in known.transfers:
             (over if transfer.is_over else self._traffic.transfers).append(transfer)
-        before, self._cpu_s = self._cpu_s, self._gloo.cpu_s() + self._exchanges.cpu_s()
+        in_memory_s = self._memory.cpu_s if self._memory else 0.0
+        before, self._cpu_s = self._cpu_s, self._gloo.cpu_s() + self._exchanges.cpu_s() + in_memory_s
         return Traffic(known.num_bytes, over, known.waits, self._cpu_s - before)
 
     def set_timeout(self, seconds: float) -> None:
@@ -327,6 +361,15 @@ class DistributedGroup(Group):
         done.add_done_callback(lambda _: transfer.record_end())
         num_bytes = sum(tensor.nbytes for phase in phases for _, tensor in phase.sends)
         return self._counted(transfer, num_bytes, name, done.result)
+
+    def _in_memory(self, name: str, num_bytes: float, flat: torch.Tensor, borders: Sequence[int]) -> Transfer | None:
+        """Begins a collective in shared memory; returns None if the tensor is not there, on any rank."""
+        transfer = Transfer(self._clock)
+        done = self._memory and self._memory.start(name, flat, borders)
+        if not done:
+            return None
+        done.add_done_callback(lambda _: transfer.record_end())
+        return self._counted(transfer, num_bytes, name, lambda: finish(done, self.timeout_s))
 
     def _counted(self, transfer: Transfer, num_bytes: float, name: str, wait: Callable[[], object]) -> Transfer:
         def finish() -> None:
