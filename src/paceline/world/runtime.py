@@ -266,10 +266,9 @@ def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -
 
 
 def _make_group(device: torch.device, backend: str, config: ParallelConfig, joined: Joined) -> DistributedGroup:
-    is_staged = device.type == "cuda" and backend == "gloo"
-    hosts = [peer.host for peer in joined.peers]
-    group = (StagedGroup if is_staged else DistributedGroup)(device, config.timeout_s, hosts)
-    group.share_memory(joined.peers, config.shared_memory and not is_staged)
+    kind = StagedGroup if device.type == "cuda" and backend == "gloo" else DistributedGroup
+    group = kind(device, config.timeout_s, [peer.host for peer in joined.peers])
+    group.share_memory(joined.peers, config.shared_memory and device.type == "cpu")
     return group
 
 

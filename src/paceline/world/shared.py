@@ -23,26 +23,24 @@ from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.world.peer import Peer
-
-if TYPE_CHECKING:
-    from paceline.world.group import Group
+from paceline.world.verbs import Group
 
 _RECORD = struct.Struct("<BI")  # which, and a checksum of the collective; a pipe writes so few bytes at once or not
 _BEGIN, _END, _CLOSE = range(3)
 _CHUNK = 1 << 15  # elements: added and copied while they are cached, by one thread
 
 
-def open_shared_memory(group: "Group", peers: Sequence[Peer], is_wanted: bool) -> "SharedMemory | None":
+def open_shared_memory(group: Group, peers: Sequence[Peer], is_wanted: bool) -> "SharedMemory | None":
     """Returns what the ranks share; None if they cannot, or one of them does not want it. Collective."""
     me = peers[group.rank]
-    is_possible = is_wanted and len({(peer.host, peer.boot_id) for peer in peers}) == 1 and hasattr(os, "memfd_create")
+    is_one_host = len(peers) > 1 and len({(peer.host, peer.boot_id) for peer in peers}) == 1
+    is_possible = is_wanted and is_one_host and hasattr(os, "memfd_create")
     pipes = [os.pipe() for _ in peers] if is_possible else []
     writable = group.share_integers([pipe[1] for pipe in pipes] or [-1] * len(peers))
     writers: list[int] = []
@@ -59,7 +57,7 @@ def open_shared_memory(group: "Group", peers: Sequence[Peer], is_wanted: bool) -
 class SharedMemory:
     """This rank's end of it."""
 
-    def __init__(self, group: "Group", pids: Sequence[int], readers: Sequence[int], writers: Sequence[int]):
+    def __init__(self, group: Group, pids: Sequence[int], readers: Sequence[int], writers: Sequence[int]):
         """readers, writers: pipes from and to each rank, this one included. All are closed in the end."""
         self._group, self._pids, self._readers, self._writers = group, pids, readers, writers
         # By tensor of this rank: its number, and all ranks' tensors.
