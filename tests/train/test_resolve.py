@@ -155,3 +155,18 @@ def test_a_large_vocabulary_is_rounded_up_and_said(of_data: int, of_model: int) 
     assert said == ([] if of_model == of_data else [f"{of_data} of the data, rounded up to a multiple of 64"])
     given = resolve(config.replace("model", vocab_size=of_data), of_data, [FACTS])
     assert given.config.model.vocab_size == of_data
+
+
+@pytest.mark.parametrize(
+    ("shares_memory", "strategy", "says"),
+    [(True, "ddp", "in shared memory"), (False, "zero", "over sockets"), (True, "naive", None)],
+)
+def test_where_gradients_are_added_is_said_of_cpu_ranks_of_one_host(
+    shares_memory: bool, strategy: str, says: str | None
+) -> None:
+    config = settings_of([1e9, 1e9], parallel__strategy=strategy).config
+    facts = [replace(FACTS, shares_memory=shares_memory)] * 2
+    said = [choice.what for choice in resolve(config, VOCAB_SIZE, facts).choices]
+    assert [what for what in said if "gradients added" in what] == ([f"gradients added {says}"] if says else [])
+    apart = resolve(config, VOCAB_SIZE, [FACTS, replace(FACTS, host="b")])
+    assert not any("gradients added" in choice.what for choice in apart.choices)
