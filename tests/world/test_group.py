@@ -151,10 +151,11 @@ def timing(group: Group) -> dict[str, Any]:
     """What the group counted of collectives of known size."""
     edges = borders(1200, range(1, group.size + 1))
     ring = [(group.rank + step) % group.size for step in (1, -1)] if group.size > 1 else []
+    flat = ones(group, 1200)
     verbs: list[Callable[[], object]] = [
-        lambda: group.all_reduce(ones(group, 1200)),
-        lambda: group.start_reduce_scatter(ones(group, 1200), edges).wait(),
-        lambda: group.start_all_gather(ones(group, 1200), edges).wait(),
+        lambda: group.all_reduce(flat),
+        lambda: group.start_reduce_scatter(flat, edges).wait(),
+        lambda: group.start_all_gather(flat, edges).wait(),
         lambda: group.broadcast(torch.ones(10, dtype=torch.float64)),
         lambda: group.share([1.0, 2.0]),
         lambda: group.start_messages(
@@ -186,11 +187,11 @@ def timing(group: Group) -> dict[str, Any]:
 def slow_peer(group: Group) -> dict[str, Any]:
     """Milliseconds that three collectives took in which rank 1 came 200 ms late, and that this rank stood still."""
     found: dict[str, Any] = {}
-    edges = borders(10, [1] * group.size)
+    edges, flat = borders(10, [1] * group.size), ones(group, 10)
     for name, begin in (
-        ("all-reduce", lambda: group.start_all_reduce(ones(group, 10))),
-        ("reduce-scatter", lambda: group.start_reduce_scatter(ones(group, 10), edges)),
-        ("all-gather", lambda: group.start_all_gather(ones(group, 10), edges)),
+        ("all-reduce", lambda: group.start_all_reduce(flat)),
+        ("reduce-scatter", lambda: group.start_reduce_scatter(flat, edges)),
+        ("all-gather", lambda: group.start_all_gather(flat, edges)),
     ):
         group.barrier()
         group.take_traffic()
