@@ -17,6 +17,7 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
 from paceline.sync.zero import ShardedSync
+from paceline.world.config import ParallelConfig
 from paceline.world.runtime import World
 
 NUM_STEPS, NUM_TOKENS = 20, 16
@@ -105,7 +106,8 @@ def all_cases(world: World) -> dict[Any, Trained]:
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda size: f"world-{size}")
 def rows(request: pytest.FixtureRequest) -> list[dict[Any, Trained]]:
-    return run_ranks(all_cases, request.param, timeout_s=240)
+    config = ParallelConfig(device="cpu", threads=1, timeout_s=30.0, shared_memory=False)  # else nothing is rounded
+    return run_ranks(all_cases, request.param, timeout_s=240, config=config)
 
 
 def equal(left: dict[Any, torch.Tensor], right: dict[Any, torch.Tensor]) -> bool:

@@ -274,7 +274,7 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_within_their_size(
     sizes: list[int], bucket_bytes: int
 ) -> None:
     net = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
-    buckets = [Bucket(chunk) for chunk in cut(backward_order(net), bucket_bytes)]
+    buckets = [Bucket(chunk, LocalGroup(torch.device("cpu"))) for chunk in cut(backward_order(net), bucket_bytes)]
     held = [parameter for bucket in buckets for parameter in bucket.parameters]
     assert [id(p) for p in held] == [id(p) for p in reversed(list(net.parameters()))]
     for bucket, after in itertools.zip_longest(buckets, buckets[1:]):

@@ -161,7 +161,7 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
 
     def sized(flops_per_s: float) -> tuple[int, int, int]:
         found = resolve(config, 4096, [FACTS] * 2, flops_per_s)
-        assert found.choices[-1].flag != "--model.size given" or flops_per_s, "said in the banner"
+        assert any(choice.flag == "--model.size given" for choice in found.choices), "said in the banner"
         assert found.config.model.size == "given", "what a resume reads"
         model = found.config.model
         assert model.n_embd == 64 * model.n_head == 64 * model.n_layer or not flops_per_s
@@ -172,3 +172,18 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
     assert sizes == sorted(sizes)
     assert sizes[0][0] == 2 < sizes[-1][0]
     assert resolve(config.replace("train", time_budget=0.0, steps=5), 4096, [FACTS], 1e12).config.model.n_embd == 96
+
+
+@pytest.mark.parametrize(
+    ("shares_memory", "strategy", "says"),
+    [(True, "ddp", "in shared memory"), (False, "zero", "over sockets"), (True, "naive", None)],
+)
+def test_where_gradients_are_added_is_said_of_cpu_ranks_of_one_host(
+    shares_memory: bool, strategy: str, says: str | None
+) -> None:
+    config = settings_of([1e9, 1e9], parallel__strategy=strategy).config
+    facts = [replace(FACTS, shares_memory=shares_memory)] * 2
+    said = [choice.what for choice in resolve(config, VOCAB_SIZE, facts).choices]
+    assert [what for what in said if "gradients added" in what] == ([f"gradients added {says}"] if says else [])
+    apart = resolve(config, VOCAB_SIZE, [FACTS, replace(FACTS, host="b")])
+    assert not any("gradients added" in choice.what for choice in apart.choices)

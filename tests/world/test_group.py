@@ -65,7 +65,7 @@ def exercise(group: Group) -> dict[str, Any]:
     saw["share nothing"] = group.share([])
     saw["integers"] = group.share_integers([value // (group.rank + 1) for value in INTEGERS])
     saw["texts"] = [group.share_text(f"{text}{group.rank}" if group.rank % 2 else text) for text in TEXTS]
-    several = [torch.full((50,), float(group.rank + i), dtype=torch.float32) for i in range(4)]
+    several = [group.zeros(50, torch.zeros(1)).fill_(group.rank + i) for i in range(4)]
     for transfer in [group.start_all_reduce(tensor) for tensor in several]:  # all under way at once
         transfer.wait()
     saw["several"] = [float(tensor[0]) for tensor in several]
@@ -81,7 +81,8 @@ def parted(group: Group, num_elements: int, dtype: str) -> tuple[list[np.ndarray
     scattered, gathered = [], []
     for edges in borders_for(num_elements, group.size):
         mine = slice(edges[group.rank], edges[group.rank + 1])
-        flat = torch.from_numpy(contribution(group.rank, (num_elements,), dtype))
+        brought = torch.from_numpy(contribution(group.rank, (num_elements,), dtype))
+        flat = group.zeros(num_elements, brought).copy_(brought)
         group.start_reduce_scatter(flat, edges).wait()
         scattered.append(flat[mine].numpy().copy())
         flat[: mine.start] = flat[mine.stop :] = 77  # so that what is found there afterwards has arrived
@@ -90,9 +91,14 @@ def parted(group: Group, num_elements: int, dtype: str) -> tuple[list[np.ndarray
     return scattered, gathered
 
 
+def ones(group: Group, num_elements: int) -> torch.Tensor:
+    """A tensor as a strategy's bucket has it."""
+    return group.zeros(num_elements, torch.zeros(1)).fill_(1)
+
+
 def under_way(group: Group) -> list[list[float]]:
     """Reduce-scatters, all-gathers and all-reduces begun together, in turn, and waited for from last to first."""
-    flats = [torch.full((12_000,), float(group.rank + 10 * i)) for i in range(9)]
+    flats = [group.zeros(12_000, torch.zeros(1)).fill_(group.rank + 10 * i) for i in range(9)]
     edges = borders(12_000, [1] * group.size)
     begin = (
         lambda flat: group.start_reduce_scatter(flat, edges),
@@ -145,10 +151,11 @@ def timing(group: Group) -> dict[str, Any]:
     """What the group counted of collectives of known size."""
     edges = borders(1200, range(1, group.size + 1))
     ring = [(group.rank + step) % group.size for step in (1, -1)] if group.size > 1 else []
+    flat = ones(group, 1200)
     verbs: list[Callable[[], object]] = [
-        lambda: group.all_reduce(torch.ones(1200)),
-        lambda: group.start_reduce_scatter(torch.ones(1200), edges).wait(),
-        lambda: group.start_all_gather(torch.ones(1200), edges).wait(),
+        lambda: group.all_reduce(flat),
+        lambda: group.start_reduce_scatter(flat, edges).wait(),
+        lambda: group.start_all_gather(flat, edges).wait(),
         lambda: group.broadcast(torch.ones(10, dtype=torch.float64)),
         lambda: group.share([1.0, 2.0]),
         lambda: group.start_messages(
@@ -180,11 +187,11 @@ def timing(group: Group) -> dict[str, Any]:
 def slow_peer(group: Group) -> dict[str, Any]:
     """Milliseconds that three collectives took in which rank 1 came 200 ms late, and that this rank stood still."""
     found: dict[str, Any] = {}
-    edges = borders(10, [1] * group.size)
+    edges, flat = borders(10, [1] * group.size), ones(group, 10)
     for name, begin in (
-        ("all-reduce", lambda: group.start_all_reduce(torch.ones(10))),
-        ("reduce-scatter", lambda: group.start_reduce_scatter(torch.ones(10), edges)),
-        ("all-gather", lambda: group.start_all_gather(torch.ones(10), edges)),
+        ("all-reduce", lambda: group.start_all_reduce(flat)),
+        ("reduce-scatter", lambda: group.start_reduce_scatter(flat, edges)),
+        ("all-gather", lambda: group.start_all_gather(flat, edges)),
     ):
         group.barrier()
         group.take_traffic()
@@ -210,7 +217,7 @@ def on_ranks(world: World) -> Row:
 
 def on_staged_ranks(world: World) -> Row:
     """Every second rank sends through host memory, as one on a GPU does; its tensors are the CPU's here."""
-    group = world.group if world.rank % 2 else StagedGroup(world.device, 30.0)
+    group = (DistributedGroup if world.rank % 2 else StagedGroup)(world.device, 30.0)
     return exercise(group), timing(group), slow_peer(group)
 
 

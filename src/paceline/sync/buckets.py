@@ -46,13 +46,13 @@ def release(parameters: Iterable[torch.Tensor]) -> None:
 class Bucket:
     """A flat buffer that holds the gradients of some parameters and is sent in one collective."""
 
-    def __init__(self, members: Sequence[Named], offsets: Sequence[int] = ()):
+    def __init__(self, members: Sequence[Named], group: Group, offsets: Sequence[int] = ()):
         """offsets: where each parameter begins, and the buffer's length; none: one follows the other."""
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         first = self.parameters[0]
         self.offsets = list(offsets) or list(accumulate((p.numel() for p in self.parameters), initial=0))
-        self.flat = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
+        self.flat = group.zeros(self.offsets[-1], first)
         self.span = 0, self.offsets[-1]  # the elements that this rank updates
         self.views = [
             self.flat[offset : offset + p.numel()].view_as(p)

@@ -33,8 +33,8 @@ REPLICA, EXCESS = "wire.replica", "wire.excess-"  # names in a checkpoint, after
 class CodedBucket(ShardedBucket):
     """`values` has the replica, of all ranks' elements."""
 
-    def __init__(self, members: Sequence[Named], borders: list[int], rank: int, gradient_bits: int, block: int):
-        super().__init__(Layout(members, (), borders, members[0][1].dtype), rank)
+    def __init__(self, members: Sequence[Named], borders: list[int], group: Group, gradient_bits: int, block: int):
+        super().__init__(Layout(members, (), borders, members[0][1].dtype), group)
         self.master, self.is_rounded = self.master.clone(), True
         self._parts = list(pairwise(borders))
         self._gradients, self._weights = Blocks(gradient_bits, block), Blocks(_WEIGHT_BITS, block)
@@ -187,12 +187,12 @@ class CodedSync(ShardedSync):
         assert isinstance(bucket, CodedBucket)
         return bucket.start_coded_reduce(self._group, self.loss_factor)
 
-    def _make_bucket(self, rank: int, layout: Layout) -> CodedBucket:
+    def _make_bucket(self, group: Group, layout: Layout) -> CodedBucket:
         chunk, borders = layout.members, layout.borders
         block = block_of([parameter.shape for _, parameter in chunk])
         if chunk[0][0] not in self._unsplit:
             borders = [border // block * block for border in borders[:-1]] + borders[-1:]
-        return CodedBucket(chunk, borders, rank, self._gradient_bits, block)
+        return CodedBucket(chunk, borders, group, self._gradient_bits, block)
 
 
 def block_of(shapes: Sequence[torch.Size]) -> int:

@@ -12,7 +12,7 @@ class BucketedSync(BucketStrategy[Bucket]):
     """Every rank makes the complete update. Sends 2 (n-1)/n times the gradients' bytes a step."""
 
     def __init__(self, model: nn.Module, group: Group, bucket_bytes: int):
-        buckets = [Bucket(chunk) for chunk in cut(backward_order(model), bucket_bytes)]
+        buckets = [Bucket(chunk, group) for chunk in cut(backward_order(model), bucket_bytes)]
         super().__init__(model, group, buckets, launch=lambda bucket: group.start_all_reduce(bucket.flat))
 
     def full_gradients(self) -> list[torch.Tensor]:

@@ -56,8 +56,11 @@ def make_strategy(
     rounded_gradients: Collection[str] = (),
 ) -> Strategy:
     """Returns the strategy, attached to the model's parameters. unsplit_costs and what follows: see ShardedSync."""
-    bucket_bytes = config.bucket_bytes(next(model.parameters()).device.type)
+    shares_memory = group.shares_memory and config.wire == "exact"
+    bucket_bytes = config.bucket_bytes(next(model.parameters()).device.type, shares_memory=shares_memory)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
+    if shares_memory:  # rounding would take longer than to copy all bits
+        read_as, rounded_gradients = None, ()
     bits = {"int8": 8, "int4": 4}
     makers: dict[str, Callable[[], Strategy]] = {
         "ddp": lambda: BucketedSync(model, group, bucket_bytes),

@@ -55,12 +55,12 @@ class ShardedBucket(Bucket):
     where `values` is rounded to `read_as`.
     """
 
-    def __init__(self, layout: Layout, rank: int):
+    def __init__(self, layout: Layout, group: Group):
         members, offsets, borders, read_as = layout
-        super().__init__(members, offsets)
+        super().__init__(members, group, offsets)
         self.borders = borders
-        self.span = borders[rank], borders[rank + 1]
-        self.values = torch.empty_like(self.flat)
+        self.span = borders[group.rank], borders[group.rank + 1]
+        self.values = group.zeros(len(self.flat), self.flat)
         for parameter, offset in zip(self.parameters, self.offsets, strict=False):
             view = self.values[offset : offset + parameter.numel()].view_as(parameter)
             view.copy_(parameter.detach())
@@ -186,7 +186,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         super().__init__(
             model,
             group,
-            [self._make_bucket(group.rank, layout) for layout in layouts],
+            [self._make_bucket(group, layout) for layout in layouts],
             launch=self._start_reduce,
             max_in_flight=max(4, _MAX_BYTES_IN_FLIGHT // bucket_bytes),
         )
@@ -249,8 +249,8 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             return bucket.start_reduce(self._group, bucket.read_as, must_fit=True)
         return bucket.start_reduce(self._group, self._sent_as, must_fit=False)
 
-    def _make_bucket(self, rank: int, layout: Layout) -> ShardedBucket:
-        return ShardedBucket(layout, rank)
+    def _make_bucket(self, group: Group, layout: Layout) -> ShardedBucket:
+        return ShardedBucket(layout, group)
 
     def _hook(self, stages: Sequence[nn.Module]) -> list[RemovableHandle]:
         """Makes each stage's forward wait for its buckets, and the model's for those of no stage."""

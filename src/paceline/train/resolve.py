@@ -68,6 +68,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_p
     config.model.check()
     config = config.replace("train", dtype=chosen_dtype(config, facts, choices))
     config = config.replace("parallel", strategy=_strategy(config, facts, choices))
+    choices += _memory_choice(config, facts)
     try:
         config.check()  # also what was chosen
     except UserError as error:
@@ -312,6 +313,18 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
         chosen, why = "fsdp", f"even with shared state {units.size(needed['zero'])} would not fit in {room}"
     choices.append(Choice(f"strategy {chosen}", why, "--parallel.strategy"))
     return chosen
+
+
+def _memory_choice(config: Config, facts: Sequence[RankFacts]) -> list[Choice]:
+    """Whether CPU ranks of one host share memory, which they did when they opened the world, if they can."""
+    parallel, kinds = config.parallel, {(each.host, each.device) for each in facts}
+    is_asked = parallel.shared_memory and parallel.wire == "exact" and parallel.strategy in ("ddp", "zero")
+    if not is_asked or len(facts) == 1 or kinds != {(facts[0].host, "cpu")}:
+        return []
+    where, why = "in shared memory", "all ranks compute on CPUs of one host"
+    if not facts[0].shares_memory:
+        where, why = "over sockets", "this system does not let a rank map another rank's memory"
+    return [Choice(f"gradients added {where}", why, "--parallel.no-shared-memory")]
 
 
 def state_bytes(config: Config, world_size: int, per_host: int = 0) -> dict[str, float]:

@@ -32,6 +32,8 @@ class ParallelConfig:
     """auto: cuda where there is a GPU for each local rank, else mps for one process, else cpu."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda, gloo elsewhere."""
+    shared_memory: bool = True
+    """CPU ranks of one host reduce gradients in memory that they share. False: over sockets, as between hosts."""
     interface: str = ""
     """Network interface for Gloo and NCCL (a name from `ip link`); empty: they choose; loopback under --nproc."""
     timeout_s: float = 300.0
@@ -46,7 +48,7 @@ class ParallelConfig:
     """Port of the rendezvous under --nproc; 0: a free one."""
     bucket_mb: float = 0.0
     """MiB of gradients in one transfer. Smaller: they start earlier in backward, and with zero the next step's forward
-    waits for less. Larger: fewer round trips. 0: 2 with zero on CPUs, else 10."""
+    waits for less. Larger: fewer round trips. 0: 2 with zero on CPUs that do not share memory, else 10."""
     shares: str = "equal"
     """How many sequences of a step each rank computes. equal: as many, in micro-batches that do not depend on the world
     size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter; not with
@@ -83,9 +85,10 @@ class ParallelConfig:
                 "use --parallel.backend gloo"
             )
 
-    def bucket_bytes(self, device: str) -> int:
+    def bucket_bytes(self, device: str, *, shares_memory: bool = False) -> int:
         """Returns the bytes of gradients in one transfer. device: the type of the ranks' devices, such as cpu."""
-        return int((self.bucket_mb or (2.0 if self.strategy == "zero" and device == "cpu" else 10.0)) * 2**20)
+        is_sent_by_gloo = device == "cpu" and not shares_memory
+        return int((self.bucket_mb or (2.0 if self.strategy == "zero" and is_sent_by_gloo else 10.0)) * 2**20)
 
     def check_wire(self) -> None:
         """Raises UserError if the strategy cannot send what `wire` says."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline.base.errors import LOST_PEERS, PacelineError, RunError
 
 if TYPE_CHECKING:
-    from paceline.world.group import Group
+    from paceline.world.verbs import Group
 
 T = TypeVar("T")
 

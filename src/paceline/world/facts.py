@@ -32,6 +32,7 @@ class RankFacts:
     dtype_reason: str
     num_gpus: int = 0  # that this rank sees
     why_no_float8: str = "a CPU has no float8 units"  # empty: the device has them
+    shares_memory: bool = False  # with all other ranks; the same on all
 
     @property
     def kind(self) -> str:

@@ -7,13 +7,11 @@ Every rank must call each verb, in the same order. If a peer is gone, a verb rai
 possible any more: the rank exits, and the others notice that.
 """
 
-import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,116 +22,17 @@ from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named
 from paceline.world.hierarchy import Hosts
+from paceline.world.peer import Peer
+from paceline.world.shared import SharedMemory, finish, open_shared_memory
 from paceline.world.transfer import Exchanges, GlooThreads, Messages, Phase, Queued, nothing, post
 from paceline.world.transfer import Traffic as Traffic
 from paceline.world.transfer import Transfer as Transfer
+from paceline.world.verbs import Group as Group
+from paceline.world.verbs import ReduceOp as ReduceOp
 
-ReduceOp = Literal["sum", "min", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _LEAST_BYTES_BY_LEVELS = 1 << 16  # of an all-reduce; a smaller one takes the time of its latency
 SPEAKS_FIRST_S = 5.0  # collectives time out this much later than the watchdog, which knows who is missing
-
-
-class Group(ABC):
-    """The verbs. Costs are bytes sent by one rank, for a ring of n ranks and a tensor of s bytes."""
-
-    rank: int
-    size: int
-    timeout_s: float  # how long a collective waits for the other ranks
-    is_queued = False  # the host queues collectives on a GPU, and learns their results only where it reads them
-
-    @property
-    def waiting_for(self) -> str | None:
-        """The collective that this rank waits in; the watchdog reads it in another thread."""
-        return None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether ranks can still meet: a script may have destroyed the process group that it opened."""
-        return True
-
-    @abstractmethod
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
-        """Begins to replace the tensor, on every rank, by its reduction over ranks. 2 s (n-1)/n bytes."""
-
-    @abstractmethod
-    def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
-        """Begins to sum a flat tensor over ranks. Afterwards a rank has the sum in elements borders[rank] ..
-        borders[rank+1]-1; the others are undefined. s (n-1)/n bytes."""
-
-    @abstractmethod
-    def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
-        """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. s (n-1)/n bytes."""
-
-    @abstractmethod
-    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
-        """Begins to send a tensor to each rank in `sends` and to fill the tensors of `receives`. Only these ranks take
-        part. Raises ValueError for a message to this rank itself. Costs the bytes of `sends`."""
-
-    @abstractmethod
-    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
-        """Begins to exchange tensors with every other rank; a background thread ends with `then`. Bytes: `sends`."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Replaces the tensor, on every rank, by the source's. Counted as s (n-1) bytes that the source sends."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-
-    @abstractmethod
-    def take_traffic(self) -> Traffic:
-        """Returns the traffic since the last call; a transfer under way is returned once it has ended."""
-
-    @abstractmethod
-    def set_timeout(self, seconds: float) -> None:
-        """Sets how long later collectives wait for the other ranks before they raise PeerLost."""
-
-    @abstractmethod
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns every rank's CPU tensor, stacked by rank; all have the same shape. s (n-1) bytes."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Calls start_all_reduce, and waits."""
-        self.start_all_reduce(tensor, op).wait()
-
-    def total(self, number: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over ranks of one float64 number, the same on all. s (n-1) bytes."""
-        return number.new_tensor(sum(row[0] for row in self.share([float(number)])))
-
-    def share(self, values: list[float]) -> list[list[float]]:
-        """Returns every rank's values, by rank, as float64. All ranks pass equally many. s (n-1) bytes."""
-        rows: list[list[float]] = self._rows(torch.tensor(values, dtype=torch.float64)).tolist()
-        return rows
-
-    def share_integers(self, values: list[int]) -> list[list[int]]:
-        """Returns every rank's values, by rank, exactly (int64). All ranks pass equally many. s (n-1) bytes."""
-        rows: list[list[int]] = self._rows(torch.tensor(values, dtype=torch.int64)).tolist()
-        return rows
-
-    def share_text(self, text: str) -> list[str]:
-        """Returns every rank's text, by rank. Costs n-1 times the bytes of the longest."""
-        data = text.encode()
-        longest = max(row[0] for row in self.share_integers([len(data)]))
-        padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
-        # No text contains NUL: all are JSON or messages, whose encoders escape it.
-        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._rows(padded)]
-
-    def share_json(self, value: Any) -> list[Any]:
-        """Returns every rank's JSON value, by rank. Costs as `share_text`."""
-        return [json.loads(text) for text in self.share_text(json.dumps(value))]
-
-    def broadcast_json(self, value: Any, source: int = 0) -> Any:
-        """Returns the source's JSON value on every rank. The other ranks' values are ignored."""
-        data = json.dumps(value).encode() if self.rank == source else b""
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        self.broadcast(length, source)
-        buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
-        if self.rank == source:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.broadcast(buffer, source)
-        return json.loads(bytes(buffer.tolist()))
 
 
 class LocalGroup(Group):
@@ -205,6 +104,25 @@ class DistributedGroup(Group):
         self._exchanges = Exchanges()
         self._gloo, self._cpu_s = GlooThreads(), 0.0
         self._gloo.yield_to_compute()
+        self._memory: SharedMemory | None = None
+
+    def share_memory(self, peers: Sequence[Peer], is_wanted: bool) -> None:
+        """Makes `zeros` and collectives of its tensors use memory that the ranks share, if they can. Collective."""
+        self._memory = open_shared_memory(self, peers, is_wanted)
+
+    @property
+    def shares_memory(self) -> bool:  # type: ignore[override]
+        return self._memory is not None
+
+    def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
+        if self._memory is None or not num_elements:
+            return super().zeros(num_elements, like)
+        return self._memory.zeros(num_elements, like.dtype)
+
+    def close(self) -> None:
+        """Ends the thread of shared memory; the process group is torch's."""
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def waiting_for(self) -> str | None:
@@ -216,6 +134,8 @@ class DistributedGroup(Group):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
+        if op == "sum" and (own := self._in_memory(name, num_bytes, tensor, borders(tensor.numel(), [1] * self.size))):
+            return own
         if op == "sum" and self.hosts.has_levels and not self.is_queued and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
             parts = self._parts(tensor.view(-1), borders(tensor.numel(), self.hosts.even_shares()))
             reduce, gather = self.hosts.reduce_scatter(self.rank, parts), self.hosts.all_gather(self.rank, parts)
@@ -225,6 +145,8 @@ class DistributedGroup(Group):
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "a reduce-scatter", self._parts(flat, borders)
         mine = parts[self.rank]
+        if own := self._in_memory(name, flat.nbytes - mine.nbytes, flat, borders):
+            return own
         if self.is_queued:
             # Else NCCL makes one operation for each rank.
             even = partial(dist.reduce_scatter_tensor, mine, flat, async_op=True)
@@ -236,6 +158,8 @@ class DistributedGroup(Group):
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
         mine = parts[self.rank]
+        if own := self._in_memory(name, mine.nbytes * (self.size - 1), flat, borders):
+            return own
         if self.is_queued:
             even = partial(dist.all_gather_into_tensor, flat, mine, async_op=True)
             begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, mine, async_op=True)
@@ -275,7 +199,8 @@ class DistributedGroup(Group):
         over: list[Transfer] = []
         for transfer in known.transfers:
             (over if transfer.is_over else self._traffic.transfers).append(transfer)
-        before, self._cpu_s = self._cpu_s, self._gloo.cpu_s() + self._exchanges.cpu_s()
+        in_memory_s = self._memory.cpu_s if self._memory else 0.0
+        before, self._cpu_s = self._cpu_s, self._gloo.cpu_s() + self._exchanges.cpu_s() + in_memory_s
         return Traffic(known.num_bytes, over, known.waits, self._cpu_s - before)
 
     def set_timeout(self, seconds: float) -> None:
@@ -327,6 +252,15 @@ class DistributedGroup(Group):
         done.add_done_callback(lambda _: transfer.record_end())
         num_bytes = sum(tensor.nbytes for phase in phases for _, tensor in phase.sends)
         return self._counted(transfer, num_bytes, name, done.result)
+
+    def _in_memory(self, name: str, num_bytes: float, flat: torch.Tensor, borders: Sequence[int]) -> Transfer | None:
+        """Begins a collective in shared memory; returns None if the tensor is not there, on any rank."""
+        transfer = Transfer(self._clock)
+        done = self._memory and self._memory.start(name, flat, borders)
+        if not done:
+            return None
+        done.add_done_callback(lambda _: transfer.record_end())
+        return self._counted(transfer, num_bytes, name, lambda: finish(done, self.timeout_s))
 
     def _counted(self, transfer: Transfer, num_bytes: float, name: str, wait: Callable[[], object]) -> Transfer:
         def finish() -> None:

@@ -11,9 +11,9 @@ host the rank with the owner's place there (modulo the ranks of that host). So e
   all-gather      the owner sends its part to the speaker of each other host; each speaker sends it to its host
   all-reduce      one after the other, with parts that give each host an equal share
 
-Hosts are in the order of their first ranks. On one host, or with one rank on each, every pair of ranks exchanges its
-parts, and the owner adds them in the order of distance. As the order of additions is fixed, sums always have the same
-bits.
+Hosts are in the order of their first ranks. On one host whose ranks do not share memory (shared.py), or with one rank
+on each, every pair of ranks exchanges its parts, and the owner adds them in the order of distance. As the order of
+additions is fixed, sums always have the same bits.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from types import TracebackType
@@ -204,7 +204,8 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         torch.cuda.set_device(device)
     group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
     with group_open as (group, joined, backend):
-        facts = gather_facts(group, own_facts(device, backend, threads, env.local_world_size))
+        own = own_facts(device, backend, threads, env.local_world_size)
+        facts = gather_facts(group, replace(own, shares_memory=group.shares_memory))
         warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
         idle = warn_of_idle_gpus(facts) if config.device == "auto" else ()
         yield World(
@@ -238,13 +239,14 @@ def _open_group(
     if not config.interface:
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     joined = join_world(env, config.interface, backend, device.type, config.timeout_s)
-    clean = False
+    clean, group = False, None
     try:
-        yield _open_process_group(config, env, device, backend, joined), joined, backend
+        group = _open_process_group(config, env, device, backend, joined)
+        yield group, joined, backend
         clean = True
     finally:
         if dist.is_initialized():
-            _close_process_group(clean)
+            _close_process_group(group, clean)
 
 
 @contextmanager
@@ -254,17 +256,20 @@ def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -
     own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
+    group = _make_group(device, backend, config, joined)
     try:
-        yield _make_group(device, backend, config.timeout_s, joined), joined, backend
+        yield group, joined, backend
     finally:
+        group.close()
         if dist.group.WORLD is not None:
             dist.group.WORLD.set_timeout(timeout)
 
 
-def _make_group(device: torch.device, backend: str, timeout_s: float, joined: Joined) -> DistributedGroup:
-    is_staged = device.type == "cuda" and backend == "gloo"
-    hosts = [peer.host for peer in joined.peers]
-    return (StagedGroup if is_staged else DistributedGroup)(device, timeout_s, hosts)
+def _make_group(device: torch.device, backend: str, config: ParallelConfig, joined: Joined) -> DistributedGroup:
+    kind = StagedGroup if device.type == "cuda" and backend == "gloo" else DistributedGroup
+    group = kind(device, config.timeout_s, [peer.host for peer in joined.peers])
+    group.share_memory(joined.peers, config.shared_memory and device.type == "cpu")
+    return group
 
 
 def _adopted_backend(config: ParallelConfig, device: torch.device) -> str:
@@ -312,7 +317,7 @@ def _open_process_group(
             timeout=timedelta(seconds=config.timeout_s),
             device_id=device if backend == "nccl" else None,
         )
-        return _make_group(device, backend, config.timeout_s, joined)
+        return _make_group(device, backend, config, joined)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"rank {env.rank} of {env.world_size} met the others at {env.master_addr}:{env.master_port}, and could not "
@@ -321,12 +326,15 @@ def _open_process_group(
         ) from error
 
 
-def _close_process_group(clean: bool) -> None:
+def _close_process_group(group: DistributedGroup | None, clean: bool) -> None:
     """Destroys the group. After a clean run all ranks meet first: a rank that leaves early breaks the others' last
     transfer. After an error the destructor may wait for a peer that hangs; it gets half a second."""
     if clean:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
+    if group is not None:
+        group.close()
+    if clean:
         gc.collect()
         dist.destroy_process_group()
         return

@@ -205,7 +205,7 @@ def _link(group: Group) -> tuple[float, float, float]:
         return 0.0, 1e12, 0.0  # nobody to send to
     times, processor, sent = [], 0.0, 0.0
     for num_bytes in _MESSAGES:
-        flat = torch.zeros(num_bytes // 4)
+        flat = group.zeros(num_bytes // 4, torch.zeros(1))
         found = []
         for number in range(_ROUNDS + 1):
             group.barrier()

@@ -1,0 +1,120 @@
+"""The verbs by which ranks communicate: what `LocalGroup` and `DistributedGroup` (group.py) both do."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from paceline.world.transfer import Messages, Traffic, Transfer, nothing
+
+ReduceOp = Literal["sum", "min", "max"]
+
+
+class Group(ABC):
+    """The verbs. Costs are bytes sent by one rank, for a ring of n ranks and a tensor of s bytes."""
+
+    rank: int
+    size: int
+    timeout_s: float  # how long a collective waits for the other ranks
+    is_queued = False  # the host queues collectives on a GPU, and learns their results only where it reads them
+
+    @property
+    def waiting_for(self) -> str | None:
+        """The collective that this rank waits in; the watchdog reads it in another thread."""
+        return None
+
+    shares_memory = False  # tensors of `zeros` are reduced in memory that the ranks share
+
+    def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns a flat tensor of that dtype and device, for collectives that are called often. Collective."""
+        return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks can still meet: a script may have destroyed the process group that it opened."""
+        return True
+
+    @abstractmethod
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
+        """Begins to replace the tensor, on every rank, by its reduction over ranks. 2 s (n-1)/n bytes."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
+        """Begins to sum a flat tensor over ranks. Afterwards a rank has the sum in elements borders[rank] ..
+        borders[rank+1]-1; the others are undefined. s (n-1)/n bytes."""
+
+    @abstractmethod
+    def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
+        """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. s (n-1)/n bytes."""
+
+    @abstractmethod
+    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
+        """Begins to send a tensor to each rank in `sends` and to fill the tensors of `receives`. Only these ranks take
+        part. Raises ValueError for a message to this rank itself. Costs the bytes of `sends`."""
+
+    @abstractmethod
+    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
+        """Begins to exchange tensors with every other rank; a background thread ends with `then`. Bytes: `sends`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replaces the tensor, on every rank, by the source's. Counted as s (n-1) bytes that the source sends."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    @abstractmethod
+    def take_traffic(self) -> Traffic:
+        """Returns the traffic since the last call; a transfer under way is returned once it has ended."""
+
+    @abstractmethod
+    def set_timeout(self, seconds: float) -> None:
+        """Sets how long later collectives wait for the other ranks before they raise PeerLost."""
+
+    @abstractmethod
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns every rank's CPU tensor, stacked by rank; all have the same shape. s (n-1) bytes."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Calls start_all_reduce, and waits."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def total(self, number: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over ranks of one float64 number, the same on all. s (n-1) bytes."""
+        return number.new_tensor(sum(row[0] for row in self.share([float(number)])))
+
+    def share(self, values: list[float]) -> list[list[float]]:
+        """Returns every rank's values, by rank, as float64. All ranks pass equally many. s (n-1) bytes."""
+        rows: list[list[float]] = self._rows(torch.tensor(values, dtype=torch.float64)).tolist()
+        return rows
+
+    def share_integers(self, values: list[int]) -> list[list[int]]:
+        """Returns every rank's values, by rank, exactly (int64). All ranks pass equally many. s (n-1) bytes."""
+        rows: list[list[int]] = self._rows(torch.tensor(values, dtype=torch.int64)).tolist()
+        return rows
+
+    def share_text(self, text: str) -> list[str]:
+        """Returns every rank's text, by rank. Costs n-1 times the bytes of the longest."""
+        data = text.encode()
+        longest = max(row[0] for row in self.share_integers([len(data)]))
+        padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+        # No text contains NUL: all are JSON or messages, whose encoders escape it.
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._rows(padded)]
+
+    def share_json(self, value: Any) -> list[Any]:
+        """Returns every rank's JSON value, by rank. Costs as `share_text`."""
+        return [json.loads(text) for text in self.share_text(json.dumps(value))]
+
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """Returns the source's JSON value on every rank. The other ranks' values are ignored."""
+        data = json.dumps(value).encode() if self.rank == source else b""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self.broadcast(length, source)
+        buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if self.rank == source:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.broadcast(buffer, source)
+        return json.loads(bytes(buffer.tolist()))
