@@ -189,7 +189,10 @@ def left_out(rows: list[Any]) -> dict[str, torch.Tensor]:
     return sums
 
 
-@pytest.mark.parametrize(("wire", "optimizer"), CASES)
+@pytest.mark.parametrize(
+    ("wire", "optimizer"),
+    [pytest.param(*case, marks=() if case == ("int8", "muon") else pytest.mark.long) for case in CASES],
+)
 def test_a_resumed_run_goes_on_bit_for_bit_or_in_another_world_nearly(
     wire: str, optimizer: str, tmp_path: Path
 ) -> None:

@@ -55,6 +55,8 @@ _GPU_PEAKS = (
 )
 # Variants with the same number and another speed; MIG is a part of a GPU.
 _OTHER_PARTS = frozenset(("ti", "super", "d", "laptop", "mobile", "max", "mig"))
+# Time to measure a CPU's peak: at the first start on a machine, and at later ones.
+_BUDGET_S, _KNOWN_BUDGET_S = 0.3, 0.03
 
 
 def count_gpus() -> int:
@@ -164,10 +166,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = 
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     if device.type == "cpu":
         short = str(dtype).removeprefix("torch.")
-        measured = _measured_matmul(dtype)
         if kept_in is None:
-            return Peak(measured, f"matmul measured here, {short}")
-        return Peak(_best_so_far(kept_in / "peaks", measured, short), f"the best matmul seen on this machine, {short}")
+            return Peak(_measured_matmul(dtype), f"matmul measured here, {short}")
+        return Peak(_best_so_far(kept_in / "peaks", dtype), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
 
 
@@ -182,14 +183,15 @@ def gpu_peak(name: str, dtype: torch.dtype) -> Peak:
     return Peak(None, f"{name} is not in the table of peaks")
 
 
-def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
-    """Returns the larger of `measured` and the stored FLOP/s, and stores it. The file's name has all it depends on."""
+def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
+    """Returns the larger of the measured and the stored FLOP/s, and stores it. The file's name has all it depends
+    on."""
     machine = {
         "host": socket.gethostname(),
         "processor": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
     path = folder / (hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16] + ".json")
@@ -197,7 +199,9 @@ def _best_so_far(folder: Path, measured: float, dtype: str) -> float:
         before = float(json.loads(path.read_bytes())["flops_per_s"])
     except (OSError, ValueError, KeyError, TypeError):
         before = 0.0
-    if math.isfinite(before) and before >= measured:
+    is_known = math.isfinite(before) and before > 0
+    measured = _measured_matmul(dtype, _KNOWN_BUDGET_S if is_known else _BUDGET_S)
+    if is_known and before >= measured:
         return before
     aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
     with contextlib.suppress(OSError):  # a read-only folder: measured at each start
@@ -216,7 +220,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _measured_matmul(dtype: torch.dtype, budget_s: float = 0.3) -> float:
+def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
     """Returns the FLOP/s of the best of many square matmuls: small ones suit load, large ones many threads."""
     best, deadline = 0.0, time.perf_counter() + budget_s
     sides = itertools.cycle((512, 768, 1024, 2048))
