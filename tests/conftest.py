@@ -43,8 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PACELINE_CACHE"] = config.stash[_CACHE]
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Ranks are forked from one process, which imports torch while tests are collected (tests/ranks.py)."""
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        return  # the process that starts pytest-xdist's others runs no test
     import ranks  # noqa: F401  what it is to import
 
     forkserver.ensure_running()

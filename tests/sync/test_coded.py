@@ -103,7 +103,9 @@ def on_ranks(world: World) -> dict[Any, Seen]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"world-{size}")
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda size: f"world-{size}"
+)
 def rows(request: pytest.FixtureRequest) -> list[dict[Any, Seen]]:
     return run_ranks(on_ranks, request.param, timeout_s=120)
 
