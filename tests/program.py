@@ -42,7 +42,6 @@ _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 # The run of the laws: 40 steps of 12 sequences in micro-batches of 2, float32, replicas compared after every step.
 TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0")
 _COMMAND = (sys.executable, "-m", "paceline")
-STAND_IN = (sys.executable, "-m", "stand_in")  # of tests/launch
 # Beginnings of environment variables that Python or torch read once: with them the command is no fork.
 _READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "ONEDNN", "PYTHON", "TORCH")
 COLD = {"OMP_NUM_THREADS": "1"}  # as it is already: for a command, and ranks, that take their time to start
@@ -81,11 +80,10 @@ class Program:
         self.started = time.monotonic()
         environment = {**inherited, _MARK: self.mark, **(env or {})}
         self.process: subprocess.Popen[bytes] | Fork
-        if command in (_COMMAND, STAND_IN) and not any(name.startswith(_READ_AT_START) for name in env or {}):
-            words = (*command[2:], *arguments)
+        if command == _COMMAND and not any(name.startswith(_READ_AT_START) for name in env or {}):
             streams = [reduction.DupFd(file.fileno()) for file in (self._out, self._err, self._ranks)]
             self.process = Fork(
-                FORKS.Process(target=_be_the_command, args=(words, environment, cwd or os.getcwd(), streams))
+                FORKS.Process(target=_be_the_command, args=(arguments, environment, cwd or os.getcwd(), streams))
             )
             return
         self.process = subprocess.Popen(
@@ -214,24 +212,24 @@ class Fork:
         self.send_signal(signal.SIGTERM)
 
 
-def _be_the_command(words: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any]) -> None:
+def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any]) -> None:
     os.chdir(cwd)
     for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
         os.dup2(file, standard)
     ranks = streams[2].detach()
 
     def popen(handler: SubprocessHandler, command: tuple[str, ...], env: dict[str, str]) -> Fork:
-        assert command[:3] in (_COMMAND, STAND_IN), command
-        rank = Fork(multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(command[2:], env, ranks)))
+        assert command[:3] == _COMMAND, command
+        rank = Fork(multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(command[3:], env, ranks)))
         while rank.poll() is None and os.getsid(rank.pid) != rank.pid:
             time.sleep(0.001)  # until then the launcher would send signals to its own handlers, and to its own session
         return rank
 
     SubprocessHandler._popen = popen  # type: ignore[method-assign,assignment]
-    _be_python(words, env)
+    _be_paceline(arguments, env)
 
 
-def _be_a_rank(words: tuple[str, ...], env: dict[str, str], ranks: int) -> None:
+def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str], ranks: int) -> None:
     """The launcher has threads and handlers of signals, open files, and files that it will remove."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -242,19 +240,18 @@ def _be_a_rank(words: tuple[str, ...], env: dict[str, str], ranks: int) -> None:
             if file > 2 and (stat.S_ISREG(mode := os.fstat(file).st_mode) or stat.S_ISSOCK(mode)):
                 os.close(file)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    _be_python(words, env)
+    _be_paceline(arguments, env)
 
 
-def _be_python(words: tuple[str, ...], env: dict[str, str]) -> None:
-    """`python -m WORDS`."""
+def _be_paceline(arguments: tuple[str, ...], env: dict[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # else that of before
-    sys.argv = [*words]
+    sys.argv = ["paceline", *arguments]
     sys.path[0] = ""
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        runpy.run_module("paceline", run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # which a forked process leaves out
 

@@ -1,6 +1,6 @@
 """Stands in for training where the launcher is tested: a launcher, or one of its ranks, in a tenth of a second.
 
-    python -m stand_in launch RUN '{"num_ranks": 2, "max_restarts": 3, "lives": [["5 kill", "wait"], ["done", "done"]]}'
+    python stand_in.py launch RUN '{"num_ranks": 2, "max_restarts": 3, "lives": [["5 kill", "wait"], ["done", "done"]]}'
 
 A life says what each rank does: rank 0 first writes rows up to a step, if it has a number; then the word's deed.
 """
@@ -24,7 +24,7 @@ _CODES = {"done": 0, "fail": 1, "user": 2, "saved": 75}
 
 
 def launch(run: Path, plan: dict[str, Any]) -> int:
-    command = (sys.executable, "-m", "stand_in", "rank", str(run), json.dumps(plan))
+    command = (sys.executable, __file__, "rank", str(run), json.dumps(plan))
     group = OneHost(plan["num_ranks"], plan.get("port", 0))
     try:
         return start_ranks(command, run, lambda _: group, max_restarts=plan.get("max_restarts", 0))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from program import STAND_IN, Program
+from program import Program
 
 from paceline.launch.restarts import Failure, Records, delay_s
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
 @contextmanager
@@ -22,7 +25,7 @@ def launched(run: Path, *lives: list[str], **options: Any) -> Iterator[Program]:
     """A launcher whose ranks do as `lives` says, without torch."""
     run.mkdir(exist_ok=True)
     plan = {"num_ranks": len(lives[0]), "lives": lives, **options}
-    with Program("launch", str(run), json.dumps(plan), command=STAND_IN) as program:
+    with Program("launch", str(run), json.dumps(plan), command=(sys.executable, str(STAND_IN))) as program:
         yield program
 
 
