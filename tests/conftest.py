@@ -11,6 +11,7 @@ from multiprocessing import forkserver
 
 # Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PACELINE_LAB"] = f"-test-{os.getpid()}"  # a lab of another process is no obstacle
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch's compiler leaves a pool of workers behind
 
 import hypothesis
@@ -36,12 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PACELINE_TEST_CACHE" in os.environ:  # kept between sessions, for whoever runs the suite again and again
         os.environ["PACELINE_CACHE"] = os.environ["PACELINE_TEST_CACHE"]
         return
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist: the cache of the one that started it
+        return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="paceline-test-cache-")
     os.environ["PACELINE_CACHE"] = config.stash[_CACHE]
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Ranks are forked from one process, which imports torch while tests are collected (tests/ranks.py)."""
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        return  # the process that starts pytest-xdist's others runs no test
     import ranks  # noqa: F401  what it is to import
 
     forkserver.ensure_running()
@@ -54,14 +59,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, all labs run in one process, one after another, and so do other tests of hosts, and a
-    file's other tests. Tests of the modelled GPU come first: autograd learns which devices there are at the first
-    backward pass of a process. Then come labs and hosts, which take longest."""
+    """With --dist loadgroup, tests that measure labs run in one process, one after another, and so do other tests of
+    hosts, and a file's other tests. Tests of the modelled GPU come first: autograd learns which devices there are at
+    the first backward pass of a process. Then come labs and hosts, which take longest."""
     for item in items:
         folders = set(item.path.parts)
+        if item.get_closest_marker("xdist_group"):
+            continue
         if item.get_closest_marker("alone") or item.get_closest_marker("lab"):
-            item.add_marker(pytest.mark.xdist_group("lab" if folders & {"tools", "readme", "record"} else "hosts"))
-        elif item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("lab" if folders & {"tools", "record"} else "hosts"))
+        else:
             item.add_marker(pytest.mark.xdist_group("cuda" if "cuda" in folders else item.path.name))
     items.sort(key=lambda item: ("cuda" not in item.path.parts, item.get_closest_marker("lab") is None))
 

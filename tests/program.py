@@ -6,31 +6,38 @@
         os.kill(program.ranks()[1], signal.SIGKILL)
         ended = program.wait()
 
-The command is forked from the server of ranks.py, which has imported torch, where that makes no difference to it; the
-ranks that it starts are begun as always. Every process that descends from it is found by its session or by a mark in
+The command is forked from the server of ranks.py, which has imported torch, where that makes no difference to it, and
+the ranks that it starts are forked from it. Every process that descends from it is found by its session or by a mark in
 its environment: ranks have sessions of their own and, once their launcher is dead, another parent.
 """
 
 import atexit
 import contextlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 from ranks import FORKS
+
+from paceline.launch import attempt
 
 _MARK = "PACELINE_TEST_MARK"
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -38,7 +45,8 @@ _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0")
 _COMMAND = (sys.executable, "-m", "paceline")
 # Beginnings of environment variables that Python or torch read once: with them the command is no fork.
-_READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "ONEDNN", "PYTHON", "TMPDIR", "TORCH")
+_READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "ONEDNN", "PYTHON", "TORCH")
+COLD = {"OMP_NUM_THREADS": "1"}  # as it is already: for a command, and ranks, that take their time to start
 _GONE = (psutil.Error, ProcessLookupError, PermissionError)  # a process that ends while it is looked at
 DEADLINE_S = 120.0  # for a command that is to end; machines are shared
 
@@ -70,12 +78,15 @@ class Program:
     ):
         self.mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._out, self._err, self._ranks = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
         self.started = time.monotonic()
         environment = {**inherited, _MARK: self.mark, **(env or {})}
         self.process: subprocess.Popen[bytes] | Fork
         if command == _COMMAND and not any(name.startswith(_READ_AT_START) for name in env or {}):
-            self.process = Fork(arguments, environment, cwd, self._out.fileno(), self._err.fileno())
+            streams = [reduction.DupFd(file.fileno()) for file in (self._out, self._err, self._ranks)]
+            self.process = Fork(
+                FORKS.Process(target=_be_the_command, args=(arguments, environment, cwd or os.getcwd(), streams))
+            )
             return
         self.process = subprocess.Popen(
             [*command, *arguments],
@@ -93,8 +104,8 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self.kill_all()
         self.process.wait()
-        self._out.close()
-        self._err.close()
+        for file in (self._out, self._err, self._ranks):
+            file.close()
 
     @property
     def pid(self) -> int:
@@ -122,11 +133,11 @@ class Program:
 
     def pids(self) -> list[int]:
         """All living processes of this command, launcher and ranks, whoever their parent is now."""
-        return [process.pid for process, _ in self._marked()]
+        return [pid for pid, _ in self._living()]
 
     def ranks(self) -> dict[int, int]:
         """Rank -> pid of the ranks that --nproc started."""
-        return {int(env["RANK"]): process.pid for process, env in self._marked() if "RANK" in env}
+        return {int(rank): pid for pid, rank in self._living() if rank}
 
     def wait_until_gone(self, deadline_s: float = 10.0) -> float:
         """Returns the seconds until no process of the command lived; fails past the deadline."""
@@ -152,14 +163,16 @@ class Program:
             time.sleep(0.01)
             pids = self.pids()
 
-    def _marked(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+    def _living(self) -> list[tuple[int, str]]:
+        """Pid and rank, where it has one, of each process."""
+        forked = dict(line.split() for line in self._read(self._ranks).splitlines())
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(*_GONE):
-                env = process.environ()
-                is_ours = env.get(_MARK) == self.mark or os.getsid(process.pid) == self.pid
+                env, session = process.environ(), str(os.getsid(process.pid))
+                is_ours = env.get(_MARK) == self.mark or session in forked or session == str(self.pid)
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((process, env))
+                    found.append((process.pid, forked.get(str(process.pid), env.get("RANK", ""))))
         return found
 
     def _read(self, file: Any) -> str:
@@ -171,13 +184,10 @@ class Program:
 
 
 class Fork:
-    """`paceline ARGUMENTS` in a process of its own, with what is used here of a Popen."""
+    """A forked process, with what is used here, and by paceline's launcher, of a Popen."""
 
-    def __init__(
-        self, arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str | None, out: int, err: int
-    ) -> None:
-        streams = [reduction.DupFd(file) for file in (out, err)]
-        self._process = FORKS.Process(target=_be_the_command, args=(arguments, env, str(cwd or os.getcwd()), streams))
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -200,17 +210,45 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
 
-
-def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: str, streams: list[Any]) -> None:
-    os.setsid()
+def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any]) -> None:
     os.chdir(cwd)
+    for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
+        os.dup2(file, standard)
+    ranks = streams[2].detach()
+
+    def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool) -> Fork:
+        assert tuple(command[:3]) == _COMMAND and start_new_session, command
+        rank = Fork(
+            multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(tuple(command[3:]), env, ranks))
+        )
+        while rank.poll() is None and os.getsid(rank.pid) != rank.pid:
+            time.sleep(0.001)  # until then the launcher would send signals to its own handlers, and to its own session
+        return rank
+
+    attempt.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment]
+    _be_paceline(arguments, env)
+
+
+def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str], ranks: int) -> None:
+    """The launcher has threads and handlers of signals, open files, and files that it will remove."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.write(ranks, f"{os.getpid()} {env['RANK']}\n".encode())
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the folder's own
+            if file > 2 and (stat.S_ISREG(mode := os.fstat(file).st_mode) or stat.S_ISSOCK(mode)):
+                os.close(file)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    _be_paceline(arguments, env)
+
+
+def _be_paceline(arguments: tuple[str, ...], env: dict[str, str]) -> None:
+    os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams)]):
-        os.dup2(file, standard)
+    tempfile.tempdir = None  # else that of before
     sys.argv = ["paceline", *arguments]
     sys.path[0] = ""
     try:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from program import TINY, Program, digest, losses, rows, run
+from program import COLD, TINY, Program, digest, losses, rows, run
 
 SAVING = ("train", *TINY, "--checkpoint.every", "10")
 
@@ -80,7 +80,7 @@ def test_torchruns_own_restarts_go_on_with_the_folder_until_the_stop_that_was_as
 
 
 def test_kill_9_of_the_launcher_ends_ranks_that_have_not_met_yet(tmp_path: Path) -> None:
-    with Program("train", *TINY, "--nproc", "2", "--out", str(tmp_path / "run")) as program:
+    with Program("train", *TINY, "--nproc", "2", "--out", str(tmp_path / "run"), env=COLD) as program:
         program.wait_for(lambda: len(program.ranks()) == 2)
         time.sleep(0.5)  # an interpreter's own start
         os.kill(program.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import Ended, Program, rows, run, steps
+from program import COLD, Ended, Program, rows, run, steps
 
 from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
@@ -165,7 +165,7 @@ def test_a_signal_before_training_leaves_nothing(
 ) -> None:
     """Asked to stop while ranks are still starting, the command says so, once; there is nothing yet to save."""
     folder = tmp_path / "run"
-    with Program("train", *ENDLESS, "--nproc", "2", "--out", str(folder)) as program:
+    with Program("train", *ENDLESS, "--nproc", "2", "--out", str(folder), env=COLD) as program:
         program.wait_for(lambda: len(program.ranks()) == 2)
         os.kill(program.pid, number)
         ended = program.wait(15).require(status)

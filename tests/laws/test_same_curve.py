@@ -108,7 +108,7 @@ def test_rows_say_what_is_promised(runs, world_size: int) -> None:
     assert 1 < evaluations[0]["val_loss"] / math.log(2) / evaluations[0]["val_bpb"] < 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(5, marks=pytest.mark.long)])
 def test_the_parts_of_a_step_are_the_step(runs, world_size: int) -> None:
     parts = ("data_ms", "forward_ms", "backward_ms", "exposed_comm_ms", "optim_ms", "other_ms")
     for row in steps(runs.get(world_size)):

@@ -35,7 +35,7 @@ def test_unequal_processors_train_one_curve_with_equal_replicas(runs, tmp_path: 
     assert "Hosts differ" not in runs.ended(2)[1].out
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "naive"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("naive", marks=pytest.mark.long)])
 def test_strategies_that_repeat_the_update_are_refused(tmp_path: Path, strategy: str) -> None:
     arguments = ("train", *TINY, "--out", str(tmp_path / "run"), "--parallel.strategy", strategy)
     said = one_message(start_ranks([arguments] * 2, [{}, {"ddp": ANOTHER, "naive": LIMITED}[strategy]]))
@@ -66,7 +66,8 @@ def test_replicas_are_equal_for_300_steps_also_after_ranks_change_places(
     assert losses(unequal)[:50] == pytest.approx(losses(alike)[:50], abs=1e-5)
 
 
-@pytest.mark.parametrize("limits", [ANOTHER, pytest.param(LIMITED, marks=pytest.mark.long)], ids=["aten", "libraries"])
+@pytest.mark.long
+@pytest.mark.parametrize("limits", [ANOTHER, LIMITED], ids=["aten", "libraries"])
 def test_scripts_keep_replicas_averages_and_resumes_equal(tmp_path: Path, limits: dict[str, str]) -> None:
     """What the script asserts is in unequal_script.py."""
     command = (sys.executable, str(SCRIPT), str(tmp_path / "saved"))

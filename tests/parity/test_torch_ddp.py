@@ -99,7 +99,7 @@ def on_ranks(world: World) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_weights_after_five_steps_are_those_of_torch_ddp(world_size: int) -> None:
     """Bit for bit with two ranks: 2a/2 + 2b/2 is a + b, and two terms commute whatever the buckets are.
 

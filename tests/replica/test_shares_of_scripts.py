@@ -71,7 +71,9 @@ def alone() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n == "stream by a worker" else ()) for n in SOURCES]
+)
 def test_every_source_can_have_shares(alone: World, name: str) -> None:
     losses, rows, mean = trained(alone, name)
     by_rank = run_ranks(partial_of_trained, 2, name)

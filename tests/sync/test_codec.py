@@ -102,7 +102,7 @@ def code() -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize(("capability", "threads"), [("default", 1), ("avx2", 2)])
+@pytest.mark.parametrize(("capability", "threads"), [("default", 2), pytest.param("avx2", 1, marks=pytest.mark.long)])
 def test_messages_are_the_same_on_other_processors_and_numbers_of_threads(capability: str, threads: int) -> None:
     command = f"import torch; torch.set_num_threads({threads}); from tests.sync.test_codec import code; print(code())"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}

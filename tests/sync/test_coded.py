@@ -103,7 +103,9 @@ def on_ranks(world: World) -> dict[Any, Seen]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"world-{size}")
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda size: f"world-{size}"
+)
 def rows(request: pytest.FixtureRequest) -> list[dict[Any, Seen]]:
     return run_ranks(on_ranks, request.param, timeout_s=120)
 
@@ -189,7 +191,10 @@ def left_out(rows: list[Any]) -> dict[str, torch.Tensor]:
     return sums
 
 
-@pytest.mark.parametrize(("wire", "optimizer"), CASES)
+@pytest.mark.parametrize(
+    ("wire", "optimizer"),
+    [pytest.param(*case, marks=() if case == ("int8", "muon") else pytest.mark.long) for case in CASES],
+)
 def test_a_resumed_run_goes_on_bit_for_bit_or_in_another_world_nearly(
     wire: str, optimizer: str, tmp_path: Path
 ) -> None:

@@ -156,7 +156,9 @@ def replicas(world: World) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"world-{size}")
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda size: f"world-{size}"
+)
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(on_ranks, request.param)
 

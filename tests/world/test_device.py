@@ -204,13 +204,13 @@ def test_a_kept_peak_is_of_this_dtype_and_these_threads(tmp_path: Path) -> None:
     assert peak_flops(CPU, torch.float32, tmp_path) == Peak(1e15, "the best matmul seen on this machine, float32")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"flops_per_s": "x"}', b'{"flops_per_s": NaN}', b"\xff"])
-def test_an_unreadable_peak_is_measured_anew(tmp_path: Path, content: bytes) -> None:
+def test_an_unreadable_peak_is_measured_anew(tmp_path: Path) -> None:
     peak_flops(CPU, torch.float32, tmp_path)
     (file,) = (tmp_path / "peaks").iterdir()
-    file.write_bytes(content)
-    again = peak_flops(CPU, torch.float32, tmp_path).flops_per_s
-    assert json.loads(file.read_text())["flops_per_s"] == again
+    for content in (b"", b"[]", b'{"flops_per_s": "x"}', b'{"flops_per_s": NaN}', b"\xff"):
+        file.write_bytes(content)
+        again = peak_flops(CPU, torch.float32, tmp_path).flops_per_s
+        assert json.loads(file.read_text())["flops_per_s"] == again
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

@@ -229,7 +229,10 @@ def on_hosts(world: World, hosts: str) -> Row:
 HOSTS = ["abab", "aaab"]  # each rank's host
 
 
-@pytest.fixture(scope="module", params=["local", "staged", 1, 2, 3, 4, *HOSTS], ids=lambda size: f"world-{size}")
+_LONG = [pytest.param(size, marks=pytest.mark.long) for size in (2, 4)]
+
+
+@pytest.fixture(scope="module", params=["local", "staged", 1, 3, *_LONG, *HOSTS], ids=lambda size: f"world-{size}")
 def answers(request: pytest.FixtureRequest) -> list[Row]:
     if request.param == "local":
         group = LocalGroup(torch.device("cpu"))

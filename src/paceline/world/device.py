@@ -56,6 +56,8 @@ _GPU_PEAKS = (
 )
 # Variants with the same number and another speed; MIG is a part of a GPU.
 _OTHER_PARTS = frozenset(("ti", "super", "d", "laptop", "mobile", "max", "mig"))
+# Time to measure a CPU's peak: at the first start on a machine, and at later ones.
+_BUDGET_S, _KNOWN_BUDGET_S = 0.3, 0.03
 
 
 def count_gpus() -> int:
@@ -211,8 +213,9 @@ def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
         before = float(json.loads(path.read_bytes())["flops_per_s"])
     except (OSError, ValueError, KeyError, TypeError):
         before = 0.0
-    measured = _measured_matmul(dtype, 0.05 if before > 0 else 0.3)
-    if math.isfinite(before) and before >= measured:
+    is_known = math.isfinite(before) and before > 0
+    measured = _measured_matmul(dtype, _KNOWN_BUDGET_S if is_known else _BUDGET_S)
+    if is_known and before >= measured:
         return before
     aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
     with contextlib.suppress(OSError):  # a read-only folder: measured at each start
@@ -231,7 +234,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _measured_matmul(dtype: torch.dtype, budget_s: float = 0.3) -> float:
+def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
     """Returns the FLOP/s of the best of many square matmuls: small ones suit load, large ones many threads."""
     best, deadline = 0.0, time.perf_counter() + budget_s
     sides = itertools.cycle((512, 768, 1024, 2048))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.base.cores import physical_cores
 from paceline.base.errors import UserError
 from paceline.tools.lab.hosts import divide_cores, lay_out, rate_text, read_rate, read_share
-from paceline.tools.lab.processors import Controller, set_share
+from paceline.tools.lab.processors import NAME, Controller, set_share
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_share_is_written_as_version_2_reads_it(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").touch()
     controller.open()
     folder = controller.make("b", 0.35)
-    assert folder == tmp_path / "paceline-lab" / "b"
+    assert folder == tmp_path / NAME / "b"
     assert (folder / "cpu.max").read_text() == "7000 20000"
     assert [path.read_text() for path in sorted(tmp_path.rglob("cgroup.subtree_control"))] == ["+cpu", "+cpu"]
     set_share(folder, None)

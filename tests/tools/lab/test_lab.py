@@ -26,38 +26,29 @@ from paceline.base.errors import UserError
 from paceline.cli.main import main
 from paceline.tools.lab import network
 from paceline.tools.lab.processors import Controller
-from paceline.tools.lab.state import Living, State, only_lab
+from paceline.tools.lab.state import FOLDER, Living, only_lab
 from paceline.tools.lab.system import check_machine
 
 pytestmark = pytest.mark.lab
 
 GUEST = (sys.executable, str(Path(__file__).with_name("guest.py")))
-STATE = Path("/run/paceline-lab/state.json")
+STATE = FOLDER / "state.json"
 PAYLOAD = 1448 / 1514  # of a full Ethernet frame with TCP's time stamps
-BUSY = "a lab runs already"
 TRIES = 3  # where a machine that is shared may have had less to give than was asked for
 
 
 def lab(*arguments: str, cwd: Path | None = None, deadline_s: float = 60) -> Ended:
-    """Runs a lab to its end; another one that runs on this machine is waited for."""
-    until = time.monotonic() + 200
-    while BUSY in (ended := run("lab", *arguments, cwd=cwd, deadline_s=deadline_s)).err and time.monotonic() < until:
-        time.sleep(0.5)
-    return ended
+    """Runs a lab to its end."""
+    return run("lab", *arguments, cwd=cwd, deadline_s=deadline_s)
 
 
 @contextlib.contextmanager
 def running(*arguments: str, cwd: Path | None = None) -> Iterator[Program]:
     """A lab in the background, from the moment it is made."""
-    until = time.monotonic() + 200
-    while True:
-        with Program("lab", *arguments, cwd=cwd) as program:
-            while program.process.poll() is None and not (state().get("hosts") and state()["pid"] == program.pid):
-                time.sleep(0.01)
-            if program.process.poll() is None or BUSY not in program.wait().err or time.monotonic() > until:
-                yield program
-                return
-        time.sleep(0.5)
+    with Program("lab", *arguments, cwd=cwd) as program:
+        while program.process.poll() is None and not (state().get("hosts") and state()["pid"] == program.pid):
+            time.sleep(0.01)
+        yield program
 
 
 def state() -> dict[str, Any]:
@@ -364,10 +355,7 @@ def test_ctrl_c_reaches_every_rank_once_and_the_run_is_saved(tmp_path: Path) -> 
         seen.append(Remains()) if not seen else None
         return True
 
-    until = time.monotonic() + 200
-    while BUSY in (outcome := in_terminal(command, tmp_path, is_training))[1] and time.monotonic() < until:
-        time.sleep(0.5)
-    status, said = outcome
+    status, said = in_terminal(command, tmp_path, is_training)
     assert status == 75, said
     assert "━" in said  # rank 0 has the terminal, and its live line
     end = rows(folder / "events.jsonl")[-1]
@@ -383,34 +371,15 @@ def test_ctrl_c_while_the_hosts_are_made_is_no_error(tmp_path: Path, monkeypatch
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command = [sys.executable, "-m", "paceline", "lab", "--hosts", "1", "--rate", "1gbit", "--", "exec", "sleep", "60"]
-    until = time.monotonic() + 200
-    while BUSY in (outcome := in_terminal(command, tmp_path, (tmp_path / "begun").exists))[1]:
-        assert time.monotonic() < until
-        time.sleep(0.5)
-    assert outcome[0] == 130, outcome[1]
-    assert "error" not in outcome[1]
-
-
-@contextlib.contextmanager
-def being_made() -> Iterator[State]:
-    """As long as it is open this process has the one lab, with no host in it yet."""
-    until = time.monotonic() + 200
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                found = stack.enter_context(only_lab())
-                break
-            except UserError as error:
-                if BUSY not in str(error) or time.monotonic() > until:
-                    raise
-                time.sleep(0.5)
-        yield found
+    status, said = in_terminal(command, tmp_path, (tmp_path / "begun").exists)
+    assert status == 130, said
+    assert "error" not in said
 
 
 def test_what_cannot_be_set_is_refused_and_a_note_nobody_can_read_is_no_obstacle(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with subprocess.Popen(["sleep", "20"]) as process, being_made() as made:
+    with subprocess.Popen(["sleep", "20"]) as process, only_lab() as made:
         assert main(["lab", "set", "--host", "b", "--kill"]) == 2
         assert f"the lab (pid {os.getpid()}) is still being made" in capfd.readouterr().err
         controller = Controller.find()
@@ -543,12 +512,7 @@ def test_a_missing_program_is_named_with_its_package(tmp_path: Path) -> None:
 def test_a_root_without_rights_is_told_which_it_lacks(lacks: str, says: str) -> None:
     """As in a container that was not started with --privileged."""
     weaker = ("setpriv", f"--bounding-set=-{lacks}", f"--inh-caps=-{lacks}", sys.executable, "-m", "paceline")
-    until = time.monotonic() + 200
-    while True:
-        with Program("lab", "--hosts", "1", "--", "exec", "true", command=weaker) as program:
-            ended = program.wait(20)
-        if BUSY not in ended.err or time.monotonic() > until:
-            break
-        time.sleep(0.5)
-    assert says in ended.require(2).err
+    with Program("lab", "--hosts", "1", "--", "exec", "true", command=weaker) as program:
+        ended = program.wait(20).require(2)
+    assert says in ended.err
     assert "--privileged" in ended.err

@@ -5,6 +5,7 @@ All processes of a host together may use share x period of CPU time in a period,
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from pathlib import Path
 from paceline.base.errors import UserError
 from paceline.tools.lab.system import mounts
 
-GROUP = "paceline-lab"
+# Of a lab, in /run and among cgroups. Labs with different names run beside each other.
+NAME = "paceline-lab" + re.sub(r"\W", "-", os.environ.get("PACELINE_LAB", ""))
 # A slow host must be slow evenly: in the kernel's default 100 ms, a rank at 35% would stop for 65 ms, longer than a
 # small model's step.
 _PERIOD_US = 20_000
@@ -24,7 +26,7 @@ class Controller:
     """The cgroup controller of CPU time. `top` is the folder of a lab's groups."""
 
     def __init__(self, mount: Path, parent: Path, version: int):
-        self.mount, self.top, self.version = mount, parent / GROUP, version
+        self.mount, self.top, self.version = mount, parent / NAME, version
 
     @classmethod
     def find(cls) -> "Controller":

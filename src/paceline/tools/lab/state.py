@@ -1,4 +1,4 @@
-"""One lab at a time: its lock, its parts, and the removal of what a killed lab left.
+"""One lab of a name at a time: its lock, its parts, and the removal of what a killed lab left.
 
 /run/paceline-lab/
   lock         flock(2), held by the running lab; the kernel releases it
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace
-from paceline.tools.lab.processors import Controller, remove_groups
+from paceline.tools.lab.processors import NAME, Controller, remove_groups
 
-FOLDER = Path("/run/paceline-lab")
+FOLDER = Path("/run", NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def _own_lock() -> int:
         state = State.read()
         raise UserError(
             f"a lab runs already (pid {state.pid if state else 'unknown'}), and there is one at a time; wait for its "
-            "end, or stop it with Ctrl-C"
+            "end, stop it with Ctrl-C, or give this one a name: PACELINE_LAB=2 paceline lab ..."
         )
     return lock
 
