@@ -218,10 +218,10 @@ def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: Path |
     ranks = streams[2].detach()
 
     def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool) -> Fork:
-        assert tuple(command[:3]) == _COMMAND and start_new_session, command
-        rank = Fork(
-            multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(tuple(command[3:]), env, ranks))
-        )
+        assert tuple(command[:3]) == _COMMAND, command
+        assert start_new_session
+        process = multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(tuple(command[3:]), env, ranks))
+        rank = Fork(process)
         while rank.poll() is None and os.getsid(rank.pid) != rank.pid:
             time.sleep(0.001)  # until then the launcher would send signals to its own handlers, and to its own session
         return rank
