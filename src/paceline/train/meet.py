@@ -32,6 +32,7 @@ from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, chosen_dtype, product_dtype, resolve
+from paceline.train.size import training_flops_per_s
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import peak_flops, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
@@ -85,10 +86,12 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
     wanted = _with_begun_size(request, world)
-    peak = peak_flops(world.device, product_dtype(chosen_dtype(wanted, world.facts, [])), kept_in=cache_dir())
+    vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(wanted, world.facts, []))
+    peak = peak_flops(world.device, dtype, kept_in=cache_dir())
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
-    settings = resolve(wanted, data.blend.first.vocab_size, world.facts, flops_per_s)
+    speed = training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0
+    settings = resolve(wanted, vocab_size, world.facts, speed)
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,15 +14,11 @@ from paceline.model import cost
 from paceline.model.float8 import MULTIPLE
 from paceline.optim.config import require_some_left, scaled_with_batch
 from paceline.sync.make import check_strategy, sends_gpu_memory_by_gloo
+from paceline.train.size import sized
 from paceline.world.facts import RankFacts, unequal_kinds
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
 _LARGE_VOCAB, _VOCAB_MULTIPLE = 8192, 64
-_HEAD_WIDTH = 64
-# model.size auto, fitted (docs/LOG.md, 2026-11-22):
-_LAYERS, _LAYERS_FLOPS = 2.1, 3.5e13  # so many layers for these FLOPs
-_PEAK_FRAC = 0.3  # of the peak, that training reaches
-_BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 _MEMORY_SHARE = 0.6  # of free memory; the rest is for workspace, fragmentation, and the optimizer's temporaries
 
 
@@ -54,12 +50,13 @@ class Settings:
 
 
 def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_per_s: float = 0.0) -> Settings:
-    """Returns the settings: a pure function of the config, the data's vocabulary, all ranks' facts and their
-    FLOP/s together (0: not known), so the same on all. Raises UserError if weight decay would remove more than the
-    complete weight, or if the ranks' processors cannot use the given strategy together."""
+    """Returns the settings: a pure function of the config, the data's vocabulary, all ranks' facts and the FLOP/s
+    that they reach together in training (0: not known), so the same on all. Raises UserError if weight decay would
+    remove more than the complete weight, or if the ranks' processors cannot use the given strategy together."""
     choices = _device_choices(config, facts[0])
     if config.model.size == "auto":
-        config = _sized(config, vocab_size, flops_per_s * config.train.time_budget, choices)
+        config, what, why = sized(config, vocab_size, flops_per_s)
+        choices.append(Choice(what, why, "--model.size given"))
     config = config.replace(
         "model",
         vocab_size=config.model.vocab_size or _vocab_size(vocab_size, choices),
@@ -94,29 +91,6 @@ def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
         threads = "1 thread" if first.threads == 1 else f"{first.threads} threads"
         found.append(Choice(f"{threads} a rank", first.threads_reason, "--parallel.threads"))
     return found
-
-
-def _sized(config: Config, vocab_size: int, flops: float, choices: list[Choice]) -> Config:
-    """Returns the config with the shape and batch that end with the lowest loss after so many FLOPs, 0 if not known.
-
-    Width is 64 a layer, so parameters grow as layers^3, and the best number as the root of the FLOPs (Chinchilla,
-    arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens. Factors: docs/LOG.md.
-    """
-    model, train = replace(config.model, size="given"), config.train
-    if flops:
-        layers = max(2, round(_LAYERS * (flops / _LAYERS_FLOPS) ** (1 / 6)))
-        model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
-        known = replace(model, vocab_size=model.vocab_size or vocab_size)
-        tokens = _PEAK_FRAC * flops / cost.flops_per_token(known, config.data.seq_len)
-        batch = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len))
-        train = replace(train, global_batch_size=batch, global_batch_tokens=0)
-        why = f"about {units.count(tokens)} tokens of {units.count(flops)}FLOP in {train.time_budget:g} s"
-    else:
-        why = "as given: no measured peak" if train.time_budget else "as given: no train.time-budget"
-    what = f"{model.n_layer} layers x {model.n_embd}"
-    what += f", {train.global_batch_size} sequences a step" if flops else ""
-    choices.append(Choice(what, why, "--model.size given"))
-    return replace(config, model=model, train=train)
 
 
 def _vocab_size(of_data: int, choices: list[Choice]) -> int:

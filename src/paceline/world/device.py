@@ -132,8 +132,8 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
         return torch.float16, f"compute capability {major}.{minor} has no bfloat16 units; float16 with a loss scaler"
     if device.type == "cpu":
         if is_faster_in_bfloat16():
-            return torch.bfloat16, "measured: faster than float32 on this CPU"
-        return torch.float32, "measured: bfloat16 is no faster on this CPU"
+            return torch.bfloat16, "measured, it is faster than float32 on this CPU"
+        return torch.float32, "measured, bfloat16 is no faster on this CPU"
     if torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0):
         return torch.bfloat16, "macOS 14 or later has bfloat16 on Apple GPUs"
     return torch.float16, "macOS before 14 has no bfloat16 on Apple GPUs; float16 with a loss scaler"

@@ -92,7 +92,10 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
     """Returns the prediction. vocab_size: the data's, where the config does not say. Raises UserError as a start of the
     run would."""
     facts = rank_facts(cluster, device)
-    flops_per_s = device.peak_flops_per_s * cluster.num_ranks
+    flops_per_s = 0.0
+    if config.model.size == "auto":  # a run times the given shape, too
+        given = plan(config.replace("model", size="given"), cluster, device, vocab_size=vocab_size)
+        flops_per_s = given.mfu * device.peak_flops_per_s * cluster.num_ranks
     settings = resolve(config, vocab_size or config.data.tokenizer_vocab, facts, flops_per_s)
     batch_plan = _with_auto_shares(settings, cluster)
     job = job_of(settings, batch_plan, cluster, device)

@@ -1,0 +1,65 @@
+"""model.size auto: the shape and the batch for what the ranks compute in the run's time."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from paceline.base import units
+from paceline.config import Config
+from paceline.model import cost
+from paceline.model.gpt import build
+from paceline.world.device import DeviceClock
+from paceline.world.runtime import World
+
+_TIMED_MS, _MOST_SEQUENCES = 50.0, 1024  # a smaller micro-batch does not occupy a GPU
+_HEAD_WIDTH = 64
+# Fitted (docs/LOG.md, 2026-11-22):
+_LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
+_BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
+
+
+def training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, world: World) -> float:
+    """Returns the FLOP/s that all ranks reach together in forward and backward of the given shape. A peak says little
+    of it: training reaches 43% of AVX2's and 9% of AMX's (docs/LOG.md). Collective."""
+    length, vocab_size = config.data.seq_len, config.model.vocab_size or vocab_size
+    model_config = replace(config.model, vocab_size=vocab_size, n_positions=length)
+    model = build(model_config, 0, world.device)
+    model.compute_dtype = dtype
+    clock, num_sequences, rates = DeviceClock(world.device), 4, list[float]()
+    while len(rates) < 3:  # the first is slow
+        tokens = (torch.arange(num_sequences * length, device=world.device) % vocab_size).view(num_sequences, -1)
+        start = clock.stamp()
+        (model(tokens, tokens) / tokens.numel()).backward()
+        end = clock.stamp()
+        clock.finish()
+        if clock.ms(start, end) < _TIMED_MS and num_sequences < _MOST_SEQUENCES:
+            num_sequences *= 2
+        else:
+            rates.append(1e3 * tokens.numel() / clock.ms(start, end))
+    flops_per_s = max(rates) * cost.flops_per_token(model_config, length)
+    return sum(row[0] for row in world.group.share([flops_per_s]))
+
+
+def sized(config: Config, vocab_size: int, flops_per_s: float) -> tuple[Config, str, str]:
+    """Returns the config with the shape and batch that end with the lowest loss, what they are, and why. FLOP/s 0, not
+    known, or no time budget: as given.
+
+    Width is 64 a layer, so parameters grow as layers^3, and the best number as the root of the FLOPs (Chinchilla,
+    arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens.
+    """
+    model, train = replace(config.model, size="given"), config.train
+    flops = flops_per_s * train.time_budget
+    if not flops:
+        missing = "measured speed" if train.time_budget else "train.time-budget"
+        shape = f"{model.n_layer} layers x {model.n_embd}"
+        return replace(config, model=model), shape, f"as given: no {missing}"
+    layers = max(2, round(_LAYERS * (flops / _LAYERS_FLOPS) ** (1 / 6)))
+    model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
+    known = replace(model, vocab_size=model.vocab_size or vocab_size)
+    tokens = flops / cost.flops_per_token(known, config.data.seq_len)
+    batch = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len))
+    config = replace(config, model=model, train=replace(train, global_batch_size=batch, global_batch_tokens=0))
+    shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
+    why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {train.time_budget:g} s"
+    return config, shape, why
