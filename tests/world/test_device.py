@@ -87,7 +87,7 @@ def test_bfloat16_is_not_chosen_where_the_environment_leaves_no_units_for_it(ins
     code = "import torch; from paceline.world import device; print(*device.choose_dtype('auto', torch.device('cpu')))"
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "torch.float32 measured: bfloat16 is no faster on this CPU"
+    assert done.stdout.strip() == "torch.float32 measured, bfloat16 is no faster on this CPU"
 
 
 def test_amx_means_bfloat16_and_an_old_macos_float16() -> None:
