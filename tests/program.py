@@ -210,6 +210,9 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
 
 def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any]) -> None:
     os.chdir(cwd)
