@@ -266,6 +266,8 @@ def test_hosts_that_send_to_one_share_its_link(tmp_path: Path, rate: str) -> Non
 # ---- processors ----
 
 
+@pytest.mark.long
+@pytest.mark.alone
 def test_a_host_has_its_share_of_the_processors_and_gets_another() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one processor")
