@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-COLUMNS, ROWS = 118, 90
+COLUMNS, ROWS = 118, 140
 _RICH_NAMES = {"default": None, "brown": "yellow", "brightblack": "bright_black"}
 
 

@@ -55,7 +55,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_p
     remove more than the complete weight, or if the ranks' processors cannot use the given strategy together."""
     choices = _device_choices(config, facts[0])
     if config.model.size == "auto":
-        config, what, why = sized(config, vocab_size, flops_per_s)
+        config, what, why = sized(config, vocab_size, flops_per_s, len(facts))
         choices.append(Choice(what, why, "--model.size given"))
     config = config.replace(
         "model",

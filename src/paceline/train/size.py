@@ -41,7 +41,7 @@ def training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, wo
     return sum(row[0] for row in world.group.share([flops_per_s]))
 
 
-def sized(config: Config, vocab_size: int, flops_per_s: float) -> tuple[Config, str, str]:
+def sized(config: Config, vocab_size: int, flops_per_s: float, num_ranks: int) -> tuple[Config, str, str]:
     """Returns the config with the shape and batch that end with the lowest loss, what they are, and why. FLOP/s 0, not
     known, or no time budget: as given.
 
@@ -58,7 +58,8 @@ def sized(config: Config, vocab_size: int, flops_per_s: float) -> tuple[Config, 
     model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
     known = replace(model, vocab_size=model.vocab_size or vocab_size)
     tokens = flops / cost.flops_per_token(known, config.data.seq_len)
-    batch = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len))
+    each = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len / num_ranks))
+    batch = num_ranks * each  # else some ranks would wait for others
     config = replace(config, model=model, train=replace(train, global_batch_size=batch, global_batch_tokens=0))
     shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
     why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {train.time_budget:g} s"
