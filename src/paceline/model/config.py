@@ -16,8 +16,8 @@ class ModelConfig:
     arch: Literal["gpt2", "llama"] = "llama"
     """Family: gpt2 (LayerNorm, learned positions, GELU) or llama (RMSNorm, rotary positions, SwiGLU)."""
     size: Literal["given", "auto"] = "given"
-    """auto: n-layer, n-head, n-embd and the batch are chosen for what this machine computes in train.time-budget. One
-    of them as a flag means given."""
+    """auto: n-layer, n-head, n-embd and the batch are chosen for what the ranks compute in train.time-budget, by timing
+    them, so another start may choose others. One of them as a flag means given."""
     n_layer: int = 4
     """Number of decoder blocks."""
     n_head: int = 4

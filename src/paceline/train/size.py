@@ -14,7 +14,7 @@ from paceline.world.runtime import World
 
 _TIMED_MS, _MOST_SEQUENCES = 50.0, 1024  # a smaller micro-batch does not occupy a GPU
 _HEAD_WIDTH = 64
-# Fitted (docs/LOG.md, 2026-11-22):
+# Set by a few runs (docs/LOG.md, 2026-11-23):
 _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 

@@ -111,7 +111,7 @@ class DistributedGroup(Group):
         self._memory = open_shared_memory(self, peers, is_wanted)
 
     @property
-    def shares_memory(self) -> bool:  # type: ignore[override]
+    def shares_memory(self) -> bool:
         return self._memory is not None
 
     def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:

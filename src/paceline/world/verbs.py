@@ -25,7 +25,10 @@ class Group(ABC):
         """The collective that this rank waits in; the watchdog reads it in another thread."""
         return None
 
-    shares_memory = False  # tensors of `zeros` are reduced in memory that the ranks share
+    @property
+    def shares_memory(self) -> bool:
+        """Whether tensors of `zeros` are reduced in memory that the ranks share."""
+        return False
 
     def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a flat tensor of that dtype and device, for collectives that are called often. Collective."""
