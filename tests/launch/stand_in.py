@@ -64,10 +64,12 @@ def do(deed: str, heard: list[int]) -> int:
         os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGSTOP)
     if deed == "parent":
         subprocess.Popen(["sleep", "600"])
-    while deed == "deaf" or (deed in ("wait", "parent") and not heard):
+    while deed in ("wait", "deaf", "parent") and not heard:
         time.sleep(0.01)
     if heard:
         os.write(1, f"heard {signal.Signals(heard[0]).name}\n".encode())  # one write: ranks share the pipe
+    while deed == "deaf":
+        time.sleep(1)
     return _CODES.get(deed, 75)
 
 
