@@ -1,9 +1,9 @@
 """How far `paceline plan` is off on this machine: configurations that it was not calibrated on, drawn by a fixed seed.
 
-`python bench/plan_points.py --out points.jsonl --points 60` calibrates, then for each point predicts first and runs
-afterwards, and calibrates again after every ten. It appends a JSON line for each point and prints the median and the
-95th percentile of the error. Started again, it continues after the lines that are there. Links and unequal hosts need
-root (the lab). The machine must do nothing else.
+`python bench/plan_points.py --out points.jsonl --points 60` measures, for each point, the layers of its model at two
+other depths, predicts, and then runs. It appends a JSON line for each point and prints the median and the 95th
+percentile of the error. Started again, it continues after the lines that are there. Links and unequal hosts need root
+(the lab). The machine must do nothing else.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from paceline.base.status import environment_of_one
 from paceline.config import Config, to_toml
 from paceline.tools.bench import runs
 from paceline.tools.plan.cluster import Cluster
-from paceline.tools.plan.devices import calibration
+from paceline.tools.plan.devices import Device, calibration
 from paceline.tools.plan.plan import plan
 
 SEED = 17
-STEPS, WARM_UP = 12, 3
-CALIBRATED_FOR = 10  # points
+STEPS, WARM_UP = 12, 2
+LEAST_STEPS, RUN_S = 4, 8.0  # a run with slow steps makes fewer
+SLOW_SPEED = 0.32  # that a quota of 0.35 of a core left on three runs of another shape
 SHAPES = {"2x128": (2, 128, 4, 128), "4x256": (4, 256, 4, 256), "6x384": (6, 384, 6, 256)}  # and the sequence length
 GBIT = {"1gbit": 1.0, "300mbit": 0.3, "100mbit": 0.1}
 
@@ -65,7 +66,7 @@ class Point:
     def cluster(self) -> Cluster:
         if not self.link:
             return Cluster(ranks_per_host=self.ranks)
-        speeds = (1.0, 0.35) if self.slow else ()
+        speeds = (1.0, SLOW_SPEED) if self.slow else ()
         return Cluster(
             hosts=2, ranks_per_host=self.ranks // 2, link_gbit=GBIT[self.link], latency_us=100, speeds=speeds
         )
@@ -111,10 +112,23 @@ def peak_bytes(command: list[str], folder: Path) -> float:
     return 1024.0 * usage.ru_maxrss
 
 
+def measured_device(config: Config, num_ranks: int) -> Device:
+    """Returns this machine's device, measured now for this config with so many ranks at once."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "config.toml"
+        path.write_text(to_toml(config))
+        command = [*runs.PACELINE, "plan", "--config", str(path), "--calibrate", "--ranks", str(num_ranks)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment_of_one(os.environ))
+    return calibration(config).device(num_ranks)
+
+
 def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
     """Returns the prediction, made first, and what the run took."""
     config = point.config()
-    found = plan(config, point.cluster(), calibration().device(point.ranks), vocab_size=1024)
+    over_sockets = config.replace("parallel", shared_memory=False)  # as between hosts
+    device = measured_device(over_sockets if point.link else config, point.ranks)
+    found = plan(config, point.cluster(), device, vocab_size=1024)
+    config = config.replace("train", steps=max(LEAST_STEPS, min(STEPS, round(RUN_S / found.step_s))))
     with tempfile.TemporaryDirectory(prefix="paceline-points-") as scratch:
         folder = Path(scratch)
         (folder / "config.toml").write_text(to_toml(config))
@@ -136,6 +150,7 @@ def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
         "memory_error": sum(found.memory.values()) / peak - 1,
         "predicted_part_ms": {part: 1e3 * seconds for part, seconds in found.parts.items()},
         "measured_part_ms": measured,
+        "steps": len(steady),
         "time": time.strftime("%H:%M:%S"),
     }
 
@@ -145,14 +160,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--no-lab", action="store_true", help="only points on one host")
+    parser.add_argument("--for-s", type=float, default=1e9, help="start no point after so many seconds")
     given = parser.parse_args()
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     points = [point for point in draw(given.points) if not (given.no_lab and point.link)]
     with tempfile.TemporaryDirectory() as scratch:
         interpreter_bytes = peak_bytes([sys.executable, "-c", "import paceline.cli.start, torch"], Path(scratch))
+    begun = time.monotonic()
     for number in range(len(rows), len(points)):
-        if number % CALIBRATED_FOR == 0 or number == len(rows):
-            subprocess.run([*runs.PACELINE, "plan", "--calibrate"], check=True)
+        if time.monotonic() - begun > given.for_s:
+            break
         try:
             rows.append(measure(points[number], interpreter_bytes))
         except (RuntimeError, OSError) as error:

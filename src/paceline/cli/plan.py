@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import ModelFlags, base_config, parse, require_one_way, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
-from paceline.config import supersede
+from paceline.config import Config, supersede
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 
@@ -39,7 +39,8 @@ class PlanArguments(ModelFlags):
     explain: bool = False
     """Every number with its formula and inputs."""
     calibrate: bool = False
-    """Measure this machine instead, in about two minutes; it must do nothing else. Plans and `train` use the result."""
+    """Measure small models like the config's on this machine, about 15 seconds for each number of ranks; it must do
+    nothing else. Later plans and `train` use the result, for any number of blocks and any batch."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,13 +48,18 @@ def main(arguments: list[str]) -> int:
     base = base_config(words)
     parsed = parse(PlanArguments, PlanArguments(settings=base), words, "plan")
     require_one_way(words)
-    if parsed.calibrate:
-        return _calibrate(arguments)
     require_at_least(parsed, "--", price=0)
     config = supersede(base, parsed.settings)
     config.check()
-    variants = {text: variant(text, config, "plan") for text in parsed.vary} or {"": config}
     counts = _counts(parsed.ranks)
+    variants = {text: variant(text, config, "plan") for text in parsed.vary} or {"": config}
+    if parsed.calibrate:
+        clusters = _clusters(parsed, counts)
+        if any(cluster.hosts > 1 for cluster in clusters):  # whose ranks share no memory
+            variants = {text: each.replace("parallel", shared_memory=False) for text, each in variants.items()}
+        is_given = bool(counts or parsed.cluster)
+        at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
+        return _calibrate(arguments, list(variants.values()), sorted(at_once))
     from paceline.record.console import Console
     from paceline.tools.plan.plan import plan  # imports torch: seconds
     from paceline.tools.plan.show import as_json, ranked, show
@@ -61,7 +67,7 @@ def main(arguments: list[str]) -> int:
     plans = []
     for cluster in _clusters(parsed, counts):
         for text, varied in variants.items():
-            device = cluster.device_of_rank(compiled=varied.train.compile)
+            device = cluster.device_of_rank(varied)
             label = text if len(variants) > 1 else f"{cluster.num_ranks} ranks" if len(counts) > 1 else ""
             plans.append(plan(varied, cluster, device, label=label))
     if parsed.json:
@@ -89,11 +95,11 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
     return [dataclasses.replace(each, price=parsed.price or each.price) for each in found]
 
 
-def _calibrate(arguments: list[str]) -> int:
-    """Measures this machine with one rank, then with a rank for each core."""
+def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
+    """Measures small models like these with each number of ranks at once."""
     env, _ = find_world("1", ParallelConfig())
     if not env.is_distributed:
-        for count in sorted({1, usable_cores()}):
+        for count in counts:
             if status := start_without_run(count, ["plan", *arguments], ParallelConfig()):
                 return status
         return EXIT_DONE
@@ -103,12 +109,15 @@ def _calibrate(arguments: list[str]) -> int:
     from paceline.world.runtime import open_world
 
     console = Console(env.rank)
-    with open_world(ParallelConfig(device="cpu"), env) as world, console.progress(None, transient=True):
+    parallel = ParallelConfig(device="cpu", shared_memory=configs[0].parallel.shared_memory)
+    with open_world(parallel, env) as world, console.progress(None, transient=True):
         if world.device.type != "cpu" or len({peer.host for peer in world.peers}) > 1:
             raise UserError("--calibrate measures one machine's processors; start it once, from a plain shell", "world")
-        device = measure(world, lambda what: console.advance(0, "measuring", what))
-    if env.rank == 0:
-        path = devices.store([(env.world_size, device)])
-        console.say(f"{device.source}: micro-batches and updates fitted within {device.error_frac:.1%}; kept in {path}")
-        sys.stdout.flush()
+        console.advance(0, "measuring", f"{env.world_size} ranks at once")
+        found = [measure(world, config, console) for config in configs]
+    for config, device in zip(configs, found, strict=True):
+        if env.rank == 0:
+            path = devices.store(config, env.world_size, device)
+            console.say(f"{device.source}; steps may be off by {device.error_frac:.0%}; kept in {path}")
+    sys.stdout.flush()
     return EXIT_DONE

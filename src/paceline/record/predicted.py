@@ -14,7 +14,7 @@ class Predicted:
 
     part_ms: dict[str, float]  # mean over the ranks; the parts of StepRow.parts
     tokens: int  # in a step
-    error_frac: float  # by how much calibrated shapes were off
+    error_frac: float  # by how much it may be off
 
     @property
     def step_ms(self) -> float:

@@ -13,27 +13,46 @@ class WireBits:
     gradient: float
     weight: float
     embedding: float  # of weights that are read in float32
+    end_gradient: float  # of embeddings and head, less the weights' bits of which they need fewer
 
-    def bytes_sent(self, num_ranks: int, num_elements: int, num_embedding: int) -> float:
-        """Returns what a rank sends in a step. num_embedding: how many of the elements are embeddings."""
+    def bytes_sent(self, num_ranks: int, num_elements: int, num_embedding: int, num_ends: int) -> float:
+        """Returns what a rank sends in a step. num_embedding: how many of the elements are embeddings; num_ends:
+        embeddings and head."""
         bits = num_elements * (self.gradient + self.weight) + num_embedding * (self.embedding - self.weight)
+        bits += num_ends * (self.end_gradient - self.gradient)
         return (num_ranks - 1) / num_ranks * bits / 8
 
 
 def wire_bits(
-    strategy: str, wire: str, compute_bits: int, *, sync_every: int = 1, ranks_per_host: float = 1, passes: int = 1
+    strategy: str,
+    wire: str,
+    compute_bits: int,
+    *,
+    sync_every: int = 1,
+    ranks_per_host: float = 1,
+    passes: int = 1,
+    by_gloo: bool = True,
 ) -> WireBits:
     """Returns the bits that hosts send: of ddp, naive and, between hosts, hsdp (an all-reduce of gradients), zero,
     fsdp (gathers in forward and backward of each pass), or local (an all-reduce of a fragment).
 
-    compute_bits: of the compute dtype, in which zero sends weights that are read in no other. ranks_per_host: ranks of
-    a host add up float32 gradients before they send them; other gradients go from each rank to each.
+    compute_bits: of the compute dtype, in which zero and fsdp send weights that are read in no other. ranks_per_host:
+    ranks of a host add up float32 gradients before they send them; other gradients, and coded weights, go from each
+    rank to each. passes: the most of a rank; CPUs send the gradients of a single one in the compute dtype, whose values
+    they have, unless ranks add up inside a host. by_gloo: the backend is gloo.
     """
     if strategy == "fsdp":
-        return WireBits(32, 2 * passes * 32, 2 * passes * 32)  # in float32: layers cast what was gathered
+        # Embeddings and head stay until backward is over, so each pass gathers them once. Gloo's reduce-scatter is an
+        # all-reduce.
+        gradient, once = 64 if by_gloo else 32, passes * compute_bits
+        return WireBits(gradient, 2 * once, 32 * passes + once, gradient - once)
     if strategy != "zero":
-        return WireBits(64 / sync_every, 0, 0)
-    gradient = _GRADIENT_BITS[wire] * (1 if wire == "exact" else ranks_per_host)
+        return WireBits(64 / sync_every, 0, 0, 64 / sync_every)
+    each = _GRADIENT_BITS[wire] * ranks_per_host
     if wire in _WEIGHT_BITS:
-        return WireBits(gradient, _WEIGHT_BITS[wire], _WEIGHT_BITS[wire])
-    return WireBits(gradient, compute_bits, 32)
+        weight = _WEIGHT_BITS[wire] * ranks_per_host
+        return WireBits(each, weight, weight, each)
+    if wire != "exact":
+        return WireBits(each, compute_bits, 32, each)
+    is_rounded = passes == ranks_per_host == 1 and by_gloo
+    return WireBits(compute_bits if is_rounded else 32, compute_bits, 32, 32)

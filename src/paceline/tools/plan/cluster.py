@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from paceline.base.errors import UserError, nearest
-from paceline.config import checked
+from paceline.config import Config, checked
 from paceline.tools.plan import devices
 from paceline.tools.plan.devices import Device
 
@@ -17,7 +17,7 @@ from paceline.tools.plan.devices import Device
 class Cluster:
     """Hosts, ranks and links. Each rank has a device of its own."""
 
-    device: str = devices.THIS  # a name of devices.toml, or this: this machine as calibrated
+    device: str = devices.THIS  # a name of devices.toml, or this: this machine as measured
     hosts: int = 1
     ranks_per_host: int = 1
     link_gbit: float = 0.0  # Gbit/s of a host, each way
@@ -57,11 +57,13 @@ class Cluster:
         speeds = tuple(self.speeds[index % len(self.speeds)] for index in range(hosts)) if self.speeds else ()
         return Cluster(**values | {"hosts": hosts, "ranks_per_host": per_host, "speeds": speeds})
 
-    def device_of_rank(self, *, compiled: bool) -> Device:
+    def device_of_rank(self, config: Config) -> Device:
         """Returns the device. Raises UserError for an unknown name, or a machine that was not calibrated."""
         if self.device == devices.THIS:
-            return devices.calibration().device(self.ranks_per_host)
-        return devices.gpu(self.device, compiled=compiled)
+            if self.hosts > 1:  # whose ranks share no memory
+                config = config.replace("parallel", shared_memory=False)
+            return devices.calibration(config).device(self.ranks_per_host)
+        return devices.gpu(self.device, compiled=config.train.compile)
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""

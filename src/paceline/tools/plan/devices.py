@@ -6,7 +6,7 @@ import json
 import platform
 import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -17,6 +17,7 @@ import torch
 
 from paceline.base.errors import UserError, nearest
 from paceline.base.files import replace as replace_file
+from paceline.config import Config
 from paceline.data.cache import cache_dir
 from paceline.tools.plan.work import Rates
 from paceline.world.cores import usable_cores
@@ -38,11 +39,13 @@ class Device:
     forward: Mapping[str, Rates]  # by family of models
     backward: Mapping[str, Rates]
     update: Mapping[str, Rates]  # by optimizer
+    # Seconds a step of all that is neither passes nor the update, by number of blocks: measured between ranks of one
+    # host, as forward and backward were, which with sharded weights hold their gathers. Empty: it is simulated.
+    exchange: Rates = field(default_factory=dict)
     copy_bytes_per_s: float  # of digests and snapshots
     inner_bytes_per_s: float  # between ranks of a host, each way
     inner_latency_s: float
     outer_frac: float = 1.0  # of a link's rate
-    transfer_cpu_s: float = 0.0  # processor time for each byte sent, taken from compute
     step_s: float = 0.0  # fixed cost of a step
     jitter_frac: float = 0.0  # standard deviation of a rank's step, of its mean
     watts: float = 0.0
@@ -67,7 +70,7 @@ def gpu(name: str, *, compiled: bool) -> Device:
     if name not in device_names():
         raise UserError(
             f"no device is named '{name}'{nearest(name, device_names())}; there are: {', '.join(device_names())}, "
-            f"and {THIS}: this machine, after `paceline plan --calibrate`"
+            f"and {THIS}: this machine, after the same command with --calibrate"
         )
     facts, share = _table()[name], _table()["efficiency"]
     peak = gpu_peak(name.replace("-", " "), torch.bfloat16).flops_per_s
@@ -111,7 +114,7 @@ def gpu(name: str, *, compiled: bool) -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured here, by number of ranks at once: a rank has its part of the cores."""
+    """What was measured here for a config, by number of ranks at once: a rank has its part of the cores."""
 
     devices: Mapping[int, Device] = field(default_factory=dict)
 
@@ -129,7 +132,7 @@ class Calibration:
             found,
             **slower,
             step_s=found.step_s * sharing,
-            transfer_cpu_s=found.transfer_cpu_s * sharing,
+            exchange=_scaled(found.exchange, sharing),
             inner_bytes_per_s=found.inner_bytes_per_s / sharing,
             peak_flops_per_s=found.peak_flops_per_s / sharing,
             memory_bytes=found.memory_bytes / sharing,
@@ -140,39 +143,45 @@ def _scaled(rates: Rates, factor: float) -> Rates:
     return {kind: rate * factor for kind, rate in rates.items()}
 
 
-def _path() -> Path:
-    """The file of this machine: its name has everything that the rates depend on."""
+def _path(config: Config) -> Path:
+    """The file of this machine and this config: its name has everything that was measured, but the number of blocks."""
+    model, train = config.model, config.train
     facts = [socket.gethostname(), cpu_name(), torch.__version__, platform.machine(), str(usable_cores())]
-    facts += [torch.backends.cpu.get_cpu_capability(), str(choose_dtype("auto", torch.device("cpu"))[0])]
+    facts.append(torch.backends.cpu.get_cpu_capability())
+    facts.append(str(choose_dtype("auto", torch.device("cpu"))[0]) if train.dtype == "auto" else f"torch.{train.dtype}")
+    shape = {**vars(model), "vocab_size": model.vocab_size or config.data.tokenizer_vocab}
+    facts += [f"{name}={value}" for name, value in shape.items() if name not in ("n_layer", "n_positions", "size")]
+    facts += map(str, (config.data.seq_len, train.device_batch_size, train.compile, config.optim.name))
+    facts += map(str, (config.parallel.strategy, config.parallel.wire, config.parallel.shared_memory))
     return cache_dir() / "plan" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
-def store(devices: Sequence[tuple[int, Device]]) -> Path:
+def store(config: Config, num_ranks: int, device: Device) -> Path:
     """Writes what was measured, complete or not at all; returns the file. Raises UserError if it cannot."""
-    path = _path()
-    known = {**(calibration().devices if path.exists() else {}), **dict(devices)}
+    path, known = _path(config), find_calibration(config)
+    devices = {**(known.devices if known else {}), num_ranks: device}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({ranks: asdict(device) for ranks, device in known.items()}, indent=1).encode())
+        replace_file(path, json.dumps({ranks: asdict(each) for ranks, each in devices.items()}, indent=1).encode())
     except OSError as error:
         raise UserError(f"cannot write the calibration {path}: {error.strerror}; set PACELINE_CACHE") from None
     return path
 
 
-def calibration() -> Calibration:
+def calibration(config: Config) -> Calibration:
     """Returns what was measured on this machine. Raises UserError if nothing was, or the file is damaged."""
-    found = find_calibration()
+    found = find_calibration(config)
     if found is None:
         raise UserError(
-            "nothing is known of this machine yet: measure it with `paceline plan --calibrate` (about two minutes), or "
-            "describe a cluster: --cluster FILE.toml"
+            "nothing was measured for this config on this machine yet: give the same command with --calibrate first "
+            "(about 15 seconds for each number of ranks), or describe another device: --cluster FILE.toml"
         )
     return found
 
 
-def find_calibration() -> Calibration | None:
+def find_calibration(config: Config) -> Calibration | None:
     """Returns what was measured on this machine; None: nothing, or nothing that can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        stored = json.loads(_path().read_text()).items()
+        stored = json.loads(_path(config).read_text()).items()
         return Calibration(devices={int(ranks): Device(**device) for ranks, device in stored})
     return None

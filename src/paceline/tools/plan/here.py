@@ -1,4 +1,4 @@
-"""The prediction that `paceline train` prints: of a run on this machine, if that is calibrated."""
+"""The prediction that `paceline train` prints: of a run on this machine, if its layers were measured."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,9 @@ _BETWEEN = ("checks", "saves", "evaluations")  # between steps, so not in a step
 
 def predict_here(settings: Settings, facts: Sequence[RankFacts]) -> Predicted | None:
     """Returns the step to expect; None without a calibration, on GPUs, or on several hosts."""
-    known = find_calibration() if len({(each.host, each.device) for each in facts}) == 1 else None
-    if known is None or facts[0].device != "cpu":
+    is_here = {(each.host, each.device) for each in facts} == {(facts[0].host, "cpu")}
+    known = find_calibration(settings.config) if is_here else None
+    if known is None:
         return None
     try:
         found = plan(settings.config, Cluster(ranks_per_host=len(facts)), known.device(len(facts)))

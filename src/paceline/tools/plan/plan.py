@@ -146,6 +146,7 @@ def rank_facts(cluster: Cluster, device: Device) -> list[RankFacts]:
         free_bytes=device.memory_bytes,
         dtype=device.dtype,
         dtype_reason=f"a {device.name} has units for it",
+        shares_memory=device.kind == "cpu" and cluster.hosts == 1 < cluster.num_ranks,
     )
     return [facts] * cluster.num_ranks
 
@@ -188,17 +189,24 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
     for other_speed, parts in others:
         total_s = sum(_total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts) / other_speed
         slower.append(Load(len(parts), total_s / (len(parts) * one_s / speed) if parts else 1.0))
+    update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
+    slowest = min(cluster.speeds or (1.0,))
+    parallel, is_across = settings.config.parallel, cluster.hosts > 1
+    sends_nothing = parallel.shared_memory and parallel.wire == "exact" and device.kind == "cpu" and not is_across
+    exchange = work.seconds({"blocks": shape.model.n_layer, "ends": 1.0}, device.exchange) if device.exchange else None
     return Job(
         stages=work.stages(shape.model, _scaled(reference, 1 / speed)),
         num_micro_batches=len(mine),
-        update_s=work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name]) / speed,
+        update_s=update_s / slowest,
         num_ranks=cluster.num_ranks,
-        num_hosts=cluster.hosts if cluster.hosts > 1 else cluster.num_ranks,
-        latency_s=cluster.latency_us * 1e-6 if cluster.hosts > 1 else device.inner_latency_s,
-        bytes_per_s=cluster.link_gbit / 8 * 1e9 * device.outer_frac if cluster.hosts > 1 else device.inner_bytes_per_s,
+        num_hosts=cluster.hosts if is_across else cluster.num_ranks,
+        latency_s=cluster.latency_us * 1e-6 if is_across else device.inner_latency_s,
+        bytes_per_s=cluster.link_gbit / 8 * 1e9 * device.outer_frac if is_across else device.inner_bytes_per_s,
         compute_bits=8 * settings.dtype.itemsize,
         inner_bytes_per_s=device.inner_bytes_per_s,
-        transfer_cpu_s=device.transfer_cpu_s,
+        exchange_s=None if exchange is None else exchange / slowest,
+        is_across=is_across,
+        shares_memory=sends_nothing and parallel.strategy in ("ddp", "zero"),
         slower=tuple(slower),
     )
 
@@ -315,8 +323,7 @@ def _explained(
         (
             "link",
             f"{job.bytes_per_s / 1e6:.4g} MB/s",
-            f"a collective takes {1e6 * job.hop_s:.3g} us + its bytes / rate; each byte {1e9 * job.transfer_cpu_s:.3g} "
-            "ns of compute",
+            f"a collective takes {1e6 * job.hop_s:.3g} us + its bytes / rate",
         ),
         ("exposed communication", f"{1e3 * (step.exposed_s + waiting_s):.4g} ms", "simulated, schedule.py"),
         ("of it, the slowest rank", f"{1e3 * waiting_s:.4g} ms", f"expected maximum of {job.num_ranks} normal times"),

@@ -49,7 +49,11 @@ class Job:
     bytes_per_s: float  # each way
     compute_bits: int = 16  # of the compute dtype
     inner_bytes_per_s: float = math.inf  # each way, between the ranks of a host, where hosts have several
-    transfer_cpu_s: float = 0.0  # processor time of a rank for each byte that it sends, taken from its compute
+    # Of a step, measured between ranks of one host over a link of inner_bytes_per_s: all but passes and the update.
+    # With sharded weights the stages' times have their gathers then. None: not measured.
+    exchange_s: float | None = None
+    is_across: bool = True  # the ranks are on several hosts
+    shares_memory: bool = False  # of the ranks, which then send nothing rounded
     slower: tuple[Load, ...] = ()  # other ranks' loads; num_micro_batches is that of rank 0
 
     @property
@@ -115,19 +119,24 @@ class _Bucket:
     stages: set[int] = field(default_factory=set)
     ready_s: float = 0.0  # in backward
     elements: int = 0
+    gradient_bytes: float = 0.0
     weight_bytes: float = 0.0
     arrived_s: float = 0.0  # its weights
 
 
 def predict(job: Job, path: Path) -> Prediction:
     """Returns the duration of a step once steps repeat."""
+    if path.strategy == "fsdp":  # a ring of all ranks: those of a host add up nothing before
+        job = replace(job, num_hosts=job.num_ranks)
     embeddings = sum(sum(stage.elements) for stage in job.stages if stage.is_embedding)
-    wire_bytes = path.bits.bytes_sent(job.num_hosts, job.num_elements, embeddings)
+    ends = embeddings + (sum(job.stages[-1].elements) if len(job.stages) > 1 else 0)
+    wire_bytes = path.bits.bytes_sent(job.num_hosts, job.num_elements, embeddings, ends)
     is_whole = path.strategy in ("ddp", "naive", "local")  # each rank updates all weights
     update_s = job.update_s if is_whole else job.update_s / job.num_ranks
-    if path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
-        compute_s = max(load.num_micro_batches * load.slowness for load in _loads(job)) * _once_s(job)
-        step_s = max(compute_s + update_s, (wire_bytes > 0) * job.hop_s + wire_bytes / job.bytes_per_s)
+    if job.exchange_s is not None and not (job.is_across and path.strategy == "local"):
+        step_s = _measured_step_s(job, path, update_s, wire_bytes)
+    elif path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
+        step_s = max(_passes_s(job) + update_s, (wire_bytes > 0) * job.hop_s + wire_bytes / job.bytes_per_s)
     elif path.strategy == "hsdp" and job.num_ranks > job.num_hosts > 1:
         inner = replace(job, num_hosts=1, num_ranks=job.num_ranks // job.num_hosts)
         update_s = job.update_s / inner.num_ranks
@@ -136,7 +145,6 @@ def predict(job: Job, path: Path) -> Prediction:
         step_s = _sharded_step_s(job) + update_s
     else:
         step_s = _Play(job, path, update_s).step_s()
-    step_s += job.transfer_cpu_s * wire_bytes * job.num_hosts / job.num_ranks
     return Prediction(
         path=path,
         wire_bytes=wire_bytes,
@@ -146,6 +154,27 @@ def predict(job: Job, path: Path) -> Prediction:
         backward_s=job.num_micro_batches * sum(stage.backward_s for stage in job.stages),
         update_s=update_s + (path.encode_s + path.update_codec_s) * job.num_elements,
     )
+
+
+def _measured_step_s(job: Job, path: Path, update_s: float, wire_bytes: float) -> float:
+    """A step whose exchange was measured on one host. Over a slower link what it takes of the processor stays, but for
+    the share of the bytes for which ranks only wait."""
+    assert job.exchange_s is not None
+    own_s = _passes_s(job) + update_s
+    if not job.is_across:
+        return own_s + job.exchange_s
+    if path.strategy in SHARDS_WEIGHTS:  # on CPUs its collectives overlap with nothing
+        link_s, here_s = wire_bytes / job.bytes_per_s, wire_bytes / job.inner_bytes_per_s
+        num_collectives = (2 * job.num_micro_batches + 1) * len(job.stages)
+        return own_s + job.exchange_s + num_collectives * job.hop_s + max(0.0, link_s - here_s)
+    played_s = _Play(job, replace(path, encode_s=0.0, update_codec_s=0.0), update_s).step_s()
+    waiting_frac = (played_s - own_s) * job.bytes_per_s / wire_bytes
+    return played_s + job.exchange_s * (1 - min(1.0, max(0.0, waiting_frac)))
+
+
+def _passes_s(job: Job) -> float:
+    """All micro-batches of the slowest rank."""
+    return max(load.num_micro_batches * load.slowness for load in _loads(job)) * _once_s(job)
 
 
 def _loads(job: Job) -> tuple[Load, ...]:
@@ -199,8 +228,7 @@ class _Play:
     def _reduce(self, ready: Sequence[float]) -> None:
         """Sends the gradients; ddp's all-reduce has twice the bits of a reduce-scatter."""
         for bucket, at in zip(self.buckets, ready, strict=True):
-            num_bytes = bucket.elements * self.path.bits.gradient / 8
-            self.link = max(self.link, at) + self.job.hop_s + self.job.transfer_s(num_bytes)
+            self.link = max(self.link, at) + self.job.hop_s + self.job.transfer_s(bucket.gradient_bytes)
 
     def _publish(self) -> None:
         """Updates and sends the weights bucket by bucket, in forward order."""
@@ -224,7 +252,8 @@ def _sharded_step_s(job: Job, between: Job | None = None) -> float:
         for stages, scatters in ((job.stages, False), (job.stages[::-1], is_last)):
             for stage in stages:
                 elements = sum(stage.elements)
-                gather_s = (job.hop_s + job.transfer_s(elements * job.compute_bits / 8)) if elements else 0.0
+                num_bytes = elements * (32 if stage.is_embedding else job.compute_bits) / 8
+                gather_s = (job.hop_s + job.transfer_s(num_bytes)) if elements else 0.0
                 link = max(link, now - slowest * stage.backward_s) + gather_s
                 now = max(now, link) + slowest * (stage.backward_s if stages is not job.stages else stage.forward_s)
                 if scatters and elements:
@@ -241,6 +270,8 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
     before = 0.0
     for number, stage in reversed(list(enumerate(job.stages))):
         done, weight_bits = 0, path.bits.embedding if stage.is_embedding else path.bits.weight
+        is_end = stage.is_embedding or number == len(job.stages) - 1
+        gradient_bits = path.bits.end_gradient if is_end else path.bits.gradient
         for elements in stage.elements:
             if not buckets or 4 * (buckets[-1].elements + elements) > most_bytes:
                 buckets.append(_Bucket())
@@ -249,6 +280,7 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
             bucket.stages.add(number)
             bucket.ready_s = before + stage.backward_s * done / sum(stage.elements)
             bucket.elements += elements
+            bucket.gradient_bytes += elements * gradient_bits / 8
             bucket.weight_bytes += elements * weight_bits / 8
         before += stage.backward_s
     return buckets
@@ -269,10 +301,11 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
     bits = wire_bits(
         strategy,
         parallel.wire,
-        job.compute_bits,
+        32 if job.shares_memory else job.compute_bits,
         sync_every=rounds,
         ranks_per_host=per_host,
         passes=job.num_micro_batches,
+        by_gloo=device == "cpu",
     )
     return Path(
         flags=flags + (f" --train.layered-micro-batches {job.num_micro_batches}" if is_layered else ""),
@@ -282,19 +315,19 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
         is_layered=is_layered,
         encode_s=encode_ns * 1e-9,
         update_codec_s=update_ns * 1e-9,
-        bucket_bytes=parallel.bucket_bytes(device),
+        bucket_bytes=parallel.bucket_bytes(device, shares_memory=job.shares_memory),
     )
 
 
-def paths(job: Job, sync_every: Sequence[int] = (8, 32)) -> list[Path]:
+def paths(job: Job) -> list[Path]:
     """Returns all paths: the exact ones first, then those that round, then other algorithms."""
     found = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False)]
     for wire in ("exact", "bf16", "int8", "int4"):
         parallel = ParallelConfig(strategy="zero", wire=wire)
         orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
         found += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
-    every = [ParallelConfig(strategy="local", sync_every=steps) for steps in sync_every]
-    return found + [path_of(parallel, job, is_layered=False) for parallel in every]
+    rounds = [ParallelConfig(strategy="local", sync_every=steps) for steps in (8, 32)]
+    return found + [path_of(parallel, job, is_layered=False) for parallel in rounds]
 
 
 def first_good(predictions: Sequence[Prediction]) -> Prediction | None:

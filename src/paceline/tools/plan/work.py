@@ -28,6 +28,10 @@ KINDS = {
     "logits": "logits of the loss",
     "weights": "weights that are cast, or that get a gradient",
     "calls": "blocks, embeddings and losses: the fixed cost of their kernels",
+    # Of a device that was measured with this very shape, which has no other rates.
+    "embed tokens": "tokens in the embedding",
+    "block tokens": "tokens in a block",
+    "head tokens": "tokens in the head and its loss",
 }
 Units = dict[str, float]
 Rates = Mapping[str, float]  # seconds a unit, by kind
@@ -56,7 +60,7 @@ def forward_units(shape: Shape, tokens: int) -> dict[str, Units]:
         ModelConfig(**{**vars(model), "n_layer": 0}), shape.seq_len, compute_bytes=shape.compute_bytes
     )
     return {
-        "embed": {"bytes": 8.0 * width * tokens, "calls": 1.0},
+        "embed": {"bytes": 8.0 * width * tokens, "calls": 1.0, "embed tokens": float(tokens)},
         "block": {
             "products": 2 * block * tokens,
             "attention": 4.0 * width * shape.seq_len * tokens,
@@ -64,6 +68,7 @@ def forward_units(shape: Shape, tokens: int) -> dict[str, Units]:
             "bytes": 2.0 * tokens * (kept - ends) / model.n_layer,
             "weights": block,
             "calls": 1.0,
+            "block tokens": float(tokens),
         },
         "head": {
             "products": 6.0 * head * tokens,
@@ -71,6 +76,7 @@ def forward_units(shape: Shape, tokens: int) -> dict[str, Units]:
             "logits": float(model.vocab_size * tokens),
             "weights": float(head),
             "calls": 1.0,
+            "head tokens": float(tokens),
         },
     }
 
@@ -133,9 +139,10 @@ _NEWTON_SCHULZ_STEPS = 5  # of Muon's orthogonalisation, in optim/muon.py
 
 
 def update_units(model: ModelConfig, optimizer: str) -> Units:
-    """Returns the work of an update of all weights: elements, and FLOPs of Muon's products."""
+    """Returns the work of an update of all weights: elements, and FLOPs of Muon's products; for a device that was
+    measured with this shape blocks, and what is not in blocks."""
     counts = cost.num_parameters(model)
-    units = {"elements": float(counts.total), "tensors": float(sum(len(each) for _, each in _elements(model)))}
+    units = {"elements": float(counts.total), "blocks": float(model.n_layer), "ends": 1.0}
     if optimizer == "muon":
         units["products"] = float(_NEWTON_SCHULZ_STEPS * model.n_layer * sum(map(_polar_flops, _matrices(model))))
     return units
@@ -156,8 +163,8 @@ def _polar_flops(matrix: tuple[int, int]) -> int:
 # ---- memory ----
 
 
-# What training loads beside the interpreter and torch; the driver's context.
-PROGRAM_BYTES = {"cpu": 0.17e9, "cuda": 1.5e9}
+# What training loads beside the interpreter and torch, and torch's `fully_shard`; the driver's context.
+PROGRAM_BYTES, SHARDING_BYTES = {"cpu": 95e6, "cuda": 1.5e9}, 60e6
 # Of an element: the replica's part, the message, and what the last message left out.
 _CODED_BYTES = {"int8": 4 + 8.125 / 8, "int4": 4 + 4.125 / 8 + 4}
 
@@ -172,24 +179,35 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
     head = model.vocab_size * model.n_embd
     block = (counts.matmul - head) / model.n_layer
     moments = 8 * total - (4 * model.n_layer * block if config.optim.name == "muon" else 0)
+    on_cpu, program = rank.device == "cpu", PROGRAM_BYTES[rank.device]
     buffers = float(2 * 4 * block if strategy in SHARDS_WEIGHTS else 0)  # weights of two blocks, gathered
+    if strategy in SHARDS_WEIGHTS and on_cpu and num_ranks > 1:
+        program += SHARDING_BYTES
+        # The allocator keeps what was gathered and freed; gradients are added up whole until the last micro-batch.
+        buffers = 4 * total * (3 + (settings.plan.passes > 1))
     if strategy in SHARDS_WEIGHTS and config.optim.name == "muon" and num_ranks > 1:
         buffers += 8 * model.n_layer * block * part  # the owners' weights and gradients
-    if strategy == "zero" and num_ranks > 1 and settings.dtype.itemsize == 2 and config.parallel.wire != "int8":
+    if rank.shares_memory and strategy in ("ddp", "zero") and config.parallel.wire == "exact":
+        buffers += 4 * total * (1 - 1 / num_ranks) * (2 if strategy == "zero" else 1)  # the other ranks', which it maps
+    elif strategy == "zero" and num_ranks > 1 and settings.dtype.itemsize == 2 and config.parallel.wire != "int8":
         buffers += 4 * total * part + min(2 * total, 40 << 20)  # exact masters beside rounded weights; messages
     if strategy == "local" and num_ranks > 1:
         buffers += 8 * total
     buffers += _CODED_BYTES.get(config.parallel.wire, 0.0) * total * (num_ranks > 1)
     together = min(config.train.layered_micro_batches, settings.plan.passes)
     sequences = max(map(len, settings.plan.micro_batches(0)), default=0)
-    loss = cost.loss_bytes(model, settings.dtype.itemsize) if rank.device == "cuda" else 0
+    loss = cost.loss_bytes(model, settings.dtype.itemsize) if not on_cpu else 0
+    kept = sequence_bytes(config, rank) - sequence_bytes(config.replace("model", n_layer=0), rank)
+    of_block = 0.0 if config.train.activation_checkpoint else kept / model.n_layer * sequences
+    written = min(part, whole, 1 / num_ranks if strategy == "ddp" else 1.0)  # of the state, by this rank
     return {
         "weights": 4 * total * whole,
         "gradients": 4 * total * whole,
         "optimizer": moments * part,
         "activations": together * (sequences * sequence_bytes(config, rank) + fixed_bytes(config)) + loss,
+        "temporaries": of_block,  # the gradients of one block's activations
         "buffers": buffers,
         # A save copies what this rank writes, and training continues. A GPU's copy is in the host's memory.
-        "snapshot": (4 * total + moments) * min(part, whole) if rank.device == "cpu" else 0.0,
-        "program": PROGRAM_BYTES[rank.device],
+        "snapshot": (4 * total + moments) * written if on_cpu else 0.0,
+        "program": program,
     }
