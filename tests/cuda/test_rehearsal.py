@@ -11,10 +11,10 @@ import no_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from steps import rehearsal
+from steps import SEQ_LEN, rehearsal
 
-from paceline.model import loss
-from paceline.model.layers import Block
+from paceline.model import gpt, loss
+from paceline.model.layers import Block, attends_by_document
 from paceline.optim import clip
 from paceline.replica import replica
 from paceline.replica.batch import Batch
@@ -193,6 +193,25 @@ def test_compiling_a_model_on_cuda_compiles_its_loss(monkeypatch: pytest.MonkeyP
         rank.step(1)
     assert {logits_RV.dtype for logits_RV in given} == {BF16}
     assert without_lines(rank.gpu.waits).keys() >= WAITS.keys()
+
+
+def test_attention_inside_documents_is_a_flash_kernel_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, kernel = [], gpu.Gpu.kernel
+    monkeypatch.setattr(gpu.Gpu, "kernel", lambda mine, name, *rest: names.append(name) or kernel(mine, name, *rest))
+    monkeypatch.setattr(gpt, "document_bounds", lambda _: torch.zeros(9, dtype=torch.int32))
+    with rehearsal("gpt2-124m-modern", "ddp", 1, layers=1) as rank:
+        tokens = torch.zeros(4, SEQ_LEN, dtype=torch.int64, device=gpu.CUDA)
+        documents = torch.zeros(4, SEQ_LEN, dtype=torch.int32)
+        for listed in (rank.gpu.waits, rank.gpu.copies):
+            listed.clear()
+        model = rank.replica.model
+        torch.autograd.grad(model(tokens, tokens, documents=documents), next(model.layers.parameters()))  # type: ignore[union-attr,operator]
+    attention = [name for name in names if "attention" in name]
+    assert attention == ["aten._flash_attention_forward.default", "aten._flash_attention_backward.default"]
+    assert rank.gpu.waits == {}
+    assert without_lines(rank.gpu.copies) == {"to the GPU: gpt.py _mask": 1}
+    for dtype, width in ((torch.float32, 64), (BF16, 12), (BF16, 256)):
+        assert not attends_by_document(gpu.CUDA, dtype, width)
 
 
 def test_nccls_timeout_which_ends_a_process_comes_long_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ CONFIGS = {
     "llama": ModelConfig(arch="llama", **SHAPE),
     "llama-gqa": ModelConfig(arch="llama", n_kv_head=2, **SHAPE),
     "llama-mqa-qk-tied": ModelConfig(arch="llama", n_kv_head=1, qk_norm=True, head="tied", rope_theta=500.0, **SHAPE),
+    "llama-mix": ModelConfig(arch="llama", embed_mix=2, **SHAPE),
 }
 
 

@@ -1,11 +1,13 @@
 """Attention inside documents: a packed row is its documents one by one, in loss and in every gradient."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from paceline.model import cpu, layers
+from paceline.model import cpu, gpt, layers
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
 
@@ -15,6 +17,7 @@ ROTARY = {
     "llama": ModelConfig(arch="llama", **SHAPE),
     "gqa": ModelConfig(arch="llama", n_kv_head=2, **SHAPE),
     "mqa-qk": ModelConfig(arch="llama", n_kv_head=1, qk_norm=True, **SHAPE),
+    "mix": ModelConfig(arch="llama", embed_mix=2, **SHAPE),
 }
 DTYPES = {"float32": (torch.float32, 2e-5), "bfloat16": (torch.bfloat16, 3e-2)}
 # Tokens of each document of each row: one alone, of a single token, of the whole row.
@@ -66,6 +69,25 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+def flash(q_BTHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """What the GPU's kernel for documents computes."""
+    q_HND, k_KND, v_KND = (x.flatten(0, 1).transpose(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
+    parts = [
+        F.scaled_dot_product_attention(*(x[:, a:b] for x in (q_HND, k_KND, v_KND)), is_causal=True, enable_gqa=True)
+        for a, b in pairwise(bounds.tolist())
+    ]
+    return torch.cat(parts, 1).transpose(0, 1).reshape(q_BTHD.shape)
+
+
+@pytest.fixture(params=["mask", "flash"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "flash" all is as on a GPU, but for the kernel."""
+    if request.param == "flash":
+        monkeypatch.setattr(gpt, "attends_by_document", lambda *_: True)
+        monkeypatch.setattr(layers, "attend_by_document", flash)
+
+
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("checkpoint_blocks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_packed_row_is_its_documents_one_by_one(
@@ -74,7 +96,7 @@ def test_a_packed_row_is_its_documents_one_by_one(
     expected_loss, expected = one_by_one(model, tokens_BT, targets_BT)  # in float32
     model.compute_dtype, tolerance = DTYPES[dtype]
     model.checkpoint_blocks = checkpoint_blocks
-    packed = model(tokens_BT, targets_BT, None, documents_of(ROWS))
+    packed = model(tokens_BT, targets_BT, None, documents_of(ROWS), split=(1, 2))
     loss, gradients = loss_and_gradients(model, packed)
     assert float(loss) == pytest.approx(float(expected_loss), rel=tolerance)
     assert distance(gradients, expected) < tolerance
@@ -100,9 +122,8 @@ def test_no_token_moves_another_document(model: GPT, tokens_BT: torch.Tensor, ta
     documents_BT = documents_of([[10, 38]])
     row, other = tokens_BT[:1], tokens_BT[:1].clone()
     other[:, :10] = (other[:, :10] + 1) % 50
-    mask_BTT = layers.document_mask(documents_BT, torch.float32)
     with torch.no_grad():
-        hidden, moved = (model._hidden([t], masks=[mask_BTT])[0] for t in (row, other))
+        hidden, moved = (model._hidden([t], documents=[documents_BT])[0] for t in (row, other))
         plain, plain_moved = (model._hidden([t])[0] for t in (row, other))
     assert torch.equal(hidden[:, 10:], moved[:, 10:])
     assert not torch.equal(hidden[:, :10], moved[:, :10])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -20,7 +20,6 @@ def run_keys(count: int, seed: int = 0) -> torch.Tensor:
     return torch.tensor([seeds.key(seed, "dropout", i) for i in range(count)])
 
 
-@settings(max_examples=50, deadline=None)
 @given(keys=st.lists(KEYS, min_size=1, max_size=5), site=st.integers(0, 200), probability=st.floats(0.0, 0.99))
 def test_a_sequence_has_the_same_mask_in_every_batch(keys: list[int], site: int, probability: float) -> None:
     together = keep_mask(torch.tensor(keys), site, 7, 12, probability)

@@ -69,6 +69,14 @@ def test_draws_follow_the_distribution(config: ModelConfig) -> None:
     assert (drawn - expected).abs().max() < 5 * (0.25 / 400) ** 0.5
 
 
+def test_cudnns_attention_which_plans_for_each_length_is_off_while_a_token_is_computed() -> None:
+    model = build(ModelConfig(n_layer=1, n_head=2, n_embd=32, n_positions=16, vocab_size=50), 1, "cpu")
+    inside = []
+    model.layers[0].register_forward_hook(lambda *_: inside.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    between = [torch.backends.cuda.cudnn_sdp_enabled() for _ in generate(model, [1], 3)]
+    assert (inside, between) == ([False] * 3, [True] * 3)
+
+
 def test_stop_ends_the_text_and_is_its_last_token() -> None:
     model = model_of(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_positions=16, vocab_size=8))
     plain = list(generate(model, [1], 60))

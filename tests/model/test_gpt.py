@@ -86,7 +86,9 @@ class Written:
         return self.linear(up, name + ".down_proj")
 
     def logits(self, tokens_T: npt.NDArray[np.int64]) -> Array:
-        x = self.w["embed_tokens.weight"][tokens_T]
+        embeddings = x = self.w["embed_tokens.weight"][tokens_T]
+        for k, weight in enumerate(self.w.get("embed_mix.weight", []), 1):
+            x = x + np.concatenate((np.zeros_like(x[:k]), embeddings[:-k] * weight))
         if self.config.arch == "gpt2":
             x = x + self.w["embed_positions.weight"][: len(tokens_T)]
         for n in range(self.config.n_layer):

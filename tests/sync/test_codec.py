@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.sync.codec import Blocks
@@ -40,7 +40,6 @@ def decoded(codec: Blocks, message: torch.Tensor, num_elements: int) -> torch.Te
     return into
 
 
-@settings(deadline=None, max_examples=80)
 @given(CODECS, st.integers(0, 2000), st.integers(0, 9), SCALES)
 def test_a_value_is_off_by_at_most_half_a_step_of_its_block(
     codec: Blocks, num_elements: int, seed: int, scale: float
@@ -60,7 +59,6 @@ def test_a_value_is_off_by_at_most_half_a_step_of_its_block(
     )
 
 
-@settings(deadline=None, max_examples=20)
 @given(CODECS, st.integers(1, 1000), st.sampled_from([float("nan"), float("inf"), -float("inf")]), st.data())
 def test_a_value_that_is_not_finite_makes_its_decoded_block_not_finite(
     codec: Blocks, num_elements: int, value: float, data: st.DataObject

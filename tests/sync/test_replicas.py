@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
@@ -111,7 +111,6 @@ def test_repair_gives_every_rank_the_majoritys_value(rows: list[dict[str, Any]])
     assert all(row["is mended"] for row in rows), "the value is the majority's, not that of the rank that differed"
 
 
-@settings(max_examples=50)
 @given(data=st.data(), quick=st.booleans())
 def test_any_flipped_bit_of_any_tensor_changes_its_digest_alone(data: st.DataObject, quick: bool) -> None:
     tensors = tensors_of(net_of(0))

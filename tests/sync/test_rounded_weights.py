@@ -1,6 +1,7 @@
 """Weights and gradients that lose no bit in bfloat16 are sent in it: the same losses and weights, bit for bit."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,11 @@ from paceline.optim.config import OptimConfig
 from paceline.optim.optimizer import make_optimizers
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
+from paceline.sync import fsdp
 from paceline.sync.zero import ShardedSync
 from paceline.world.config import ParallelConfig
 from paceline.world.runtime import World
+from paceline.world.side import all_gather_for_torch
 
 NUM_STEPS, NUM_TOKENS = 20, 16
 WIDTH = 64
@@ -60,8 +63,14 @@ def micro_batch(step: int, rank: int, index: int) -> tuple[torch.Tensor, torch.T
     return ids[:, :-1], ids[:, 1:]
 
 
-def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype | None, wire: str = "exact") -> Trained:
-    """After 20 steps of zero. sent_as: of weights that are read in bfloat16."""
+def trained(
+    world: World,
+    case: tuple[str, str, str, int],
+    sent_as: torch.dtype | None,
+    wire: str = "exact",
+    strategy: Any = "zero",
+) -> Trained:
+    """After 20 steps. sent_as: of weights that are read in bfloat16."""
     arch, name, head, count = case
     model = built(arch, head)
     optim = OptimConfig(name=name)  # type: ignore[arg-type]
@@ -72,7 +81,7 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
         model,
         optimizers,
         world,
-        strategy="zero",
+        strategy=strategy,
         blocks=list(model.layers),
         bucket_mb=0.05,
         wire=wire,  # type: ignore[arg-type]
@@ -90,9 +99,11 @@ def trained(world: World, case: tuple[str, str, str, int], sent_as: torch.dtype 
         losses.append(result.loss)
         sent_bytes += result.times.comm_bytes
     replica.wait_for_params()
-    read = {key: p.detach().clone() for key, p in model.named_parameters()}
     exact = {key: weight.clone() for key, weight in replica.sync.full_weights().items()}
     own = {item: weight.clone() for item, weight in replica.sync.weights().items()}
+    if strategy == "fsdp":  # the model's parameters are shards
+        return Trained(losses, exact, own, {}, {}, sent_bytes)
+    read = {key: p.detach().clone() for key, p in model.named_parameters()}
     replica.release()
     return Trained(losses, exact, own, read, dict(model.named_parameters()), sent_bytes)
 
@@ -101,7 +112,22 @@ def all_cases(world: World) -> dict[Any, Trained]:
     dtypes = [torch.float32, torch.bfloat16, *([None] if world.world_size <= 2 else [])]
     cases = CASES if world.world_size == 2 else SOME
     found = {(case, sent_as): trained(world, case, sent_as) for case in cases for sent_as in dtypes}
+    found |= {("fsdp", case, sent_as): gathered(world, case, sent_as) for case in SOME for sent_as in dtypes[:2]}
     return found | {"bf16": trained(world, LOSSY, torch.bfloat16, "bf16")}
+
+
+def gathered(world: World, case: Any, sent_as: torch.dtype) -> Trained:
+    """After 20 steps of fsdp; bytes of the gathered weights only."""
+    sent = []
+
+    def gather(group: Any, output: torch.Tensor, flat: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        sent.append(flat.nbytes * (world.world_size - 1))
+        return all_gather_for_torch(group, output, flat, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "all_gather_for_torch", gather)
+        found = trained(world, case, sent_as, strategy="fsdp")
+    return dataclasses.replace(found, sent_bytes=float(sum(sent)))
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda size: f"world-{size}")
@@ -154,6 +180,20 @@ def test_what_is_rounded_costs_two_bytes_to_each_other_rank(rows: list[Any], cas
     num_elements = ROUNDED[arch] * (2 if count == 1 else 1) + (128 * WIDTH if head == "untied" else 0)
     plain, rounded = (sum(row[case, dtype].sent_bytes for row in rows) for dtype in (torch.float32, torch.bfloat16))
     assert plain - rounded == NUM_STEPS * 2 * num_elements * (len(rows) - 1)
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
+def test_fsdp_gathers_in_two_bytes_what_is_read_so_and_nothing_else_changes(rows: list[Any], case: Any) -> None:
+    plain, rounded = ([row["fsdp", case, dtype] for row in rows] for dtype in (torch.float32, torch.bfloat16))
+    for mine, other in zip(rounded, plain, strict=True):
+        assert mine.losses == other.losses == pytest.approx(rows[0][case, torch.bfloat16].losses, abs=1e-2)
+        assert equal(mine.exact, other.exact)
+    arch, _, head, count = case
+    num_blocks, num_head = ROUNDED[arch], 128 * WIDTH if head == "untied" else 0
+    saved = sum(row.sent_bytes for row in plain) - sum(row.sent_bytes for row in rounded)
+    # Blocks are gathered in forward and backward of each micro-batch, the head with the embeddings.
+    expected = NUM_STEPS * 2 * (2 * count * num_blocks + count * num_head) * (len(rows) - 1)
+    assert expected <= saved <= 1.03 * expected  # torch pads shards to equal lengths
 
 
 def test_gradients_rounded_to_bfloat16_cost_half_and_change_only_rounding(rows: list[Any]) -> None:

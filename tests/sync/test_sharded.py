@@ -35,7 +35,7 @@ from paceline.world.runtime import World
 SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 64, "n_positions": 16, "vocab_size": 128}
 MODELS = {  # by optimizer: tied embeddings and biases, or neither
     "adamw": ModelConfig(arch="gpt2", bias=True, **SHAPE),  # type: ignore[arg-type]
-    "muon": ModelConfig(arch="llama", qk_norm=True, **SHAPE),  # type: ignore[arg-type]
+    "muon": ModelConfig(arch="llama", qk_norm=True, embed_mix=2, **SHAPE),  # type: ignore[arg-type]
 }
 NUM_STEPS, HALF, POISONED_STEP = 10, 5, 2
 MICRO_BATCH, NUM_MICRO_BATCHES = 2, 3  # on four ranks one has none

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
@@ -241,7 +241,6 @@ def test_replicas_stay_bit_identical(rows: list[dict[str, Any]]) -> None:
 # ---- in one process, over random models ----
 
 
-@settings(max_examples=60)
 @given(
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     bucket_bytes=st.integers(1, 600),
@@ -270,7 +269,6 @@ def test_a_world_of_one_gets_plain_backwards_gradient(
         assert torch.equal(mine.grad, theirs.grad if theirs.grad is not None else torch.zeros_like(theirs))
 
 
-@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), bucket_bytes=st.integers(1, 400))
 def test_buckets_hold_every_parameter_once_in_reverse_order_within_their_size(
     sizes: list[int], bucket_bytes: int

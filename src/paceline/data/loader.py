@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class MicroBatch:
     """`targets` are `tokens` shifted by one; `positions` count the run's sequences from 0.
 
     A position does not depend on the world size: it is the key of dropout. `documents` numbers the documents of a
-    sequence: equal numbers may attend to each other. None: all may.
+    sequence: equal numbers may attend to each other. None: all may. It stays on the CPU (see GPT.forward).
     """
 
     tokens: torch.Tensor  # (batch, seq) int64
@@ -41,7 +41,8 @@ class MicroBatch:
 
     def pinned(self) -> "MicroBatch":
         """The same in pinned memory, from which CUDA copies asynchronously."""
-        return self._each(torch.Tensor.pin_memory)
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return replace(self._each(torch.Tensor.pin_memory), documents=documents)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on the device; copied asynchronously from pinned memory, which torch keeps until it is done."""
@@ -50,8 +51,8 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        documents = None if self.documents is None else change(self.documents)
-        return MicroBatch(change(self.tokens), change(self.targets), change(self.positions), documents)
+        """The same with all but the documents changed."""
+        return MicroBatch(change(self.tokens), change(self.targets), change(self.positions), self.documents)
 
 
 def read_batch(sequences: Sequences, places: Places, positions: Int64s) -> MicroBatch:

@@ -4,9 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.base.errors import UserError
 from paceline.model.gpt import GPT
+
+# Not cuDNN's, which torch prefers on an H100: it makes a plan for each length of the cache, so for every token.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @torch.inference_mode()
@@ -39,7 +43,8 @@ def generate(
     cache = model.make_cache(batch=1)
     unread = context
     for _ in range(max_new_tokens):
-        logits_V = model.logits(torch.tensor([unread], device=device), cache)[0, -1].cpu()
+        with sdpa_kernel(_ATTENTION):
+            logits_V = model.logits(torch.tensor([unread], device=device), cache)[0, -1].cpu()
         token = _draw(logits_V, temperature, top_k, generator)
         yield token
         if token == stop:

@@ -16,7 +16,19 @@ from paceline.base import seeds
 from paceline.base.errors import UserError
 from paceline.model.config import ModelConfig
 from paceline.model.dropout import dropout
-from paceline.model.layers import Block, Embedding, Head, LayerCache, Linear, document_mask, make_norm, rotary_tables
+from paceline.model.layers import (
+    Block,
+    Embedding,
+    EmbeddingMix,
+    Head,
+    LayerCache,
+    Linear,
+    attends_by_document,
+    document_bounds,
+    document_mask,
+    make_norm,
+    rotary_tables,
+)
 from paceline.model.loss import loss_sum
 
 _INIT_STD = 0.02  # GPT-2's
@@ -39,6 +51,7 @@ class GPT(nn.Module):
         self._compiles_loss = False
         self.embed_tokens = Embedding(config.vocab_size, config.n_embd)
         self.embed_positions = Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
+        self.embed_mix = EmbeddingMix(config.embed_mix, config.n_embd) if config.embed_mix else None
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = make_norm(config)
         self.lm_head = None if config.tied else Head(config.n_embd, config.vocab_size, bias=False)
@@ -56,9 +69,10 @@ class GPT(nn.Module):
         The caller divides it by the token count of the whole world's step. dropout_keys_B: int64, one key a sequence;
         nothing drops without it, in eval(), or with config.dropout 0.
 
-        `documents`, [B, T] integers, keeps attention inside documents: a token sees earlier ones of equal number.
-        Rotary positions are relative, so a document's loss is as if it were alone in the row; gpt2's learned positions
-        count from the row's start. The mask takes B * T * T numbers of the compute dtype.
+        `documents`, [B, T] integers, keeps attention inside documents: a token sees earlier ones of equal number, which
+        are its neighbours. Rotary positions are relative, so a document's loss is as if it were alone in the row;
+        gpt2's learned positions count from the row's start. On the CPU, from where `attends_by_document` needs it
+        without a wait; else it becomes a mask of B * T * T numbers of the compute dtype.
 
         split: sizes of micro-batches whose sum is B. Each block computes all of them before the next block does, in
         backward too (layered accumulation, arXiv 2106.02679): a block's gradients are complete when k times the earlier
@@ -69,10 +83,9 @@ class GPT(nn.Module):
         # Backward begins with what forward did last. Reversed here, it takes micro-batches in their order.
         given = tokens_BT, targets_BT, dropout_keys_B, documents
         tokens, targets, keys, numbers = (_cut(batch, sizes)[::-1] for batch in given)
-        masks = [None if part is None else document_mask(part, self.compute_dtype) for part in numbers]
         losses = [
             loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten(), compiled=self._compiles_loss)
-            for hidden_BTC, target_BT in zip(self._hidden(tokens, keys, masks), targets, strict=True)
+            for hidden_BTC, target_BT in zip(self._hidden(tokens, keys, numbers), targets, strict=True)
         ]
         return sum(losses[-2::-1], start=losses[-1])
 
@@ -128,7 +141,7 @@ class GPT(nn.Module):
         self,
         tokens: Sequence[Tensor],
         dropout_keys: Sequence[Tensor | None] = (None,),
-        masks: Sequence[Tensor | None] = (None,),
+        documents: Sequence[Tensor | None] = (None,),
         cache: list[LayerCache] | None = None,
     ) -> list[Tensor]:
         """Returns the last norm's output [B, T, C] in the compute dtype, for each micro-batch."""
@@ -141,15 +154,22 @@ class GPT(nn.Module):
             )
         if not self.training or self.config.dropout == 0.0:
             dropout_keys = [None] * len(tokens)
-        streams = [self._embed(*part, first) for part in zip(tokens, dropout_keys, strict=True)]
+        masks = [None if part is None else self._mask(part, tokens[0].device) for part in documents]
+        streams = [self._embed(*part, cache) for part in zip(tokens, dropout_keys, documents, strict=True)]
         rotary_2THD = self._rotary(first, num_tokens, streams[0].device)
         for index, block in enumerate(self.layers):
             layer_cache = cache[index] if cache else None
             streams = [
-                self._run(block, x_BTC, self.compute_dtype, rotary_2THD, keys_B, layer_cache, mask_BTT)
-                for x_BTC, keys_B, mask_BTT in zip(streams, dropout_keys, masks, strict=True)
+                self._run(block, x_BTC, self.compute_dtype, rotary_2THD, keys_B, layer_cache, mask)
+                for x_BTC, keys_B, mask in zip(streams, dropout_keys, masks, strict=True)
             ]
         return [self.norm(x_BTC).to(self.compute_dtype) for x_BTC in streams]
+
+    def _mask(self, documents_BT: Tensor, device: torch.device) -> Tensor:
+        """Returns what a block's attention takes to stay inside documents, on the device."""
+        if attends_by_document(device, self.compute_dtype, self.config.head_dim):
+            return document_bounds(documents_BT.cpu()).to(device, non_blocking=True)
+        return document_mask(documents_BT.to(device, non_blocking=True), self.compute_dtype)
 
     def _run(self, block: nn.Module, *arguments: object) -> Tensor:
         """Calls the block; if checkpointed, only its input is kept. Dropout needs no generator state."""
@@ -157,9 +177,18 @@ class GPT(nn.Module):
             return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
         return cast(Tensor, block(*arguments))
 
-    def _embed(self, tokens_BT: Tensor, dropout_keys_B: Tensor | None, first: int) -> Tensor:
+    def _embed(
+        self,
+        tokens_BT: Tensor,
+        dropout_keys_B: Tensor | None,
+        documents_BT: Tensor | None,
+        cache: list[LayerCache] | None,
+    ) -> Tensor:
         x_BTC: Tensor = self.embed_tokens(tokens_BT)
+        if self.embed_mix is not None:
+            x_BTC = self.embed_mix(x_BTC, documents_BT, cache[0] if cache else None)
         if self.embed_positions is not None:
+            first = cache[0].length if cache else 0
             x_BTC = x_BTC + self.embed_positions.weight[first : first + tokens_BT.shape[1]]
         return x_BTC if dropout_keys_B is None else dropout(x_BTC, self.config.dropout, dropout_keys_B, site=0)
 
@@ -181,8 +210,9 @@ def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
     """Returns a model whose parameters each depend only on config, seed and their name.
 
     GPT-2's initialisation: normal with standard deviation 0.02; smaller by sqrt(2 n_layer), the number of writes, for
-    projections that write to the residual stream; norms 1; biases 0. Each parameter is drawn on the CPU in float32 from
-    its own generator, so devices, ranks and order change nothing. Raises UserError for an impossible config.
+    projections that write to the residual stream; norms 1; biases 0; embed_mix 0.5. Each parameter is drawn on the CPU
+    in float32 from its own generator, so devices, ranks and order change nothing. Raises UserError for an impossible
+    config.
     """
     config.check()
     for name in ("n_positions", "vocab_size"):
@@ -204,6 +234,8 @@ def _initial(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
         return torch.zeros(shape)
     if "norm." in name:
         return torch.ones(shape)
+    if name == "embed_mix.weight":
+        return torch.full(shape, 0.5)
     generator = torch.Generator().manual_seed(seeds.key(seed, "init", name))
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = _INIT_STD / math.sqrt(2 * n_layer) if writes_residual else _INIT_STD

@@ -9,6 +9,7 @@ G = H / K queries that share a kv head, F width inside the MLP.
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,33 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Does nothing, see `Linear`."""
+
+
+class EmbeddingMix(nn.Module):
+    """x_t + sum over k of weight_k * x_(t-k), k = 1 ... K: a causal depthwise convolution, as Primer's (arXiv
+    2109.08668, section 4) but of embeddings. A model then sees n-grams from the first step on."""
+
+    def __init__(self, num_earlier: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_earlier, width))
+
+    def forward(self, x_BTC: Tensor, documents_BT: Tensor | None, cache: "LayerCache | None") -> Tensor:
+        """[B, T, C] -> [B, T, C]. Tokens of other documents are left out. A cache has the embeddings of the K tokens
+        before, and keeps the last K of these."""
+        K, (B, T, C) = len(self.weight), x_BTC.shape
+        before_BKC = x_BTC.new_zeros(B, K, C) if cache is None or cache.embeddings is None else cache.embeddings
+        all_BSC = torch.cat((before_BKC, x_BTC), 1)
+        if cache is not None:
+            cache.embeddings = all_BSC[:, -K:]
+        out_BTC = x_BTC
+        for k, weight_C in enumerate(self.weight, 1):
+            earlier_BTC = all_BSC[:, K - k : K - k + T]
+            if documents_BT is not None:
+                documents_BT = documents_BT.to(x_BTC.device, non_blocking=True)
+                is_same_BT = F.pad(documents_BT, (k, 0), value=-1)[:, :T] == documents_BT
+                earlier_BTC = earlier_BTC * is_same_BT[..., None]
+            out_BTC = torch.addcmul(out_BTC, earlier_BTC, weight_C)
+        return out_BTC
 
 
 class RMSNorm(nn.Module):
@@ -92,6 +120,7 @@ class LayerCache:
     k_BKSD: Tensor
     v_BKSD: Tensor
     length: int = 0
+    embeddings: Tensor | None = None  # [B, K, C], the last K of all tokens; the first layer's, for EmbeddingMix
 
     def extend(self, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends T tokens and returns all keys and values so far, [B, K, S, D] each."""
@@ -131,6 +160,36 @@ def document_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen_BTT.shape, dtype=dtype, device=documents_BT.device).masked_fill_(~seen_BTT, -math.inf)
 
 
+def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether there is a flash kernel for sequences of different lengths, which skips what a mask would hide."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 192  # more only on some GPUs
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def document_bounds(documents_BT: Tensor) -> Tensor:
+    """Returns where each document begins in the B * T tokens, and their number: int32, [documents + 1]. documents_BT is
+    on the CPU, since the host would wait for a GPU to say the length; a document's tokens are neighbours."""
+    begins_BT = torch.ones(documents_BT.shape, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    end = torch.tensor([documents_BT.numel()], dtype=torch.int32)
+    return torch.cat((begins_BT.flatten().nonzero().flatten().int(), end))
+
+
+def attend_by_document(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, bounds: Tensor) -> Tensor:
+    """Returns causal attention inside documents, [B, T, H, D], by a flash kernel for the documents one by one."""
+    q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
+    longest = q_BTHD.shape[1]  # or less: known without a look at the bounds
+    # torch.nn.attention.varlen has other arguments in each version of torch; it calls this.
+    attention = torch.ops.aten._flash_attention_forward
+    y = cast(Tensor, attention(q, k, v, bounds, bounds, longest, longest, 0.0, True, False)[0])
+    return y.view(q_BTHD.shape)
+
+
 def attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_BTT: Tensor | None = None) -> Tensor:
     """Returns causal attention, [B, H, T, D]; the T queries are the last T of the S positions.
 
@@ -167,9 +226,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x_BTC: Tensor, rotary_2THD: Tensor | None, cache: LayerCache | None, mask_BTT: Tensor | None
+        self, x_BTC: Tensor, rotary_2THD: Tensor | None, cache: LayerCache | None, documents: Tensor | None
     ) -> Tensor:
-        """[B, T, C] -> [B, T, C], both in the compute dtype."""
+        """[B, T, C] -> [B, T, C], both in the compute dtype. documents: a mask [B, T, T], or bounds."""
         B, T, C = x_BTC.shape
         q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
         k_BTKD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
@@ -178,11 +237,14 @@ class Attention(nn.Module):
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         if rotary_2THD is not None:
             q_BTHD, k_BTKD = rotate(q_BTHD, rotary_2THD), rotate(k_BTKD, rotary_2THD)
+        if documents is not None and documents.dim() == 1:
+            out: Tensor = self.o_proj(attend_by_document(q_BTHD, k_BTKD, v_BTKD, documents).reshape(B, T, C))
+            return out
         k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.extend(k_BKSD, v_BKSD)
-        y_BHTD = attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, mask_BTT)
-        out: Tensor = self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
+        y_BHTD = attend(q_BTHD.transpose(1, 2), k_BKSD, v_BKSD, documents)
+        out = self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
         return out
 
 
@@ -236,10 +298,11 @@ class Block(nn.Module):
         rotary_2THD: Tensor | None,
         dropout_keys_B: Tensor | None = None,
         cache: LayerCache | None = None,
-        mask_BTT: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, C] float32 -> [B, T, C] float32; matrix products in `dtype`. dropout_keys_B None: no dropout."""
-        branch_BTC = self.self_attn(self.input_layernorm(x_BTC).to(dtype), rotary_2THD, cache, mask_BTT)
+        """[B, T, C] float32 -> [B, T, C] float32; matrix products in `dtype`. dropout_keys_B None: no dropout.
+        documents: as `Attention` takes it."""
+        branch_BTC = self.self_attn(self.input_layernorm(x_BTC).to(dtype), rotary_2THD, cache, documents)
         if dropout_keys_B is not None:
             branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site)
         x_BTC = x_BTC + branch_BTC

@@ -6,7 +6,7 @@ Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4.
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,9 +49,14 @@ class Muon:
                 if matrix in part:
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
-                gradients = torch.stack([self._nesterov(matrix, group["momentum"], one) for matrix in matrices])
+                gradients = torch.stack([cast(torch.Tensor, matrix.grad) for matrix in matrices])
+                buffers = [self._buffer(matrix) for matrix in matrices]
+                if is_finite is not None:  # a buffer moved towards itself stays as it is
+                    gradients = torch.where(is_finite, gradients, torch.stack(buffers))
+                torch._foreach_lerp_(buffers, gradients.unbind(), 1 - group["momentum"])
+                torch._foreach_lerp_(gradients.unbind(), buffers, group["momentum"])  # Nesterov's
                 directions = orthogonalise(gradients, self._compute_dtype)
-                if isinstance(one, torch.Tensor):
+                if is_finite is not None:
                     directions.mul_(one)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"] * one)
                 torch._foreach_add_(matrices, list(directions.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
@@ -61,16 +66,10 @@ class Muon:
         """Returns the cost of one matrix's update: see the function `update_cost`."""
         return update_cost(matrix.shape[0], matrix.shape[1])
 
-    def _nesterov(self, matrix: torch.Tensor, momentum: float, one: float | torch.Tensor) -> torch.Tensor:
-        gradient = matrix.grad
-        assert gradient is not None
+    def _buffer(self, matrix: torch.Tensor) -> torch.Tensor:
         if matrix not in self.state:
             self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
-        buffer = self.state[matrix]["momentum"]
-        if isinstance(one, torch.Tensor):
-            gradient = torch.where(one > 0, gradient, 0.0)
-        buffer.lerp_(gradient, (1 - momentum) * one)
-        return gradient.lerp(buffer, momentum)
+        return self.state[matrix]["momentum"]
 
 
 def update_cost(rows: int, columns: int) -> float:

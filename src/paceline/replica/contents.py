@@ -22,7 +22,6 @@ from paceline.checkpoint.manifest import Kind
 from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.share import Share
-from paceline.sync.local import LocalSync
 from paceline.world.calls import mistake
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class ReplicaContents:
         shapes: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, Any] = {}
         sync = self.replica.sync
-        mark = f"@{self.replica.world.rank}" if isinstance(sync, LocalSync) else ""  # each rank has its own
+        mark = f"@{self.replica.world.rank}" if sync.held is not None else ""  # each rank has its own
         for part, optimizer, _ in self.replica.updates.owned():
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 name = f"{self._kept_name(part.name)}/{key}{mark}"
@@ -81,7 +80,7 @@ class ReplicaContents:
                 elif kind == "tensor":
                     tensors[Slice(name, 0, value.numel())] = _flat(value)
                     shapes[name] = tuple(value.shape)
-        if isinstance(sync, LocalSync):
+        if sync.held is not None:
             for key, named in sync.held.items():
                 for name, tensor in named.items():
                     tensors[Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel())] = _flat(tensor)
@@ -170,7 +169,7 @@ class ReplicaContents:
         own = f"{self.prefix}/progress@"
         marks = [f"@{name.removeprefix(own)}" for name in numbers if name.startswith(own)]
         world = self.replica.world
-        is_same = isinstance(self.replica.sync, LocalSync) and len(marks) == world.world_size
+        is_same = self.replica.sync.held is not None and len(marks) == world.world_size
         return [f"@{world.rank}"] if is_same else marks or [""]
 
     def _take_local(
@@ -179,7 +178,7 @@ class ReplicaContents:
         """Restores what a rank holds besides the anchor with strategy local; of another strategy's checkpoint nothing.
         Collective."""
         sync = self.replica.sync
-        if not isinstance(sync, LocalSync):
+        if sync.held is None:
             return
         sync.begin_at_anchor()
         if sources == [""]:

@@ -149,9 +149,18 @@ def check_same_start(model: nn.Module, world: World) -> None:
     warn(f"weights differ between ranks before training ({names}): {why}. All ranks start with rank 0's", world)
 
 
-def check_scaled(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -> None:
-    """Raises UserError if a GradScaler has scaled the loss. Warns in the first step if the loss was divided by the
-    number of micro-batches, this rank's or all ranks'. The loss's last operation shows both."""
+def check_loss(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -> None:
+    """Raises UserError if the loss cannot have a backward pass, or if a GradScaler has scaled it. Warns in the first
+    step if the loss was divided by the number of micro-batches, this rank's or all ranks'. The loss's last operation
+    shows both."""
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        shape = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise mistake(f"the loss is {shape}; backward needs the mean, a tensor of one number")
+    if not loss.requires_grad:
+        raise mistake(
+            "the loss depends on no weight that is trained: it was computed under torch.no_grad(), "
+            "detached, or all its weights are frozen"
+        )
     made_by = loss.grad_fn
     factor = getattr(made_by, "_saved_other", None)
     if made_by is None or not isinstance(factor, torch.Tensor) or factor.numel() != 1:

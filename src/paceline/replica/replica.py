@@ -69,11 +69,10 @@ class Replica:
         after the other, such as a transformer's layers. With `zero` their weights are gathered during the forward pass
         (call `wait_for_params` before you read weights between steps), with `fsdp` one block at a time. bucket_mb: MiB
         of gradients in one transfer; 0: 2 with `zero` on CPUs, else 10.
-
         wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
         and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
-        them. `zero` sends these rounded to it, which halves the bytes and changes no result. Between steps the model
+        them. `zero` and `fsdp` send these rounded to it: half the bytes, the same results. Between steps `zero`'s model
         then holds rounded values; `state_dict` and checkpoints have the exact ones. rounded_gradients: those of them
         whose gradient from one backward pass has that dtype's values: sent in it if no rank makes two passes.
         sync_every: with strategy `local`, another algorithm, the steps between two exchanges of a weight.

@@ -111,7 +111,7 @@ class Step:
         wrongly.
         """
         replica, current = self._replica, self._require_micro_batch()
-        self._check_loss(loss)
+        mistakes.check_loss(loss, len(self), replica)
         weight = self._weight_of(current, weight)
         factor = float(current.is_real) if is_sum else weight
         is_last = current.is_last and not more
@@ -211,8 +211,7 @@ class Step:
         if self._num_draws == len(self._draws):
             self._draws.append(function(self._batch.num_rows, *size, **options))
         self._num_draws += 1
-        mine = self._draws[self._num_draws - 1][self.rows.start : self.rows.stop]
-        return mine.to(self._replica.world.device)
+        return self._draws[self._num_draws - 1][self.rows.start : self.rows.stop].to(self._replica.world.device)
 
     # ---- inside ----
 
@@ -258,9 +257,9 @@ class Step:
     def _exchange(self, flags: Sequence[float], share: Sequence[float]) -> list[list[float]]:
         """Makes the step's one small all-gather, 8 bytes a number. Returns the flags by rank."""
         replica = self._replica
-        loss_sum = 0.0 if self._loss_sum is None else float(self._loss_sum)
-        times = self._before_update = self._clock.times()
-        times = times.with_update(replica.update_ms)
+        loss_sum = 0.0 if self._loss_sum is None else float(self._loss_sum)  # may wait for the device: before the times
+        self._before_update = self._clock.times()
+        times = self._before_update.with_update(replica.update_ms)
         mine = Exchanged(
             loss_sum=loss_sum,
             weight=self._weight,
@@ -340,17 +339,6 @@ class Step:
             none = "was not drawn: go through them by `for ... in step`"
             raise mistake(f"this micro-batch {done if self._is_iterating else none}")
         return self._current
-
-    def _check_loss(self, loss: torch.Tensor) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            shape = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise mistake(f"the loss is {shape}; backward needs the mean, a tensor of one number")
-        if not loss.requires_grad:
-            raise mistake(
-                "the loss depends on no weight that is trained: it was computed under torch.no_grad(), "
-                "detached, or all its weights are frozen"
-            )
-        mistakes.check_scaled(loss, len(self), self._replica)
 
     def _weight_of(self, current: Pass, weight: float | None) -> float:
         if not current.is_real:

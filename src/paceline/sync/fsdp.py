@@ -9,6 +9,9 @@ forward and backward, so all ranks must make equally many passes.
 the network goes an all-reduce of each rank's sharded gradients. Ranks with the same place on their hosts hold the same
 slices, and update them alike.
 
+A weight that every reader rounds first, as a matrix product in bfloat16 does, is gathered rounded: half the bytes, and
+no other bit in any product. Its gathered copy is float32, and the shards stay exact.
+
 A matrix that an optimizer updates as a whole, as Muon does, has an owner. After backward each rank sends its rows of
 the gradient there; the owner updates its float32 copy of the matrix, and sends each rank the new rows. So the update is
 divided over the ranks and each state has one place, as with `zero`, and any optimizer can be used.
@@ -35,8 +38,9 @@ from paceline.world.side import all_gather_for_torch, all_reduce_for_torch, redu
 
 class FullySharded(Strategy):
     """Communication of a step with b micro-batches and s bytes of weights: b s (n-1)/n for the weights in forward, the
-    same in backward, and s (n-1)/n for the gradients on the last one. With hsdp n is the ranks of a host, and an
-    all-reduce of s/n bytes over h hosts follows: 2 s/n (h-1)/h. Matrices updated as a whole add 2 s (n-1)/n^2."""
+    same in backward (rounded weights: half of both), and s (n-1)/n for the gradients on the last one. With hsdp n is
+    the ranks of a host, and an all-reduce of s/n bytes over h hosts follows: 2 s/n (h-1)/h. Matrices updated as a whole
+    add 2 s (n-1)/n^2."""
 
     shards_weights = True
     shards_state = updates_slices = True
@@ -50,10 +54,12 @@ class FullySharded(Strategy):
         stages: Sequence[nn.Module],
         unsplit_costs: Mapping[str, float],
         hosts: Sequence[Sequence[int]] = (),
+        read_as: Mapping[str, torch.dtype] | None = None,
     ):
         """stages: modules that are gathered and freed one after the other, such as a model's blocks. unsplit_costs: the
         parameters that one rank must update completely, and the cost of that, in any unit. hosts: the ranks of each,
-        equally many, of which each host holds all weights; none: all ranks hold them together."""
+        equally many, of which each host holds all weights; none: all ranks hold them together. read_as: the parameters
+        that every reader casts to this dtype, of 16 bits, before any other use of them."""
         super().__init__(model, group)
         self._sums = _SumsBefore(group)
         self._between: dist.ProcessGroup | None = None
@@ -67,13 +73,19 @@ class FullySharded(Strategy):
             mesh = init_device_mesh(device.type, (group.size,))
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
+        names = {parameter: name for name, parameter in model.named_parameters()}
         for module in (*stages, model):
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
             # A plain sum: Gloo lacks the default, a pre-scaled one.
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
-            sharded.set_custom_all_gather(_Gather(group))  # type: ignore[arg-type]
+            gathered = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+            if gathered is not None:
+                order = [each.sharded_param for each in gathered.fsdp_params]
+                rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
+                sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
+                sharded.set_custom_all_gather(_Gather(group, sizes, rounded))  # type: ignore[arg-type]
             if self._between is not None:
                 sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
         self._parameters = {
@@ -242,7 +254,13 @@ class _Collective:
 
 
 class _Gather(_Collective):
-    """torch's all-gather of a block's weights."""
+    """torch's all-gather of a block's weights, which sends those in 16 bits that are read so."""
+
+    def __init__(self, group: DistributedGroup, sizes: Sequence[int], read_as: Sequence[torch.dtype | None]) -> None:
+        """sizes: elements of a rank's part of each parameter, in torch's order."""
+        super().__init__(group)
+        self._sent_as = next((dtype for dtype in read_as if dtype is not None and dtype.itemsize == 2), None)
+        self._sizes, self._is_rounded = list(sizes), [dtype == self._sent_as for dtype in read_as]
 
     def __call__(
         self,
@@ -251,7 +269,21 @@ class _Gather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
+        if self._sent_as is None or output_tensor.dtype != torch.float32:
+            return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
+        # A float32 that is sent exactly is two numbers of 16 bits.
+        packed = [
+            part.to(self._sent_as) if is_rounded else part.view(self._sent_as)
+            for part, is_rounded in zip(torch.split(input_tensor, self._sizes), self._is_rounded, strict=True)
+        ]
+        message = torch.cat(packed)
+        arrived = message.new_empty(group.size() * len(message))
+        all_gather_for_torch(self._group, arrived, message, group, async_op=False)
+        parts = torch.split(output_tensor.view(group.size(), -1), self._sizes, 1)
+        columns = torch.split(arrived.view(group.size(), -1), [len(part) for part in packed], 1)
+        for part, column, is_rounded in zip(parts, columns, self._is_rounded, strict=True):
+            (part if is_rounded else part.view(self._sent_as)).copy_(column)
+        return None
 
 
 class _SumsBefore(_Collective):

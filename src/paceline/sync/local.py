@@ -36,6 +36,7 @@ class LocalSync(BucketedSync):
     Gradients are those of a world of one."""
 
     shards_state = True
+    held: Mapping[str, Mapping[str, torch.Tensor]]
 
     def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, sync_every: int):
         super().__init__(model, LocalGroup(next(model.parameters()).device), bucket_bytes)
@@ -47,7 +48,7 @@ class LocalSync(BucketedSync):
         momentum = {name: torch.zeros_like(tensor) for name, tensor in own.items()} if sync_every >= _LONG_ROUND else {}
         self._anchor = {name: tensor.clone() for name, tensor in own.items()}
         self.held = {"own": own, "outer": momentum}
-        """What this rank holds besides the anchor, in place: its own weights, and the anchor's momentum, if any."""
+        """In place: its own weights, and the anchor's momentum, if any."""
         whole = [Slice(name, 0, tensor.numel()) for name, tensor in own.items()]
         self._fragments = [
             _Fragment(*([_part(named, item) for item in items if named] for named in (own, self._anchor, momentum)))
@@ -122,11 +123,11 @@ class LocalSync(BucketedSync):
     # ---- checkpoints ----
 
     def progress(self) -> list[float]:
-        """Returns the number of steps, then this rank's and all ranks' weight since the last exchange, by fragment."""
+        """The number of steps, then this rank's and all ranks' weight since the last exchange, by fragment."""
         return [float(self._num_steps), *(w for each in self._fragments for w in (each.own_weight, each.weight))]
 
     def begin_at_anchor(self) -> None:
-        """Sets this rank's own weights to the anchor's, and the momentum to zero."""
+        """The own weights become the anchor's, and the momentum zero."""
         own, momentum = self.held["own"], list(self.held["outer"].values())
         torch._foreach_copy_(list(own.values()), [self._anchor[name] for name in own])
         if momentum:

@@ -1,6 +1,7 @@
 """Makes the strategy that a config names, and refuses one that the ranks' processors cannot use together."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ def make_strategy(
     shares_memory = group.shares_memory and config.wire == "exact"
     bucket_bytes = config.bucket_bytes(next(model.parameters()).device.type, shares_memory=shares_memory)
     sent_as = torch.bfloat16 if config.wire == "bf16" else None
+    # It sends nothing through shared memory.
+    sharded = partial(_fully_sharded, model, group, bucket_bytes, stages, unsplit_costs or {}, read_as)
     if shares_memory:  # rounding would take longer than to copy all bits
         read_as, rounded_gradients = None, ()
     bits = {"int8": 8, "int4": 4}
@@ -79,8 +82,8 @@ def make_strategy(
                 is_padded=group.is_queued,
             )
         ),
-        "fsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, unsplit_costs or {}, by_host=False),
-        "hsdp": lambda: _fully_sharded(model, group, bucket_bytes, stages, unsplit_costs or {}, by_host=True),
+        "fsdp": partial(sharded, by_host=False),
+        "hsdp": partial(sharded, by_host=True),
         "local": lambda: _local(config, model, group, bucket_bytes),
         "naive": lambda: NaiveSync(model, group),
     }
@@ -101,6 +104,7 @@ def _fully_sharded(
     bucket_bytes: int,
     stages: Sequence[nn.Module],
     unsplit_costs: Mapping[str, float],
+    read_as: Mapping[str, torch.dtype] | None,
     by_host: bool,
 ) -> Strategy:
     if not isinstance(group, DistributedGroup):  # one process without a launcher: nothing to shard
@@ -114,4 +118,4 @@ def _fully_sharded(
         )
     from paceline.sync.fsdp import FullySharded  # takes half a second to import
 
-    return FullySharded(model, group, group.device, stages, unsplit_costs, hosts)
+    return FullySharded(model, group, group.device, stages, unsplit_costs, hosts, read_as)

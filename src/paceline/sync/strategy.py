@@ -32,6 +32,8 @@ class Strategy(ABC):
     holds_rounded = False  # the model's parameters are rounded; `weights` and `full_weights` are exact
     is_coded = False  # messages leave something out, which `wire_state` has
     lockstep = False  # forward and backward communicate: all ranks must make equally many passes
+    # By kind and parameter, what this rank alone has (local); None: nothing.
+    held: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     num_copies, copy = 1, 0  # on how many ranks this rank's slices are (hsdp), and which of these copies is its own
 
     def __init__(self, model: nn.Module, group: Group):
@@ -126,6 +128,18 @@ class Strategy(ABC):
 
     def take_wire_state(self, found: Mapping[Slice, torch.Tensor], loss_factor: float) -> None:
         """Restores `wire_state` from complete tensors; several of one key are added up. loss_factor: as it was."""
+        return
+
+    def progress(self) -> list[float]:
+        """Returns the numbers of this rank that go with `held`."""
+        return []
+
+    def begin_at_anchor(self) -> None:
+        """Sets what is `held` as at the beginning, from the weights that all ranks share."""
+        return
+
+    def resume(self, progress: Sequence[float]) -> None:
+        """Continues after `held` was restored, with its `progress`. Collective."""
         return
 
     def take_codec_ms(self) -> float:

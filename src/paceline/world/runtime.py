@@ -1,11 +1,9 @@
 """Opens and closes a world: from the environment to a rank with a device, threads and a group, and back."""
 
 import contextlib
-import ctypes
 import gc
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,7 @@ from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
 from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
-from paceline.world.device import choose_device, choose_threads
+from paceline.world.device import choose_device, choose_threads, keep_freed_memory
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
 from paceline.world.facts import RankFacts, gather_facts, own_facts, warn_of_idle_gpus
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
@@ -71,7 +69,7 @@ class World:
     calls: Calls = field(default_factory=Calls)
     """A script's collective verbs, which the watchdog compares."""
     exits: list[Callable[..., None]] = field(default_factory=list)
-    """Called when the world is left, with the error if there is one."""
+    """Called when the world is left, with the error, if any."""
 
     @property
     def is_main(self) -> bool:
@@ -199,7 +197,7 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     )
     threads = choose_threads(config.threads, env.local_world_size)
     torch.set_num_threads(threads[0])
-    _keep_freed_memory()
+    keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
@@ -340,14 +338,3 @@ def _close_process_group(group: DistributedGroup | None, clean: bool) -> None:
         return
     with contextlib.suppress(Exception):
         within(_TEARDOWN_S, dist.destroy_process_group)
-
-
-def _keep_freed_memory() -> None:
-    """Asks glibc to keep large freed buffers: else each CPU step would fault them in again (docs/LOG.md)."""
-    if sys.platform != "linux":
-        return
-    m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
-    with contextlib.suppress(AttributeError, OSError):  # musl has no mallopt
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_threshold, 1 << 30)
-        mallopt(m_trim_threshold, (1 << 31) - 1)
