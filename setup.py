@@ -1,22 +1,30 @@
-"""What pyproject.toml cannot say: on a package index the README's links into the repository are absolute."""
+"""What pyproject.toml cannot say: where the repository is, which whoever publishes a package gives.
 
+PACELINE_REPOSITORY=https://HOST/OWNER/paceline python -m build
+
+The package then names it, and the README's links into the repository lead there; otherwise they are plain text.
+"""
+
+import os
 import re
-import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-ROOT = Path(__file__).parent
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-LINK = re.compile(r"(!?)(\[[^]]*\]\()(?!\w+:|#)([^)]+)")  # neither https: nor a heading of the page
+REPOSITORY = os.environ.get("PACELINE_REPOSITORY", "").rstrip("/")
+LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)]+)\)")  # neither https: nor a heading of the page
 
 
-def absolute(link: re.Match[str]) -> str:
-    """Returns the beginning of a link, up to its closing parenthesis; an image needs the file itself."""
-    return f"{link[1]}{link[2]}{REPOSITORY}/{'raw' if link[1] else 'blob'}/HEAD/{link[3]}"
+def elsewhere(link: re.Match[str]) -> str:
+    """Returns a link as it is shown outside the repository; an image needs the file itself."""
+    mark, text, path = link.groups()
+    if REPOSITORY:
+        return f"{mark}[{text}]({REPOSITORY}/{'raw' if mark else 'blob'}/HEAD/{path})"
+    return "" if mark else text
 
 
 setup(
-    long_description=LINK.sub(absolute, (ROOT / "README.md").read_text(encoding="utf-8")),
+    long_description=LINK.sub(elsewhere, Path(__file__).with_name("README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
+    project_urls={"Repository": REPOSITORY, "Changelog": f"{REPOSITORY}/blob/HEAD/CHANGELOG.md"} if REPOSITORY else {},
 )

@@ -30,6 +30,19 @@ from paceline.data.shard import HEADER_BYTES
 ENDLESS = ("--preset", "tiny", "--train.steps", "100000", "--train.eval-every", "-1")
 
 
+def test_memory_of_gpus_is_expandable_unless_the_user_says_otherwise() -> None:
+    code = "import os, sys; from paceline import __main__ as m; m.main(); print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    for own, expected in (
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None"),
+    ):
+        command = [sys.executable, "-c", code, "train", "--no-such-flag"]
+        ended = subprocess.run(command, env={**plain, **own}, capture_output=True, text=True, check=False)
+        assert ended.stdout.split()[-1] == expected, ended
+
+
 @dataclass(frozen=True)
 class Disturbed:
     """What became of a run that was disturbed in mid-training."""

@@ -48,14 +48,14 @@ def test_pods_are_killed_drained_started_again_and_end_with_the_undisturbed_curv
 ) -> None:
     straight, out = tmp_path / "straight", tmp_path / "run"
     run("train", *FLAGS, "--out", str(straight)).require(0)
-    options = ("--nodes", "2", "--nproc", "2", "--volumes", f"runs:{tmp_path}")
-    printed = run("kubernetes", *options, "--", *FLAGS, "--out", str(out)).require(0).out
-    job = list(yaml.safe_load_all(printed))[1]
 
-    def begin() -> list[Program]:
+    def begin(nproc: str) -> list[Program]:
+        options = ("--nodes", "2", "--nproc", nproc, "--volumes", f"runs:{tmp_path}")
+        printed = run("kubernetes", *options, "--", *FLAGS, "--out", str(out)).require(0).out
+        job = list(yaml.safe_load_all(printed))[1]
         return [start(job, number, host) for number, host in enumerate(hosts)]
 
-    pods = begin()
+    pods = begin("2")
     pods[1].wait_for(lambda: "run-0.run does not resolve yet" in pods[1]._said())
     for host in hosts:
         with Path(f"/etc/netns/{host.name}/hosts").open("a") as names:
@@ -64,13 +64,13 @@ def test_pods_are_killed_drained_started_again_and_end_with_the_undisturbed_curv
     pods[1].kill_all()  # its node is lost
     lost = end_of(pods)
     assert lost[0].require(1).err.count("error:") == 1, lost[0].err
-    pods = begin()
+    pods = begin("1")
     pods[0].wait_for(lambda: len(steps(out)) >= 12)
     os.kill(pods[1].pid, signal.SIGTERM)  # its node is drained: all ranks save and stop
     for ended in end_of(pods):
         ended.require(75)
     saved = steps(out)[-1]["step"]
-    for ended in end_of(begin()):
+    for ended in end_of(begin("1")):
         ended.require(0)
     assert losses(out) == pytest.approx(losses(straight), abs=1e-5)
     begun = [(event["event"], event.get("step")) for event in rows(out / "events.jsonl") if "world_size" in event]

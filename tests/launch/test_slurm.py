@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def submit(cluster: Cluster, out: Path, *options: str, flags: tuple[str, ...] = ()) -> str:
     """Returns the id of a job on both nodes; its script is what `paceline slurm` prints."""
     command = ("slurm", "--nodes", "2", *flags, "--", *FLAGS, "--out", str(out))
-    script = run(*command).require(0).out
+    script = run(*command).require(0).out.replace("-TASK", "-$SLURM_ARRAY_TASK_ID")  # as the guide says
     return cluster.submit(script, f"--export=ALL,PACELINE_FAULTS={SLOW}", *options)
 
 
@@ -90,22 +90,39 @@ def test_a_lost_node_costs_the_steps_since_the_last_save(
     assert losses(out) == undisturbed
 
 
-def test_two_jobs_share_the_nodes(cluster: Cluster, undisturbed: list[float], tmp_path: Path) -> None:
+def test_of_an_array_of_two_jobs_one_is_stopped_and_queued_again(
+    cluster: Cluster, undisturbed: list[float], tmp_path: Path
+) -> None:
     flags = ("--gpus-per-task", "1")  # each task sees one device, which no CPU build of torch takes
-    folders = [tmp_path / name for name in "ab"]
-    jobs = [submit(cluster, out, flags=flags) for out in folders]
-    for job, out in zip(jobs, folders, strict=True):
-        completes(cluster, job)
-        assert losses(out) == undisturbed
+    array = submit(cluster, tmp_path / "run-TASK", "--array=0-1", flags=flags)
+    until(cluster, f"{array}_1", tmp_path / "run-1", 8)
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_1")  # to Slurm, its number is the array's
+    cluster.start_again(f"{array}_1")
+    for i in range(2):
+        completes(cluster, f"{array}_{i}")
+        assert losses(tmp_path / f"run-{i}") == undisturbed
+        assert [event["event"] for event in rows(tmp_path / f"run-{i}" / "events.jsonl")].count("end") == 1 + i
+
+
+def srun(cluster: Cluster, out: Path, *options: str, check: bool = True) -> None:
+    """Runs the command that `paceline slurm` prints, as a step of its own."""
+    command = run("slurm", "--", *FLAGS, "--out", str(out)).require(0).out.split("srun")[1]
+    words = command.split("\\\n")[1].removesuffix(" &\n").split(" &\n")[0].split()
+    cluster.run("srun", "-N2", "--kill-on-bad-exit=1", *options, *words, check=check)
 
 
 def test_tasks_that_are_spread_unevenly_are_one_world(cluster: Cluster, tmp_path: Path) -> None:
-    for name, spread in (("uneven", ("-m", "block")), ("cyclic", ("-m", "cyclic"))):
-        out = tmp_path / name
-        command = run("slurm", "--", *FLAGS, "--out", str(out)).require(0).out.split("srun")[1]
-        words = command.split("\\\n")[1].removesuffix(" &\n").split(" &\n")[0].split()
-        cluster.run("srun", "-N2", "-n3", *spread, "--kill-on-bad-exit=1", *words)
+    for spread in ("block", "cyclic"):
+        out = tmp_path / spread
+        srun(cluster, out, "-n3", "-m", spread)
         start = rows(out / "events.jsonl")[0]
         assert start["world_size"] == 3
         assert sorted(start["hosts"]) == ["n1", "n1", "n2"]
         assert len(losses(out)) == STEPS
+
+
+def test_a_task_that_is_killed_ends_the_step(cluster: Cluster, tmp_path: Path) -> None:
+    fault = "PACELINE_FAULTS=rank=1 step=5 phase=forward kind=kill"
+    srun(cluster, tmp_path / "run", "-n2", f"--export=ALL,{fault}", check=False)
+    assert len(losses(tmp_path / "run")) == 4
+    cluster.wait_until_idle()

@@ -18,6 +18,7 @@ import paceline
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("packages")]
 
 ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = "https://example.org/somebody/paceline"
 FILES = {
     str(path.relative_to(ROOT / "src"))
     for path in (ROOT / "src" / "paceline").rglob("*")
@@ -34,7 +35,9 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, tree)
     for folder in ("src/paceline", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    run(sys.executable, "-m", "build", "--no-isolation", cwd=tree)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_REPOSITORY", REPOSITORY)
+        run(sys.executable, "-m", "build", "--no-isolation", cwd=tree)
     return tree / "dist"
 
 
@@ -72,10 +75,10 @@ def test_an_index_would_show_them(dist: Path) -> None:
     told = metadata(the("*.whl", dist))
     assert told["Version"] == paceline.__version__
     assert told["License-Expression"] == "Apache-2.0"
-    repository = dict(line.split(", ") for line in told.get_all("Project-URL", []))["Repository"]
+    assert told.get_all("Project-URL", [])[0] == f"Repository, {REPOSITORY}"
     readme = str(told.get_payload())
-    assert f"]({repository}/blob/HEAD/docs/guide/compare.md)" in readme
-    assert f"![What make train prints]({repository}/raw/HEAD/docs/images/demo.svg)" in readme
+    assert f"]({REPOSITORY}/blob/HEAD/docs/guide/compare.md)" in readme
+    assert f"![What make train prints]({REPOSITORY}/raw/HEAD/docs/images/demo.svg)" in readme
     assert all(link.startswith(("https:", "#")) for link in re.findall(r"\]\(([^)]+)\)", readme))
 
 

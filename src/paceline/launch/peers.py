@@ -12,13 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from paceline.base.errors import EXIT_DONE
-from paceline.base.net import listen
-from paceline.base.serving import QuietHandler
+from paceline.base.serving import QuietHandler, Server
 from paceline.base.status import Status
 from paceline.launch.options import Address
 from paceline.launch.restarts import Failure
@@ -88,13 +86,10 @@ class Peers:
         self._addresses, self._closed = addresses, threading.Event()
         self._heard: dict[int, tuple[State, float]] = {}
         self.problems = {n: "no answer" for n in range(len(addresses)) if n != node}  # why a host is not there
-        self._server = ThreadingHTTPServer(addresses[node], _handler(run, own), bind_and_activate=False)
-        self._server.socket.close()
-        self._server.socket = listen(*addresses[node])
-        self._threads = [threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)]
-        self._threads += [threading.Thread(target=self._ask, args=(n,), daemon=True) for n in self.problems]
-        for thread in self._threads:
-            thread.start()
+        self._server = Server(addresses[node], _handler(run, own))
+        self._server.begin()
+        for other in self.problems:
+            threading.Thread(target=self._ask, args=(other,), daemon=True).start()
 
     def alive(self) -> dict[int, State]:
         """Returns node -> state of the hosts that have answered within 3 s; one that refuses to is gone at once."""
@@ -111,8 +106,7 @@ class Peers:
 
     def close(self) -> None:
         self._closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.end()
 
     def _ask(self, node: int) -> None:
         while True:
@@ -148,9 +142,7 @@ def _handler(run: Path, own: Callable[[], State]) -> type[QuietHandler]:
         def do_GET(self) -> None:
             name = self.path[1:]
             if name == "state":
-                body = json.dumps(asdict(own())).encode()
-                self.begin(len(body))
-                self.wfile.write(body)
+                self.answer(json.dumps(asdict(own())).encode())
                 return
             file = _open(run, name)
             if file is None:

@@ -26,7 +26,8 @@ from paceline.tools.track.prometheus import Prometheus
 from paceline.tools.track.services import MLflow, Trackio, WandB
 from paceline.tools.track.tensorboard import TensorBoard
 
-_EVERY_S = 10.0  # between batches: a request costs milliseconds, whatever is in it
+_EVERY_S = 10.0  # between batches
+_LIBRARY_EVERY_S = 30.0  # the same: a request costs milliseconds, whatever is in it
 _LOOK_EVERY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 _LOCKED_S = 10.0  # of the follower of an attempt before, which ends
@@ -130,7 +131,7 @@ class _Follower:
                     f"{self.name} has all of {self._folder.shown}: {self._position.index} rows and events", flush=True
                 )
                 return
-            self.hurry.wait(_EVERY_S)
+            self.hurry.wait(_LIBRARY_EVERY_S if self.name in _LIBRARIES else _EVERY_S)
 
     def _send_all(self, reader: Reader) -> None:
         if self._tracker is None:
