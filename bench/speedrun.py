@@ -1,9 +1,13 @@
 """Wall time to the validation loss at which nanoGPT's recipe for CPU ends, on the same characters and the same split.
 
 nanoGPT runs from a checkout (`--checkout`) with the flags of its README for CPU: characters, 4 layers x 128, 64
-characters of context, 2,000 iterations. Its target is the loss of its last weights over many batches of the validation
-split. Then `paceline train --preset fast` trains by the clock on the same two files. Both times are of whole processes,
-from the command to its end. Losses are nats per character.
+characters of context, 2,000 iterations. `--large` takes its recipe of 6 layers x 384 with 256 characters of context, in
+batches of 8, for as many iterations as are given. Its target is the loss of its last weights over many batches of the
+validation split. Then `paceline train --preset chars`, with 64 characters of context, trains by the clock on the same
+two files. Both times are of whole processes, from the command to its end. Losses are nats per character.
+
+    python bench/texts.py /tmp/texts
+    python bench/speedrun.py --checkout nanoGPT --texts /tmp/texts/*.txt
 """
 
 import argparse
@@ -20,10 +24,12 @@ from pathlib import Path
 import numpy as np
 from side import show
 
+CPU = ["--device=cpu", "--compile=False", "--log_interval=1", "--always_save_checkpoint=True", "--out_dir=out"]
 README = [
-    *("--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12"),
-    *("--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0", "--always_save_checkpoint=True", "--out_dir=out"),
+    *("--eval_iters=20", "--block_size=64", "--batch_size=12"),
+    *("--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"),
 ]
+LARGE = ["--eval_iters=1", "--batch_size=8"]
 
 
 def prepare(text: str, folder: Path) -> None:
@@ -48,20 +54,23 @@ def run(command: list[str], folder: Path) -> tuple[float, str]:
     return took_s, done.stdout
 
 
-def nanogpt(checkout: Path, data: str, iterations: int) -> tuple[float, float]:
-    """Returns (seconds of its training, the loss of its last weights over 300 batches)."""
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *README, f"--dataset={data}"]
-    command += [f"--max_iters={iterations}", f"--lr_decay_iters={iterations}"]
+def nanogpt(checkout: Path, data: str, iterations: int, *, is_large: bool) -> tuple[float, float]:
+    """Returns (seconds of its training, the loss of its last weights over 300 batches, or 40 large ones)."""
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *CPU, *(LARGE if is_large else README)]
+    command += [f"--dataset={data}", f"--max_iters={iterations}", f"--lr_decay_iters={iterations}"]
+    if is_large:
+        command += [f"--eval_interval={iterations}"]  # where it saves
     seconds, _ = run(command, checkout)
-    _, said = run([*command, "--init_from=resume", "--eval_only=True", "--eval_iters=300"], checkout)
+    batches = 40 if is_large else 300
+    _, said = run([*command, "--init_from=resume", "--eval_only=True", f"--eval_iters={batches}"], checkout)
     return seconds, float(re.findall(r"val loss ([\d.]+)", said)[-1])
 
 
 def paceline(folder: Path, data: Path, seconds: float, seed: int, flags: list[str]) -> tuple[float, float]:
     """Returns (seconds of the process, the validation loss at its end)."""
-    command = [sys.executable, "-m", "paceline", "train", "--preset", "fast", "--data.path", str(data)]
+    command = [sys.executable, "-m", "paceline", "train", "--preset", "chars", "--data.path", str(data)]
     command += ["--out", str(folder), "--train.time-budget", str(seconds), "--train.seed", str(seed)]
-    command += ["--train.sample-tokens", "0", *flags]
+    command += flags
     took_s, _ = run(command, folder.parent)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return took_s, [row["val_loss"] for row in rows if "val_loss" in row][-1]
@@ -72,8 +81,9 @@ def main() -> None:
     parser.add_argument("--checkout", type=Path, required=True, help="a checkout of karpathy/nanoGPT")
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="text files of about a million characters")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6, help="paceline's horizon; its start comes on top")
+    parser.add_argument("--seconds", type=float, default=4, help="paceline's horizon; its start comes on top")
     parser.add_argument("--iterations", type=int, default=2000, help="nanoGPT's")
+    parser.add_argument("--large", action="store_true", help="nanoGPT's 6 x 384; give --iterations, too")
     options, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         checkout = Path(scratch) / "nanogpt"
@@ -81,7 +91,7 @@ def main() -> None:
         for text in options.texts:
             data = checkout / "data" / text.stem
             prepare(text.read_text(encoding="utf-8", errors="replace"), data)
-            peer_s, target = nanogpt(checkout, text.stem, options.iterations)
+            peer_s, target = nanogpt(checkout, text.stem, options.iterations, is_large=options.large)
             print(f"{text.name}: nanoGPT ends at {target:.4f} after {peer_s:.1f} s", flush=True)
             sides = [
                 paceline(Path(scratch) / f"{text.stem}-{seed}", data, options.seconds, seed, flags)

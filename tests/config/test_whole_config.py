@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
@@ -44,7 +44,6 @@ def configs(draw: st.DrawFn, text: st.SearchStrategy[str]) -> Config:
 ordinary = st.text(st.characters(max_codepoint=0xFFFF, codec="utf-8", exclude_characters="\x7f"))
 
 
-@settings(max_examples=200)
 @given(configs(ordinary))
 def test_what_is_written_as_toml_reads_as_the_same_config(config: Config) -> None:
     assert from_toml(to_toml(config), "here", Config()) == config

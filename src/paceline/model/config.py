@@ -42,6 +42,9 @@ class ModelConfig:
     """RMSNorm on each head's queries and keys before their product."""
     head: Literal["auto", "tied", "untied"] = "auto"
     """Whether the output layer is the token embedding. auto: gpt2 tied, llama untied."""
+    embed_mix: int = 0
+    """Earlier tokens whose embeddings are added to each token's, times weights by channel that begin at 0.5 (a causal
+    depthwise convolution); 0: none. Short runs on characters gain; such a model cannot be exported."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths (llama)."""
     norm_eps: float = 1e-5
@@ -103,10 +106,10 @@ class ModelConfig:
         for name in ("n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise UserError(f"{_flag(name)} is {getattr(self, name)}: it must be at least 1")
-        for name in ("n_kv_head", "n_positions", "vocab_size", "n_hidden"):
+        for name in ("n_kv_head", "n_positions", "vocab_size", "n_hidden", "embed_mix"):
             if getattr(self, name) < 0:
                 raise UserError(
-                    f"{_flag(name)} is {getattr(self, name)}: use a positive number, or 0 to have it derived"
+                    f"{_flag(name)} is {getattr(self, name)}: use a positive number, or 0, which its help explains"
                 )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout is {self.dropout}: it must be at least 0 and below 1 (0 switches it off)")

@@ -32,7 +32,7 @@ def num_parameters(config: ModelConfig) -> Parameters:
     blocks = config.n_layer * (attention + mlp + biases + 2 * norm + qk_norms)
 
     embedding = config.vocab_size * width
-    positions = 0 if llama else config.n_positions * width
+    positions = config.embed_mix * width + (0 if llama else config.n_positions * width)
     head = 0 if config.tied else embedding
     non_embedding = blocks + norm + head
     return Parameters(
