@@ -24,7 +24,8 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
     if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
         signal.signal(getattr(signal, _name), _handler)
 
-hypothesis.settings.register_profile("shared", deadline=None)  # machines are shared: a slow example is no failure
+# Machines are shared: a slow example is no failure.
+hypothesis.settings.register_profile("shared", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("shared")
 
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # beginnings of names

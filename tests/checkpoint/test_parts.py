@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from saving import ended, keep, save_by, shares
@@ -34,7 +34,6 @@ def read(folder: Path, manifest: dict[str, Any], kind: Kind, like: Mapping[Slice
 shape = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
-@settings(max_examples=30)
 @given(st.lists(shape, min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
 def test_what_n_writers_wrote_m_readers_read(shapes: list[tuple[int, ...]], n: int, m: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -96,12 +96,10 @@ def test_standard_input_text(place: Path) -> None:
     assert sum(split["text_bytes"] for split in found["splits"].values()) == len("".join(texts()).encode())
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
-def test_standard_input_records_are_as_the_file_gives_them(place: Path, tokenizer: str) -> None:
-    """All but the tokenizer-independent place in the split, which is by text for records in both cases."""
-    file = prepared(place, "file", texts(), tokenizer)
+def test_standard_input_records_are_as_the_file_gives_them(place: Path) -> None:
+    file = prepared(place, "file", texts(), "train:300")
     content = (place / "file.jsonl").read_bytes()
-    options = ("--tokenizer", tokenizer, *FRAC, "--shard-tokens", "20000")
+    options = ("--tokenizer", "train:300", *FRAC, "--shard-tokens", "20000")
     from_stdin(place, content, "--out", "piped", *options)
     names = {path.name for path in file.iterdir()} - {"index.json"}
     for name in names:
@@ -181,6 +179,7 @@ def test_prepared_twice_changes_nothing(place: Path) -> None:
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
+@pytest.mark.long
 def test_interrupted_and_killed_and_started_again(place: Path) -> None:
     """Ctrl-C and kill -9 keep the complete shards; the bytes are those of an undisturbed run."""
     content = "".join(json.dumps({"text": f"Document {i}: " + "words, " * 500}) + "\n" for i in range(4000)).encode()

@@ -9,6 +9,7 @@ from program import TINY, losses, rows, run, steps
 FLAGS = ("train", *TINY, "--checkpoint.every", "5", "--resume", "auto")
 
 
+@pytest.mark.long
 def test_the_same_command_begins_continues_and_completes_the_run(tmp_path: Path) -> None:
     straight, out = tmp_path / "straight", tmp_path / "run"
     run("train", *TINY, "--out", str(straight)).require(0)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
@@ -15,7 +15,6 @@ SIZES = st.integers(1, 60)
 
 
 @given(SIZES, SIZES, st.integers(1, 20))
-@settings(max_examples=300)
 def test_laws(global_batch_size: int, device_batch_size: int, world_size: int) -> None:
     plan = BatchPlan(global_batch_size, device_batch_size, world_size)
     dealt = [plan.micro_batches(rank) for rank in range(world_size)]
@@ -30,7 +29,6 @@ def test_laws(global_batch_size: int, device_batch_size: int, world_size: int) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=12))
-@settings(max_examples=300)
 def test_shares(ranks: list[tuple[int, int]]) -> None:
     """Every position on one rank, in order; as few micro-batches as a rank's limit allows, of nearly equal size."""
     shares, limits = zip(*([*ranks, (1, 1)]), strict=True)

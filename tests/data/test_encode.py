@@ -96,7 +96,6 @@ def encoders(content: Callable[[str], Json]) -> list[tuple[Tokenizer, Encoder]]:
 
 
 @given(st.text(max_size=60) | ODD)
-@settings(max_examples=300)
 def test_any_text(encoders: list[tuple[Tokenizer, Encoder]], text: str) -> None:
     for tokenizer, encoder in encoders:
         assert encoder.encode(text).tolist() == tokenizer.encode(text)

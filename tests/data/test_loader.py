@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_data import flat, prepare_small, sequence_ids
 
@@ -85,7 +85,6 @@ class World:
     st.lists(st.integers(1, 7), min_size=1, max_size=6),
     st.integers(0, 99),
 )
-@settings(max_examples=120)
 def test_every_sequence_once_an_epoch_whatever_the_worlds(
     several: dict[str, Sequences], kind: str, global_batch: int, device_batch: int, worlds: list[int], seed: int
 ) -> None:
@@ -107,7 +106,6 @@ def test_every_sequence_once_an_epoch_whatever_the_worlds(
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 7)), min_size=1, max_size=8), st.integers(0, 99))
-@settings(max_examples=40)
 def test_resumed_anywhere_in_other_worlds_the_tokens_are_those_of_one_rank(
     several: dict[str, Sequences], stops: list[tuple[int, int]], seed: int
 ) -> None:
@@ -131,7 +129,6 @@ def test_resumed_anywhere_in_other_worlds_the_tokens_are_those_of_one_rank(
     st.sampled_from(["stream", "bestfit", "bestfit mixture"]),
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
 )
-@settings(max_examples=60)
 def test_shares_that_change_between_steps_lose_no_sequence(
     several: dict[str, Sequences], kind: str, changes: list[tuple[int, int, int]]
 ) -> None:
@@ -368,9 +365,7 @@ def test_a_rank_reads_as_much_in_any_world_and_the_wrapper_reads_for_all(place: 
         assert row.bytes_per_sequence == 2 * (SEQ_LEN + 1)
         assert row.drawn_bytes_per_sequence == row.world_size * 2 * (SEQ_LEN + 1)
         assert row.cpu_us_per_sequence > 0
-    found = report.as_json()
-    assert found["rate"]["tokens_per_s"] > 0
-    assert found["worlds"][2]["world_size"] == 64
+    assert report.rate.tokens_per_s > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,7 +5,7 @@ from math import floor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
@@ -32,7 +32,6 @@ def shares(weights: tuple[float, ...] | list[float]) -> list[Fraction]:
 
 
 @given(WEIGHTS, st.integers(1, 2000))
-@settings(max_examples=150)
 def test_each_data_set_is_counted_in_order_and_without_a_gap(weights: list[float], num_positions: int) -> None:
     mixture = Mixture(weights)
     sources, indices = mixture.locate(np.arange(num_positions))
@@ -45,7 +44,6 @@ def test_each_data_set_is_counted_in_order_and_without_a_gap(weights: list[float
 
 
 @given(WEIGHTS, st.integers(1, 2000))
-@settings(max_examples=150)
 def test_every_prefix_has_the_shares(weights: list[float], num_positions: int) -> None:
     """Data set i to within (i + 1) / 2 positions, and 2**-30 of the prefix for each share that was rounded."""
     sources, _ = Mixture(weights).locate(np.arange(num_positions))
@@ -64,7 +62,6 @@ def test_shares_are_the_weights_within_a_hundredth_of_a_percent_over_100_000(wei
 
 
 @given(WEIGHTS.filter(lambda weights: len(weights) > 1), st.integers(0, 2**62 - 1))
-@settings(max_examples=200)
 def test_far_out_it_is_the_exact_arithmetic_of_whole_numbers(weights: list[float], position: int) -> None:
     """Against Python's unbounded integers, up to 2**62."""
     mixture = Mixture(weights)

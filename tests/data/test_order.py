@@ -5,7 +5,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_data import sequence_ids
 
@@ -21,7 +21,6 @@ def permute(index: Int64s, size: int, key: int) -> Int64s:
 
 
 @given(st.integers(1, 5000), KEYS)
-@settings(max_examples=150, deadline=None)
 def test_permute_is_a_bijection(size: int, key: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
 
@@ -32,7 +31,6 @@ def test_permute_is_a_bijection_at_the_edges(size: int) -> None:
 
 
 @given(st.integers(1, MAX_SIZE), KEYS, st.data())
-@settings(max_examples=100, deadline=None)
 def test_large_sizes_stay_inside_and_apart_and_an_element_does_not_depend_on_the_others(
     size: int, key: int, data: st.DataObject
 ) -> None:
@@ -97,7 +95,6 @@ def test_neighbouring_keys_have_nothing_in_common() -> None:
 
 
 @given(st.integers(0, 100), st.integers(1, 60), st.integers(0, 500), st.lists(st.integers(0, 40), max_size=8))
-@settings(max_examples=60, deadline=None)
 def test_sequence_ids_do_not_depend_on_how_they_are_asked_for(
     seed: int, size: int, start: int, parts: list[int]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
@@ -53,7 +53,6 @@ def check_laws(lengths: Int64s, row_tokens: int, packed: Packing) -> None:
 
 
 @given(LENGTHS, st.integers(1, 50), st.integers(1, 100))
-@settings(max_examples=200)
 def test_the_laws_of_a_packing(lengths: Int64s, row_tokens: int, group: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_GROUP", group)
@@ -79,7 +78,6 @@ def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[tuple[int, in
 
 
 @given(LENGTHS, st.integers(1, 50))
-@settings(max_examples=100)
 def test_it_is_best_fit(lengths: Int64s, row_tokens: int) -> None:
     assert rows_of(pack(lengths, row_tokens)) == best_fit(lengths.tolist(), row_tokens)
 

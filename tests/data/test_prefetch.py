@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_data import prepare_small
 
@@ -64,7 +64,6 @@ def same(one: list[MicroBatch], other: list[MicroBatch]) -> bool:
 
 
 @given(st.lists(st.integers(0, 30), max_size=12))
-@settings(max_examples=30)
 def test_the_same_batches_in_any_order_of_steps(sequences: Sequences, steps: list[int]) -> None:
     plain = Loader(sequences, PLAN, 1, 3)
     with Prefetcher(Loader(sequences, PLAN, 1, 3)) as prefetcher:

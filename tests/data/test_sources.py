@@ -236,7 +236,6 @@ def test_one_file_gives_both_sides_and_loses_nothing(tmp_path: Path, content: st
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
-@settings(max_examples=40)
 def test_the_split_is_a_partition_with_two_sane_sides(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int]
 ) -> None:
@@ -303,7 +302,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
 
 
 @given(DOCUMENTS, st.sampled_from([*WRITERS]), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
     tmp_path_factory: pytest.TempPathFactory,
     found: list[str],

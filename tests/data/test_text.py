@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -90,7 +90,6 @@ def places(text: str) -> list[int]:
 
 
 @given(ODD, st.integers(8, 40))
-@settings(max_examples=500)
 def test_pieces_are_the_document_cut_at_the_last_place_there_is(text: str, size: int) -> None:
     content = text.encode()
     wanted = {len(text[:i].encode()) for i in places(text)}
@@ -110,7 +109,6 @@ def test_pieces_are_the_document_cut_at_the_last_place_there_is(text: str, size:
 
 
 @given(st.binary(max_size=200), st.integers(8, 40))
-@settings(max_examples=300)
 def test_what_is_not_utf8_is_the_same_in_pieces(content: bytes, size: int) -> None:
     content = content.replace(b" ", b"\xe2\x82").replace(b"a", b"\xf0\x9f")
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +133,6 @@ CUTTERS = list(cutters())
 
 
 @given(ODD | st.text(max_size=40))
-@settings(max_examples=400)
 def test_where_a_document_is_cut_every_pattern_has_a_border(text: str) -> None:
     for cutter in CUTTERS:
         whole = [stop - start for _, (start, stop) in cutter.pre_tokenize_str(text)]

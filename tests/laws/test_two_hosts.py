@@ -210,12 +210,10 @@ datetime.datetime = Late
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seconds", "says"),
-    [
-        (20, "asked for 2 nodes (--nnodes), and this world has 1"),
-        pytest.param(8, "torchrun's rendezvous compares them", marks=pytest.mark.long),
-    ],
+    [(20, "asked for 2 nodes (--nnodes), and this world has 1"), (8, "torchrun's rendezvous compares them")],
 )
 def test_clocks_apart_are_refused_instead_of_training_alone(two_hosts, tmp_path: Path, seconds: int, says: str) -> None:
     """20 s behind, each agent takes the other for dead and would go on in a world of one; 8 s, it would soon."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.plan import in_proportion
@@ -120,7 +120,6 @@ def test_a_rank_without_sequences_or_a_world_of_one_stays_as_it_is() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 30)), min_size=2, max_size=3), st.integers(0, 9))
-@settings(max_examples=60)
 def test_no_other_shares_end_sooner(ranks: list[tuple[float, float]], more: int) -> None:
     num_sequences, (costs, fixed) = len(ranks) + more, zip(*ranks, strict=True)
     others = [(n, num_sequences - n) for n in range(1, num_sequences)]

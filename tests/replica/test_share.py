@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from simulated import SimulatedRank
@@ -73,7 +73,6 @@ small = st.integers(1, 17)
 
 
 @given(sizes, small, small, st.integers(1, 7), st.booleans(), st.booleans(), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
 def test_every_sample_once_an_epoch_in_batches_that_know_nothing_of_the_world(
     size: int, batch_size: int, micro: int, world_size: int, shuffle: bool, drop_last: bool, seed: int
 ) -> None:
@@ -101,7 +100,6 @@ def test_every_sample_once_an_epoch_in_batches_that_know_nothing_of_the_world(
 
 
 @given(sizes, small, small, st.integers(1, 7), st.integers(1, 7), st.integers(0, 200), st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
 def test_a_resume_in_another_world_goes_on_exactly(
     size: int, batch_size: int, micro: int, before: int, after: int, stop: int, seed: int
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_facts import FACTS
 
@@ -93,7 +93,6 @@ ANY_RANK = st.builds(
     st.sampled_from(("adamw", "muon")),
     st.integers(1, 200),
 )
-@settings(max_examples=300, deadline=None)
 def test_any_facts_give_one_possible_choice_or_one_refusal(
     facts: list[RankFacts], strategy: Any, dtype: Any, optimizer: Any, batch: int
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_given_dtype_is_the_dtype(name: str) -> None:
     assert choose_dtype(name, CPU) == (getattr(torch, name), "--train.dtype")
 
 
-@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
+@pytest.mark.parametrize("instructions", ["AVX2", pytest.param("AVX512_CORE", marks=pytest.mark.long)])
 def test_bfloat16_is_not_chosen_where_the_environment_leaves_no_units_for_it(instructions: str) -> None:
     code = "import torch; from paceline.world import device; print(*device.choose_dtype('auto', torch.device('cpu')))"
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}

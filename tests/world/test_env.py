@@ -155,7 +155,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("come", [1, 2])
+@pytest.mark.parametrize("come", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_fewer_nodes_than_torchrun_was_asked_for_are_refused(tmp_path: Path, come: int) -> None:
     """A process under one whose command line is torchrun's; the script's own --nnodes is none of torchrun's."""
     script = tmp_path / "script.py"

@@ -389,7 +389,9 @@ def lonely(world: World, verb: str) -> None:
         raise PeerLost(f"gave up after {time.monotonic() - started:.2f} s: {error}") from None
 
 
-@pytest.mark.parametrize("verb", ["all-reduce", "all-gather", "messages"])
+@pytest.mark.parametrize(
+    "verb", ["all-reduce", *(pytest.param(v, marks=pytest.mark.long) for v in ("all-gather", "messages"))]
+)
 def test_a_timeout_set_later_is_the_one_in_force(verb: str) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(lonely, 2, verb)

@@ -43,7 +43,7 @@ def sums(world: World) -> dict[str, Any]:
     return {"reduced": reduced, "scattered": scattered, "mapped": names, "left": mapped()}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_sums_are_made_in_the_order_of_ranks_in_memory_that_has_no_name_and_ends_with_the_tensor(
     num_ranks: int,
 ) -> None:
@@ -68,6 +68,18 @@ def one_does_not(config: ParallelConfig, env: Environment) -> tuple[bool, float]
 
 def test_all_ranks_use_sockets_if_one_cannot_share_memory() -> None:
     assert run_ranks(one_does_not, 3, opened=False) == [(False, 12.0)] * 3
+
+
+def adds_float8(world: World) -> str:
+    flat = world.group.zeros(8, torch.zeros(1, dtype=torch.float8_e4m3fn))
+    with pytest.raises(Exception) as caught:
+        world.group.all_reduce(flat)
+    return str(caught.value)
+
+
+def test_an_error_of_the_addition_itself_reaches_the_caller() -> None:
+    for said in run_ranks(adds_float8, 2):
+        assert "not implemented" in said
 
 
 def breaks(world: World, how: str) -> None:

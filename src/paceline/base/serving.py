@@ -1,7 +1,29 @@
-"""The request handler of the small HTTP servers: launchers, doctors and the live page."""
+"""The small HTTP servers: of launchers, doctors and the live page."""
 
 import http
-from http.server import BaseHTTPRequestHandler
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from paceline.base.net import listen
+
+
+class Server(ThreadingHTTPServer):
+    """Listens at this address only, on `port`. Raises UserError if it cannot."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+        listener = listen(*address)
+        self.port: int = listener.getsockname()[1]
+        super().__init__((address[0], self.port), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+
+    def begin(self) -> None:
+        """Serves from a thread until `end`."""
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class QuietHandler(BaseHTTPRequestHandler):
@@ -11,6 +33,10 @@ class QuietHandler(BaseHTTPRequestHandler):
         self.send_response(http.HTTPStatus.OK)
         self.send_header("Content-Length", str(num_bytes))
         self.end_headers()
+
+    def answer(self, body: bytes) -> None:
+        self.begin(len(body))
+        self.wfile.write(body)
 
     def handle(self) -> None:
         try:

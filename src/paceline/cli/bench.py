@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from paceline.cli.flags import ModelFlags, base_config, parse, run_verb, variant
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
 from paceline.data.config import DataConfig
+from paceline.tools.lab.hosts import read_rate
 
 _USAGE = """paceline bench loader [--data.path DIR]     what a rank's batches cost, in worlds of 1 to 1024
 paceline bench link [--nproc N]             latency and bandwidth between ranks, and how long a model's all-reduce takes
@@ -25,7 +25,6 @@ paceline bench scaling [--preset NAME]      tokens/s and efficiency from one pro
 `--help` after it shows its options.
 """
 _LEAST_BYTES, _LEAST_BUDGET_S = 4096, 5.0
-_RATE = re.compile(r"unlimited|[0-9.]+ ?[kmg]?bit", re.IGNORECASE)
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +84,7 @@ def _loader(arguments: list[str]) -> int:
 
     report = measure(data.blend, data.training, batch=parsed.batch, steps=parsed.steps, say=say)
     if parsed.json:
-        print(json.dumps(report.as_json()))
+        print(json.dumps(dataclasses.asdict(report)))
     else:
         console.say(f"\n{summary(report)}\n")
         console.say(worlds_table(report))
@@ -288,8 +287,7 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
     if parsed.cpu or parsed.compare:
         _check_compare(parsed, rates)
     for rate in rates:
-        if not _RATE.fullmatch(rate):
-            raise UserError(f"--rate has '{rate}'; a rate is as in 1gbit, 100mbit, unlimited")
+        read_rate(rate)
 
 
 def _check_compare(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:

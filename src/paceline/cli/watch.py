@@ -11,7 +11,7 @@ import tyro
 from paceline.base.errors import EXIT_DONE, UserError
 from paceline.cli.flags import parse
 from paceline.tools.watch.run import Runs
-from paceline.tools.watch.server import Server
+from paceline.tools.watch.server import PageServer
 from paceline.tools.watch.terminal import show
 
 _HOST, _PORT = "127.0.0.1", 8700
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(runs: Runs, host: str, port: int) -> None:
-    server = Server(runs, host, port)
+    server = PageServer(runs, host, port)
     port = server.server_address[1]
     print(f"{server.url}\n  shows {runs.path}; Ctrl-C ends it")
     if host == _HOST:

@@ -137,11 +137,15 @@ class SharedMemory:
         while self._waiting and all(self._begun) and self._lost is None:
             key, act, future = self._waiting.popleft()
             self._acted.append(future)
-            if {keys.popleft() for keys in self._begun} == {key}:
-                act()
-                self._tell(_END, key)
-            else:
+            if {keys.popleft() for keys in self._begun} != {key}:
                 self._lost = dist.DistError("another rank is in another collective")
+                break
+            try:
+                act()
+            except Exception as error:  # this rank's caller gets it; the others see this rank end
+                self._lost = error
+            else:
+                self._tell(_END, key)
         while self._acted and all(self._ended):
             for keys in self._ended:
                 keys.popleft()

@@ -240,7 +240,7 @@ def has_plotly() -> bool:
 REFUSALS = {
     "one host": (("--hosts", "1"), {}, "--hosts is 1; a lab has 2 or more, and 0 leaves it out"),
     "steps": (("--steps", "3"), {}, "--steps is 3; it lies between 5 and 1024"),
-    "rate": (("--rate", "1gbit,fast"), {}, "--rate has 'fast'"),
+    "rate": (("--rate", "1gbit,fast"), {}, "the rate 'fast' is none"),
     "plot": (("--plot", "x.png"), {}, "--plot is x.png; a plot is a page: give it a name that ends in .html"),
     "folder": (("--json", "nowhere/x.json"), {}, "--json is nowhere/x.json; name a file in a folder that exists"),
     "rank": ((), {"RANK": "0"}, "start it once, from a plain shell"),

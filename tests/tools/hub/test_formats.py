@@ -530,12 +530,13 @@ def test_places_are_refused_before_anything_is_read(tmp_path: Path, pristine: di
         [
             (ModelConfig(arch="gpt2", qk_norm=True, **SMALL), "model.qk-norm is true in a model of the gpt2 family"),
             (ModelConfig(arch="gpt2", n_kv_head=2, **SMALL), "model.n-kv-head is 2 in a model of the gpt2 family"),
+            (ModelConfig(embed_mix=2, **SMALL), "model.embed-mix is 2, and no model of transformers has it"),
         ]
     ):
         make_run(tmp_path / f"odd{number}", model)
         with pytest.raises(UserError, match=message):
             export_run(tmp_path / f"odd{number}", tmp_path / "theirs", None, "float32")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "made", "odd0", "odd1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "made", "odd0", "odd1", "odd2"]
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path, pristine: dict[str, Path]) -> None:

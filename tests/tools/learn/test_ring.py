@@ -34,8 +34,8 @@ class Cell:
 def tables(out: str) -> list[list[list[Cell]]]:
     """The tables of the lesson, in order, by rank and chunk, read off its plain lines."""
     found: list[list[list[Cell]]] = []
-    for line in out.splitlines():
-        if line.lstrip().startswith("chunk 0"):
+    for line in map(str.strip, out.splitlines()):
+        if line.startswith("chunk 0"):
             found.append([])
         elif re.match(r"rank \d  ", line) and found:
             cells = _CELL.findall(line[6:])

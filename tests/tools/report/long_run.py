@@ -27,8 +27,8 @@ COST_S = 411.5
 _BEGUN = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
 
 
-def write(folder: Path, **config: Any) -> Path:
-    """Writes the run into a new folder and returns it. config: fields of `train`, instead of the preset's."""
+def write(folder: Path, num_steps: int = NUM_STEPS, **config: Any) -> Path:
+    """Writes the run, or its first steps, into a new folder and returns it. config: other fields of `train`."""
     folder.mkdir(parents=True)
     preset = load_preset("gpt2-124m", Config())
     resolved = preset.replace("model", vocab_size=50_257, n_positions=1024).replace("parallel", strategy="ddp")
@@ -36,7 +36,7 @@ def write(folder: Path, **config: Any) -> Path:
     (folder / "config.toml").write_text(to_toml(resolved))
     draws = random.Random(5)
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, NUM_STEPS + 1):
+        for step in range(1, num_steps + 1):
             file.write(json.dumps(step_row(step, draws)) + "\n")
             if step % 500 == 0:
                 file.write(json.dumps(_evaluation(step)) + "\n")

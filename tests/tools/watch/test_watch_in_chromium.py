@@ -13,7 +13,7 @@ from simulated_run import Simulated
 
 from paceline.record.folder import COMPLETE
 from paceline.tools.watch.run import Runs
-from paceline.tools.watch.server import Server
+from paceline.tools.watch.server import PageServer
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
@@ -30,13 +30,13 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield browser
 
 
-def serve(path: Path) -> Server:
-    server = Server(Runs(path), "127.0.0.1", 0)
+def serve(path: Path) -> PageServer:
+    server = PageServer(Runs(path), "127.0.0.1", 0)
     threading.Thread(target=server.serve, daemon=True).start()
     return server
 
 
-def is_well(page: Page, server: Server, width: int) -> None:
+def is_well(page: Page, server: PageServer, width: int) -> None:
     """Fails where the page complains, asks another host for anything, or is wider than its window."""
     assert page.complaints() == []
     origin = server.url.partition("?")[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import filelock
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import PARTS, Simulated
 
@@ -110,7 +110,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=40)
 @given(damage=st.dictionaries(st.sampled_from(["step", "loss", "step_ms", "val_loss", "rank_data_ms", "world_size",
     "rank_sequences", "tokens", "mfu", "tokens_per_s"]), JSON), event=st.dictionaries(st.sampled_from(["event", "time",
     "step", "rank", "hosts", "reason"]), JSON))  # fmt: skip

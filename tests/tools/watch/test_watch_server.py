@@ -13,12 +13,12 @@ from simulated_run import Simulated
 
 from paceline.base.errors import UserError
 from paceline.tools.watch.run import Runs
-from paceline.tools.watch.server import Server
+from paceline.tools.watch.server import PageServer
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(Runs(tmp_path / "runs"), "127.0.0.1", 0)
+def server(tmp_path: Path) -> Iterator[PageServer]:
+    server = PageServer(Runs(tmp_path / "runs"), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     yield server
@@ -26,19 +26,19 @@ def server(tmp_path: Path) -> Iterator[Server]:
     thread.join()
 
 
-def ask(server: Server, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(*server.server_address, timeout=20)
     connection.request(method, path, headers=headers)
     return connection.getresponse()
 
 
-def status(server: Server, path: str, method: str = "GET", **headers: str) -> int:
+def status(server: PageServer, path: str, method: str = "GET", **headers: str) -> int:
     with ask(server, path, method, **headers) as answer:
         answer.read()
         return answer.status
 
 
-def test_the_token_becomes_a_cookie_that_only_this_page_sends(server: Server) -> None:
+def test_the_token_becomes_a_cookie_that_only_this_page_sends(server: PageServer) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", server.url)
     with ask(server, server.url.partition(str(server.server_address[1]))[2]) as answer:
         assert answer.status == 303
@@ -66,12 +66,12 @@ def test_the_token_becomes_a_cookie_that_only_this_page_sends(server: Server) ->
         ("[::1", 421),
     ],
 )
-def test_another_name_is_misdirected(server: Server, host: str, expected: int) -> None:
+def test_another_name_is_misdirected(server: PageServer, host: str, expected: int) -> None:
     given = host.format(port=server.server_address[1])
     assert status(server, "/", Host=given, Cookie=server.cookie) == expected
 
 
-def test_other_sites_and_other_methods_are_refused(server: Server, tmp_path: Path) -> None:
+def test_other_sites_and_other_methods_are_refused(server: PageServer, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "secret.txt").write_text("secret")
     for site, expected in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
@@ -83,7 +83,7 @@ def test_other_sites_and_other_methods_are_refused(server: Server, tmp_path: Pat
         assert status(server, path, Cookie=server.cookie) == 404
 
 
-def test_the_page_may_load_nothing_but_its_own_files(server: Server) -> None:
+def test_the_page_may_load_nothing_but_its_own_files(server: PageServer) -> None:
     with ask(server, "/", Cookie=server.cookie) as answer:
         page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
@@ -95,7 +95,7 @@ def test_the_page_may_load_nothing_but_its_own_files(server: Server) -> None:
     assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
 
 
-def test_the_stream_says_all_at_first_and_then_what_changes(server: Server, tmp_path: Path) -> None:
+def test_the_stream_says_all_at_first_and_then_what_changes(server: PageServer, tmp_path: Path) -> None:
     with ask(server, "/events", Cookie=server.cookie) as answer:
 
         def message() -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_the_stream_says_all_at_first_and_then_what_changes(server: Server, tmp_
     assert json.loads(lines[-1].removeprefix(b"data: "))["runs"]["0"]["name"] == "one"
 
 
-def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named(server: PageServer, tmp_path: Path) -> None:
     port = server.server_address[1]
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another port, or 0"):
-        Server(Runs(tmp_path), "127.0.0.1", port)
+        PageServer(Runs(tmp_path), "127.0.0.1", port)

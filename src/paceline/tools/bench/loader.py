@@ -8,8 +8,7 @@ keeps its own, as one must with a loader without ranks.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import rich.table
 
@@ -49,9 +48,6 @@ class LoaderReport:
     seq_len: int
     rate: Rate
     worlds: tuple[WorldCost, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(

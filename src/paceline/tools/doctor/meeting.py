@@ -6,17 +6,14 @@ be reached keeps nobody waiting for longer than the time given, and the report o
 
 import http.client
 import json
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 from paceline import __version__
-from paceline.base.net import listen
-from paceline.base.serving import QuietHandler
+from paceline.base.serving import QuietHandler, Server
 from paceline.tools.doctor.finding import Finding
 
 Address = tuple[str, int]  # host, port
@@ -59,11 +56,9 @@ class Meeting:
         self.problems: dict[int, str] = {}  # why another one was not heard
         self.addresses: Sequence[Address] = (address,)
         self._published = json.dumps(asdict(own)).encode()
-        self._server = ThreadingHTTPServer(address, self._handler(), bind_and_activate=False)
-        self._server.socket.close()
-        self._server.socket = listen(*address)
-        self.port: int = self._server.socket.getsockname()[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self._server = Server(address, self._handler())
+        self.port = self._server.port
+        self._server.begin()
 
     def invite(self, addresses: Sequence[Address], node: int) -> None:
         self.addresses, self.node = addresses, node
@@ -108,8 +103,7 @@ class Meeting:
         """Waits until the others have read all, too, except after an error."""
         if kind is None:
             self.reach(_OVER)
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.end()
 
     def _ask(self, node: int, phase: int) -> bool:
         """Whether that host has reached the phase, or has left."""
@@ -137,9 +131,7 @@ class Meeting:
             timeout = _ANSWER_S
 
             def do_GET(self) -> None:
-                body = repr(time.time()).encode() if self.path == "/now" else meeting._published
-                self.begin(len(body))
-                self.wfile.write(body)
+                self.answer(repr(time.time()).encode() if self.path == "/now" else meeting._published)
 
         return Handler
 

@@ -157,6 +157,10 @@ def _rope_theta(reader: _Settings) -> float:
 def write_config(model: ModelConfig, end_of_text: int | None, dtype: Dtype) -> dict[str, Any]:
     """Returns the config.json from which transformers builds `model`, whose zeros must be resolved. Raises UserError,
     naming the field, for a model that none of the three architectures computes."""
+    if model.embed_mix:
+        raise UserError(
+            f"model.embed-mix is {model.embed_mix}, and no model of transformers has it: this run cannot be exported"
+        )
     architecture, settings = _write_gpt2(model) if model.arch == "gpt2" else _write_llama(model)
     return {
         "architectures": [architecture],

@@ -2,15 +2,14 @@
 
 import contextlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
 import psutil
@@ -19,7 +18,7 @@ from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_US
 from paceline.base.parent import die_with_parent
 from paceline.base.say import say
 from paceline.tools.lab.hosts import INTERFACE, Host, Layout
-from paceline.tools.lab.inside import Line, Orders
+from paceline.tools.lab.inside import Orders
 from paceline.tools.lab.network import plug_in, start_switch
 from paceline.tools.lab.processors import Controller
 from paceline.tools.lab.state import FOLDER, Living, State, only_lab, write_names
@@ -72,7 +71,7 @@ class _Lab:
         self._layout, self._state = layout, state
         self._switch: subprocess.Popen[str] | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, Connection] = {}
         self._ends = _Ends({host.name: set(host.ranks) for host in layout.hosts})
 
     # ---- making ----
@@ -87,20 +86,17 @@ class _Lab:
         for host in self._layout.hosts:
             group = controller.make(host.name, host.share) if controller else None
             self._start_host(host)
-            self._lines[host.name].send(
-                **asdict(
-                    Orders(
-                        name=host.name,
-                        names=str(names),
-                        scratch=str(scratch),
-                        group=str(group or ""),
-                        group_mount=str(controller.mount) if controller else "",
-                        cores=list(host.cores),
-                        command=command,
-                        environments=[self._environment(host, rank) for rank in host.ranks],
-                    )
-                )
+            orders = Orders(
+                name=host.name,
+                names=str(names),
+                scratch=str(scratch),
+                group=str(group or ""),
+                group_mount=str(controller.mount) if controller else "",
+                cores=list(host.cores),
+                command=command,
+                environments=[self._environment(host, rank) for rank in host.ranks],
             )
+            self._send(host.name, orders)
             self._state.hosts[host.name] = Living(pid=0, group=str(group or ""))
         for host in self._layout.hosts:
             self._wait_until_made(host)
@@ -137,7 +133,7 @@ class _Lab:
                 start_new_session=True,  # a terminal sends Ctrl-C to all of its foreground: the lab alone passes it on
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        self._lines[host.name] = Line(ours)
+        self._lines[host.name] = Connection(ours.detach())
 
     def _environment(self, host: Host, rank: int) -> dict[str, str]:
         environment = {
@@ -158,54 +154,59 @@ class _Lab:
         return {name: str(value) for name, value in environment.items()}
 
     def _wait_until_made(self, host: Host) -> None:
-        message = self._lines[host.name].next()
-        if message is None:  # unshare has printed why
+        try:
+            message = self._lines[host.name].recv()
+        except (EOFError, OSError):  # unshare has printed why
             raise UserError(
                 f"could not make namespaces ({' '.join(_NAMESPACES)}) for host {host.name}, see above; in a container "
                 "this takes more rights than root's: start it with --privileged"
-            )
-        if "error" in message:
-            raise UserError(message["error"])
+            ) from None
+        if isinstance(message, str):
+            raise UserError(message)
 
     # ---- running ----
 
     def run(self, asked: Asked) -> int:
-        with selectors.DefaultSelector() as selector:
-            for name, line in self._lines.items():
-                selector.register(line, selectors.EVENT_READ, name)
-                line.send(start=True)
-            was_passed_on = False
-            while self._ends.running():
-                for key, _ in selector.select(_LOOK_EVERY_S):
-                    if not self._hear(key.data):
-                        selector.unregister(key.fileobj)
-                if asked.first and not was_passed_on:
-                    was_passed_on = True
-                    for line in self._lines.values():
-                        line.send(signal=int(asked.passed_on))
-                if asked.is_urgent:
-                    raise KeyboardInterrupt
-                if time.monotonic() > min(self._ends.deadline_s(), (asked.since_s or float("inf")) + _SAVE_GRACE_S):
-                    break
+        names = {line: name for name, line in self._lines.items()}
+        for name in self._lines:
+            self._send(name, True)
+        was_passed_on = False
+        while self._ends.running():
+            for line in wait(list(names), _LOOK_EVERY_S):
+                assert isinstance(line, Connection)
+                if not self._hear(names[line], line):
+                    del names[line]
+            if asked.first and not was_passed_on:
+                was_passed_on = True
+                for name in self._lines:
+                    self._send(name, int(asked.passed_on))
+            if asked.is_urgent:
+                raise KeyboardInterrupt
+            if time.monotonic() > min(self._ends.deadline_s(), (asked.since_s or float("inf")) + _SAVE_GRACE_S):
+                break
         return self._ends.status(asked)
 
-    def _hear(self, name: str) -> bool:
-        """Records a host's messages; False if the host is gone."""
-        messages = self._lines[name].receive()
-        if messages is None:
+    def _send(self, name: str, what: object) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which is noticed when it is heard
+            self._lines[name].send(what)
+
+    def _hear(self, name: str, line: Connection) -> bool:
+        """Records a host's message; False if the host is gone."""
+        try:
+            message = line.recv()
+        except (EOFError, OSError):
             self._ends.lose(name)
             return False
-        for message in messages:
-            if "error" in message:
-                raise UserError(message["error"])
-            self._ends.note(name, message["rank"], message["status"])
+        if isinstance(message, str):
+            raise UserError(message)
+        self._ends.note(name, *message)
         return True
 
     # ---- taking down ----
 
     def take_down(self) -> None:
         for line in self._lines.values():
-            line.connection.close()  # the host's first process treats it as a power cut
+            line.close()  # the host's first process treats it as a power cut
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_S)  # the kernel has ended the host's other processes by then

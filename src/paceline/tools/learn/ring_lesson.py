@@ -14,7 +14,7 @@ import torch
 
 from paceline.base import seeds, units
 from paceline.tools.learn.ring import Ring, Step, contributors, ring_all_reduce, steps
-from paceline.tools.learn.ring_show import LEGEND, Grid, Screen, Shape, grid, marked, sentence
+from paceline.tools.learn.ring_show import LEGEND, Grid, Screen, grid, marked, sentence
 from paceline.world.device import DeviceClock
 from paceline.world.group import Group
 from paceline.world.runtime import World
@@ -85,17 +85,17 @@ def _introduce(world: World, elements: int, screen: Screen) -> None:
 
 def _walk(group: Group, ring: Ring, own: torch.Tensor, screen: Screen) -> int:
     largest = max(sum(column) for column in zip(*group.share(own.abs().tolist()), strict=True))
-    shape = Shape(largest, max(chunk.numel() for chunk in ring.chunks), group.size, screen.width)
+    screen.fit(largest, group.size)
     plan = steps(group.size)
     sent: list[int] = []
     cells = _cells(group, ring, [])
     if plan:
         screen.say(f"Before the first step ({LEGEND})")
-    screen.table(cells, shape)
+    screen.table(cells)
     for number, step in enumerate(plan, start=1):
         screen.say(sentence(step, number, len(plan)))
         advance = partial(_advance, group, ring, plan[:number], sent)
-        cells = screen.change(marked(cells, step, arrived=False), advance, shape)
+        cells = screen.change(marked(cells, step, arrived=False), advance)
     return sum(sent)
 
 

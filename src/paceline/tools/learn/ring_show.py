@@ -10,12 +10,11 @@ import rich.live
 import rich.table
 from rich.text import Text
 
-from paceline.record.console import Console
+from paceline.record.console import PLAIN_WIDTH, Console
 from paceline.tools.learn.ring import Step
 
 LEGEND = "0+1: the sum of ranks 0 and 1; all: of all ranks; > sent in this step, < arrived"
 _PAUSE_S = 1.5  # on a terminal, to read a line
-_PLAIN_WIDTH = 120  # without a terminal
 
 
 @dataclass(frozen=True)
@@ -85,76 +84,57 @@ class Screen:
         usual_s = _PAUSE_S if self._console.is_terminal else 0.0
         self._pause_s = usual_s if delay_s is None else delay_s
 
-    @property
-    def width(self) -> int:
-        return self._terminal.width if self._console.is_terminal else _PLAIN_WIDTH
-
     def say(self, text: str, style: str = "") -> None:
         """Prints a permanent line; long ones wrap at words."""
         self._console.say(text, "" if self._is_plain else style)
 
-    def table(self, cells: Grid, shape: "Shape") -> None:
-        self._console.say(f"{shape.plain(cells)}\n" if self._is_plain else shape.rich(cells))
+    def fit(self, largest: float, num_ranks: int) -> None:
+        """Fixes the width of numbers up to `largest` and of lists of ranks, so that only changes move."""
+        self._digits = len(f"{-abs(largest):.1f}")
+        self._tag = min(len("0+..+4"), max(len("empty"), 2 * num_ranks - 3))
 
-    def change(self, before: Grid, work: Callable[[], Grid], shape: "Shape") -> Grid:
+    def table(self, cells: Grid) -> None:
+        self._console.say(self._drawn(cells))
+
+    def change(self, before: Grid, work: Callable[[], Grid]) -> Grid:
         """Returns the cells from `work`, the step of all ranks, and shows them; on a terminal in place of `before`.
         Pauses before `work`: the other ranks wait in it for rank 0."""
         if self._is_plain or not self._speaks:
             self._pause()
             after = work()
-            self.table(after, shape)
+            self.table(after)
             return after
-        with rich.live.Live(shape.rich(before), console=self._terminal, auto_refresh=False) as live:
+        with rich.live.Live(self._drawn(before), console=self._terminal, auto_refresh=False) as live:
             live.refresh()
             self._pause()
             after = work()
-            live.update(shape.rich(after), refresh=True)
+            live.update(self._drawn(after), refresh=True)
         return after
+
+    def _drawn(self, cells: Grid) -> rich.table.Table:
+        """Returns the table, in colours if it is not plain: yellow for moving chunks, green for complete sums."""
+        size = len(cells)
+        made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False, header_style="" if self._is_plain else "bold")
+        made.add_column("", no_wrap=True)
+        for chunk in range(size):
+            made.add_column(f"chunk {chunk}")
+        width = self._terminal.width if self._console.is_terminal else PLAIN_WIDTH
+        room = (width - len("rank 0")) // size - len("      ") - self._tag
+        longest = max(len(cell.values) for cell in cells[0])
+        most = longest if longest * (self._digits + 1) <= room else max(1, (room - len(" ..")) // (self._digits + 1))
+        gap = "\n" if room <= self._digits else "  "  # the summed ranks then go below the values
+        for rank, row in enumerate(cells):
+            styles = ["" if self._is_plain else _style(cell) for cell in row]
+            made.add_row(f"rank {rank}", *map(Text, [self._text(cell, most, gap) for cell in row], styles))
+        return made
+
+    def _text(self, cell: Cell, most: int, gap: str) -> str:
+        numbers = " ".join(f"{value:{self._digits}.1f}" for value in cell.values[:most])
+        return f"{numbers}{' ..' * (len(cell.values) > most)}{gap}{cell.whose:<{self._tag}} {cell.mark}"
 
     def _pause(self) -> None:
         if self._speaks:
             time.sleep(self._pause_s)
-
-
-class Shape:
-    """The width of a table's cells; the same in all tables of a lesson, so that only changes move."""
-
-    def __init__(self, largest: float, longest: int, num_ranks: int, width: int):
-        """largest: of all absolute values to show; longest: elements of the longest chunk."""
-        self._digits = len(f"{-abs(largest):.1f}")
-        self._tag = min(6, max(len("empty"), 2 * num_ranks - 3))
-        self._longest = longest
-        room = (width - len("rank 0  ")) // num_ranks - len("  ")
-        beside = room - self._tag - len("   >")
-        self._is_split = longest * (self._digits + 1) - 1 > beside  # the summed ranks then go below the values
-        most = (room - len(" ..") + 1) // (self._digits + 1)
-        self._shown = longest if longest * (self._digits + 1) - 1 <= room else max(1, most)
-
-    def text(self, cell: Cell) -> str:
-        numbers = " ".join(f"{value:{self._digits}.1f}" for value in cell.values[: self._shown])
-        numbers += " .." if len(cell.values) > self._shown else ""
-        full = self._shown * (self._digits + 1) - 1 + 3 * (self._longest > self._shown)
-        return f"{numbers:<{full}}{chr(10) if self._is_split else '  '}{cell.whose:<{self._tag}} {cell.mark}"
-
-    def plain(self, cells: Grid) -> str:
-        texts = [[self.text(cell).split("\n") for cell in row] for row in cells]
-        wide = max(len(part) for row in texts for cell in row for part in cell)
-        lines = ["        " + "  ".join(f"chunk {i}".ljust(wide) for i in range(len(cells)))]
-        for rank, row in enumerate(texts):
-            for part in range(len(row[0])):
-                head = f"rank {rank}" if part == 0 else ""
-                lines.append(f"{head:<8}" + "  ".join(cell[part].ljust(wide) for cell in row))
-        return "\n".join(line.rstrip() for line in lines)
-
-    def rich(self, cells: Grid) -> rich.table.Table:
-        """Returns the table in colours: yellow for moving chunks, green for complete sums."""
-        made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False)
-        made.add_column("")
-        for chunk in range(len(cells)):
-            made.add_column(f"chunk {chunk}", no_wrap=True)
-        for rank, row in enumerate(cells):
-            made.add_row(f"rank {rank}", *(Text(self.text(cell), _style(cell)) for cell in row))
-        return made
 
 
 def _style(cell: Cell) -> str:

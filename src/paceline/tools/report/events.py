@@ -108,7 +108,7 @@ def table(events: Sequence[Row]) -> list[tuple[str, str, str, str]]:
         steps = f"{_step(first)} to {_step(last)}" if several else _step(first)
         said = details({**last, "step": None})  # shown in its own column
         said = f"{len(alike)} of them; the last: {said}" if several else said
-        found.append((clock(first, 19), text(first["event"]), text(steps), text(said)))
+        found.append((clock(first), text(first["event"]), text(steps), text(said)))
     return found
 
 

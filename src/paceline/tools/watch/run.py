@@ -118,7 +118,7 @@ class Run:
             ("Ranks", number(last.get("world_size")), "{:.0f}".format, f"on {units.listed(names)}" if names else ""),
             ("Tokens", number(last.get("tokens")), units.count, ""),
             ("Training time", self._seconds, units.duration, f"without pauses; attempt {num_starts}"),
-            ("Checkpoint", number(saved.get("step")), "step {:,.0f}".format, clock(saved, 19)[11:]),
+            ("Checkpoint", number(saved.get("step")), "step {:,.0f}".format, clock(saved)[11:]),
         ]
         return [Fact(label, shown(value), note) for label, value, shown, note in found if math.isfinite(value)]
 
@@ -159,7 +159,7 @@ def _said(state: RunState, step_ms: float) -> tuple[str, str]:
 
 def _event(event: Row) -> Event:
     facts = {name: value for name, value in event.items() if name != "step"}
-    return Event(clock(event, 19), text(event["event"]), text(event.get("step")), " ".join(details(facts).split()))
+    return Event(clock(event), text(event["event"]), text(event.get("step")), " ".join(details(facts).split()))
 
 
 # ---- all runs at a path ----

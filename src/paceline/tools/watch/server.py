@@ -16,14 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.base.errors import UserError
-from paceline.base.net import listen
-from paceline.base.serving import QuietHandler
+from paceline.base.serving import QuietHandler, Server
 from paceline.tools.watch.run import Runs
 
 _EVERY_S = 1.0  # between two looks at the files
@@ -79,21 +77,15 @@ def _changes(before: _View, now: _View) -> _View:
     return {name: value for name, value in now.items() if name not in before or before[name] != value}
 
 
-class Server(ThreadingHTTPServer):
-    """Listens on one address. `url` is what to open: the address with the token."""
-
-    daemon_threads = True  # a reader that is connected does not delay the end
+class PageServer(Server):
+    """`url` is what to open: the address with the token."""
 
     def __init__(self, runs: Runs, host: str, port: int):
         """Raises UserError if it cannot listen there."""
         try:
-            listener = listen(host, port)
+            super().__init__((host, port), _Handler)
         except socket.gaierror as error:
             raise UserError(f"--host is {host}: {error.strerror}; name an address of this machine") from None
-        port = listener.getsockname()[1]
-        super().__init__((host, port), _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
         self.news, self.host, self.token = News(runs), host, secrets.token_urlsafe(24)
         # The name is random: a browser sends a cookie to all ports of a host, such as tunnels to several servers.
         self.cookie = f"paceline-{secrets.token_hex(4)}={self.token}"
@@ -102,7 +94,7 @@ class Server(ThreadingHTTPServer):
             "/page.css": ("text/css", _asset("look.css") + _asset("watch/page.css")),
             "/page.js": ("text/javascript", _asset("watch/page.js")),
         }
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={self.token}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
         threading.Thread(target=self.news.follow, daemon=True).start()
@@ -111,7 +103,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(QuietHandler):
-    server: Server
+    server: PageServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "paceline", ""
     timeout = 30.0
