@@ -35,9 +35,9 @@ def hosts(events: Sequence[Row]) -> list[str]:
     return [text(host) for host in named[-1]] if named else []
 
 
-def clock(event: Row, length: int) -> str:
-    """Returns an event's time, `2026-11-20 08:00:00`, cut to this length."""
-    return text(event.get("time"))[:length].replace("T", " ")
+def clock(event: Row) -> str:
+    """Returns an event's time, `2026-11-20 08:00:00`."""
+    return text(event.get("time"))[:19].replace("T", " ")
 
 
 def details(event: Row) -> str:

@@ -4,11 +4,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from paceline.base import units
 from paceline.base.units import plural
 from paceline.config import Config
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
+from paceline.model.layers import attends_by_document
 from paceline.record.balance import listed
 from paceline.record.console import Console, facts, table
 from paceline.sync.wire import wire_bits
@@ -33,7 +36,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
         f"({units.count(parameters.non_embedding)} outside embeddings), "
         f"{units.count(cost.flops_per_token(model, config.data.seq_len))}FLOP a token",
-        "data": _data_text(data, config),
+        "data": _data_text(data, world.device, settings),
         "batch": f"{_shares_text(config, plan)} of up to {plan.device_batch_size} sequences = "
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
@@ -91,13 +94,17 @@ def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:
     ]
 
 
-def _data_text(data: TrainingData, config: Config) -> str:
+def _data_text(data: TrainingData, device: torch.device, settings: Settings) -> str:
     trained, validated = map(units.count, data.blend.num_tokens)
     vocab_size = data.blend.first.vocab_size
     text = f"{data.blend.name}: {trained} tokens to train on, {validated} to validate, vocabulary {vocab_size}"
     if data.cropped_frac is not None:
         text += f"; documents packed by best fit, {data.cropped_frac:.1%} of tokens cropped"
-    return text + ("; attention stays inside documents" if config.data.mask_documents else "")
+    config = settings.config
+    if not config.data.mask_documents:
+        return text
+    is_skipped = attends_by_document(device, settings.dtype, config.model.head_dim)
+    return f"{text}; attention stays inside documents, by {'flash attention of each' if is_skipped else 'a mask'}"
 
 
 def _shares_text(config: Config, plan: BatchPlan) -> str:
@@ -128,9 +135,19 @@ def _link(world: World, settings: Settings) -> dict[str, str]:
     counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
     rounds, per_host = parallel.sync_every or 1, world.world_size / hosts
     passes = settings.plan.passes
-    sent = wire_bits(parallel.strategy, parallel.wire, bits, sync_every=rounds, ranks_per_host=per_host, passes=passes)
+    sent = wire_bits(
+        parallel.strategy,
+        parallel.wire,
+        bits,
+        sync_every=rounds,
+        ranks_per_host=per_host,
+        passes=passes,
+        by_gloo=world.backend == "gloo",
+    )
     ring = world.world_size if parallel.strategy == "fsdp" else hosts  # others add up inside a host first
-    num_bytes = sent.bytes_sent(ring, counts.total, counts.total - counts.non_embedding)
+    num_embedding, model = counts.total - counts.non_embedding, settings.config.model
+    num_ends = num_embedding + (0 if model.tied else model.vocab_size * model.n_embd)
+    num_bytes = sent.bytes_sent(ring, counts.total, num_embedding, num_ends)
     text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
     return {"link": f"{text}; paceline bench link predicts the time of other ways"}
 

@@ -59,4 +59,4 @@ def layered(micro_batches: Sequence[MicroBatch], most: int) -> list[tuple[MicroB
 def dummy_micro_batch(loader: Loader) -> tuple[MicroBatch, list[int]]:
     """Returns one sequence with weight 0: FSDP needs equally many forward passes on all ranks."""
     tokens = torch.zeros(1, loader.seq_len, dtype=torch.int64, device=loader.device)
-    return MicroBatch(tokens, tokens, tokens[:, 0], tokens.int()), [1]
+    return MicroBatch(tokens, tokens, tokens[:, 0], torch.zeros(1, loader.seq_len, dtype=torch.int32)), [1]
