@@ -27,6 +27,15 @@ def test_a_sequence_has_the_same_mask_in_every_batch(keys: list[int], site: int,
         assert torch.equal(together[i], keep_mask(torch.tensor([key]), site, 7, 12, probability)[0])
 
 
+@pytest.mark.parametrize("width", [11, 12])
+def test_a_compiler_sees_other_operations_and_gives_the_same_mask(width: int) -> None:
+    compiled = torch.compile(keep_mask, backend="eager", dynamic=False)
+    keys, site = run_keys(3), torch.tensor(5)
+    for probability in (0.1, 0.5, 0.9999999):
+        expected = keep_mask(keys, site, 9, width, probability)
+        assert torch.equal(compiled(keys, site, 9, width, probability), expected)
+
+
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.9])
 def test_the_kept_fraction_is_right_as_a_whole_and_along_each_dim(probability: float) -> None:
     keep = keep_mask(run_keys(64), 3, 64, 96, probability).double()

@@ -9,54 +9,53 @@ B batch, T sequence, C width.
 import torch
 from torch import Tensor
 
-# Multipliers of MurmurHash3's 32-bit finaliser (A. Appleby, public domain) and of Knuth's multiplicative hashing.
-_FINAL_1 = 0x85EBCA6B
-_FINAL_2 = 0xC2B2AE35
+# Knuth's multiplicative hashing, and T. Mueller's mixer (stackoverflow.com/a/12996028): its shifts are all by 16.
 _GOLDEN = 0x9E3779B1
+_MIX = 0x45D9F3B
 
 
 def dropout(x_BTC: Tensor, probability: float, keys_B: Tensor, site: int | Tensor) -> Tensor:
     """Returns x with each element zeroed with `probability` and the others divided by (1 - probability).
 
     keys_B: int64, one key a sequence. `site` is the place in the model, a number or a CPU tensor of one int64. Costs
-    nine element-wise int32 passes, one if compiled, and keeps one byte an element for backward.
+    seven element-wise passes over half as many int32, one pass if compiled, and keeps a byte an element for backward.
     """
     keep_BTC = keep_mask(keys_B, site, x_BTC.shape[1], x_BTC.shape[2], probability)
-    return torch.where(keep_BTC, x_BTC * (1.0 / (1.0 - probability)), 0.0)
+    return torch.where(keep_BTC, x_BTC, 0.0).mul_(1.0 / (1.0 - probability))
 
 
 def keep_mask(keys_B: Tensor, site: int | Tensor, num_positions: int, width: int, probability: float) -> Tensor:
-    """Returns the bool mask [B, T, C], true where an element stays; a pure function of its arguments."""
-    place_TC = torch.arange(num_positions * width, dtype=torch.int32, device=keys_B.device).view(num_positions, width)
+    """Returns the bool mask [B, T, C], true where an element stays; a pure function of its arguments. The probability
+    is rounded to 16 bits: a hash of W = (C + 1) // 2 words of 32 bits decides for two neighbours a word."""
+    is_compiling, num_words = torch.compiler.is_compiling(), (width + 1) // 2
+    positions_T1 = torch.arange(num_positions, dtype=torch.int32, device=keys_B.device)[:, None]
+    elements_C = torch.arange(width, dtype=torch.int32, device=keys_B.device)
+    # A compiler computes each word twice rather than write it: nothing but the mask goes through memory.
+    words_W = elements_C // 2 if is_compiling else elements_C[:num_words]
     # Two 32-bit words a sequence: two keys that agree in one word still give unrelated masks.
-    site_B = keys_B ^ (site * _GOLDEN)
-    word_1_B11 = _finalise(_low_word(site_B))[:, None, None]
-    word_2_B11 = _finalise(_low_word(keys_B >> 32) + word_1_B11[:, 0, 0])[:, None, None]
-    hash_BTC = (place_TC * _signed(_GOLDEN)) ^ word_1_B11
-    hash_BTC = torch.add(word_2_B11, _fold_(hash_BTC), alpha=_signed(_FINAL_1))
-    hash_BTC = _fold_(_shift(hash_BTC, 13).bitwise_xor_(hash_BTC).mul_(_signed(_FINAL_2)))
-    # The hash is uniform over int32; its lowest `probability` is dropped.
-    return hash_BTC >= round(probability * 2**32) - 2**31
+    high_B = _low_word(keys_B >> 32)
+    word_1_B = _mixed(_low_word(keys_B ^ (site * _GOLDEN)), high_B)
+    word_2_B = _mixed(word_1_B + high_B, word_1_B)
+    place_TW = (positions_T1 * num_words + words_W) * _signed(_GOLDEN)
+    hash_BTW = _mixed(place_TW ^ word_1_B[:, None, None], word_2_B[:, None, None])
+    shift_C = 16 - elements_C % 2 * 16
+    half_BTC = hash_BTW << shift_C >> 16 if is_compiling else hash_BTW.view(torch.int16)[..., :width]
+    # The halves are uniform over int16; their lowest `probability` is dropped.
+    return half_BTC >= min(round(probability * 2**16) - 2**15, 2**15 - 1)
 
 
-def _finalise(word: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int32, wrapping. Changes `word`."""
-    word = _fold_(word) * _signed(_FINAL_1)
-    return _fold_((_shift(word, 13) ^ word) * _signed(_FINAL_2))
+def _mixed(word: Tensor, added: Tensor) -> Tensor:
+    """Returns each int32 mixed, wrapping, with `added` to the first product. May change `word`."""
+    return _fold_(_fold_(torch.add(added, _fold_(word), alpha=_MIX)).mul_(_MIX))
 
 
 def _fold_(word: Tensor) -> Tensor:
     """Returns word ^ (word >> 16), which it may write into `word`."""
     if torch.compiler.is_compiling():
-        return _shift(word, 16) ^ word  # fused with what is before and after
+        return word ^ ((word >> 16) & 0xFFFF)  # fused with what is before and after
     halves = word.view(torch.int16)  # little-endian, as all of torch's devices are: one pass instead of three
     halves[..., ::2].bitwise_xor_(halves[..., 1::2])
     return word
-
-
-def _shift(word: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: torch's >> on int32 keeps the sign, which the mask removes."""
-    return (word >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _low_word(key: Tensor) -> Tensor:
