@@ -128,7 +128,8 @@ def measure(scratch: Path, num_followers: int, num_pairs: int) -> Iterator[dict[
         send(trainers, signal.SIGCONT)
         time.sleep(SETTLE_S)
         for number in range(2 * num_pairs + 1):
-            followers = [each for first in (follower, *others) for each in family(psutil.Process(first.pid))]
+            pids = [follower.pid, *(other.pid for other in others)]
+            followers = [each for pid in pids for each in family(psutil.Process(pid))]
             yield {"followers": num_followers, **window(run, followers, runs=number % 2 == 1)}
     finally:
         everyone = [each for first in (train, *others) for each in family(psutil.Process(first.pid))]
