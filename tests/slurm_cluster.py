@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
+
 NET, BRIDGE, NODES = "10.78.0", "plslurm", ("n1", "n2")
 _CONFIG = """\
 ClusterName=test
@@ -131,6 +133,11 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     """Yields a cluster, and removes it. Raises Unavailable."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "ip", "nsenter"))):
         raise Unavailable("a cluster takes root, slurmctld, slurmd, slurm-client and iproute2")
+    with filelock.FileLock("/tmp/paceline-test-slurm.lock", timeout=150):  # its names are fixed: one a machine
+        yield from _cluster(folder)
+
+
+def _cluster(folder: Path) -> Iterator[Cluster]:
     made = Cluster(folder)
     (folder / "state").mkdir()
     host = socket.gethostname()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.long]
 
 ENDS_S = 15.0  # whatever is killed or wrong; on a busy machine it takes half of that: docs/LOG.md
 LONG = (*TINY, "--train.steps", "3000", "--out", "run")
-ENV = {"OMP_NUM_THREADS": "1"}
+ENV = {"OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": "http://tracker.invalid"}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,7 @@ def test_a_part_that_is_killed_is_named_and_the_rest_ends(
     with started(pair, tmp_path, *LONG) as program:
         program.wait_for(lambda: len(steps(tmp_path / "run")) > 2)
         rank = psutil.Process(program.ranks()[1])
+        assert rank.environ()["MLFLOW_TRACKING_URI"] == ENV["MLFLOW_TRACKING_URI"]  # ssh itself passes none
         _, agent = rank.parents()[:2]  # the launcher on host b, and what started that
         assert "paceline.launch.agent" in agent.cmdline()
         (rank if victim == "rank" else agent).kill()

@@ -14,6 +14,7 @@ from paceline.base.errors import UserError
 from paceline.cli.flags import parse
 from paceline.record import folder as run_folder
 from paceline.record.config import TrackConfig
+from paceline.record.state import is_running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +25,17 @@ class TrackArguments(TrackConfig):
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run folder."""
     give_up_after_s: float = 60.0
-    """After the run's end: give up when nothing could be sent for so many seconds."""
+    """After the run's end: give up when a tracker fails and nothing could be sent for so many seconds."""
 
 
 def _give_way() -> None:
-    """Training comes first. Linux weighs sessions before it weighs processes, where its autogroups are on."""
+    """Training comes first: this process and all that it starts, like W&B's own, get only processor time that nobody
+    else wants. Nobody can undo that without privileges, so a run that has ended is sent at the usual priority."""
     with contextlib.suppress(OSError):
-        os.nice(10)
-        Path("/proc/self/autogroup").write_text("10")
+        os.nice(19)
+        Path("/proc/self/autogroup").write_text("19")  # Linux weighs sessions first where its autogroups are on
+    with contextlib.suppress(AttributeError, OSError):  # Linux only; a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +48,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")
     from paceline.tools.track.follow import follow
 
-    _give_way()
+    if is_running(folder):
+        _give_way()
     try:
         status = follow(folder, parsed, parsed.give_up_after_s)
     except KeyboardInterrupt:

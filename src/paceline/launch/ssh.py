@@ -38,7 +38,7 @@ _LOOK_EVERY_S = 0.05
 # For the other hosts after one has failed. Those that trained together end together, when each has the last checkpoint;
 # one that was refused or lost is waited for in vain.
 _TOGETHER_S, _FAILURE_GRACE_S = 60.0, 2.0
-_PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_")  # beginnings of variables
+_PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACKIO_")  # beginnings of variables
 _SAID = (EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_DONE)  # statuses that came with a message
 _CONNECTION_LOST = 255  # ssh(1): an error of ssh itself, or a signal killed the remote command
 # What ssh or a remote shell prints, and what helps.

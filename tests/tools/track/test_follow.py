@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program import Program, one_message, rows, run
+from program import DEADLINE_S, Program, one_message, rows, run
 from recorded import Recorded, losses, put_back, scalars, val_losses
 
 from paceline.tools.track.points import Position, Reader
@@ -102,6 +102,40 @@ def test_a_batch_that_was_being_sent_when_it_was_killed_is_sent_again_in_its_pla
     assert "remove it to send the run as a new one" in run(*command).require(1).err
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux's policy")
+def test_while_a_run_trains_its_follower_gets_only_processor_time_that_is_left_over(tmp_path: Path) -> None:
+    usual = {(os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0))}
+    for name, wanted in (("trains", {(os.SCHED_IDLE, 19)}), ("is-over", usual)):
+        made = Recorded(tmp_path / name)
+        made.steps(1, 10)
+        if name == "is-over":
+            made.end()
+        with a_used_port() as port:  # so it waits
+            to = ("--to", "tensorboard,prometheus", "--prometheus-port", str(port))
+            with Program("track", str(made.folder.path), *to) as program:
+                program.wait_for((made.folder.path / "track" / "tensorboard.json").exists)
+                assert priorities(program.pid) == wanted
+
+
+def test_rows_since_the_last_batch_are_sent_after_the_runs_end_however_long_ago_that_batch_was(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    made.steps(1, 10)
+    state = made.folder.path / "track" / "tensorboard.json"
+    flags = ("--to", "tensorboard", "--give-up-after-s", "0")
+    with Program("track", str(made.folder.path), *flags) as program:
+        program.wait_for(lambda: state.exists() and json.loads(state.read_text())["position"]["step"] == 10)
+        made.steps(11, 20)
+        made.end()
+        program.wait().require()
+    assert scalars(made.folder.path)["train/loss"] == losses(20)
+
+
+def priorities(pid: int) -> set[tuple[int, int]]:
+    """Policy and nice value of each thread, as the kernel has them."""
+    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    return {(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in threads}
+
+
 def test_a_full_disk_is_said_once_and_costs_no_row(tmp_path: Path) -> None:
     made = Recorded(tmp_path / "run")
     disk = made.folder.path / "tensorboard"
@@ -156,7 +190,10 @@ def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(t
     with a_used_port() as port:
         to = f"tensorboard,{MISSING[0]},prometheus"
         flags = ("--train.steps", "6", "--train.sample-tokens", "0", "--track.prometheus-port", str(port))
-        ended = run("train", "--preset", "tiny", "--out", str(out), "--track.to", to, *flags).require()
+        with Program("train", "--preset", "tiny", "--out", str(out), "--track.to", to, *flags) as program:
+            program.wait().require()
+            program.wait_until_gone(DEADLINE_S)  # on a busy machine the follower ends after training
+            ended = program.wait()
     said = [line for line in ended.err.splitlines() if line.startswith("track: ")]
     again = f"`paceline track {out} --to"
     name = MISSING[0]

@@ -45,6 +45,7 @@ def track_through_a_crash(made: Recorded, name: str, env: dict[str, str]) -> Non
             program.wait_for(
                 lambda last=last: state.exists() and json.loads(state.read_text())["position"]["step"] == last
             )
+            assert all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in program.pids())
             os.kill(program.pid, signal.SIGKILL)
     put_back(made.folder, name, before)
     made.resume(70, 100)

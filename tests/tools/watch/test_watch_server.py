@@ -3,12 +3,14 @@
 import http.client
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from program import Program
 from simulated_run import Simulated
 
 from paceline.base.errors import UserError
@@ -118,6 +120,15 @@ def test_the_stream_says_all_at_first_and_then_what_changes(server: PageServer, 
     with ask(server, "/events", Cookie=server.cookie) as again:
         lines = [again.readline() for _ in range(3)]
     assert json.loads(lines[-1].removeprefix(b"data: "))["runs"]["0"]["name"] == "one"
+
+
+def test_only_this_machine_reaches_it(tmp_path: Path) -> None:
+    with Program("watch", str(tmp_path), "--page", "--port", "0") as program:
+        program.wait_for(lambda: "Ctrl-C" in program._said())
+        port = int(re.findall(r"127\.0\.0\.1:(\d+)/", program._said())[0])
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):  # whoever listens on all addresses listens on this one, too
+            socket.create_connection(("127.0.0.2", port))
 
 
 def test_a_port_that_is_taken_is_named(server: PageServer, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _EVERY_S = 10.0  # between batches
 _LIBRARY_EVERY_S = 30.0  # the same: a request costs milliseconds, whatever is in it
 _LOOK_EVERY_S = 1.0
 _LONGEST_DELAY_S = 60.0
+_HANGS_S = 60.0  # before that it may be slow, or wait for a busy processor
 _LOCKED_S = 10.0  # of the follower of an attempt before, which ends
 _LIBRARIES = ("mlflow", "trackio", "wandb")
 _CAN_FORGET = ("prometheus", "tensorboard")  # the others have no way to replace a row
@@ -55,18 +56,21 @@ _TRACKERS: dict[str, Callable[[RunFolder, TrackConfig, dict[str, Any]], Tracker]
 
 def follow(folder: RunFolder, settings: TrackConfig, give_up_after_s: float) -> int:
     """Sends the run to all trackers in `settings`; returns the exit status: 1 if a tracker does not have everything.
-    After the run's end gives up when nothing could be sent for so many seconds."""
+    After the run's end gives up when trackers have failed and nothing could be sent for so many seconds."""
     followers = [_Follower(folder, name, settings) for name in settings.trackers]
     for follower in followers:
         threading.Thread(target=follower.run, daemon=True).start()
+    ran_s = time.monotonic()
     while not all(follower.is_over for follower in followers):
         time.sleep(_LOOK_EVERY_S)
         if is_running(folder):
+            ran_s = time.monotonic()
             continue
         for follower in followers:
             follower.hurry.set()
-        idle_s = time.monotonic() - max(follower.active_s for follower in followers)
-        if idle_s > give_up_after_s:
+        idle_s = time.monotonic() - max(ran_s, *(follower.active_s for follower in followers))
+        have_failed = all(follower.is_over or follower.why for follower in followers)
+        if idle_s > (give_up_after_s if have_failed else max(give_up_after_s, _HANGS_S)):
             break
     late = [follower for follower in followers if not follower.has_everything]
     for follower in late:
