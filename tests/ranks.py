@@ -28,7 +28,7 @@ from paceline.world.config import ParallelConfig
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "paceline.train.loop", "torch.distributed.fsdp", "torch._dynamo"])
-_LAST_WORDS_S = 5.0  # after a failure: for the other ranks to notice it and say so
+_LAST_WORDS_S = 15.0  # after a failure: for the other ranks to notice it and say so
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 120,
     config: ParallelConfig | None = None,
     opened: bool = True,
 ) -> list[Any]:

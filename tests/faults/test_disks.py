@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from program import TINY, Program, digest, losses, rows
+from program import TINY, Program, digest, losses
 from whole_runs import STEPS, events, saved, status_of, tiny, words
 
+from paceline.base import faults
 from paceline.base.errors import RunError
 
 
@@ -77,7 +78,6 @@ def test_a_full_disk_at_the_end_is_tried_again_until_there_is_room(
     def make_room() -> None:
         while not events(folder, "checkpoint failed"):
             time.sleep(0.01)
-        time.sleep(0.5)
         grow(small_disk)
 
     with meanwhile(make_room):
@@ -106,10 +106,11 @@ def test_a_disk_that_stays_full_ends_with_what_to_do(small_disk: Path, tmp_path:
 def test_a_checkpoints_folder_that_is_removed_is_said(tmp_path: Path) -> None:
     """A11. Once; two ranks write, and either may make the folder again."""
     folder = tmp_path / "run"
-    slow = "rank=0 step=4 phase=data kind=sleep seconds=3"
+    reached = tmp_path / "reached"
+    slow = f"rank=0 step=4 phase=data kind=sleep seconds=5 mark={reached}"
     flags = ("--checkpoint.every", "2", "--train.steps", "8", "--nproc", "2", "--out", str(folder))
     with Program("train", *TINY, *flags, env={"PACELINE_FAULTS": slow}) as program:
-        program.wait_for(lambda: events(folder, "checkpoint"))
+        program.wait_for(lambda: events(folder, "checkpoint") and reached.exists())
         shutil.rmtree(folder / "checkpoints")
         ended = program.wait().require()
     gone = f"{folder}/checkpoints was removed while training: the checkpoints in it are gone"
@@ -118,20 +119,21 @@ def test_a_checkpoints_folder_that_is_removed_is_said(tmp_path: Path) -> None:
     assert saved(folder)[-1] == 8
 
 
-def test_a_run_whose_folder_is_removed_says_so_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
+def test_a_run_whose_folder_is_removed_says_so_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, strike = tmp_path / "run", faults.strike
 
-    def remove() -> None:
-        while len(rows(folder / "metrics.jsonl")) < 2:
-            time.sleep(0.005)
-        folder.rename(tmp_path / "removed")
-        shutil.rmtree(tmp_path / "removed")
+    def remove(phase: str, step: int) -> str | None:
+        if (phase, step) == ("data", 3):
+            shutil.rmtree(folder)
+        return strike(phase, step)
 
-    slow = "rank=0 step=3 phase=data kind=sleep seconds=1"
+    monkeypatch.setattr(faults, "strike", remove)
     gone = f"{folder}: the run folder is gone"
     failed = f"reached step 6, and its last checkpoint could not be saved: {gone}"
-    with meanwhile(remove), pytest.raises(RunError, match=failed):
-        status_of(folder, tiny(checkpoint__every=3), slow)
+    with pytest.raises(RunError, match=failed):
+        status_of(folder, tiny(checkpoint__every=3))
     assert not folder.exists()
     said = words(capsys.readouterr().out)
     assert "metrics.jsonl cannot be written (No such file or directory); training continues" in said
