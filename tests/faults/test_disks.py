@@ -15,6 +15,7 @@ from whole_runs import STEPS, events, saved, status_of, tiny, words
 
 from paceline.base import faults
 from paceline.base.errors import RunError
+from paceline.train import saves
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def test_on_a_full_disk_training_continues_and_with_room_it_saves_again(
 
 
 def test_a_full_disk_at_the_end_is_tried_again_until_there_is_room(
-    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A9. What to do is said, with the newest checkpoint; nothing is lost where room is made in time."""
     folder, straight = small_disk.parent, tmp_path / "straight"
@@ -80,13 +81,14 @@ def test_a_full_disk_at_the_end_is_tried_again_until_there_is_room(
             time.sleep(0.01)
         grow(small_disk)
 
+    monkeypatch.setattr(saves, "_RETRY_EVERY_S", 1.0)
     with meanwhile(make_room):
         assert status_of(folder, tiny(checkpoint__retry_s=60.0), resume=True) == 0
     assert digest(folder) == digest(straight)
     assert saved(folder) == [2, STEPS]
     said = words(capsys.readouterr().out)
     assert f"the checkpoint of step {STEPS} could not be saved: " in said
-    assert "The newest checkpoint is of step 2. Make room: it is tried again every 5 s, for " in said
+    assert "The newest checkpoint is of step 2. Make room: it is tried again every 1 s, for " in said
     assert len(events(folder, "checkpoint failed")) == 1
 
 
