@@ -75,18 +75,19 @@ class Program:
         command: tuple[str, ...] = _COMMAND,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
+        script: Path | None = None,
     ):
+        """script: of Python, to run in place of the command, in a process that has torch imported."""
         self.mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
         self._out, self._err, self._ranks = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
         self.started = time.monotonic()
         environment = {**inherited, _MARK: self.mark, **(env or {})}
         self.process: subprocess.Popen[bytes] | Fork
-        if command == _COMMAND and not any(name.startswith(_READ_AT_START) for name in env or {}):
+        if script or (command == _COMMAND and not any(name.startswith(_READ_AT_START) for name in env or {})):
             streams = [reduction.DupFd(file.fileno()) for file in (self._out, self._err, self._ranks)]
-            self.process = Fork(
-                FORKS.Process(target=_be_the_command, args=(arguments, environment, cwd or os.getcwd(), streams))
-            )
+            what = arguments, environment, cwd or os.getcwd(), streams, script
+            self.process = Fork(FORKS.Process(target=_be_the_command, args=what))
             return
         self.process = subprocess.Popen(
             [*command, *arguments],
@@ -139,7 +140,7 @@ class Program:
         """Rank -> pid of the ranks that --nproc started."""
         return {int(rank): pid for pid, rank in self._living() if rank}
 
-    def wait_until_gone(self, deadline_s: float = 10.0) -> float:
+    def wait_until_gone(self, deadline_s: float = 30.0) -> float:
         """Returns the seconds until no process of the command lived; fails past the deadline."""
         began = time.monotonic()
         while self.pids():
@@ -214,11 +215,15 @@ class Fork:
         self.send_signal(signal.SIGTERM)
 
 
-def _be_the_command(arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any]) -> None:
+def _be_the_command(
+    arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any], script: Path | None
+) -> None:
     os.chdir(cwd)
     for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
         os.dup2(file, standard)
     ranks = streams[2].detach()
+    if script:
+        return _be(str(script), arguments, env, lambda: runpy.run_path(str(script), run_name="__main__"))
 
     def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool) -> Fork:
         assert tuple(command[:3]) == _COMMAND, command
@@ -248,14 +253,18 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str], ranks: int) -> N
 
 
 def _be_paceline(arguments: tuple[str, ...], env: dict[str, str]) -> None:
+    _be("paceline", arguments, env, lambda: runpy.run_module("paceline", run_name="__main__", alter_sys=True))
+
+
+def _be(name: str, arguments: tuple[str, ...], env: dict[str, str], program: Callable[[], object]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # else that of before
-    sys.argv = ["paceline", *arguments]
+    sys.argv = [name, *arguments]
     sys.path[0] = ""
     try:
-        runpy.run_module("paceline", run_name="__main__", alter_sys=True)
+        program()
     finally:
         atexit._run_exitfuncs()  # which a forked process leaves out
 
@@ -269,7 +278,7 @@ def run(
     """Runs `python -m paceline ARGUMENTS` to its end; fails where a process of it outlives it."""
     with Program(*arguments, env=env, cwd=cwd) as program:
         ended = program.wait(deadline_s)
-        program.wait_until_gone(5.0)
+        program.wait_until_gone()
     return ended
 
 

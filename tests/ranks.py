@@ -28,7 +28,6 @@ from paceline.world.config import ParallelConfig
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "paceline.train.loop", "torch.distributed.fsdp", "torch._dynamo"])
-_LAST_WORDS_S = 5.0  # after a failure: for the other ranks to notice it and say so
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 120,
+    last_words_s: float = 15,
     config: ParallelConfig | None = None,
     opened: bool = True,
 ) -> list[Any]:
@@ -71,7 +71,7 @@ def run_ranks(
         Path(folder, "request").write_bytes(pickle.dumps(request))
         processes = [_start(Path(folder), rank, world_size, store.port) for rank in range(world_size)]
         try:
-            in_time = _wait(processes, timeout_s)
+            in_time = _wait(processes, timeout_s, last_words_s)
         finally:
             for process in processes:
                 _kill(process)
@@ -104,14 +104,14 @@ def _start(folder: Path, rank: int, world_size: int, port: int) -> ForkServerPro
     return process
 
 
-def _wait(processes: list[ForkServerProcess], timeout_s: float) -> bool:
-    """Returns whether all ended on their own; a failure shortens the deadline of the others."""
+def _wait(processes: list[ForkServerProcess], timeout_s: float, last_words_s: float) -> bool:
+    """Returns whether all ended on their own; a failure shortens the deadline of the others to `last_words_s`."""
     deadline = time.monotonic() + timeout_s
     seen_failure = False
     while any(process.exitcode is None for process in processes):
         if not seen_failure and any(process.exitcode for process in processes):
             seen_failure = True
-            deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+            deadline = min(deadline, time.monotonic() + last_words_s)
         if time.monotonic() > deadline:
             return seen_failure
         time.sleep(0.01)

@@ -207,7 +207,7 @@ def test_interrupted_and_killed_and_started_again(place: Path) -> None:
 
     with preparing(shards=3) as process:
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 75
+        assert process.wait(60) == 75
         assert process.stdout is not None
         assert b"the same command" in process.stdout.read()
     with preparing(shards=6) as process:

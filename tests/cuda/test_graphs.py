@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
@@ -21,6 +20,8 @@ CONFIG = ModelConfig(n_layer=9, n_head=2, n_embd=16, vocab_size=32, n_positions=
 
 def graphs(world: World) -> dict[str, list[int]]:
     """By strategy, how many graphs there are after each step; the second is followed by an evaluation."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # half a second, in ranks only
+
     found: dict[str, list[int]] = {}
     for strategy in STRATEGIES:
         torch._dynamo.reset()

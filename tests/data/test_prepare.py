@@ -405,11 +405,12 @@ def test_shards_of_a_killed_attempt_that_saved_nothing_do_not_stay(corpus: Path,
 def test_two_processes_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = child(corpus, out, {"tokenizer": "train:2000"}, 1)
-    while not (out / ".preparing" / "lock").exists():
+    while not (out / "tokenizer.json").exists():  # made under the lock
         assert first.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.2)
+        time.sleep(0.001)
+    first.send_signal(signal.SIGSTOP)
     try:
+        assert not (out / "index.json").exists(), "stopped too late to show anything"
         with pytest.raises(UserError, match="another process is preparing"):
             make([corpus], out, tokenizer="train:2000")
     finally:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from program import TINY, Program, digest, losses, rows
+from program import TINY, Program, digest, losses
 from whole_runs import STEPS, events, saved, status_of, tiny, words
 
+from paceline.base import faults
 from paceline.base.errors import RunError
+from paceline.train import saves
 
 
 @contextlib.contextmanager
@@ -67,7 +69,7 @@ def test_on_a_full_disk_training_continues_and_with_room_it_saves_again(
 
 
 def test_a_full_disk_at_the_end_is_tried_again_until_there_is_room(
-    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A9. What to do is said, with the newest checkpoint; nothing is lost where room is made in time."""
     folder, straight = small_disk.parent, tmp_path / "straight"
@@ -77,16 +79,16 @@ def test_a_full_disk_at_the_end_is_tried_again_until_there_is_room(
     def make_room() -> None:
         while not events(folder, "checkpoint failed"):
             time.sleep(0.01)
-        time.sleep(0.5)
         grow(small_disk)
 
+    monkeypatch.setattr(saves, "_RETRY_EVERY_S", 1.0)
     with meanwhile(make_room):
         assert status_of(folder, tiny(checkpoint__retry_s=60.0), resume=True) == 0
     assert digest(folder) == digest(straight)
     assert saved(folder) == [2, STEPS]
     said = words(capsys.readouterr().out)
     assert f"the checkpoint of step {STEPS} could not be saved: " in said
-    assert "The newest checkpoint is of step 2. Make room: it is tried again every 5 s, for " in said
+    assert "The newest checkpoint is of step 2. Make room: it is tried again every 1 s, for " in said
     assert len(events(folder, "checkpoint failed")) == 1
 
 
@@ -106,10 +108,11 @@ def test_a_disk_that_stays_full_ends_with_what_to_do(small_disk: Path, tmp_path:
 def test_a_checkpoints_folder_that_is_removed_is_said(tmp_path: Path) -> None:
     """A11. Once; two ranks write, and either may make the folder again."""
     folder = tmp_path / "run"
-    slow = "rank=0 step=4 phase=data kind=sleep seconds=3"
+    reached = tmp_path / "reached"
+    slow = f"rank=0 step=4 phase=data kind=sleep seconds=5 mark={reached}"
     flags = ("--checkpoint.every", "2", "--train.steps", "8", "--nproc", "2", "--out", str(folder))
     with Program("train", *TINY, *flags, env={"PACELINE_FAULTS": slow}) as program:
-        program.wait_for(lambda: events(folder, "checkpoint"))
+        program.wait_for(lambda: events(folder, "checkpoint") and reached.exists())
         shutil.rmtree(folder / "checkpoints")
         ended = program.wait().require()
     gone = f"{folder}/checkpoints was removed while training: the checkpoints in it are gone"
@@ -118,20 +121,21 @@ def test_a_checkpoints_folder_that_is_removed_is_said(tmp_path: Path) -> None:
     assert saved(folder)[-1] == 8
 
 
-def test_a_run_whose_folder_is_removed_says_so_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
+def test_a_run_whose_folder_is_removed_says_so_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, strike = tmp_path / "run", faults.strike
 
-    def remove() -> None:
-        while len(rows(folder / "metrics.jsonl")) < 2:
-            time.sleep(0.005)
-        folder.rename(tmp_path / "removed")
-        shutil.rmtree(tmp_path / "removed")
+    def remove(phase: str, step: int) -> str | None:
+        if (phase, step) == ("data", 3):
+            shutil.rmtree(folder)
+        return strike(phase, step)
 
-    slow = "rank=0 step=3 phase=data kind=sleep seconds=1"
+    monkeypatch.setattr(faults, "strike", remove)
     gone = f"{folder}: the run folder is gone"
     failed = f"reached step 6, and its last checkpoint could not be saved: {gone}"
-    with meanwhile(remove), pytest.raises(RunError, match=failed):
-        status_of(folder, tiny(checkpoint__every=3), slow)
+    with pytest.raises(RunError, match=failed):
+        status_of(folder, tiny(checkpoint__every=3))
     assert not folder.exists()
     said = words(capsys.readouterr().out)
     assert "metrics.jsonl cannot be written (No such file or directory); training continues" in said

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +20,10 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 @contextmanager
 def launched(run: Path, *lives: list[str], **options: Any) -> Iterator[Program]:
-    """A launcher whose ranks do as `lives` says, without torch."""
+    """A launcher, which needs torch, and ranks that do as `lives` says without it."""
     run.mkdir(exist_ok=True)
     plan = {"num_ranks": len(lives[0]), "lives": lives, **options}
-    with Program("launch", str(run), json.dumps(plan), command=(sys.executable, str(STAND_IN))) as program:
+    with Program("launch", str(run), json.dumps(plan), script=STAND_IN) as program:
         yield program
 
 
@@ -34,7 +33,7 @@ def note(run: Path, life: int, rank: int) -> dict[str, Any]:
 
 
 def wait_for_life(program: Program, run: Path, life: int, num_ranks: int) -> None:
-    program.wait_for(lambda: all((run / f"life-{life}-rank-{rank}.json").exists() for rank in range(num_ranks)), 20)
+    program.wait_for(lambda: all((run / f"life-{life}-rank-{rank}.json").exists() for rank in range(num_ranks)))
 
 
 def listening(program: Program) -> set[tuple[str, int]]:
@@ -59,8 +58,8 @@ def test_a_killed_rank_is_named_and_all_begin_again_as_the_same_job_on_loopback_
         assert listening(program) == {("127.0.0.1", port)}, "one port for all lives, and no other"
         assert len(program.pids()) == 4, "nothing is left of the lives before, nor of what their ranks started"
         os.kill(program.pid, signal.SIGTERM)
-        ended = program.wait(15).require(75)
-        program.wait_until_gone(2)
+        ended = program.wait().require(75)
+        program.wait_until_gone()
     said = ended.err.splitlines()
     assert said[0].startswith("rank 1 was killed by SIGKILL (")
     assert said[0].endswith("after step 6; restart 1 of 3")
@@ -72,26 +71,24 @@ def test_a_killed_rank_is_named_and_all_begin_again_as_the_same_job_on_loopback_
     assert len({facts["PACELINE_JOB"] for facts in notes}) == 1
     assert {(facts["MASTER_ADDR"], facts["MASTER_PORT"]) for facts in notes} == {("127.0.0.1", str(port))}
     assert {facts["TORCHELASTIC_USE_AGENT_STORE"] for facts in notes} == {"True"}
-    # Two seconds for those that do not end by themselves, then new interpreters.
-    assert 2 < notes[3]["time"] - notes[1]["time"] < 5
-    assert notes[6]["time"] - notes[3]["time"] < 3
+    assert notes[3]["time"] - notes[1]["time"] > 2, "given to those that do not end by themselves"
 
 
 def test_what_the_user_must_change_is_not_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, ["user", "kill"], max_restarts=3) as program:
-        ended = program.wait(15).require(2)
+        ended = program.wait().require(2)
     assert ended.err == ""
     assert not (tmp_path / "life-1-rank-0.json").exists()
 
 
 def test_saved_beats_done(tmp_path: Path) -> None:
     with launched(tmp_path, ["done", "saved", "done"], max_restarts=3) as program:
-        assert program.wait(15).require(75).err == ""
+        assert program.wait().require(75).err == ""
 
 
 def test_three_failures_at_one_step_end_it_with_all_of_them_told(tmp_path: Path) -> None:
     with launched(tmp_path, ["7 kill"], max_restarts=10) as program:
-        ended = program.wait(20).require(1)
+        ended = program.wait().require(1)
     assert "restart 1 of 10\n" in ended.err
     assert "restart 2 of 10 in 1 s\n" in ended.err
     assert "failed three times in a row at the same step" in ended.err
@@ -107,7 +104,7 @@ def test_a_rank_that_dies_is_told_with_host_and_step_and_log_and_the_way_out(tmp
     (tmp_path / "ranks" / "rank-00000.log").touch()
     with launched(tmp_path, ["6 kill", "wait"]) as program:
         wait_for_life(program, tmp_path, 0, 1)
-        ended = program.wait(15).require(1)
+        ended = program.wait().require(1)
     assert ended.err == (
         f"rank 0 was killed by SIGKILL (the kernel does that when memory runs out), on {socket.gethostname()}, after "
         f"step 6; the other ranks were stopped. The log of rank 0 is {tmp_path}/ranks/rank-00000.log. "
@@ -145,13 +142,13 @@ def test_a_failure_that_a_rank_has_told_is_followed_by_the_way_out(tmp_path: Pat
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step-00000004\n")
     with launched(tmp_path, ["6 fail", "done"]) as program:
-        ended = program.wait(15).require(1)
+        ended = program.wait().require(1)
     assert ended.err == f"The newest checkpoint is of step 4: `paceline resume {tmp_path}` resumes from there\n"
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
     with launched(tmp_path, ["5 kill"], ["6 fail"], ["7 kill"], max_restarts=1) as program:
-        ended = program.wait(15).require(1)
+        ended = program.wait().require(1)
     assert "the run failed after 1 restarts" in ended.err
     assert not (tmp_path / "life-2-rank-0.json").exists()
 
@@ -161,8 +158,8 @@ def test_a_signal_reaches_each_rank_once_as_one_it_knows(tmp_path: Path, sent: s
     with launched(tmp_path, ["wait", "wait"], max_restarts=3) as program:
         wait_for_life(program, tmp_path, 0, 2)
         os.kill(program.pid, signal.Signals[sent])
-        ended = program.wait(10).require(75)
-        program.wait_until_gone(2)
+        ended = program.wait().require(75)
+        program.wait_until_gone()
     assert ended.out.splitlines() == [f"heard {heard}"] * 2
     assert ended.err == ""
 
@@ -173,19 +170,19 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         os.kill(program.pid, signal.SIGINT)
         program.wait_for(lambda: "heard SIGINT" in program._said())  # two signals that come together count as one
         os.kill(program.pid, signal.SIGINT)
-        program.wait(10).require(130)  # deaf ranks would be given a minute
-        program.wait_until_gone(1)
+        program.wait(40).require(130)  # deaf ranks would be given a minute
+        program.wait_until_gone()
 
 
 def test_a_signal_between_two_lives_of_a_saved_run_ends_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
-    with launched(tmp_path, ["4 kill"], ["4 kill"], ["9 wait"], max_restarts=5) as program:
-        program.wait_for(lambda: "restart 2 of 5 in 1 s" in program._said(), 15)
+    with launched(tmp_path, ["5 kill"], ["4 kill"], ["3 kill"], ["9 wait"], max_restarts=5) as program:
+        program.wait_for(lambda: "restart 3 of 5 in 2 s" in program._said())
         os.kill(program.pid, signal.SIGTERM)
-        ended = program.wait(3).require(75)
-        program.wait_until_gone(1)
+        ended = program.wait().require(75)
+        program.wait_until_gone()
     assert "stopped by SIGTERM before training began" in ended.err
-    assert not (tmp_path / "life-2-rank-0.json").exists()
+    assert not (tmp_path / "life-3-rank-0.json").exists()
 
 
 def test_waits_grow_while_nothing_is_gained() -> None:

@@ -138,9 +138,9 @@ def told(folder: Path, key: str, rank: int = 0) -> list[dict[str, Any]]:
 
 def wait_for_lives(node: Node, folder: Path, number: int) -> dict[str, Any]:
     """Returns the first all-reduce of that life of rank 0."""
-    node.program.wait_for(lambda: len(told(folder, "opened")) >= number, 40)
+    node.program.wait_for(lambda: len(told(folder, "opened")) >= number, 90)
     mine = told(folder, "opened")[number - 1]["opened"]
-    node.program.wait_for(lambda: any(row["generation"] == mine for row in told(folder, "generation")), 20)
+    node.program.wait_for(lambda: any(row["generation"] == mine for row in told(folder, "generation")), 90)
     return next(row for row in told(folder, "generation") if row["generation"] == mine)
 
 
@@ -170,7 +170,7 @@ def test_a_host_comes_back_and_a_cable_breaks(two_hosts, tmp_path: Path) -> None
         time.sleep(2)
         two_hosts[1].cable("up")
         back_s = time.monotonic()
-        first.program.wait_for(lambda: told(tmp_path, "generation")[-1]["at_s"] > back_s, 20)
+        first.program.wait_for(lambda: told(tmp_path, "generation")[-1]["at_s"] > back_s, 90)
         assert told(tmp_path, "generation")[-1]["generation"] == again["generation"]  # survived: the same life
 
         two_hosts[1].cable("down")
@@ -249,7 +249,7 @@ def test_a_host_whose_name_is_loopback_is_told_to_name_its_interface(two_hosts, 
         for rank, host in enumerate(two_hosts):
             command = host.inside(sys.executable, str(ALL_REDUCES), str(tmp_path), "", "20")
             program = stack.enter_context(Program(command=command, env={**world, "RANK": str(rank)}))
-        program.wait(30).require(2)
+        program.wait().require(2)
     said = [told(tmp_path, "error", rank)[0]["error"] for rank in (0, 1)]
     assert said[0] == said[1]
     assert re.match(rf"rank 1 \({second.name}, pid \d+\) would listen on 127\.0\.1\.1", said[0])

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.base import seeds
 from paceline.model.config import ModelConfig
@@ -104,6 +102,8 @@ def test_it_is_off_in_eval_without_keys_and_at_zero(tokens_BT: torch.Tensor, tar
 
 def test_compiled_blocks_share_one_graph_with_dropout() -> None:
     """Torch gives up compiling after eight graphs; a site in the graph made one for each block."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # a second, which collecting does without
+
     config = ModelConfig(n_layer=12, n_head=2, n_embd=8, vocab_size=16, n_positions=4, dropout=0.1)
     model, counter = build(config, 0, "cpu"), CompileCounterWithBackend("eager")
     tokens_BT, keys_B = torch.zeros(2, 4, dtype=torch.int64), torch.arange(2)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
@@ -45,6 +44,8 @@ def by_torch(config: ModelConfig, world: World, sharded: bool) -> dict[str, torc
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     adamw: torch.optim.Optimizer
     if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
         adamw = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, betas=(0.9, 0.95), eps=EPS, fused=True)
     else:
         adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS, fused=True)

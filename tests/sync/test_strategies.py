@@ -21,7 +21,7 @@ from paceline.sync.replicas import overall
 from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
 from paceline.world.config import ParallelConfig
-from paceline.world.group import Group, LocalGroup
+from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.runtime import World
 
 BUCKET_BYTES = (1, 200, 3000, 1 << 30)
@@ -125,7 +125,10 @@ def communication(name: str, group: Group) -> dict[str, Any]:
 
     def num_transfers() -> int:
         group.barrier()
-        time.sleep(0.05)  # what no other rank keeps any more ends by itself
+        under_way = group._traffic.transfers if isinstance(group, DistributedGroup) else []
+        deadline = time.monotonic() + 20
+        while any(not transfer.is_over for transfer in under_way) and time.monotonic() < deadline:
+            time.sleep(0.001)  # what no other rank keeps any more ends by itself
         return len(group.take_traffic().transfers)
 
     seen = []

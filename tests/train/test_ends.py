@@ -6,17 +6,18 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from program import COLD, TINY, Program, digest, losses, run, steps
 from ranks import run_ranks
 from whole_runs import STEPS, evaluations, events, saved, status_of, tiny, words
 
+from paceline.base import faults
 from paceline.base.early import stopped_early
 from paceline.base.errors import RunError, Stopped, UserError
 from paceline.base.faults import Injected
@@ -97,13 +98,19 @@ def best_of(folder: Path) -> tuple[str, float]:
     return name, float(json.loads(noted.read_text()) if noted.exists() else manifest["val_loss"])
 
 
-def test_the_best_and_multiples_stay_beside_the_newest(tmp_path: Path) -> None:
+def test_the_best_and_multiples_stay_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A1. Saves and evaluations of the same steps: the best is among the first, saved before it was evaluated."""
     folder = tmp_path / "run"
     kept = {"checkpoint__keep_every": 4, "checkpoint__keep_best": True}
     config = tiny(checkpoint__every=1, train__eval_every=1, train__steps=8, **kept, **GROWING)
-    slow = "; ".join(f"rank=0 step={step} phase=data kind=sleep seconds=0.3" for step in (2, 3, 4))
-    assert status_of(folder, config, slow) == 0
+    save_if_due = saves_module.Saves.save_if_due
+
+    def save_before_the_next_step(saves: saves_module.Saves) -> None:
+        save_if_due(saves)
+        saves._saver.finish()
+
+    monkeypatch.setattr(saves_module.Saves, "save_if_due", save_before_the_next_step)
+    assert status_of(folder, config) == 0
     found = evaluations(folder)
     best = min(found, key=lambda step: found[step])
     assert best < 7
@@ -156,11 +163,12 @@ LONG_EVALUATION = ("--train.eval-every", "4", "--train.eval-sequences", "2800", 
 def test_a_signal_in_a_long_evaluation_ends_at_its_step_and_a_resume_evaluates_it(tmp_path: Path) -> None:
     """A2. On rank 1 alone; the reason reads the same on the terminal, in the events and in the report."""
     folder = tmp_path / "run"
-    with Program("train", *TINY, *LONG_EVALUATION, "--nproc", "2", "--out", str(folder)) as program:
-        program.wait_for(lambda: len(steps(folder)) == 4)
-        time.sleep(0.2)
+    mark = tmp_path / "evaluates"
+    begun = {"PACELINE_FAULTS": f"rank=1 step=5 phase=evaluate kind=sleep seconds=0 mark={mark}"}
+    with Program("train", *TINY, *LONG_EVALUATION, "--nproc", "2", "--out", str(folder), env=begun) as program:
+        program.wait_for(mark.exists)
         os.kill(program.ranks()[1], signal.SIGTERM)
-        ended = program.wait(30).require(75)
+        ended = program.wait().require(75)
     assert len(steps(folder)) == 4, "no further step"
     assert evaluations(folder) == {}
     reason = "SIGTERM on rank 1"
@@ -174,21 +182,22 @@ def test_a_signal_in_a_long_evaluation_ends_at_its_step_and_a_resume_evaluates_i
     assert "stopped: train.stop-at-step" in (tmp_path / "report.html").read_text()
 
 
-def test_a_signal_in_the_last_evaluation_leaves_only_that_to_the_resume(tmp_path: Path, straight: Path) -> None:
+def test_a_signal_in_the_last_evaluation_leaves_only_that_to_the_resume(
+    tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A2. All steps are made and saved."""
-    folder = tmp_path / "run"
+    folder, strike = tmp_path / "run", faults.strike
     config = tiny(train__eval_every=2)
 
-    def ask() -> None:
-        while len(steps(folder)) < STEPS or not (folder / f"checkpoints/step-{STEPS:08d}").exists():
-            time.sleep(0.002)
-        time.sleep(0.5)  # in the fault's sleep
-        os.kill(os.getpid(), signal.SIGTERM)
+    def ask(phase: str, step: int) -> str | None:
+        if (phase, step) == ("evaluate", STEPS + 1):
+            assert saved(folder)[-1] == STEPS
+            os.kill(os.getpid(), signal.SIGTERM)
+        return strike(phase, step)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert status_of(folder, config, f"rank=0 step={STEPS + 1} phase=evaluate kind=sleep seconds=2") == 75
-    thread.join()
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "strike", ask)
+        assert status_of(folder, config) == 75
     assert [event["reason"] for event in events(folder, "end")] == ["SIGTERM on rank 0"]
     assert sorted(evaluations(folder)) == [2, 4]
     assert status_of(folder, config, resume=True) == 0
@@ -214,15 +223,14 @@ def test_what_takes_long_at_the_end_is_said(
 # ---- before the first step ----
 
 
-def ask_when_ready(program: Program, number: signal.Signals, num_ranks: int, after_s: float) -> None:
-    """Sends the signal to the command when each rank takes signals, and so many seconds later."""
+def ask_when_ready(program: Program, number: signal.Signals, num_ranks: int, is_time: Callable[[], bool]) -> None:
+    """Sends the signal to the command when each rank takes signals, and it is time."""
 
     def are_ready() -> bool:
         pids = program.ranks().values() if num_ranks > 1 else [program.pid]
         return len(pids) == num_ranks and all(has_handler(pid, signal.SIGTERM) for pid in pids)
 
-    program.wait_for(are_ready)
-    time.sleep(after_s)
+    program.wait_for(lambda: are_ready() and is_time())
     os.kill(program.pid, number)
 
 
@@ -248,13 +256,18 @@ def test_a_signal_while_data_is_prepared(
     flags = ("--data.path", str(long_text), "--out", str(tmp_path / "run"), "--nproc", str(nproc))
     # No fork: in a forked process the tokenizer hears no signal until it has encoded all of it.
     with Program("train", *TINY, *flags, env={**COLD, "PACELINE_CACHE": str(tmp_path / "cache")}) as program:
-        ask_when_ready(program, number, nproc, after_s=1.0)
-        ended = program.wait(30).require(status)
-        program.wait_until_gone(5)
+        ask_when_ready(program, number, nproc, lambda: any((tmp_path / "cache").glob("*/.preparing/lock")))
+        ended = program.wait().require(status)
+        program.wait_until_gone()
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert ended.err.count("\n") == 1, "one line"
     expected = "stopped by SIGTERM before training began" if status == 75 else "interrupted"
     assert ended.err.startswith(expected)
+
+
+def is_listening(program: Program, port: int) -> bool:
+    known = psutil.Process(program.pid).net_connections()
+    return any(each.laddr.port == port for each in known if each.status == psutil.CONN_LISTEN)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -267,8 +280,8 @@ def test_a_signal_to_a_rank_that_waits_for_the_others(tmp_path: Path, number: si
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     flags = ("--parallel.interface", "lo", "--out", str(tmp_path / "run"))
     with Program("train", *TINY, *flags, env={**world, **address}) as program:
-        ask_when_ready(program, number, 1, after_s=2.0)
-        program.wait(30).require(status)
+        ask_when_ready(program, number, 1, lambda: is_listening(program, port))
+        program.wait().require(status)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -283,7 +296,7 @@ def test_a_signal_at_once(tmp_path: Path, library: str, number: signal.Signals, 
     with Program("train", *TINY, "--out", str(tmp_path / "run")) as program:
         program.wait_for(is_there)
         os.kill(program.pid, number)
-        ended = program.wait(30).require(status)
+        ended = program.wait().require(status)
     assert ended.err == f"{'interrupted' if status == 130 else stopped_early('SIGTERM')}\n"
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -310,12 +323,12 @@ def test_a_signal_between_meeting_and_the_first_step_and_the_same_command_again(
     """A7. In a restore: the checkpoint stays as it is. A run that never trained begins in its folder."""
     folder = tmp_path / "run"
     assert status_of(folder, tiny(train__stop_at_step=2)) == 75
-    slow = "rank=0 step=3 phase=restore kind=sleep seconds=20"
+    mark = tmp_path / "restores"
+    slow = f"rank=0 step=3 phase=restore kind=sleep seconds=20 mark={mark}"
     with Program("resume", str(folder), "--nproc", "2", env={"PACELINE_FAULTS": slow}) as program:
-        program.wait_for(lambda: len(program.ranks()) == 2 and (folder / "ranks/rank-00001.log").exists())
-        ask_when_ready(program, signal.SIGTERM, 2, after_s=3.0)
-        ended = program.wait(30).require(75)
-        program.wait_until_gone(5)
+        ask_when_ready(program, signal.SIGTERM, 2, mark.exists)
+        ended = program.wait().require(75)
+        program.wait_until_gone()
     assert "stopped by SIGTERM before training began" in ended.err
     assert saved(folder) == [2]
     assert status_of(folder, tiny(), resume=True) == 0

@@ -220,9 +220,11 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
 
 def test_the_clock_of_a_cpu_counts_milliseconds() -> None:
     clock = DeviceClock(CPU)
+    before = time.perf_counter()
     start = clock.stamp()
     time.sleep(0.02)
-    assert 20 <= clock.ms(start, clock.stamp()) < 500
+    took_ms = clock.ms(start, clock.stamp())
+    assert 20 <= took_ms <= 1e3 * (time.perf_counter() - before)
 
 
 @pytest.mark.parametrize(

@@ -243,12 +243,12 @@ def test_a_free_port_passes_also_just_after_it_was_used() -> None:
 # ---- master ----
 
 
-def test_an_unresolvable_master_is_refused_within_five_seconds() -> None:
+def test_an_unresolvable_master_is_refused_early() -> None:
     started = time.monotonic()
     env = Environment(rank=1, world_size=2, local_world_size=2, master_addr="no-such-host.invalid", master_port=29500)
     with pytest.raises(UserError, match=r"MASTER_ADDR is 'no-such-host\.invalid'"):
         check_master(env)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60, "not the ranks' timeout"
 
 
 def test_a_master_whose_name_is_not_known_yet_is_waited_for(

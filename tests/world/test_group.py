@@ -1,7 +1,9 @@
 """The one door to the other ranks: every verb against numpy, at several worlds, and alike for a world of one."""
 
+import contextlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -185,26 +187,32 @@ def timing(group: Group) -> dict[str, Any]:
 
 
 def slow_peer(group: Group) -> dict[str, Any]:
-    """Milliseconds that three collectives took in which rank 1 came 200 ms late, and that this rank stood still."""
-    found: dict[str, Any] = {}
+    """Milliseconds that three collectives took in which rank 1 came after rank 0 had computed on for 50 ms, and 100 ms
+    more, and that this rank stood still; three times, because machines are shared."""
+    found: dict[str, list[Any]] = {}
     edges, flat = borders(10, [1] * group.size), ones(group, 10)
-    for name, begin in (
+    for name, begin in 3 * (
         ("all-reduce", lambda: group.start_all_reduce(flat)),
         ("reduce-scatter", lambda: group.start_reduce_scatter(flat, edges)),
         ("all-gather", lambda: group.start_all_gather(flat, edges)),
     ):
+        number = len(found.setdefault(name, []))
+        turn = Path(f"{name}-{number}.turn")
         group.barrier()
         group.take_traffic()
-        if group.rank == 1:
-            time.sleep(0.2)
+        while group.rank == 1 and not turn.exists():
+            time.sleep(0.001)
+        time.sleep(0.1 * (group.rank == 1))
         transfer = begin()
         over = group.take_traffic().transfers  # on the last rank that comes it may be over at once
         if group.rank == 0:
-            time.sleep(0.1)  # computes on: half of the 200 ms is hidden
+            time.sleep(0.05)
+            turn.touch()
         transfer.wait()
         traffic = group.take_traffic()
         took = [(t.end - t.start) * 1e3 for t in over + traffic.transfers]  # type: ignore[operator]
-        found[name] = (not over, took, sum(end - start for start, end in traffic.waits) * 1e3)  # type: ignore[operator]
+        waited = sum(end - start for start, end in traffic.waits) * 1e3  # type: ignore[operator]
+        found[name].append((not over, took, waited))
     return found
 
 
@@ -233,15 +241,16 @@ _LONG = [pytest.param(size, marks=pytest.mark.long) for size in (2, 4)]
 
 
 @pytest.fixture(scope="module", params=["local", "staged", 1, 3, *_LONG, *HOSTS], ids=lambda size: f"world-{size}")
-def answers(request: pytest.FixtureRequest) -> list[Row]:
-    if request.param == "local":
-        group = LocalGroup(torch.device("cpu"))
-        return [(exercise(group), timing(group), slow_peer(group))]
-    if request.param == "staged":
-        return run_ranks(on_staged_ranks, 3)
-    if request.param in HOSTS:
-        return run_ranks(on_hosts, len(request.param), request.param)
-    return run_ranks(on_ranks, request.param)
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    with contextlib.chdir(tmp_path_factory.mktemp("turns")):
+        if request.param == "local":
+            group = LocalGroup(torch.device("cpu"))
+            return [(exercise(group), timing(group), slow_peer(group))]
+        if request.param == "staged":
+            return run_ranks(on_staged_ranks, 3)
+        if request.param in HOSTS:
+            return run_ranks(on_hosts, len(request.param), request.param)
+        return run_ranks(on_ranks, request.param)
 
 
 def test_ranks_are_numbered_in_order(answers: list[Any]) -> None:
@@ -359,16 +368,13 @@ def test_a_collective_takes_from_its_start_to_its_end_and_a_rank_waits_for_what_
 ) -> None:
     if len(answers) == 1:
         pytest.skip("nobody to wait for")
-    for rank, (_, _, saw) in enumerate(answers):
-        under_way, took_ms, waited_ms = saw[verb]
-        assert len(took_ms) == 1
-        if rank == 0:  # it started at once and ended when rank 1 had come; half of that it slept
-            assert under_way
-            assert 150 < took_ms[0] < 2000
-            assert waited_ms < took_ms[0] - 70
-        if rank == 1:
-            assert took_ms[0] < 150
-            assert waited_ms < 150
+    (_, _, early), (_, _, late) = answers[:2]
+    for under_way, (took_ms,), waited_ms in early[verb]:
+        assert under_way
+        assert took_ms > 145
+        assert waited_ms < took_ms - 45, "the rest was hidden"
+    assert min(took_ms for _, (took_ms,), _ in late[verb]) < 100
+    assert min(waited_ms for _, _, waited_ms in late[verb]) < 100
 
 
 def lonely(world: World, verb: str) -> None:
@@ -396,7 +402,7 @@ def test_a_timeout_set_later_is_the_one_in_force(verb: str) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(lonely, 2, verb)
     said = caught.value.outcomes[0].said
-    assert "PeerLost: gave up after 1." in said, said
+    assert re.search(r"PeerLost: gave up after \d+\.\d\d s", said), said
     what = "messages between ranks" if verb == "messages" else f"an {verb}"
     assert f"rank 0 lost the other ranks during {what}" in said
 

@@ -105,6 +105,6 @@ def breaks(world: World, how: str) -> None:
 )
 def test_a_rank_that_is_lost_or_elsewhere_ends_the_wait_of_the_others(how: str, says: str) -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(breaks, 3, how)
+        run_ranks(breaks, 3, how, last_words_s=2)
     # One of the others may see the end of the other one first.
     assert any(f"lost the other ranks during an all-reduce: {says}" in each.said for each in caught.value.outcomes)

@@ -5,7 +5,7 @@
 
 `;` separates faults. Rank, step (1 .. `within`) and phase are drawn from `seed` if they are not given. A fault occurs
 once (`times=50`: once in each of 50 consecutive steps), in the first attempt (`attempt=0`), in the third (`attempt=2`)
-or in each (`attempt=any`).
+or in each (`attempt=any`). `mark=PATH` names a file that is made just before, for whoever waits for the fault.
 
 kind      what happens when the rank reaches that phase of that step
 kill      SIGKILL to itself, as by a power cut or the kernel's out-of-memory killer
@@ -28,6 +28,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.base.errors import UserError, nearest
 
@@ -37,7 +38,7 @@ SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.mani
 PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
 KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
 _ONLY_AT = {"nan": "backward", "flip": "publish", "flip-state": "check"}  # kinds that the caller causes
-_FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds", "times")
+_FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds", "times", "mark")
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Fault:
     kind: str
     seconds: float
     times: int = 1
+    mark: str = ""
     last_struck: int = 0  # the step
 
 
@@ -77,6 +79,8 @@ def strike(phase: str, step: int) -> str | None:
 
 
 def _do(fault: Fault) -> str | None:
+    if fault.mark:
+        Path(fault.mark).touch()
     if fault.kind in ("kill", "stop", "launcher"):
         number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
         os.kill(os.getppid() if fault.kind == "launcher" else os.getpid(), number)
@@ -114,7 +118,8 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
         raise UserError(f"{VARIABLE}: step is {step}; the first one is 1")
     if rank >= world_size:
         raise UserError(f"{VARIABLE}: rank is {rank}, in a world of {world_size}; the last one is {world_size - 1}")
-    fault = Fault(rank, step, phase, kind, _seconds(given.get("seconds", "1")), _number(given, "times", 1))
+    seconds, times = _seconds(given.get("seconds", "1")), _number(given, "times", 1)
+    fault = Fault(rank, step, phase, kind, seconds, times, given.get("mark", ""))
     is_of_this_attempt = given.get("attempt") == "any" or _number(given, "attempt", 0) == attempt
     return fault if is_of_this_attempt else None
 

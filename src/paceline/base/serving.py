@@ -1,6 +1,7 @@
-"""The small HTTP servers: of launchers, doctors and the live page."""
+"""The small HTTP servers, of launchers, doctors and the live page, and how they ask each other."""
 
 import http
+import http.client
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -45,3 +46,14 @@ class QuietHandler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, format: str, *arguments: object) -> None: ...
+
+
+def fetch(address: tuple[str, int], name: str, timeout_s: float) -> http.client.HTTPResponse:
+    """Returns a server's answer, to read. Raises FileNotFoundError if it has no such thing, OSError, HTTPException."""
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    connection.request("GET", f"/{name}")
+    answer = connection.getresponse()
+    if answer.status != http.HTTPStatus.OK:
+        answer.close()
+        raise FileNotFoundError(f"{address[0]}:{address[1]} has no {name}")
+    return answer

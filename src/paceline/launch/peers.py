@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from paceline.base.errors import EXIT_DONE
-from paceline.base.serving import QuietHandler, Server
+from paceline.base.serving import QuietHandler, Server, fetch
 from paceline.base.status import Status
 from paceline.launch.options import Address
 from paceline.launch.restarts import Failure
@@ -102,7 +102,7 @@ class Peers:
 
     def open(self, node: int, name: str) -> http.client.HTTPResponse:
         """Returns a file of that host's run folder, to read. Raises FileNotFoundError, OSError or HTTPException."""
-        return _get(self._addresses[node], name, _READ_S)
+        return fetch(self._addresses[node], name, _READ_S)
 
     def close(self) -> None:
         self._closed.set()
@@ -112,7 +112,7 @@ class Peers:
         while True:
             asked_s = time.monotonic()
             try:
-                with _get(self._addresses[node], "state", _ANSWER_S) as answer:
+                with fetch(self._addresses[node], "state", _ANSWER_S) as answer:
                     self._heard[node] = State.read(answer.read()), asked_s
             except ConnectionRefusedError as error:  # the launcher has ended, and its ranks with it
                 self._heard.pop(node, None)
@@ -123,16 +123,6 @@ class Peers:
                 self.problems[node] = "another program, or another version of paceline, answers there"
             if self._closed.wait(_ASK_EVERY_S):
                 return
-
-
-def _get(address: Address, name: str, timeout_s: float) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
-    connection.request("GET", f"/{name}")
-    answer = connection.getresponse()
-    if answer.status != http.HTTPStatus.OK:
-        answer.close()
-        raise FileNotFoundError(f"{address[0]}:{address[1]} has no {name}")
-    return answer
 
 
 def _handler(run: Path, own: Callable[[], State]) -> type[QuietHandler]:

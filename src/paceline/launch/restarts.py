@@ -7,14 +7,12 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.base.files import tail
+from paceline.base.jsonl import Tail, last_rows, open_at_line_end
 
 _SAME_STEP_MOST = 3  # failures in a row at one step: not by chance
 _LONGEST_DELAY_S = 60.0
 _ENDS = ("end", "hang")  # events that end an attempt
-_TAIL_BYTES = 1 << 18  # holds the last row even if 1,024 ranks have their times in it
 
 
 @dataclass(frozen=True)
@@ -47,25 +45,21 @@ class Records:
     def __init__(self, run: Path):
         self._metrics, self._events = run / "metrics.jsonl", run / "events.jsonl"
         self._checkpoints, self._logs = run / "checkpoints", run / "ranks"
-        self._num_read = self._events.stat().st_size if self._events.exists() else 0
+        self._new_events = Tail(self._events)
+        self.began_at()  # reads the events of earlier attempts
 
     def last_step(self) -> int:
         """Returns the last step that has a row; 0 if none has."""
-        rows = reversed(_rows(tail(self._metrics, _TAIL_BYTES)))
+        rows = reversed(last_rows(self._metrics))
         return next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
 
     def began_at(self) -> int | None:
         """Returns the step at which the latest attempt since the last call began or resumed; None: there was none."""
-        try:
-            with self._events.open("rb") as file:
-                file.seek(self._num_read)
-                found = file.read()
-        except OSError:
-            return None
-        found = found[: found.rfind(b"\n") + 1]  # ignore a line that is still being written
-        self._num_read += len(found)
-        steps = [int(row.get("step", 0)) for row in _rows(found) if row.get("event") in ("start", "resume")]
-        return steps[-1] if steps else None
+        began_at = None
+        while rows := self._new_events.read()[1]:
+            steps = [int(row.get("step", 0)) for row in rows if row.get("event") in ("start", "resume")]
+            began_at = steps[-1] if steps else began_at
+        return began_at
 
     def newest_checkpoint(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
@@ -83,27 +77,13 @@ class Records:
     def close(self, what: str, was_said: bool) -> None:
         """Records how an attempt failed, if no rank has: rank 0 died first, or knew only that it had lost another rank
         (not `was_said`). Call it when no rank lives, so that there is one writer at a time."""
-        written = tail(self._events, _TAIL_BYTES)
-        rows = _rows(written)
+        rows = last_rows(self._events)
         last = rows[-1].get("event") if rows else None
         if last is None or last in _ENDS or (last == "failed" and was_said):
             return  # nothing was begun, or the end is recorded
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         event = {"time": now, "event": "failed", "step": self.last_step(), "error": what, "by": "launcher"}
-        num_cut_short = len(written) - (written.rfind(b"\n") + 1)  # bytes of a line that a crash cut short
-        with contextlib.suppress(OSError), self._events.open("rb+") as file:
-            file.seek(-num_cut_short, os.SEEK_END)
-            file.truncate()
-            file.write(json.dumps(event).encode() + b"\n")
-
-
-def _rows(data: bytes) -> list[dict[str, Any]]:
-    rows = []
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut short by a crash, or at the beginning of the tail
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+        with contextlib.suppress(OSError):
+            descriptor = open_at_line_end(self._events)
+            os.write(descriptor, json.dumps(event).encode() + b"\n")
+            os.close(descriptor)

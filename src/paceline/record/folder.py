@@ -14,7 +14,6 @@ RUN/
 
 import contextlib
 import json
-import mmap
 import os
 import shlex
 import shutil
@@ -29,6 +28,7 @@ import filelock
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
+from paceline.base.jsonl import open_at_line_end
 from paceline.base.units import listed
 from paceline.record.read import Row, rows
 
@@ -196,22 +196,11 @@ class _Appender:
             os.close(self._descriptor)
             self._descriptor = None
         if self._descriptor is None:
-            self._descriptor = _open_at_line_end(self._path)
+            self._descriptor = open_at_line_end(self._path)
         while self._unwritten:
             # A full disk may accept a part of a line: the next attempt continues there.
             num_written = os.write(self._descriptor, self._unwritten)
             self._unwritten = self._unwritten[num_written:]
-
-
-def _open_at_line_end(path: Path) -> int:
-    """Opens a file of lines to append to. Removes a last line that a crash cut short."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _OWN)
-    if size := os.fstat(descriptor).st_size:
-        with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        if end < size:
-            os.ftruncate(descriptor, end)
-    return descriptor
 
 
 def is_own(path: Path, job: str | None) -> bool:

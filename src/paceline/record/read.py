@@ -1,74 +1,11 @@
-"""Reading the JSONL records of a run, also while it writes them or after a crash."""
+"""What readers of a run's records need: its rows, and their values, which are not trusted."""
 
-import json
 import math
-from collections.abc import Iterator
-from io import BytesIO
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from paceline.base.files import tail
+from paceline.base.jsonl import Row, Tail, last_rows, rows
 
-Row = dict[str, Any]
-_CHUNK_BYTES = 2 << 20  # far more than the longest row
-_MARK_BYTES = 64
-
-
-def rows(path: Path) -> Iterator[Row | None]:
-    """Yields each line of a JSONL file as an object, or None if it is not one; nothing if the file does not exist.
-    Skips an unfinished last line. Raises OSError if the file cannot be read."""
-    try:
-        file = path.open(encoding="utf-8", errors="replace", newline="\n")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in file:
-            if line.endswith("\n"):
-                yield _row(line)
-
-
-def last_rows(path: Path, num_bytes: int = 1 << 18) -> list[Row]:
-    """Returns the rows in the last bytes of a JSONL file; the default holds one of 1,024 ranks. None if it cannot be
-    read."""
-    found = (_row(line) for line in tail(path, num_bytes).split(b"\n")[:-1])
-    return [row for row in found if row is not None]
-
-
-def _row(line: str | bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-class Tail:
-    """The rows of a file, each once, while another process appends to it, replaces it, or has not made it yet."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._offset = 0
-        self._mark = b""  # the last bytes before the offset
-
-    def read(self, most: int | None = None) -> tuple[bool, list[Row]]:
-        """Returns whether the file begins anew, and its next rows, at most so many: from the beginning in that case. It
-        does if what was read is no longer there, as when a resumed run drops the rows after its checkpoint. Call it
-        until it returns no rows. Skips lines that are no rows, and a last line until it is finished."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset - len(self._mark))
-                is_anew = file.read(len(self._mark)) != self._mark
-                if is_anew:
-                    self._offset, self._mark = file.seek(0), b""
-                lines = file.read(_CHUNK_BYTES)
-        except OSError:  # not there, or not now: a network file system may lose a file that is replaced
-            return False, []
-        lines = b"".join(islice(BytesIO(lines[: lines.rfind(b"\n") + 1]), most))
-        self._offset += len(lines)
-        self._mark = (self._mark + lines)[-_MARK_BYTES:]
-        found = map(_row, lines.split(b"\n"))
-        return is_anew, [row for row in found if row is not None]
+__all__ = ["Row", "Tail", "last_rows", "number", "rows", "step_of"]
 
 
 def step_of(row: Row) -> int:

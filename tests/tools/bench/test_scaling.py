@@ -275,7 +275,7 @@ def test_who_asks_it_to_stop_finds_nothing_left(tmp_path: Path) -> None:
         runs = "paceline-scaling-*/*/run"
         program.wait_for(lambda: any(len(list(run.glob("ranks/*.log"))) == 2 for run in tmp_path.glob(runs)))
         program.process.terminate()
-        ended = program.wait(20).require(130)
-        program.wait_until_gone(5)
+        ended = program.wait().require(130)
+        program.wait_until_gone()
     assert "Traceback" not in ended.err
     assert not list(tmp_path.glob("paceline-scaling-*"))

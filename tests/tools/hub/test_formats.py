@@ -1,7 +1,7 @@
 """From and to Hugging Face formats: what transformers computes is what we compute, there and back.
 
-One module, because importing transformers takes seconds. Every parameter is random, norms and biases too: what is put
-into the wrong place shows.
+One module, because importing transformers takes seconds; a process that only collects these tests does without. Every
+parameter is random, norms and biases too: what is put into the wrong place shows.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import ranks
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-import transformers
 from program import run
 from torch import Tensor
 
@@ -37,6 +36,13 @@ from paceline.tools.hub.importing import import_model
 from paceline.tools.hub.tensors import from_theirs, gpt2_layout, nanogpt_layout, to_theirs
 from paceline.train.initial import load_initial, require_same_shape, require_same_tokenizer
 from paceline.world.group import from_rank_0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_transformers() -> None:
+    global transformers
+    import transformers
+
 
 TEXT = "def paceline(rank):\n    return rank + 1  # <|endoftext|> naïve 数字 \U0001f6b4\n"
 VOCAB = 300

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline import __version__
-from paceline.base.serving import QuietHandler, Server
+from paceline.base.serving import QuietHandler, Server, fetch
 from paceline.tools.doctor.finding import Finding
 
 Address = tuple[str, int]  # host, port
@@ -137,9 +137,5 @@ class Meeting:
 
 
 def _get(address: Address, name: str) -> bytes:
-    connection = http.client.HTTPConnection(*address, timeout=_ANSWER_S)
-    try:
-        connection.request("GET", f"/{name}")
-        return connection.getresponse().read()
-    finally:
-        connection.close()
+    with fetch(address, name, _ANSWER_S) as answer:
+        return answer.read()
