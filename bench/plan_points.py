@@ -16,18 +16,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.base.status import environment_of_one
-from paceline.config import Config, to_toml
+from paceline.cli.start import find_world
+from paceline.config import Config, from_toml, to_toml
+from paceline.record.console import Console
 from paceline.tools.bench import runs
+from paceline.tools.plan import calibrate
 from paceline.tools.plan.cluster import Cluster
-from paceline.tools.plan.devices import Device, calibration
+from paceline.tools.plan.devices import Device, calibration, store
 from paceline.tools.plan.plan import plan
+from paceline.world.config import ParallelConfig
+from paceline.world.group import DistributedGroup
+from paceline.world.hierarchy import Hosts
+from paceline.world.runtime import open_world
 
-SEED = 17
+SEED = 1123
 STEPS, WARM_UP = 12, 2
 LEAST_STEPS, RUN_S = 4, 8.0  # a run with slow steps makes fewer
 SLOW_SPEED = 0.32  # that a quota of 0.35 of a core left on three runs of another shape
@@ -112,21 +119,40 @@ def peak_bytes(command: list[str], folder: Path) -> float:
     return 1024.0 * usage.ru_maxrss
 
 
-def measured_device(config: Config, num_ranks: int) -> Device:
+def measured_device(config: Config, num_ranks: int, num_hosts: int) -> Device:
     """Returns this machine's device, measured now for this config with so many ranks at once."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "config.toml"
         path.write_text(to_toml(config))
         command = [*runs.PACELINE, "plan", "--config", str(path), "--calibrate", "--ranks", str(num_ranks)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment_of_one(os.environ))
+        if 1 < num_hosts < num_ranks:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+            command = [*launcher, __file__, "--out", str(path), "--calibrate-as-hosts", str(num_hosts)]
+        quiet = subprocess.DEVNULL
+        subprocess.run(command, check=True, stdout=quiet, stderr=quiet, env=environment_of_one(os.environ))
     return calibration(config).device(num_ranks)
+
+
+def calibrate_as_hosts(config: Config, num_hosts: int) -> None:
+    """Calibrates as one of the ranks of a launcher, which exchange as if they were on so many hosts: those of a host
+    add up first, in other code than the ranks of one host, and send gradients in float32. On the lab's hosts the ranks
+    share the cores, too."""
+    env, _ = find_world("1", ParallelConfig())
+    with open_world(ParallelConfig(device="cpu", shared_memory=False), env) as world:
+        hosts = [f"host-{rank * num_hosts // world.world_size}" for rank in range(world.world_size)]
+        assert isinstance(world.group, DistributedGroup)
+        world.group.hosts = Hosts.of(hosts)
+        facts = tuple(replace(each, host=host) for each, host in zip(world.facts, hosts, strict=True))
+        device = calibrate.measure(replace(world, facts=facts), config, Console(world.rank))
+        if world.is_main:
+            store(config, world.world_size, device)
 
 
 def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
     """Returns the prediction, made first, and what the run took."""
     config = point.config()
     over_sockets = config.replace("parallel", shared_memory=False)  # as between hosts
-    device = measured_device(over_sockets if point.link else config, point.ranks)
+    device = measured_device(over_sockets if point.link else config, point.ranks, point.cluster().hosts)
     found = plan(config, point.cluster(), device, vocab_size=1024)
     config = config.replace("train", steps=max(LEAST_STEPS, min(STEPS, round(RUN_S / found.step_s))))
     with tempfile.TemporaryDirectory(prefix="paceline-points-") as scratch:
@@ -161,7 +187,11 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--no-lab", action="store_true", help="only points on one host")
     parser.add_argument("--for-s", type=float, default=1e9, help="start no point after so many seconds")
+    parser.add_argument("--calibrate-as-hosts", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.calibrate_as_hosts:
+        calibrate_as_hosts(from_toml(given.out.read_text(), "config", Config()), given.calibrate_as_hosts)
+        return
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     points = [point for point in draw(given.points) if not (given.no_lab and point.link)]
     with tempfile.TemporaryDirectory() as scratch:

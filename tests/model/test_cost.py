@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.model.config import ModelConfig
-from paceline.model.cost import activation_bytes, flops_per_token, loss_bytes, num_parameters
+from paceline.model.cost import activation_bytes, flops_per_token, loss_bytes, loss_bytes_cpu, num_parameters
 from paceline.model.gpt import build
 
 SHAPES = [
@@ -82,3 +82,6 @@ def test_what_needs_memory_beside_a_blocks_products_is_counted() -> None:
     difference = activation_bytes(with_norms, 1024, compute_bytes=2) - activation_bytes(config, 1024, compute_bytes=2)
     assert difference == 12 * 2 * (768 + 768), "q and k before their norms"
     assert 1.3e9 < loss_bytes(config, 2) < 1.5e9
+    # On a CPU: 512 rows of logits of 2 bytes, of 4, and of a gradient of 2; float32 ones are changed in place.
+    assert loss_bytes_cpu(config, 2048, 2) == 512 * 50304 * 8
+    assert loss_bytes_cpu(config, 100, 4) == 100 * 50304 * 4

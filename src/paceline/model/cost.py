@@ -5,8 +5,9 @@ from functools import cache
 
 from paceline.model.config import ModelConfig
 
-# The loss takes so many logits at once on a GPU, which larger products keep busy, and at least so many rows.
-LOSS_CHUNK_ELEMENTS = 1 << 27
+# The loss takes so many logits at once: on a CPU 8 MiB of float32, which stay in the cache; on a GPU, which larger
+# products keep busy, more. It takes at least so many rows.
+LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS_CPU = 1 << 27, 1 << 21
 LOSS_CHUNK_ROWS = 512  # with fewer, adding up the chunks' V x C weight gradients takes a tenth of the time
 
 
@@ -56,6 +57,13 @@ def loss_bytes(config: ModelConfig, compute_bytes: int) -> int:
     return (logits + config.vocab_size * config.n_embd) * (4 + 2 * compute_bytes)
 
 
+def loss_bytes_cpu(config: ModelConfig, num_tokens: int, compute_bytes: int) -> int:
+    """Returns the bytes of a chunk's logits on a CPU: in float32, and as computed with their gradient if that is
+    another format."""
+    rows = min(num_tokens, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_ELEMENTS_CPU // config.vocab_size))
+    return rows * config.vocab_size * (4 + (2 * compute_bytes if compute_bytes < 4 else 0))
+
+
 def activation_bytes(
     config: ModelConfig, seq_len: int, *, compute_bytes: int, checkpoint: bool = False, keeps_scores: bool = False
 ) -> int:
@@ -66,11 +74,12 @@ def activation_bytes(
     """
     width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
     stream = 4 * width
-    attention = 4 * width + 2 * kv_width  # norm's output, q, k, v, the heads' output twice (as heads, as one row)
+    # Norm's output, q, k, v, the heads' output as one row, and as heads where the kernel keeps it and not the scores.
+    attention = (3 if keeps_scores else 4) * width + 2 * kv_width
     attention += width + kv_width if config.qk_norm else 0  # q and k before their norms
     mlp = width + (4 if config.arch == "llama" else 2) * hidden
     scores = config.n_head * seq_len if keeps_scores else 0
     masks = 2 * width if config.dropout else 0  # one byte an element
     block = 2 * stream + compute_bytes * (attention + mlp + scores) + masks
-    ends = 2 * stream + 2 * compute_bytes * width  # embedding sum, last norm, hidden states and their gradient
+    ends = stream + 2 * compute_bytes * width  # the last norm's input, hidden states and their gradient
     return ends + (config.n_layer * stream + block if checkpoint else config.n_layer * block)

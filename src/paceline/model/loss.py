@@ -15,16 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.cost import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ROWS
-
-_CHUNK_ELEMENTS_CPU = 1 << 21  # logits of one chunk: 8 MiB of float32 stay in the cache
+from paceline.model.cost import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS_CPU, LOSS_CHUNK_ROWS
 
 
 def loss_sum(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, *, compiled: bool = False) -> Tensor:
     """Returns the float32 sum over N tokens of -log softmax(hidden @ weight.T)[target], in nats. Products run in
     hidden's dtype. The weight's gradient has the weight's dtype. Cannot be differentiated twice. compiled: on CUDA
     torch.compile fuses what is done with the logits; within rounding of the uncompiled loss."""
-    elements = _CHUNK_ELEMENTS_CPU if hidden_NC.device.type == "cpu" else LOSS_CHUNK_ELEMENTS
+    elements = LOSS_CHUNK_ELEMENTS_CPU if hidden_NC.device.type == "cpu" else LOSS_CHUNK_ELEMENTS
     num_rows = max(LOSS_CHUNK_ROWS, elements // weight_VC.shape[0])
     of_chunk = _compiled() if compiled and hidden_NC.is_cuda else _chunk
     loss = _ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, num_rows, of_chunk)  # type: ignore[no-untyped-call]

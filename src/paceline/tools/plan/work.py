@@ -163,10 +163,15 @@ def _polar_flops(matrix: tuple[int, int]) -> int:
 # ---- memory ----
 
 
-# What training loads beside the interpreter and torch, and torch's `fully_shard`; the driver's context.
-PROGRAM_BYTES, SHARDING_BYTES = {"cpu": 95e6, "cuda": 1.5e9}, 60e6
-# Of an element: the replica's part, the message, and what the last message left out.
-_CODED_BYTES = {"int8": 4 + 8.125 / 8, "int4": 4 + 4.125 / 8 + 4}
+# What training loads and begins beside the interpreter and torch, and for messages to other ranks; torch's
+# `fully_shard`; the saver's thread, beside the chunk of a file that it reads back. On a GPU the driver's context.
+PROGRAM_BYTES, MESSAGING_BYTES, SHARDING_BYTES = {"cpu": 50e6, "cuda": 1.5e9}, 7e6, 72e6
+_SAVER_BYTES, _SAVER_CHUNK_BYTES = 8e6, 8 << 20
+# torch allocates CPU tensors aligned to 64 bytes. For that glibc looks for more bytes than it then uses, so a freed
+# tensor's hole is too small for the next one of its size (sourceware.org/bugzilla/14581), and the heap grows. As a
+# share of what passes allocate, with one and with several micro-batches, by mallinfo2 (docs/LOG.md): gradients that
+# are added up, zero's messages and fsdp's gathers make more holes.
+_HOLES_FRAC = {"ddp": (0.34, 0.42), "zero": (0.34, 0.46), "fsdp": (0.45, 0.62)}
 
 
 def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards: int) -> dict[str, float]:
@@ -174,40 +179,71 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
     config, model = settings.config, settings.config.model
     counts = cost.num_parameters(model)
     strategy, total = config.parallel.strategy, float(counts.total)
-    part = 1 / num_shards
-    whole = part if strategy in SHARDS_WEIGHTS else 1.0
-    head = model.vocab_size * model.n_embd
-    block = (counts.matmul - head) / model.n_layer
+    part, on_cpu, is_alone = 1 / num_shards, rank.device == "cpu", num_ranks == 1
+    shards_weights = strategy in SHARDS_WEIGHTS and not is_alone
+    whole = part if shards_weights else 1.0
+    block = (counts.matmul - model.vocab_size * model.n_embd) / model.n_layer
     moments = 8 * total - (4 * model.n_layer * block if config.optim.name == "muon" else 0)
-    on_cpu, program = rank.device == "cpu", PROGRAM_BYTES[rank.device]
-    buffers = float(2 * 4 * block if strategy in SHARDS_WEIGHTS else 0)  # weights of two blocks, gathered
-    if strategy in SHARDS_WEIGHTS and on_cpu and num_ranks > 1:
-        program += SHARDING_BYTES
-        # The allocator keeps what was gathered and freed; gradients are added up whole until the last micro-batch.
-        buffers = 4 * total * (3 + (settings.plan.passes > 1))
-    if strategy in SHARDS_WEIGHTS and config.optim.name == "muon" and num_ranks > 1:
-        buffers += 8 * model.n_layer * block * part  # the owners' weights and gradients
-    if rank.shares_memory and strategy in ("ddp", "zero") and config.parallel.wire == "exact":
-        buffers += 4 * total * (1 - 1 / num_ranks) * (2 if strategy == "zero" else 1)  # the other ranks', which it maps
-    elif strategy == "zero" and num_ranks > 1 and settings.dtype.itemsize == 2 and config.parallel.wire != "int8":
-        buffers += 4 * total * part + min(2 * total, 40 << 20)  # exact masters beside rounded weights; messages
-    if strategy == "local" and num_ranks > 1:
-        buffers += 8 * total
-    buffers += _CODED_BYTES.get(config.parallel.wire, 0.0) * total * (num_ranks > 1)
     together = min(config.train.layered_micro_batches, settings.plan.passes)
     sequences = max(map(len, settings.plan.micro_batches(0)), default=0)
-    loss = cost.loss_bytes(model, settings.dtype.itemsize) if not on_cpu else 0
-    kept = sequence_bytes(config, rank) - sequence_bytes(config.replace("model", n_layer=0), rank)
-    of_block = 0.0 if config.train.activation_checkpoint else kept / model.n_layer * sequences
+    activations = together * (sequences * sequence_bytes(config, rank) + fixed_bytes(config))
+    temporaries = _temporaries_bytes(settings, rank, sequences)
+    gathered = 2 * 4 * block if shards_weights else 0.0  # weights of two blocks
+    if shards_weights and on_cpu:
+        gathered += 4 * total * (settings.plan.passes > 1)  # gradients are added up whole until the last micro-batch
     written = min(part, whole, 1 / num_ranks if strategy == "ddp" else 1.0)  # of the state, by this rank
+    replica = 4 * total * part if config.parallel.wire in ("int8", "int4") and not is_alone else 0.0
+    snapshot = (4 * total + moments) * written + replica
+    program = PROGRAM_BYTES[rank.device]
+    if on_cpu:
+        program += MESSAGING_BYTES * (not is_alone) + SHARDING_BYTES * shards_weights
+        program += _SAVER_BYTES + min(_SAVER_CHUNK_BYTES, moments * written)
+    holes_frac = _HOLES_FRAC.get(strategy, _HOLES_FRAC["ddp"])[settings.plan.passes > 1]
     return {
         "weights": 4 * total * whole,
-        "gradients": 4 * total * whole,
+        "gradients": 0.0 if shards_weights and on_cpu else 4 * total * whole,
         "optimizer": moments * part,
-        "activations": together * (sequences * sequence_bytes(config, rank) + fixed_bytes(config)) + loss,
-        "temporaries": of_block,  # the gradients of one block's activations
-        "buffers": buffers,
+        "activations": activations,
+        "temporaries": temporaries,
+        "buffers": gathered + _buffer_bytes(settings, rank, num_ranks, part),
+        "holes": holes_frac * (activations + temporaries + gathered) if on_cpu else 0.0,
         # A save copies what this rank writes, and training continues. A GPU's copy is in the host's memory.
-        "snapshot": (4 * total + moments) * written if on_cpu else 0.0,
+        "snapshot": snapshot if on_cpu else 0.0,
         "program": program,
     }
+
+
+def _temporaries_bytes(settings: Settings, rank: RankFacts, sequences: int) -> float:
+    """Returns what the loss, or the backward pass of one block, needs beside what forward keeps."""
+    config, model, compute_bytes = settings.config, settings.config.model, settings.dtype.itemsize
+    if rank.device == "cpu":
+        tokens = sequences * config.data.seq_len
+        gradients = 6 * model.n_embd + compute_bytes * model.hidden  # of the stream, also as computed; in the MLP
+        return max(float(cost.loss_bytes_cpu(model, tokens, compute_bytes)), float(tokens * gradients))
+    loss = float(cost.loss_bytes(model, compute_bytes))
+    kept = sequence_bytes(config, rank) - sequence_bytes(config.replace("model", n_layer=0), rank)
+    return loss if config.train.activation_checkpoint else loss + kept / model.n_layer * sequences
+
+
+def _buffer_bytes(settings: Settings, rank: RankFacts, num_ranks: int, part: float) -> float:
+    """Returns what a strategy keeps to exchange gradients and weights."""
+    parallel, model = settings.config.parallel, settings.config.model
+    strategy, counts = parallel.strategy, cost.num_parameters(model)
+    total = float(counts.total)
+    if num_ranks == 1:
+        return 0.0
+    if strategy in SHARDS_WEIGHTS:
+        matrices = counts.matmul - model.vocab_size * model.n_embd
+        owned = 8 * matrices * part if settings.config.optim.name == "muon" else 0.0  # owners' weights, gradients
+        return owned + (4 * total if rank.device == "cpu" else 0.0)  # the allocator keeps what was gathered
+    if strategy == "local":
+        return 8 * total
+    if parallel.wire in ("int8", "int4"):
+        # This rank's exact part; messages from and to the others; with int4 what they left out, of two steps.
+        bits, excess = (8.125, 0) if parallel.wire == "int8" else (4.125, 8)
+        return total * (4 * part + 2 * bits / 8 * (1 - part) + excess)
+    if rank.shares_memory and strategy in ("ddp", "zero") and parallel.wire == "exact":
+        return 4 * total * (1 - 1 / num_ranks) * (2 if strategy == "zero" else 1)  # the other ranks', which it maps
+    if strategy == "zero" and settings.dtype.itemsize == 2:
+        return 4 * total * part + min(2 * total, 40 << 20)  # exact masters beside rounded weights; messages
+    return 0.0
