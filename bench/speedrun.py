@@ -5,6 +5,8 @@ characters of context, 2,000 iterations. `--large` takes its recipe of 6 layers 
 batches of 8, for as many iterations as are given. Its target is the loss of its last weights over many batches of the
 validation split. Then `paceline train --preset chars`, with 64 characters of context, trains by the clock on the same
 two files. Both times are of whole processes, from the command to its end. Losses are nats per character.
+With `--losses FILE` nanoGPT's loss is written there, and read in later runs, which time 12 of its iterations only: the
+long part may then run beside other work (`--seeds 0`).
 
     python bench/texts.py /tmp/texts
     python bench/speedrun.py --checkout nanoGPT --texts /tmp/texts/*.txt
