@@ -5,7 +5,8 @@ no compile, AdamW not fused, as its train.py does on a CPU. Both sides get the s
 turn, so that a machine whose speed drifts is fair to both.
 
 A round also times the matrix products of a step alone: forward and backward of linear layers and head, from the same
-shapes. Their share of a step's time is what the step reaches of the machine; attention's products count as overhead.
+shapes and by the kernels that the model takes. Their share of a step's time is what the step reaches of the machine;
+attention's products count as overhead.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
 from paceline.data.prepare import Quiet
+from paceline.model import cpu
 from paceline.world.cores import usable_cores
 from paceline.world.device import choose_dtype
 
@@ -72,7 +74,7 @@ def products_ms(dtype: torch.dtype, vocab_size: int, threads: int) -> float:
         start = time.perf_counter()
         for size in sizes:
             x, weight, grad = tensors[size]
-            _ = x @ weight.t(), grad @ weight, grad.t() @ x
+            _ = cpu.mm(x, weight.t()), cpu.mm(grad, weight), cpu.mm(grad.t(), x)
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[1:])
 

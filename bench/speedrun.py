@@ -5,6 +5,8 @@ characters of context, 2,000 iterations. `--large` takes its recipe of 6 layers 
 batches of 8, for as many iterations as are given. Its target is the loss of its last weights over many batches of the
 validation split. Then `paceline train --preset chars`, with 64 characters of context, trains by the clock on the same
 two files. Both times are of whole processes, from the command to its end. Losses are nats per character.
+With `--losses FILE` nanoGPT's loss is written there, and read in later runs, which time 12 of its iterations only: the
+long part may then run beside other work (`--seeds 0`).
 
     python bench/texts.py /tmp/texts
     python bench/speedrun.py --checkout nanoGPT --texts /tmp/texts/*.txt
@@ -15,6 +17,7 @@ import json
 import pickle
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,14 +59,26 @@ def run(command: list[str], folder: Path) -> tuple[float, str]:
 
 def nanogpt(checkout: Path, data: str, iterations: int, *, is_large: bool) -> tuple[float, float]:
     """Returns (seconds of its training, the loss of its last weights over 300 batches, or 40 large ones)."""
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *CPU, *(LARGE if is_large else README)]
-    command += [f"--dataset={data}", f"--max_iters={iterations}", f"--lr_decay_iters={iterations}"]
+    command = nanogpt_command(data, iterations, is_large=is_large)
     if is_large:
         command += [f"--eval_interval={iterations}"]  # where it saves
     seconds, _ = run(command, checkout)
     batches = 40 if is_large else 300
     _, said = run([*command, "--init_from=resume", "--eval_only=True", f"--eval_iters={batches}"], checkout)
     return seconds, float(re.findall(r"val loss ([\d.]+)", said)[-1])
+
+
+def nanogpt_seconds(checkout: Path, data: str, iterations: int, timed: int, *, is_large: bool) -> float:
+    """Returns the seconds of its training, from a run of `timed` iterations: the others take their median each."""
+    command = nanogpt_command(data, iterations, is_large=is_large)
+    seconds, said = run([*command, f"--max_iters={timed}", f"--eval_interval={timed + 1}"], checkout)
+    times_ms = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", said, flags=re.MULTILINE)]
+    return seconds + (iterations - timed) * statistics.median(times_ms[1:]) / 1e3
+
+
+def nanogpt_command(data: str, iterations: int, *, is_large: bool) -> list[str]:
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *CPU, *(LARGE if is_large else README)]
+    return [*command, f"--dataset={data}", f"--max_iters={iterations}", f"--lr_decay_iters={iterations}"]
 
 
 def paceline(folder: Path, data: Path, seconds: float, seed: int, flags: list[str]) -> tuple[float, float]:
@@ -84,15 +99,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4, help="paceline's horizon; its start comes on top")
     parser.add_argument("--iterations", type=int, default=2000, help="nanoGPT's")
     parser.add_argument("--large", action="store_true", help="nanoGPT's 6 x 384; give --iterations, too")
+    parser.add_argument(
+        "--losses", type=Path, help="JSON of nanoGPT's loss by text; what it lacks is trained and added"
+    )
     options, flags = parser.parse_known_args()
+    losses = json.loads(options.losses.read_text()) if options.losses and options.losses.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         checkout = Path(scratch) / "nanogpt"
         shutil.copytree(options.checkout, checkout, ignore=shutil.ignore_patterns(".git"))
         for text in options.texts:
             data = checkout / "data" / text.stem
             prepare(text.read_text(encoding="utf-8", errors="replace"), data)
-            peer_s, target = nanogpt(checkout, text.stem, options.iterations, is_large=options.large)
+            if text.stem not in losses:
+                peer_s, losses[text.stem] = nanogpt(checkout, text.stem, options.iterations, is_large=options.large)
+                if options.losses:
+                    options.losses.write_text(json.dumps(losses))
+            else:
+                peer_s = nanogpt_seconds(checkout, text.stem, options.iterations, 12, is_large=options.large)
+            target = losses[text.stem]
             print(f"{text.name}: nanoGPT ends at {target:.4f} after {peer_s:.1f} s", flush=True)
+            if not options.seeds:
+                continue
             sides = [
                 paceline(Path(scratch) / f"{text.stem}-{seed}", data, options.seconds, seed, flags)
                 for seed in range(1, options.seeds + 1)

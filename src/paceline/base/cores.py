@@ -1,7 +1,26 @@
-"""Finds the physical cores that this process may use."""
+"""This machine's processor: its name, and the physical cores that this process may use."""
 
+import contextlib
+import functools
 import os
+import platform
+import re
 from pathlib import Path
+
+
+def cpu_name() -> str:
+    """Returns the name of this machine's processor."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def is_amd() -> bool:
+    """Whether AMD made this machine's processor."""
+    return "AMD" in cpu_name()
 
 
 def physical_cores() -> tuple[int, ...]:

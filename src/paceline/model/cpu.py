@@ -7,9 +7,55 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from paceline.base.cores import is_amd
+
 # This attention keeps its probabilities, H * T * T numbers a sequence, and gains little on longer sequences.
 _MAX_TOKENS = 1024
 _QUERIES_AT_ONCE = 512  # later keys are skipped: a quarter of the work at T=1024
+
+
+def has_faster_mm(x: Tensor) -> bool:
+    """Whether `mm` multiplies matrices like x by oneDNN. In float32 torch calls MKL, which has no AVX-512 code for AMD:
+    98 GFLOP/s a core where oneDNN reaches 225 (docs/LOG.md, 2026-11-23)."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return is_amd() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns a @ b, in `out` if given, on any device and in any dtype. Both have one dtype."""
+    is_faster = has_faster_mm(a_MK)
+    if is_faster and not a_MK.is_contiguous():  # oneDNN copies it; with AVX2 that takes what its product gains
+        is_faster = torch.backends.cpu.get_cpu_capability() != "AVX2"
+    if not is_faster:
+        return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
+    return product if out is None else out.copy_(product)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Returns x @ weight.T + bias, [..., O], by `mm`."""
+    return cast(Tensor, _Linear.apply(x, weight_OI, bias_O))  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        y = mm(x.flatten(0, -2), weight_OI.t())
+        y = y if bias_O is None else y.add_(bias_O)
+        return y.view(*x.shape[:-1], len(weight_OI))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_NO = grads[0].flatten(0, -2)
+        return (
+            mm(grad_NO, weight_OI).view(x.shape) if needs_x else None,
+            mm(grad_NO.t(), x.flatten(0, -2)) if needs_weight else None,
+            grad_NO.sum(0) if needs_bias else None,
+        )
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:

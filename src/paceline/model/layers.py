@@ -30,7 +30,8 @@ class Linear(nn.Linear):
         if self.is_float8:
             out = float8.linear(x, self.weight.to(x.dtype))
             return out if self.bias is None else out + self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        multiply = cpu.linear if cpu.has_faster_mm(x) else F.linear
+        return multiply(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def reset_parameters(self) -> None:
         """Does nothing: `gpt.build` fills all parameters, and torch's method would import its compiler (a second)."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.model import cpu
 from paceline.model.cost import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS_CPU, LOSS_CHUNK_ROWS
 
 
@@ -43,12 +43,12 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight_VC = None
         for start in range(0, hidden_NC.shape[0], num_rows):
             hidden_RC = hidden_NC[start : start + num_rows]
-            logits_RV = F.linear(hidden_RC, cast_VC)
+            logits_RV = cpu.mm(hidden_RC, cast_VC.t())
             chunk_loss, grad_RV = of_chunk(logits_RV, targets_N[start : start + num_rows], need_gradients)
             del logits_RV
             loss += chunk_loss
             if grad_RV is not None and grad_hidden_NC is not None:
-                torch.mm(grad_RV, cast_VC, out=grad_hidden_NC[start : start + num_rows])
+                cpu.mm(grad_RV, cast_VC, out=grad_hidden_NC[start : start + num_rows])
                 grad_weight_VC = _add_product(grad_weight_VC, grad_RV.t(), hidden_RC, weight_VC.dtype)
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
         return loss
@@ -67,7 +67,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
         if total is None:
             return torch.mm(a, b, out_dtype=dtype)
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
-    product = a @ b
+    product = cpu.mm(a, b)
     return product.to(dtype) if total is None else total.add_(product)
 
 

@@ -8,17 +8,17 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
+from paceline.base.cores import cpu_name, is_amd
 from paceline.base.errors import UserError
 from paceline.world.cores import usable_cores
 
@@ -161,7 +161,7 @@ def is_faster_in_bfloat16() -> bool:
     for _, dtype in itertools.product(range(6), best_s):
         a = torch.ones(384, 384, dtype=dtype)
         start = time.perf_counter()
-        torch.mm(a, a)
+        _mm(a, a)
         best_s[dtype] = min(best_s[dtype], time.perf_counter() - start)
     torch.set_num_threads(threads)
     return best_s[torch.bfloat16] * 1.5 < best_s[torch.float32]
@@ -227,15 +227,6 @@ def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
     return measured
 
 
-def cpu_name() -> str:
-    """Returns the name of this machine's processor."""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
 def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
     """Returns the FLOP/s of the best of many square matmuls: small ones suit load, large ones many threads."""
     best, deadline = 0.0, time.perf_counter() + budget_s
@@ -246,13 +237,21 @@ def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
         if side > 512 and flops / best > budget_s / 8:  # too large for these threads
             continue
         a, b = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
-        out = torch.mm(a, b)
+        _mm(a, b)
         for _ in range(4):
             time.sleep(0.001)
             start = time.perf_counter()
-            torch.mm(a, b, out=out)
+            _mm(a, b)
             best = max(best, flops / (time.perf_counter() - start))
     return best
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns a @ b of CPU tensors, by the kernel that models take (model/cpu.py)."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if a.dtype == torch.float32 and is_amd() and has_onednn:
+        return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], ""))
+    return torch.mm(a, b)
 
 
 class Stamp(Protocol):

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.base import units
+from paceline.base.cores import cpu_name
 from paceline.base.units import listed
 from paceline.world.cores import free_memory
-from paceline.world.device import choose_dtype, count_gpus, cpu_name, why_no_float8
+from paceline.world.device import choose_dtype, count_gpus, why_no_float8
 from paceline.world.group import Group
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from paceline.base.cores import cpu_name
 from paceline.config import Config
 from paceline.data.cache import cache_dir
 from paceline.record.console import Console
@@ -21,7 +22,7 @@ from paceline.tools.plan.devices import Device
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
 from paceline.world.config import SHARDS_WEIGHTS
-from paceline.world.device import cpu_name, peak_flops
+from paceline.world.device import peak_flops
 from paceline.world.group import Group
 from paceline.world.runtime import World
 

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.base.cores import cpu_name
 from paceline.base.errors import UserError, nearest
 from paceline.base.files import replace as replace_file
 from paceline.config import Config
 from paceline.data.cache import cache_dir
 from paceline.tools.plan.work import Rates
 from paceline.world.cores import usable_cores
-from paceline.world.device import choose_dtype, cpu_name, gpu_peak
+from paceline.world.device import choose_dtype, gpu_peak
 
 THIS = "this"  # the machine that plans
 _UPDATE_BYTES = 40  # of an element: AdamW reads and writes weight, gradient and moments; the norm reads the gradient
