@@ -23,7 +23,7 @@ def inputs(num_tokens: int, width: int, vocab: int) -> tuple[torch.Tensor, torch
 def test_loss_and_gradients_are_cross_entropys(
     num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS_CPU", 1)
+    monkeypatch.setattr(loss_module, "LOSS_CHUNK_ELEMENTS_CPU", 1)
     monkeypatch.setattr(loss_module, "LOSS_CHUNK_ROWS", 256)
     hidden_NC, weight_VC, targets_N = inputs(num_tokens, 16, 99)
     hidden_NC, weight_VC = hidden_NC.to(dtype), weight_VC.double() if dtype == torch.float64 else weight_VC
