@@ -3,13 +3,13 @@
     python bench/trackers.py --out windows.jsonl            # 6 pairs of windows, appended; run it several times
     python bench/trackers.py --out windows.jsonl --pairs 0   # only what the file says
 
-The follower is stopped for 15 s (SIGSTOP) and then runs for 15 s, and so on. Each window in which it runs is compared
-with the mean of the two beside it. Its wait of 30 s between batches is over each time it continues, so each running
-window has one batch, with the rows of 30 s: as many batches and rows for a time as there are without the stops. The
-cost is half the difference, since the other half of the time has none. With `--followers 4` four such followers run,
-and the cost is divided by four, and so is the noise; as they share the processor time that is left over, it is an upper
-bound then. Steps in phases that are slow for another reason are left out: those whose 11 neighbours have a median 6%
-above the run's lower quartile. The rule does not look at the follower, and a batch is shorter.
+The follower is stopped for 15 s (SIGSTOP) and then runs for 15 s, and so on. Its wait of 30 s between batches is over
+each time it continues, so each window in which it runs has one batch, with the rows of 30 s: as many batches and rows
+for a time as there are without the stops. The cost is half the difference, since the other half of the time has none.
+With `--followers 4` four such followers run, and the cost is divided by four, and so is the noise; as they share the
+processor time that is left over, it is an upper bound then. A machine's speed drifts by more than a follower costs, so
+a step counts in units of the median of the eleven around it. That hides what slows eleven steps alike; the processor
+time shows it.
 
 MLflow's server is another machine elsewhere. In its place a server of a few lines takes what MLflow's library sends
 (`tests/tools/track` reads a real one). Needs wandb, trackio and mlflow.
@@ -17,7 +17,6 @@ MLflow's server is another machine elsewhere. In its place a server of a few lin
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -39,7 +38,6 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus")
 TRAIN = ("--preset", "lesson", "--nproc", "2", "--train.steps", "100000", "--checkpoint.every", "0")
 WINDOW_S = 15.0  # half of the follower's time between batches to libraries
 SETTLE_S = 5.0
-LEAST_STEPS = 10  # of a window, for a mean
 RUN = {"info": {"run_id": "1", "run_uuid": "1", "experiment_id": "1", "status": "RUNNING"}, "data": {}}
 ANSWERS = {
     "get-by-name": {"experiment": {"experiment_id": "1", "name": "paceline"}},
@@ -168,39 +166,32 @@ def window(run: Path, follower: Sequence[psutil.Process], runs: bool) -> dict[st
     return found
 
 
-def calm(windows: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Returns the step times of each window without slow phases."""
+def excess(windows: Sequence[dict[str, Any]]) -> list[float]:
+    """Returns the mean step time of each window, with each step in units of the median of the eleven around it."""
     times = [ms for each in windows for ms in each["step_ms"]]
-    most = 1.06 * sorted(times)[len(times) // 4]
-    is_calm = [statistics.median(times[max(0, i - 5) : i + 6]) < most for i in range(len(times))]
-    found, begin = [], 0
-    for each in windows:
-        end = begin + len(each["step_ms"])
-        found.append([ms for ms, kept in zip(times[begin:end], is_calm[begin:end], strict=True) if kept])
-        begin = end
-    return found
+    ratios = iter([ms / statistics.median(times[max(0, i - 5) : i + 6]) for i, ms in enumerate(times)])
+    return [statistics.mean(next(ratios) for _ in each["step_ms"]) for each in windows]
 
 
 def summary(windows: Sequence[dict[str, Any]]) -> None:
-    """Prints the median and the mean of the paired differences, with 95% intervals by 10,000 resamples of the pairs."""
-    costs, draw, times = [], random.Random(1), calm(windows)
-    print("step times of the windows, ms, and what is left of them without slow phases:")
-    for each, kept in zip(windows, times, strict=True):
-        mean = statistics.mean(kept) if kept else math.nan
-        print(f"  {'running' if each['runs'] else 'stopped'} {statistics.mean(each['step_ms']):.1f} {mean:.1f}")
-    for i in range(1, len(windows) - 1):
-        if windows[i]["runs"] and all(len(kept) >= LEAST_STEPS for kept in times[i - 1 : i + 2]):
-            before, running, after = map(statistics.mean, times[i - 1 : i + 2])
-            costs.append(50 / windows[i]["followers"] * (2 * running / (before + after) - 1))
-    print(f"cost of one follower in % of the step time, {len(costs)} pairs:", *(f"{cost:+.2f}" for cost in costs))
-    for middle in (statistics.median, statistics.mean):
-        drawn = sorted(middle(draw.choices(costs, k=len(costs))) for _ in range(10_000))
-        print(f"  their {middle.__name__} {middle(costs):+.2f} [{drawn[250]:+.2f}, {drawn[9750]:+.2f}]")
-    used_s = statistics.mean(each["follower_s"] / each["followers"] for each in windows if each["runs"])
-    print(f"processor time of a follower: {50 * used_s / WINDOW_S:.2f}% of a core")
-    for runs in (False, True):
-        idle_s = statistics.mean(each["idle_s"] for each in windows if each["runs"] == runs)
-        print(f"idle with followers {'running' if runs else 'stopped'}: {100 * idle_s / WINDOW_S:.1f}% of a core")
+    """Prints what a follower costs by step times, with a 95% interval by 10,000 resamples of windows, and by processor
+    time: what it took, and how much of that was idle without it."""
+    means: dict[bool, list[float]] = {True: [], False: []}
+    for each, mean in zip(windows, excess(windows), strict=True):
+        means[each["runs"]].append(mean)
+        print(f"  {'running' if each['runs'] else 'stopped'} {statistics.mean(each['step_ms']):.1f} ms, {mean:.4f}")
+    share = 50 / windows[0]["followers"]  # half of the time has no batch
+    draw, drawn = random.Random(1), []
+    for _ in range(10_000):
+        running, stopped = (statistics.mean(draw.choices(means[runs], k=len(means[runs]))) for runs in (True, False))
+        drawn.append(share * (running - stopped))
+    drawn.sort()
+    cost = share * (statistics.mean(means[True]) - statistics.mean(means[False]))
+    print(f"cost of one follower: {cost:+.2f}% of the step time [{drawn[250]:+.2f}, {drawn[9750]:+.2f}]")
+    idle_s = {runs: statistics.mean(each["idle_s"] for each in windows if each["runs"] == runs) for runs in means}
+    used_s = statistics.mean(each["follower_s"] for each in windows if each["runs"])
+    print(f"its processor time: {share * used_s / WINDOW_S:.2f}% of a core", end=", ")
+    print(f"of which {(idle_s[False] - idle_s[True]) / used_s:.0%} would be idle without it")
 
 
 def main() -> None:
