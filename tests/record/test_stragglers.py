@@ -144,4 +144,5 @@ def test_a_slow_rank_of_a_real_run_is_told_and_recorded(tmp_path: Path) -> None:
     traces = sorted((out / "profile").iterdir())
     assert [path.name for path in traces] == [f"step-00000003-rank-0000{rank}.json" for rank in range(2)]
     names = {event.get("name", "") for event in json.loads(traces[1].read_text())["traceEvents"]}
-    assert any("mm" in name for name in names), "the trace tells of matrix products"
+    products = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")  # the last one on AMD
+    assert names & set(products), "the trace tells of matrix products"
