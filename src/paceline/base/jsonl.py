@@ -30,8 +30,8 @@ def rows(path: Path) -> Iterator[Row | None]:
 
 
 def last_rows(path: Path, num_bytes: int = 1 << 18) -> list[Row]:
-    """Returns the rows in the last bytes of a JSONL file; the default holds one of 1,024 ranks. None if it cannot be
-    read."""
+    """Returns the rows in the last bytes of a JSONL file; the default holds one of 1,024 ranks. No rows if it
+    cannot be read."""
     found = (_row(line) for line in tail(path, num_bytes).split(b"\n")[:-1])
     return [row for row in found if row is not None]
 

@@ -83,7 +83,5 @@ class Records:
             return  # nothing was begun, or the end is recorded
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         event = {"time": now, "event": "failed", "step": self.last_step(), "error": what, "by": "launcher"}
-        with contextlib.suppress(OSError):
-            descriptor = open_at_line_end(self._events)
-            os.write(descriptor, json.dumps(event).encode() + b"\n")
-            os.close(descriptor)
+        with contextlib.suppress(OSError), os.fdopen(open_at_line_end(self._events), "ab") as file:
+            file.write(json.dumps(event).encode() + b"\n")
