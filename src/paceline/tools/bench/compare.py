@@ -1,9 +1,9 @@
 """`paceline bench scaling --compare ...` and `--cpu 1.0,0.35`: variants of a run on the hosts of a lab, against hosts
 that do not exchange anything.
 
-Every round makes the same steps in each variant, by all hosts as one world, and in the worlds whose tokens/s add up to
-the ideal. Hosts of one speed train each its part of the batch, at the same time, so that they share the machine's
-memory and caches as in one world. Of hosts with shares of a core (`--cpu`) each trains the whole batch alone.
+Every round trains by all hosts as one world, in each variant, and by each host alone; these tokens/s add up to the
+ideal. The hosts alone train at the same time, so that they share the machine's memory and caches as in one world: each
+its part of the batch, or the whole batch if they have shares of a core (`--cpu`). So fast hosts make more steps.
 """
 
 import os
@@ -36,6 +36,8 @@ from paceline.tools.bench.scaling_show import (
 )
 
 _ADAPTING_STEPS = 40  # left out of a run with shares by speed: two changes, each after some 18 measured steps
+# The shell's command that makes a host of a lab a world of one.
+_ALONE = shlex.join(["exec", "env", *(f"--unset={name}" for name in RANK_VARIABLES), *runs.PACELINE, "train"])
 UNLIMITED = "unlimited"  # a host that may use its cores completely
 COLUMNS = ["world", "tokens/s", "of the ideal", "MB sent", "exposed ms", "step ms", "sequences", "idle, %"]
 LEGEND = (
@@ -69,17 +71,18 @@ class Setup:
     rounds: int
 
     @property
-    def ideal(self) -> list[World]:
-        whole = self.config.replace("parallel", shares="equal")
-        if self.cpu != (UNLIMITED,) * len(self.cpu):
-            return [
-                World(label=f"host {name} alone, {share} of a core", config=whole, cpu=(share,))
-                for name, share in zip(self.hosts, self.cpu, strict=True)
-            ]
-        part = max(1, sequences_of(self.config) // len(self.hosts))
-        sizes = {"global_batch_size": part, "device_batch_size": min(self.config.train.device_batch_size, part)}
-        config = whole.replace("train", global_batch_tokens=0, layered_micro_batches=1, **sizes)
-        return [World(label=f"{len(self.hosts)} hosts, no exchange", config=config, cpu=self.cpu, is_apart=True)]
+    def has_shares(self) -> bool:
+        """Whether hosts have shares of a core, so that their speeds differ."""
+        return self.cpu != (UNLIMITED,) * len(self.cpu)
+
+    @property
+    def ideal(self) -> World:
+        config = self.config.replace("parallel", shares="equal")
+        if not self.has_shares:
+            part = max(1, sequences_of(self.config) // len(self.hosts))
+            sizes = {"global_batch_size": part, "device_batch_size": min(self.config.train.device_batch_size, part)}
+            config = config.replace("train", global_batch_tokens=0, layered_micro_batches=1, **sizes)
+        return World(label=f"{len(self.hosts)} hosts, no exchange", config=config, cpu=self.cpu, is_apart=True)
 
     @property
     def together(self) -> list[World]:
@@ -110,8 +113,8 @@ class Row(Sample):
 
 def measure(setup: Setup, console: Console) -> list[Row]:
     """Returns a row for each world; takes minutes. Raises RunError, with its message, if a run fails."""
-    todo = [*setup.ideal, *setup.together]
-    samples: list[list[Sample]] = [[] for _ in todo]
+    todo = [setup.ideal, *setup.together]
+    samples: list[list[list[Sample]]] = [[] for _ in todo]  # by world, round and, of those apart, host
     with runs.tidy(), console.progress(None, transient=True):
         places = range(len(todo))
         for place in runs.in_turn(places, setup.rounds, console, lambda place: todo[place].label):
@@ -119,39 +122,57 @@ def measure(setup: Setup, console: Console) -> list[Row]:
                 samples[place].append(_train(setup, todo[place]))
             except runs.Failed as error:
                 raise RunError(f"{todo[place].label}: {error}") from None
-    ideals = [sum(one.tokens_per_s for one in round) for round in zip(*samples[: len(setup.ideal)], strict=True)]
-    return [_row(world.label, found, ideals) for world, found in zip(todo, samples, strict=True)]
+    apart, together = samples[0], [[one for (one,) in found] for found in samples[1:]]
+    alone = {todo[0].label: list(map(_all, apart))}
+    if setup.has_shares:
+        labels = [f"host {name} alone, {share} of a core" for name, share in zip(setup.hosts, setup.cpu, strict=True)]
+        alone = dict(zip(labels, map(list, zip(*apart, strict=True)), strict=True))
+    ideals = [_all(found).tokens_per_s for found in apart]
+    found = {**alone, **dict(zip(setup.variants, together, strict=True))}
+    return [_row(label, rounds, ideals) for label, rounds in found.items()]
 
 
-def _train(setup: Setup, world: World) -> Sample:
-    config = runs.only_steps(world.config, setup.steps + world.adapting_steps)
-    config = config.replace("parallel", device="cpu", check_every=0, interface="", expect_ranks=0)
+def _train(setup: Setup, world: World) -> list[Sample]:
+    """Returns the sample of one run, or of each host's."""
+    config = world.config.replace("parallel", device="cpu", check_every=0, interface="", expect_ranks=0)
     lab = ("lab", "--hosts", str(len(world.cpu)), "--cpu", ",".join(world.cpu), "--rate", setup.rate, "--")
     with tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
         folder = Path(scratch)
-        (folder / "config.toml").write_text(to_toml(config))
-        train = ["train", "--config", str(folder / "config.toml"), "--out"]
-        names, line = ["run"], [*train, str(folder / "run")]
+        for host, steps in _steps(setup, world).items():
+            (folder / f"{host}.toml").write_text(to_toml(runs.only_steps(config, steps)))
+        names = [f"run-{host}" for host in setup.hosts] if world.is_apart else ["run"]
+        train = ["train", "--config", str(folder / f"{setup.hosts[0]}.toml"), "--out", str(folder / "run")]
         if world.is_apart:
-            names = [f"run-{host}" for host in setup.hosts]
-            line = ["exec", "sh", "-c", f'{_alone(train)} "{folder}/run-$(hostname)"']
+            train = [
+                "exec",
+                "sh",
+                "-c",
+                f'{_ALONE} --config "{folder}/$(hostname).toml" --out "{folder}/run-$(hostname)"',
+            ]
         runs.run_at_once(
-            [([*runs.PACELINE, *lab, *line], environment_of_one(os.environ))], folder, end_by=signal.SIGTERM
+            [([*runs.PACELINE, *lab, *train], environment_of_one(os.environ))], folder, end_by=signal.SIGTERM
         )
-        found = [sample_of(runs.training_rows(folder / name), world) for name in names]
+        return [sample_of(runs.training_rows(folder / name), world) for name in names]
+
+
+def _steps(setup: Setup, world: World) -> dict[str, int]:
+    """Returns how many steps each host makes: hosts alone that are n times as fast make n times as many, so that they
+    end at about the same time."""
+    steps = setup.steps + world.adapting_steps
+    if not (world.is_apart and setup.has_shares):
+        return dict.fromkeys(setup.hosts, steps)
+    cores = [min(1.0, float(share)) if share != UNLIMITED else 1.0 for share in setup.cpu]
+    return {host: round(steps * core / min(cores)) for host, core in zip(setup.hosts, cores, strict=True)}
+
+
+def _all(found: Sequence[Sample]) -> Sample:
+    """Returns the hosts' samples as one of all."""
     return replace(
         found[0],
         tokens_per_s=sum(one.tokens_per_s for one in found),
         step_ms=max(one.step_ms for one in found),
         sequences=tuple(count for one in found for count in one.sequences),
         idle_frac=tuple(idle for one in found for idle in one.idle_frac),
-    )
-
-
-def _alone(train: list[str]) -> str:
-    """Returns the shell's command that makes a host of a lab a world of one."""
-    return shlex.join(
-        ["exec", "env", *(word for name in RANK_VARIABLES for word in ("-u", name)), *runs.PACELINE, *train]
     )
 
 
