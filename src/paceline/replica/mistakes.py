@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
+from paceline.replica.result import Exchanged
 from paceline.sync.replicas import differences
 from paceline.world.calls import caller, mistake
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
-
-if TYPE_CHECKING:
-    from paceline.replica.replica import Replica
 
 COMPILED = "_orig_mod."  # torch.compile's prefix of parameter names
 
@@ -149,7 +147,7 @@ def check_same_start(model: nn.Module, world: World) -> None:
     warn(f"weights differ between ranks before training ({names}): {why}. All ranks start with rank 0's", world)
 
 
-def check_loss(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -> None:
+def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, world: World) -> None:
     """Raises UserError if the loss cannot have a backward pass, or if a GradScaler has scaled it. Warns in the first
     step if the loss was divided by the number of micro-batches, this rank's or all ranks'. The loss's last operation
     shows both."""
@@ -171,15 +169,46 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -
             'scaler.scale, unscale_, step and update away, and say Replica(..., dtype="float16"), which scales for all '
             "ranks together"
         )
-    if made_by.name() != "DivBackward0" or num_micro_batches == 1 or replica.num_steps or factor.requires_grad:
+    if made_by.name() != "DivBackward0" or num_micro_batches == 1 or not is_first_step or factor.requires_grad:
         return
-    size, divisor = replica.world.world_size, float(factor)
+    size, divisor = world.world_size, float(factor)
     if divisor == num_micro_batches or (num_micro_batches - 1) * size < divisor <= num_micro_batches * size:
         warn(
             f"the loss is divided by {divisor:g}, the number of micro-batches of the step, and the replica averages "
             "over the global batch already: take that division away, or the gradient is that much too small",
-            replica.world,
+            world,
         )
+
+
+def check_step(
+    rows: Sequence[Exchanged], unused: Sequence[str], num_trained: int, is_first: bool, world: World
+) -> None:
+    """Raises UserError on all ranks, or warns, for mistakes that a step's all-gather shows. rows: by rank; unused: of
+    `num_trained` parameters, by any rank."""
+    sizes = {int(size) for row in rows for size in (row.least_rows, row.most_rows) if size >= 0}
+    if len(sizes) > 1:
+        raise mistake(
+            f"micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
+            "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
+            reach="world",
+        )
+    digests = [int(row.digest) for row in rows]  # of the first micro-batch; 0: none
+    if alike := [rank for rank, digest in enumerate(digests) if digest and digests.count(digest) > 1]:
+        warn(
+            f"ranks {listed(alike)} began with the same micro-batch, and each should have rows of its own. Use "
+            "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
+            world,
+        )
+    if not any(row.weight for row in rows):
+        raise mistake("no rank had a micro-batch in this step", reach="world")
+    if num_trained and len(unused) == num_trained:
+        raise mistake(
+            "no gradient of this step reached a parameter of the replica's model: its parameters were "
+            "replaced since (assign=True, a new module), or the loss is another model's",
+            reach="world",
+        )
+    if unused and is_first:
+        warn(f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated", world)
 
 
 def check_reentrant(loss: torch.Tensor) -> None:
@@ -225,17 +254,6 @@ def digest_of(batch: object) -> int:
     """Returns a hash of a micro-batch, at least 1; 0 if it has no tensor."""
     found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors_in(batch)]
     return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
-
-
-def warn_of_same_rows(first_digests: Sequence[int], world: World) -> None:
-    """Warns if ranks began with the same micro-batch, as with unshared loaders. first_digests: by rank; 0: none."""
-    alike = [rank for rank, digest in enumerate(first_digests) if digest and first_digests.count(digest) > 1]
-    if alike:
-        warn(
-            f"ranks {listed(alike)} began with the same micro-batch, and each should have rows of its own. Use "
-            "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
-            world,
-        )
 
 
 def warn_of_prefix(model: nn.Module, world: World) -> None:

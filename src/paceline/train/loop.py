@@ -29,9 +29,8 @@ from paceline.record.folder import COMPLETE
 from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
-from paceline.replica.result import StepResult
+from paceline.replica.result import StepResult, Trouble
 from paceline.replica.stopping import StopRequest
-from paceline.replica.trouble import Trouble
 from paceline.sync.replicas import overall
 from paceline.train import banner
 from paceline.train.data import dropout_keys, dummy_micro_batch, layered, open_data

@@ -20,8 +20,7 @@ from paceline.checkpoint.save import Outcome
 from paceline.checkpoint.steps import list_steps
 from paceline.replica.contents import ReplicaContents
 from paceline.replica.replica import Replica
-from paceline.replica.trouble import flip_a_bit
-from paceline.sync.replicas import differences, digests, repair
+from paceline.sync.replicas import differences, digests, flip_a_bit, repair
 from paceline.train.meet import Setup
 from paceline.train.progress import Progress
 from paceline.world.group import SPEAKS_FIRST_S
