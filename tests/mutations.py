@@ -217,7 +217,7 @@ MUTATIONS = (
     # ---- sources of a script ----
     Mutation(
         "a resumed pass begins anew",
-        "replica/share.py",
+        "replica/sources.py",
         "self._steps(self._pass, self.step, self._drawn)",
         "self._steps(self._pass, 0, self._drawn)",
         SHARE,
@@ -354,8 +354,8 @@ MUTATIONS = (
     Mutation(
         "saves come a step late",
         "train/saves.py",
-        "progress.step % every == 0",
-        "progress.step % every == 1",
+        "_progress.step % every == 0",
+        "_progress.step % every == 1",
         ("train/test_switches.py::test_checkpoints_come_when_asked_and_the_newest_stay",),
     ),
 )

@@ -47,8 +47,7 @@ class ReplicaContents:
 
     def weights(self) -> dict[Slice, torch.Tensor]:
         """The weights that this rank updates, not copied."""
-        found = self.replica.sync.weights()
-        return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
+        return self._kept(self.replica.sync.weights())
 
     def constants(self) -> dict[Slice, torch.Tensor]:
         """What no optimizer updates: all buffers and frozen parameters; equal on all ranks."""
@@ -196,8 +195,7 @@ class ReplicaContents:
 
     def wire_state(self) -> dict[Slice, torch.Tensor]:
         """What this rank's later messages depend on besides (sync/coded.py)."""
-        found = self.replica.sync.wire_state()
-        return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
+        return self._kept(self.replica.sync.wire_state())
 
     def take_wire_state(self, receive: Receive, stored: Mapping[str, Any], loss_factor: float) -> None:
         """Fills it from the checkpoint, if that has some. In another world each rank takes what several ranks' messages
@@ -232,6 +230,9 @@ class ReplicaContents:
         for share in replica.shares:
             if replica.positions:
                 share.load_state_dict(replica.positions.pop(0))
+
+    def _kept(self, found: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        return {Slice(self._kept_name(item.name), item.start, item.stop): tensor for item, tensor in found.items()}
 
     def _kept_name(self, name: str) -> str:
         return self.prefix + plain(name)

@@ -36,7 +36,7 @@ class Order:
 
     def __init__(self, num_steps: int, batch_size: int | None, needs_check: bool = False, **facts: Any) -> None:
         """num_steps: in a pass; -1: not known. batch_size: None: batches differ in size. needs_check: ranks must
-        compare what they draw. facts: see Source."""
+        compare what they draw. facts: see Share."""
         self.num_steps, self.batch_size, self.needs_check = num_steps, batch_size, needs_check
         self.facts = {**facts, "batch_size": batch_size}
 

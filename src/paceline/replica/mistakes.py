@@ -34,13 +34,15 @@ def warn(text: str, world: World) -> None:
 
 
 def check_model(model: nn.Module, optimizers: Sequence[Any], strategy: str, world: World) -> None:
-    """Raises UserError if model or optimizers cannot be replicated; warns of parameters that no optimizer has."""
+    """Raises UserError if model or optimizers cannot be replicated with the strategy; warns of parameters that no
+    optimizer has."""
     _check_modules(model)
     if not is_on_the_host(model, strategy, world):
         _check_device(model, world)
     for optimizer in optimizers:
         _check_optimizer(optimizer)
     _check_parameters(model, optimizers, world)
+    _check_sharding(model, strategy, optimizers)
 
 
 def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
@@ -49,7 +51,7 @@ def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
     return strategy in SHARDS_WEIGHTS and on_host and world.device.type != "cpu"
 
 
-def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any]) -> None:
+def _check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any]) -> None:
     """Raises UserError if the strategy cannot shard the model."""
     own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
     if strategy in ("zero", *SHARDS_WEIGHTS) and own:
@@ -235,19 +237,18 @@ def _is_scale(factor: torch.Tensor) -> bool:
     return any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
 
 
-def warn_of_batch_norm(model: nn.Module, world: World) -> list[torch.Tensor]:
-    """Returns the running statistics of batch norms, which are averaged over ranks after each step; warns that each
-    rank normalises by its own batch."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    own = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
-    if own and world.world_size > 1:
+def warn_of_batch_norm(model: nn.Module, world: World) -> None:
+    """Warns that each rank normalises by its own batch."""
+    norms = [
+        each for each in model.modules() if isinstance(each, _BatchNorm) and not isinstance(each, nn.SyncBatchNorm)
+    ]
+    if norms and world.world_size > 1:
         warn(
-            f"{len(own)} batch norms normalise with what is in one rank's micro-batch, so the curve depends on the "
+            f"{len(norms)} batch norms normalise with what is in one rank's micro-batch, so the curve depends on the "
             "number of ranks; their running statistics are averaged over ranks after each step. On GPUs "
             "nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them one; group or layer norms need none",
             world,
         )
-    return [buffer for norm in norms for buffer in norm.buffers()]
 
 
 def digest_of(batch: object) -> int:

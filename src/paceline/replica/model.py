@@ -1,7 +1,6 @@
 """A model, its optimizers, and what keeps them equal on all ranks: what a step works on (step.py)."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,13 +16,9 @@ from paceline.replica.updates import LossScaler, RunningStatistics, Updates
 from paceline.sync.buckets import release
 from paceline.sync.make import check_strategy, make_strategy
 from paceline.sync.replicas import broadcast_parameters
-from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
 from paceline.world.runtime import World
-
-# By world, the models that are alive.
-_MODELS: "weakref.WeakKeyDictionary[Calls, weakref.WeakSet[ReplicatedModel]]" = weakref.WeakKeyDictionary()
 
 
 class ReplicatedModel:
@@ -49,15 +44,14 @@ class ReplicatedModel:
         self._dtype = dtype
         self.scaler = LossScaler.for_dtype(dtype)
 
-        self._all = _MODELS.setdefault(world.calls, weakref.WeakSet())
         self._release_earlier()
         mistakes.check_model(model, optimizers, strategy, world)
         self.updates = Updates(model, optimizers)
-        mistakes.check_sharding(model, strategy, optimizers)
         if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
             mistakes.check_same_start(model, world)
             broadcast_parameters(model, world.group)
-        self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
+        self.statistics = RunningStatistics(model, world.group)
+        mistakes.warn_of_batch_norm(model, world)
         mistakes.warn_of_prefix(model, world)
         # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
         hosts = len({facts.host for facts in world.facts})
@@ -82,7 +76,7 @@ class ReplicatedModel:
         self.copies: list[Callable[[], object]] = []
         """By Checkpoints object that saves this replica: waits until weights and state may change."""
         self.waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
-        self._all.add(self)
+        self.world.calls.replicas.add(self)
 
     @property
     def vote(self) -> float:
@@ -92,7 +86,7 @@ class ReplicatedModel:
     @property
     def is_alone(self) -> bool:
         """Whether no other replica of this world may be in a loss's graph."""
-        return len(self._all) == 1
+        return len(self.world.calls.replicas) == 1
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         if self._dtype == torch.float32:
@@ -116,12 +110,12 @@ class ReplicatedModel:
         release(self.model.parameters())
         if not self.updates.release():
             mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
-        self._all.discard(self)
+        self.world.calls.replicas.discard(self)
 
     def _release_earlier(self) -> None:
         """Releases an earlier replica of this model or these optimizers, as when a notebook cell runs again."""
         parameters = set(self.model.parameters())
-        for other in list(self._all):
+        for other in list(self.world.calls.replicas):
             has_mine = any(each is own for each in self.optimizers for own in other.optimizers)
             if has_mine or not parameters.isdisjoint(other.model.parameters()):
                 other.release()

@@ -125,18 +125,7 @@ class Replica(ReplicatedModel):
         with self._stopping(stop_on_signals):
             while not self._is_over(batches, max_steps, epochs):
                 begun_at, is_from_the_top = self.num_steps, batches.step == 0
-                for begun_from, batch in self._rest_of_pass(batches):
-                    step = self.step(batch)
-                    self._begun_from = begun_from
-                    try:
-                        yield step
-                    except GeneratorExit:  # the script left its loop by `break`
-                        batches.leave()
-                        raise
-                    if self.open_step is not None:
-                        raise mistake("a step of replica.steps had no step.finish(): call it once in each step")
-                    if self._is_over(batches, max_steps, None):
-                        return
+                yield from self._one_pass(batches, max_steps)
                 if max_steps is None and epochs is None:
                     return
                 if self.num_steps == begun_at and is_from_the_top:
@@ -262,6 +251,25 @@ class Replica(ReplicatedModel):
         """Where the open step of a loop began; None between steps."""
         return None if self.open_step is None else self._begun_from
 
+    def _one_pass(self, batches: Share, max_steps: int | None) -> Iterator[Step]:
+        drawn = batches.resumed()
+        while True:
+            states = generators.states(self.world.device) if self.copies else None
+            begun_from = BegunFrom(batches, batches.state_dict(), states)
+            if (batch := next(drawn, None)) is None:
+                return
+            step = self.step(batch)
+            self._begun_from = begun_from
+            try:
+                yield step
+            except GeneratorExit:  # the script left its loop by `break`
+                batches.leave()
+                raise
+            if self.open_step is not None:
+                raise mistake("a step of replica.steps had no step.finish(): call it once in each step")
+            if self._is_over(batches, max_steps, None):
+                return
+
     def _is_over(self, batches: Share, max_steps: int | None, epochs: int | None) -> bool:
         has_steps = max_steps is not None and self.num_steps >= max_steps
         return self.stop_reason is not None or has_steps or (epochs is not None and batches.epoch >= epochs)
@@ -278,16 +286,6 @@ class Replica(ReplicatedModel):
             if on_signals and self.stop is not None and self.stop_reason is None:
                 self.stop.__exit__(None, None, None)
                 self.stop = None
-
-    def _rest_of_pass(self, batches: Share) -> Iterator[tuple[BegunFrom, Batch]]:
-        """Yields the remaining batches of the pass, each with where it was drawn from."""
-        drawn = batches.resumed()
-        while True:
-            states = generators.states(self.world.device) if self.copies else None
-            begun_from = BegunFrom(batches, batches.state_dict(), states)
-            if (batch := next(drawn, None)) is None:
-                return
-            yield begun_from, batch
 
     def _drop_open_step(self) -> None:
         """Clears the gradients if an exception ended an earlier loop, say in a notebook. Then collective."""

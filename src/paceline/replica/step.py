@@ -44,7 +44,7 @@ class Step:
         """Rows of the global batch in the current micro-batch; None: not known."""
         self._replica, self._batch = replica, batch
         self._clock = StepClock(replica.clock, replica.world.group, replica.sync.take_codec_ms)
-        self._is_total_given, self._total = total is not None, total
+        self._is_total_given, self._total = total is not None, total or 0.0
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
         replica.sync.is_one_pass = batch.passes == 1
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
@@ -265,12 +265,10 @@ class Step:
 
     def _scale(self) -> float:
         """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""
-        assert self._total is not None
         return self._replica.scaler.scale * self._replica.sync.weigh(self._weight, self._total) / self._divisor
 
     def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
         """Ends the update, on all ranks alike. Collective where buffers or generators may differ."""
-        assert self._total is not None
         replica, rows, total = self._replica, self._rows.exchanged, self._total
         self._stage = "over"
         if not self._is_total_given:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.optim.adamw import AdamW
 from paceline.optim.muon import Muon
@@ -195,7 +196,9 @@ class RunningStatistics:
     """After a step each statistic is its old value plus the mean over ranks of its change, weighted by each rank's
     share of the batch."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Group):
+    def __init__(self, model: nn.Module, group: Group):
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        tensors = [buffer for norm in norms for buffer in norm.buffers()]
         self._means = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._counts = [tensor for tensor in tensors if not tensor.is_floating_point()]
         self._group = group
