@@ -22,7 +22,7 @@ from paceline.world.runtime import World
 
 
 class ReplicatedModel:
-    """The part of a Replica that a step uses. Its numbers are the same on all ranks, but for times."""
+    """The part of a Replica that a step uses, and the numbers that go from one step to the next."""
 
     def __init__(
         self,
