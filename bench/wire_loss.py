@@ -64,17 +64,17 @@ def corpus() -> torch.Tensor:
 
 def make_late(replica: Replica) -> None:
     """Makes each update use the gradient of the step before."""
-    update, before = replica.update, [torch.zeros_like(part.parameter) for part in replica.updates.slices]
+    make, before = replica.updates.make, [torch.zeros_like(part.parameter) for part in replica.updates.slices]
 
-    def update_late(unused: Sequence[str]) -> None:
+    def make_late(unused: Sequence[str], *parts: Any) -> None:
         for part, old in zip(replica.updates.slices, before, strict=True):
             assert part.parameter.grad is not None
             new = part.parameter.grad.clone()
             part.parameter.grad.copy_(old)
             old.copy_(new)
-        update(unused)
+        make(unused, *parts)
 
-    replica.update = update_late  # type: ignore[method-assign]
+    replica.updates.make = make_late  # type: ignore[method-assign]
 
 
 def train(world: Any, data: torch.Tensor, size: str, optimizer: Any, path: str, seed: int) -> float:

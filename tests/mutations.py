@@ -189,15 +189,15 @@ MUTATIONS = (
     Mutation(
         "a vote to stop is not counted",
         "replica/step.py",
-        "vote=replica.stop.vote if replica.stop is not None else 0.0",
+        "vote=replica.vote",
         "vote=0.0",
         ("train/test_ends.py::test_stop_after_counts_from_the_start_of_the_process",),
     ),
     Mutation(
         "unused parameters count as used",
         "replica/gradients.py",
-        "used = [parameter.grad is not None for parameter",
-        "used = [True for parameter",
+        "used = np.array([parameter.grad is not None for",
+        "used = np.array([True for",
         TWO_RANKS,
     ),
     Mutation(
@@ -217,14 +217,14 @@ MUTATIONS = (
     # ---- sources of a script ----
     Mutation(
         "a resumed pass begins anew",
-        "replica/share.py",
-        "self._source.steps(self._pass, self.step, self._drawn)",
-        "self._source.steps(self._pass, 0, self._drawn)",
+        "replica/sources.py",
+        "self._steps(self._pass, self.step, self._drawn)",
+        "self._steps(self._pass, 0, self._drawn)",
         SHARE,
     ),
     Mutation(
         "drop_last drops a complete batch",
-        "replica/orders.py",
+        "replica/datasets.py",
         "(batch_size - 1 if drop_last else 0)",
         "(batch_size if drop_last else 0)",
         SHARE,
@@ -354,8 +354,8 @@ MUTATIONS = (
     Mutation(
         "saves come a step late",
         "train/saves.py",
-        "progress.step % every == 0",
-        "progress.step % every == 1",
+        "_progress.step % every == 0",
+        "_progress.step % every == 1",
         ("train/test_switches.py::test_checkpoints_come_when_asked_and_the_newest_stay",),
     ),
 )

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from paceline.replica.joining import join as join
     from paceline.replica.replica import Replica as Replica
     from paceline.replica.result import StepResult as StepResult
-    from paceline.replica.share import Share as Share
     from paceline.replica.share import share as share
+    from paceline.replica.sources import Share as Share
     from paceline.replica.step import Step as Step
     from paceline.world.config import ParallelConfig as ParallelConfig
     from paceline.world.runtime import World as World
@@ -36,7 +36,7 @@ _PUBLIC = {
     "Checkpoints": "paceline.replica.checkpoints",
     "load_weights": "paceline.replica.checkpoints",
     "share": "paceline.replica.share",
-    "Share": "paceline.replica.share",
+    "Share": "paceline.replica.sources",
     "Batch": "paceline.replica.batch",
     "EXIT_RESUMABLE": "paceline.base.errors",
     "BatchPlan": "paceline.data.plan",

@@ -16,7 +16,7 @@ from steps import SEQ_LEN, rehearsal
 from paceline.model import gpt, loss
 from paceline.model.layers import Block, attends_by_document
 from paceline.optim import clip
-from paceline.replica import replica
+from paceline.replica import model as replicated
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
 from paceline.sync import zero
@@ -83,7 +83,7 @@ def test_an_apple_gpu_which_has_no_float64_gets_none(preset: str, monkeypatch: p
     """Steps, an evaluation, digests and what a checkpoint holds; the GPU stands in for it."""
     seen = {}
     for is_apple in (True, False):
-        for module in (clip, replica):
+        for module in (clip, replicated):
             monkeypatch.setattr(module, "has_float64", lambda _, is_apple=is_apple: not is_apple)
         with rehearsal(preset, "ddp", 1, layers=1, dtype=FP16) as rank:
             rank.group.is_queued = False

@@ -10,6 +10,6 @@
         result = step.finish(max_norm=1.0)
         checkpoints.save_every(500)
 
-`orders.py` decides which samples this rank reads, `sources.py` how. `mistakes.py` turns silent mistakes into errors or
-warnings with the script's line.
+`mistakes.py` turns silent mistakes into errors or warnings with the script's line. Imports go one way: checkpoints.py,
+replica.py, step.py, model.py, gradients.py and updates.py; docs/ARCHITECTURE.md has the others.
 """

@@ -1,13 +1,33 @@
-"""A step's micro-batches on one rank, each drawn when the step needs it."""
+"""A step's micro-batches on one rank: which rows of the batch they are, and drawing each when the step needs it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
+from paceline.data.plan import BatchPlan, in_proportion
+from paceline.record.balance import listed
+from paceline.replica.balance import Balancer
 from paceline.replica.result import StepTimes
+from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
+from paceline.world.runtime import World
+
+_NONE = object()
+
+
+StepOfPass = tuple[int, int]  # number of the pass, and of the step in it
+_BEGINNING: StepOfPass = (0, 0)
+
+
+class Pass(NamedTuple):
+    micro_batch: Any  # on the rank's device
+    rows: range | None  # of the global batch; None: not known
+    num_rows: int | None  # if `rows` is None a guess: the first dimension
+    is_real: bool  # False: a dummy of weight 0, so that all ranks make equally many fsdp passes
+    is_last: bool
 
 
 class Batch:
@@ -59,6 +79,39 @@ class Batch:
             self._drawn = iter(self._draw())
         return self._drawn
 
+    def passes_of(self, sync: Strategy, world: World) -> Iterator[Pass]:
+        """Yields this rank's micro-batches; with fsdp then dummies, until all ranks have made equally many passes.
+        Collective then, unless `passes` is known."""
+        count = self._count_passes(world) if sync.lockstep else len(self)
+        drawn = self.draw()
+        for index in range(count):
+            is_real = index < len(self)
+            micro_batch = next(drawn, _NONE) if is_real else self.stand_in() if self.stand_in else _NONE
+            if micro_batch is _NONE:
+                raise mistake(
+                    "another step went through this batch before: for a second model keep what the first "
+                    "one is to see, or made, in a list, and say replica.step(batch.like(that_list))"
+                )
+            size, rows = num_rows(micro_batch), None
+            if self.rows is not None:
+                rows = self.rows[index] if is_real else range(size or 0)
+                size = len(rows)
+            yield Pass(moved(micro_batch, world.device), rows, size, is_real, index == count - 1)
+
+    def _count_passes(self, world: World) -> int:
+        if self.passes is not None:
+            return self.passes
+        rows = world.group.share_integers([len(self), int(self.stand_in is not None)])
+        most = max(count for count, _ in rows)
+        if any(count < most and not has_stand_in for count, has_stand_in in rows):
+            raise mistake(
+                f"ranks have {[count for count, _ in rows]} micro-batches, and with strategy fsdp, whose "
+                "forward communicates, each rank needs one at least: share the data by replica.steps(loader), or take "
+                "strategy zero",
+                reach="world",
+            )
+        return most
+
     def drain(self) -> None:
         """Draws the remaining micro-batches and drops them."""
         for _ in self.draw():
@@ -75,9 +128,72 @@ class Batch:
         self.__iter__()
 
 
-def as_batch(given: Any) -> Batch:
-    """Returns a Batch unchanged; anything else becomes a batch of one micro-batch."""
-    return given if isinstance(given, Batch) else Batch([given])
+class Split:
+    """Divides the rows of a batch among ranks: equally, in proportion to shares, or by the ranks' speeds."""
+
+    def __init__(
+        self,
+        world: World,
+        micro_batch_size: int | None,
+        batch_size: int | None,
+        shares: Sequence[int] = (),
+        read_ahead: int | None = None,
+    ) -> None:
+        """micro_batch_size: None: the rank's part of the batch is one. batch_size: None: batches differ in size.
+        shares: by rank; empty: equal. read_ahead: the shares follow the ranks' speeds, and ranks may have read so many
+        steps beyond the current one; None: the shares stay."""
+        self._rank, self._world_size = world.rank, world.world_size
+        self._given_size, self._read_ahead = micro_batch_size, read_ahead
+        self._say = None if read_ahead is None else world.say  # workers get a copy of the others, and no world
+        self.micro_batch_size = micro_batch_size or (batch_size and -(-batch_size // world.world_size))
+        self._shares = [(_BEGINNING, tuple(shares))]  # with the first step of each
+        self._balancer = None if read_ahead is None else Balancer(shares)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The newest shares; empty: equal."""
+        return self._shares[-1][1]
+
+    def restore(self, shares: Sequence[int]) -> None:
+        """Takes shares that a checkpoint has, if they follow the ranks' speeds and the world has the same size."""
+        if self._balancer is not None and len(shares) == self._world_size and sum(shares) == sum(self.shares):
+            self._shares, self._balancer = [(_BEGINNING, tuple(shares))], Balancer(shares)
+
+    def __call__(self, num_rows: int, at: StepOfPass = _BEGINNING) -> list[range]:
+        """Returns the rows of each of this rank's micro-batches in a batch of so many rows."""
+        return self.plan(num_rows, at).micro_batches(self._rank) if num_rows else []
+
+    def plan(self, num_rows: int, at: StepOfPass = _BEGINNING) -> BatchPlan:
+        shares = next(shares for first, shares in reversed(self._shares) if first <= at)
+        if shares:
+            size = self._given_size or num_rows
+            return BatchPlan(num_rows, size, self._world_size, in_proportion(num_rows, shares))
+        size = self.micro_batch_size or -(-num_rows // self._world_size)
+        return BatchPlan(num_rows, size, self._world_size)
+
+    def batch(self, draw: Callable[[], Any], num_rows: int, at: StepOfPass, stand_in: Callable[[], Any]) -> Batch:
+        if not num_rows:
+            return Batch(draw, rows=[], num_rows=0, passes=0, stand_in=stand_in)
+        plan = self.plan(num_rows, at)
+        batch = Batch(
+            draw, rows=plan.micro_batches(self._rank), num_rows=num_rows, passes=plan.passes, stand_in=stand_in
+        )
+        batch.observe = self.observer(at, plan)
+        return batch
+
+    def observer(self, at: StepOfPass, plan: BatchPlan) -> Callable[[Sequence[StepTimes]], None] | None:
+        """Returns the function that takes the times of a step; None if the shares stay."""
+        return None if self._balancer is None else partial(self._observe, at, plan)
+
+    def _observe(self, at: StepOfPass, plan: BatchPlan, times: Sequence[StepTimes]) -> None:
+        """Takes the ranks' times of a step, the same on all ranks, and perhaps changes the shares of later steps."""
+        assert self._balancer is not None
+        assert self._say is not None
+        assert self._read_ahead is not None
+        if change := self._balancer.observe(plan.num_sequences(), times):
+            number, step = at
+            self._shares.append(((number, step + 1 + self._read_ahead), change.shares))
+            self._say(f"paceline: the ranks' shares of a batch are now {listed(change.shares)}: {change.why}")
 
 
 def moved(micro_batch: Any, device: torch.device) -> Any:

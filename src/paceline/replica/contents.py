@@ -11,7 +11,7 @@ moments.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,15 +19,13 @@ from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.checkpoint.encode import decode, encode
 from paceline.checkpoint.manifest import Kind
+from paceline.optim.optimizer import ParamSlice
 from paceline.replica import generators
 from paceline.replica.mistakes import plain
+from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
+from paceline.replica.updates import stored_as
 from paceline.world.calls import mistake
-
-if TYPE_CHECKING:
-    from paceline.optim.optimizer import ParamSlice
-    from paceline.replica.loop import BegunFrom
-    from paceline.replica.replica import Replica
 
 Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor]]  # reads from a checkpoint
 
@@ -38,7 +36,7 @@ Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor
 class ReplicaContents:
     """A replica's weights, buffers, optimizer state and settings. `prefix` starts every name."""
 
-    def __init__(self, replica: "Replica", name: str):
+    def __init__(self, replica: Replica, name: str):
         self.replica, self.prefix = replica, f"{name}:" if name else ""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -49,8 +47,7 @@ class ReplicaContents:
 
     def weights(self) -> dict[Slice, torch.Tensor]:
         """The weights that this rank updates, not copied."""
-        found = self.replica.sync.weights()
-        return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
+        return self._kept(self.replica.sync.weights())
 
     def constants(self) -> dict[Slice, torch.Tensor]:
         """What no optimizer updates: all buffers and frozen parameters; equal on all ranks."""
@@ -72,7 +69,7 @@ class ReplicaContents:
         for part, optimizer, _ in self.replica.updates.owned():
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 name = f"{self._kept_name(part.name)}/{key}{mark}"
-                kind = _kind_of(key, value, part)
+                kind = stored_as(key, value, part)
                 if kind == "moment":
                     tensors[Slice(name, part.start, part.stop)] = _flat(value)
                 elif kind == "number":
@@ -198,8 +195,7 @@ class ReplicaContents:
 
     def wire_state(self) -> dict[Slice, torch.Tensor]:
         """What this rank's later messages depend on besides (sync/coded.py)."""
-        found = self.replica.sync.wire_state()
-        return {Slice(self._kept_name(item.name), item.start, item.stop): t for item, t in found.items()}
+        return self._kept(self.replica.sync.wire_state())
 
     def take_wire_state(self, receive: Receive, stored: Mapping[str, Any], loss_factor: float) -> None:
         """Fills it from the checkpoint, if that has some. In another world each rank takes what several ranks' messages
@@ -235,6 +231,9 @@ class ReplicaContents:
             if replica.positions:
                 share.load_state_dict(replica.positions.pop(0))
 
+    def _kept(self, found: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        return {Slice(self._kept_name(item.name), item.start, item.stop): tensor for item, tensor in found.items()}
+
     def _kept_name(self, name: str) -> str:
         return self.prefix + plain(name)
 
@@ -250,30 +249,6 @@ def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, lis
     return found
 
 
-def not_kept(replica: "Replica") -> str:
-    """Returns the first optimizer state on this rank that a checkpoint cannot hold; empty if there is none."""
-    held = {part.parameter for part in replica.updates.slices}
-    for optimizer in replica.optimizers:
-        for owner in optimizer.state:
-            if not isinstance(owner, torch.Tensor) or owner not in held:
-                return f"{type(optimizer).__name__} has state of {owner!r:.40}, which is none of its parameters"
-    for part, optimizer, _ in replica.updates.owned():
-        for key, value in optimizer.state.get(part.parameter, {}).items():
-            if _kind_of(key, value, part) is None:
-                return f"{type(optimizer).__name__}'s state {key} of {part.name} is a {type(value).__name__}"
-    return ""
-
-
-def _kind_of(key: str, value: Any, part: "ParamSlice") -> Literal["moment", "number", "tensor"] | None:
-    """How an optimizer state is stored: sharded like its parameter, as a number, or complete; None: not at all."""
-    is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and key != "step" and value.shape == part.parameter.shape:
-        return "moment"
-    if isinstance(value, int | float | str | None) or (is_tensor and value.dim() == 0):
-        return "number"
-    return "tensor" if is_tensor and part.stop - part.start == math.prod(part.shape) else None
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
@@ -284,7 +259,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _position(share: Share, begun: "BegunFrom | None") -> dict[str, Any]:
+def _position(share: Share, begun: BegunFrom | None) -> dict[str, Any]:
     """The data position at the beginning of the current step, or now."""
     return begun.position if begun is not None and begun.batches is share else share.state_dict()
 
@@ -298,7 +273,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _number(optimizer: Any, group: Mapping[str, Any], part: "ParamSlice", value: Any) -> Any:
+def _number(optimizer: Any, group: Mapping[str, Any], part: ParamSlice, value: Any) -> Any:
     """Returns a number of the state, such as Adam's step, on the device that torch's rule gives it."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(value, float):
         return value
@@ -319,7 +294,7 @@ def check_object(name: str, thing: Any) -> None:
         )
 
 
-def kept_of(name: str, thing: Any, begun: "BegunFrom | None") -> tuple[Any, dict[str, torch.Tensor]]:
+def kept_of(name: str, thing: Any, begun: BegunFrom | None) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns (JSON, tensors by name) of an object. begun: the data position at the beginning of the current step.
     Raises UserError if its state has anything but JSON values, tensors and arrays."""
     if isinstance(thing, torch.Generator):

@@ -19,9 +19,8 @@ from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.writers import find_writers, open_saver
 from paceline.replica import contents, generators
 from paceline.replica.contents import ReplicaContents, dtype_of
-from paceline.replica.loop import BegunFrom
 from paceline.replica.mistakes import warn
-from paceline.replica.replica import Replica
+from paceline.replica.replica import BegunFrom, Replica
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 
@@ -101,7 +100,7 @@ class CheckpointFolder:
     def _gather_facts(self, shapes: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the facts of each rank's state. Collective. Raises UserError on all if a state cannot be saved."""
         states: generators.States | None = generators.states(self.world.device)
-        problems = [contents.not_kept(each.replica) for each in self._replicas.values()]
+        problems = [each.replica.updates.not_kept() for each in self._replicas.values()]
         if (begun := self._begun_from()) is not None:
             states = begun.states
             problems.append("" if states else "this step began before paceline.Checkpoints was made")

@@ -4,9 +4,10 @@ Between a backward pass and `reduce`, `.grad` holds only a part of the sum. A pl
 reading or changing it is an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,9 +35,15 @@ class Gradients:
         self._in_backward = False
         self._is_first_step = True
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool, for_this_model: bool) -> None:
-        """Makes one backward pass; call `reveal` before. is_last: this rank's last in this step, so each full bucket
-        starts its all-reduce. for_this_model: computes no gradients for other models in the loss's graph."""
+    def backward(self, loss: torch.Tensor, *, is_last: bool, for_this_model: bool, fault: str | None = None) -> None:
+        """Makes one backward pass. is_last: this rank's last in this step, so each full bucket starts its all-reduce.
+        for_this_model: computes no gradients for other models in the loss's graph. fault: injected; "nan" is added to
+        a gradient."""
+        self.reveal()
+        if fault == "nan":
+            parameter = next(iter(self.trained.values()))
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad.view(-1)[0] = torch.nan
         inputs = list(self.trained.values()) if for_this_model else None
         self._arrived.clear()
         self._in_backward = True
@@ -57,12 +64,18 @@ class Gradients:
             mistakes.check_reentrant(loss)
         self._hide()
 
-    def reduce(self) -> tuple[list[torch.Tensor], list[bool]]:
+    def reduce(self) -> tuple[list[torch.Tensor], list[float]]:
         """Returns the flat gradients that this rank updates with, summed over ranks, and which of the `trained`
-        parameters this rank used. Collective."""
+        parameters this rank used, 8 in a number. Collective."""
         self._is_first_step = False
-        used = [parameter.grad is not None for parameter in self.trained.values()]
-        return self.sync.reduce(), used
+        used = np.array([parameter.grad is not None for parameter in self.trained.values()], dtype=bool)
+        return self.sync.reduce(), np.packbits(used).astype(float).tolist()
+
+    def unused(self, used: Sequence[Sequence[float]]) -> list[str]:
+        """Returns the parameters that no rank used, from what `reduce` returned on each."""
+        anywhere = np.bitwise_or.reduce(np.array(used, dtype=np.uint8), axis=0)
+        is_used = np.unpackbits(anywhere, count=len(self.trained))
+        return [name for name, flag in zip(self.trained, is_used, strict=True) if not flag]
 
     def expose(self, divisor: float) -> None:
         """After `reduce`: makes every `.grad` the complete gradient, divided by `divisor`. Collective."""

@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
+from paceline.replica.result import Exchanged
 from paceline.sync.replicas import differences
 from paceline.world.calls import caller, mistake
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
-
-if TYPE_CHECKING:
-    from paceline.replica.replica import Replica
 
 COMPILED = "_orig_mod."  # torch.compile's prefix of parameter names
 
@@ -36,13 +34,15 @@ def warn(text: str, world: World) -> None:
 
 
 def check_model(model: nn.Module, optimizers: Sequence[Any], strategy: str, world: World) -> None:
-    """Raises UserError if model or optimizers cannot be replicated; warns of parameters that no optimizer has."""
+    """Raises UserError if model or optimizers cannot be replicated with the strategy; warns of parameters that no
+    optimizer has."""
     _check_modules(model)
     if not is_on_the_host(model, strategy, world):
         _check_device(model, world)
     for optimizer in optimizers:
         _check_optimizer(optimizer)
     _check_parameters(model, optimizers, world)
+    _check_sharding(model, strategy, optimizers)
 
 
 def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
@@ -51,7 +51,7 @@ def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
     return strategy in SHARDS_WEIGHTS and on_host and world.device.type != "cpu"
 
 
-def check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any]) -> None:
+def _check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any]) -> None:
     """Raises UserError if the strategy cannot shard the model."""
     own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
     if strategy in ("zero", *SHARDS_WEIGHTS) and own:
@@ -149,7 +149,7 @@ def check_same_start(model: nn.Module, world: World) -> None:
     warn(f"weights differ between ranks before training ({names}): {why}. All ranks start with rank 0's", world)
 
 
-def check_loss(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -> None:
+def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, world: World) -> None:
     """Raises UserError if the loss cannot have a backward pass, or if a GradScaler has scaled it. Warns in the first
     step if the loss was divided by the number of micro-batches, this rank's or all ranks'. The loss's last operation
     shows both."""
@@ -171,15 +171,46 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, replica: "Replica") -
             'scaler.scale, unscale_, step and update away, and say Replica(..., dtype="float16"), which scales for all '
             "ranks together"
         )
-    if made_by.name() != "DivBackward0" or num_micro_batches == 1 or replica.num_steps or factor.requires_grad:
+    if made_by.name() != "DivBackward0" or num_micro_batches == 1 or not is_first_step or factor.requires_grad:
         return
-    size, divisor = replica.world.world_size, float(factor)
+    size, divisor = world.world_size, float(factor)
     if divisor == num_micro_batches or (num_micro_batches - 1) * size < divisor <= num_micro_batches * size:
         warn(
             f"the loss is divided by {divisor:g}, the number of micro-batches of the step, and the replica averages "
             "over the global batch already: take that division away, or the gradient is that much too small",
-            replica.world,
+            world,
         )
+
+
+def check_step(
+    rows: Sequence[Exchanged], unused: Sequence[str], num_trained: int, is_first: bool, world: World
+) -> None:
+    """Raises UserError on all ranks, or warns, for mistakes that a step's all-gather shows. rows: by rank; unused: of
+    `num_trained` parameters, by any rank."""
+    sizes = {int(size) for row in rows for size in (row.least_rows, row.most_rows) if size >= 0}
+    if len(sizes) > 1:
+        raise mistake(
+            f"micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
+            "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
+            reach="world",
+        )
+    digests = [int(row.digest) for row in rows]  # of the first micro-batch; 0: none
+    if alike := [rank for rank, digest in enumerate(digests) if digest and digests.count(digest) > 1]:
+        warn(
+            f"ranks {listed(alike)} began with the same micro-batch, and each should have rows of its own. Use "
+            "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
+            world,
+        )
+    if not any(row.weight for row in rows):
+        raise mistake("no rank had a micro-batch in this step", reach="world")
+    if num_trained and len(unused) == num_trained:
+        raise mistake(
+            "no gradient of this step reached a parameter of the replica's model: its parameters were "
+            "replaced since (assign=True, a new module), or the loss is another model's",
+            reach="world",
+        )
+    if unused and is_first:
+        warn(f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated", world)
 
 
 def check_reentrant(loss: torch.Tensor) -> None:
@@ -206,36 +237,24 @@ def _is_scale(factor: torch.Tensor) -> bool:
     return any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
 
 
-def warn_of_batch_norm(model: nn.Module, world: World) -> list[torch.Tensor]:
-    """Returns the running statistics of batch norms, which are averaged over ranks after each step; warns that each
-    rank normalises by its own batch."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    own = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
-    if own and world.world_size > 1:
+def warn_of_batch_norm(model: nn.Module, world: World) -> None:
+    """Warns that each rank normalises by its own batch."""
+    norms = [
+        each for each in model.modules() if isinstance(each, _BatchNorm) and not isinstance(each, nn.SyncBatchNorm)
+    ]
+    if norms and world.world_size > 1:
         warn(
-            f"{len(own)} batch norms normalise with what is in one rank's micro-batch, so the curve depends on the "
+            f"{len(norms)} batch norms normalise with what is in one rank's micro-batch, so the curve depends on the "
             "number of ranks; their running statistics are averaged over ranks after each step. On GPUs "
             "nn.SyncBatchNorm.convert_sync_batchnorm(model) makes them one; group or layer norms need none",
             world,
         )
-    return [buffer for norm in norms for buffer in norm.buffers()]
 
 
 def digest_of(batch: object) -> int:
     """Returns a hash of a micro-batch, at least 1; 0 if it has no tensor."""
     found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors_in(batch)]
     return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
-
-
-def warn_of_same_rows(first_digests: Sequence[int], world: World) -> None:
-    """Warns if ranks began with the same micro-batch, as with unshared loaders. first_digests: by rank; 0: none."""
-    alike = [rank for rank, digest in enumerate(first_digests) if digest and first_digests.count(digest) > 1]
-    if alike:
-        warn(
-            f"ranks {listed(alike)} began with the same micro-batch, and each should have rows of its own. Use "
-            "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
-            world,
-        )
 
 
 def warn_of_prefix(model: nn.Module, world: World) -> None:

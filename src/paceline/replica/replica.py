@@ -1,49 +1,53 @@
 """A model and its optimizers, replicated: equal on all ranks after every step. __init__.py shows a complete script.
 
-step.py does one step, loop.py all steps; gradients.py collects gradients, sync/ sums them over ranks, and updates.py
-updates this rank's part.
+step.py does one step; here are the loops over steps, evaluation, and what a script reads of the model. gradients.py
+collects gradients, sync/ sums them over ranks, and updates.py updates this rank's part.
 """
 
 import contextlib
-import weakref
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from paceline.base.units import listed
-from paceline.optim.clip import has_float64
+from paceline.base.errors import UserError
 from paceline.replica import generators, mistakes
-from paceline.replica.batch import as_batch
-from paceline.replica.contents import not_kept
-from paceline.replica.gradients import Gradients
-from paceline.replica.loop import BegunFrom, steps
-from paceline.replica.passes import call, evaluate
-from paceline.replica.result import Exchanged, StepResult
+from paceline.replica.batch import Batch
+from paceline.replica.model import ReplicatedModel
+from paceline.replica.result import StepResult
 from paceline.replica.share import Share, share
-from paceline.replica.statistics import RunningStatistics
 from paceline.replica.step import Step
 from paceline.replica.stopping import StopRequest, why_to_stop
-from paceline.replica.trouble import poison_a_gradient
-from paceline.replica.updates import LossScaler, Updates
-from paceline.sync.buckets import release
-from paceline.sync.make import check_strategy, make_strategy
-from paceline.sync.replicas import broadcast_parameters
-from paceline.world.calls import Calls, mistake
+from paceline.world.calls import mistake
 from paceline.world.config import ParallelConfig
-from paceline.world.device import DeviceClock
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
-_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# By world, the replicas that are alive.
-_REPLICAS: "weakref.WeakKeyDictionary[Calls, weakref.WeakSet[Replica]]" = weakref.WeakKeyDictionary()
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOSS = ""  # the name of a single number that an evaluation's function returns
 
 
-class Replica:
+class BegunFrom(NamedTuple):
+    """Data position and random generators before the current step was drawn. A checkpoint that is saved before
+    `step.finish()` resumes there and repeats the step."""
+
+    batches: Share
+    position: dict[str, Any]
+    states: generators.States | None  # None: no Checkpoints save this replica
+
+
+class Replica(ReplicatedModel):
     """This rank's copy of a model and its optimizers. Every rank calls every method, in the same order."""
+
+    num_steps: int
+    """Updates made, including those before a restore."""
+    stop_reason: str | None
+    """Why to stop, the same on all ranks; None: no stop flag is set."""
+    open_step: Step | None
 
     def __init__(
         self,
@@ -87,54 +91,12 @@ class Replica:
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire, sync_every=sync_every)
         config.check_wire()
         config.check_rounds()
-        check_strategy(strategy, world.facts, wire)
-        self.model, self.world, self.strategy = model, world, strategy
-        self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        self.clock = DeviceClock(world.device)
-        self.exact_dtype = torch.float64 if has_float64(world.device) else torch.float32
-        self._autocast = _DTYPES[dtype]
-        self.scaler = LossScaler.for_dtype(self._autocast or torch.float32)
-
-        self._all = _REPLICAS.setdefault(world.calls, weakref.WeakSet())
-        self._replace_earlier()
-        mistakes.check_model(model, self.optimizers, strategy, world)
-        self.updates = Updates(model, self.optimizers)
-        mistakes.check_sharding(model, strategy, self.optimizers)
-        if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
-            mistakes.check_same_start(model, world)
-            broadcast_parameters(model, world.group)
-        self.statistics = RunningStatistics(mistakes.warn_of_batch_norm(model, world), world.group)
-        mistakes.warn_of_prefix(model, world)
-        # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
-        hosts = len({facts.host for facts in world.facts})
-        is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
-        rounded = rounded_gradients if is_direct else ()
-        whole = self.updates.updated_whole()
-        self.gradients = Gradients(
-            model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
-        )
-        self.sync = self.gradients.sync
-        self.updates.adopt(self.sync.slices())
-
-        self.num_steps = 0
-        """Updates made, including those before a restore."""
-        self.stop: StopRequest | None = None  # sets this rank's stop flag; made by `steps(stop_on_signals=True)`
-        self.stop_reason: str | None = None
-        """Why to stop, the same on all ranks; None: no stop flag is set."""
-        self.at: Callable[[str], str | None] = lambda phase: None
-        """Called as each phase of a step begins; returns the fault that a test injects there."""
-        self.copies: list[Callable[[], object]] = []
-        """By Checkpoints object that saves this replica: waits until weights and state may change."""
-        self.total_before = 1.0  # weight of the last step, or of a row of it (see Step); the same on all ranks, saved
-        self.update_ms = 0.0  # of the last step
-        self.open_step: Step | None = None
-        self.begun_from: BegunFrom | None = None
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        super().__init__(model, optimizers, world, config, _DTYPES[dtype], blocks, read_as, rounded_gradients)
         self.shares: list[Share] = []  # of the loaders given to `steps`, in the order of first use
         self.positions: list[dict[str, Any]] = []  # restored, for loaders that `steps` has not seen yet
-        self._batch_share = 1.0 / world.world_size  # this rank's share of the last step's batch
-        self._waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
         self._by_source: dict[tuple[int, bool, str], tuple[Any, Share]] = {}  # holds the source, so its id stays unique
-        self._all.add(self)
+        self._begun_from: BegunFrom | None = None
 
     # ---- training ----
 
@@ -159,21 +121,15 @@ class Replica:
         `sys.exit(paceline.EXIT_RESUMABLE)`, which asks for a restart.
         """
         batches = self._shared(source, sharing)
-        if stop_on_signals and self.stop is None:
-            self.stop = StopRequest().__enter__()
-        try:
-            yield from steps(self, batches, max_steps, epochs)
-        finally:
-            if stop_on_signals and self.stop is not None and self.stop_reason is None:
-                self.stop.__exit__(None, None, None)  # after a stop, signals must not end the save that follows
-                self.stop = None
-
-    def agree_to_stop(self) -> str | None:
-        """Returns why to stop, or None; the same on all ranks. Collective. Call it during long work between steps, such
-        as an evaluation; after each step `stop_reason` has it."""
-        vote = self.stop.vote if self.stop is not None else 0.0
-        self.stop_reason = why_to_stop([row[0] for row in self.world.group.share([vote])])
-        return self.stop_reason
+        self._drop_open_step()
+        with self._stopping(stop_on_signals):
+            while not self._is_over(batches, max_steps, epochs):
+                begun_at, is_from_the_top = self.num_steps, batches.step == 0
+                yield from self._one_pass(batches, max_steps)
+                if max_steps is None and epochs is None:
+                    return
+                if self.num_steps == begun_at and is_from_the_top:
+                    raise mistake("a whole pass over the data gave no step")
 
     def step(self, batch: Any, total: float | None = None) -> Step:
         """Returns the next update over a batch: from `paceline.share`, a `paceline.Batch`, or this rank's one
@@ -188,7 +144,8 @@ class Replica:
                 "the step before had no step.finish(), and its gradients would be lost: call it once in "
                 "each step. After an exception make optimizer and Replica anew"
             )
-        self.open_step = Step(self, as_batch(batch), total)
+        self._begun_from = None
+        self.open_step = Step(self, batch if isinstance(batch, Batch) else Batch([batch]), total)
         return self.open_step
 
     def train(self, batch: Any, loss_of: Callable[..., Any], *, max_norm: float = 0.0) -> StepResult:
@@ -199,7 +156,7 @@ class Replica:
         """
         step = batch if isinstance(batch, Step) else self.step(batch)
         for micro_batch in step:
-            step.backward(*call(loss_of, micro_batch))
+            step.backward(*_call(loss_of, micro_batch))
         return step.finish(max_norm)
 
     def evaluate(self, source: Any, loss_of: Callable[..., Any], **sharing: Any) -> Any:
@@ -213,9 +170,32 @@ class Replica:
             sharing.setdefault("shuffle", False)
         if self.shares:
             sharing.setdefault("shares", self.shares[0].shares)
-        with torch.no_grad(), self.aside(), self.precision(), self.sync.shared_weights():
+        sums: dict[str, float] = {}
+        total = 0.0
+        with torch.no_grad(), self.aside(), self.autocast(), self.sync.shared_weights(), _in_eval_mode(self.model):
             batches = self._shared(source, sharing, keep=False)
-            return evaluate(self.model, batches, loss_of, self.sync, self.world)
+            # A function that draws has no end: its evaluation is one step.
+            for batch in islice(batches, 1 if batches.is_endless else None):
+                for one in batch.passes_of(self.sync, self.world):
+                    found, weight = _call(loss_of, one.micro_batch)
+                    if not one.is_real:
+                        continue
+                    weight = float(one.num_rows or 1) if weight is None else weight
+                    total += weight
+                    for name, value in (found if isinstance(found, Mapping) else {_LOSS: found}).items():
+                        sums[name] = sums.get(name, 0.0) + float(value) * weight
+        # A rank without a micro-batch does not know the names.
+        rows = self.world.group.share_json([sums, total])
+        total = math.fsum(theirs for _, theirs in rows) or math.nan
+        names = dict.fromkeys(name for found, _ in rows for name in found)
+        means = {name: math.fsum(found.get(name, 0.0) for found, _ in rows) / total for name in names}
+        return means.get(_LOSS, means)
+
+    def agree_to_stop(self) -> str | None:
+        """Returns why to stop, or None; the same on all ranks. Collective. Call it during long work between steps, such
+        as an evaluation; after each step `stop_reason` has it."""
+        self.stop_reason = why_to_stop([row[0] for row in self.world.group.share([self.vote])])
+        return self.stop_reason
 
     def merge(self) -> None:
         """Makes the weights of all ranks their average: call it after the last step with strategy `local`. Does nothing
@@ -232,9 +212,7 @@ class Replica:
 
     def precision(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Returns the autocast context of the loop over micro-batches, in the replica's `dtype`."""
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, self._autocast, enabled=enabled)
+        return self.autocast(enabled)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns all weights and buffers by their plain names, unsharded; tied ones by each name. Collective with fsdp
@@ -266,73 +244,60 @@ class Replica:
         """Returns the groups of all optimizers, in their order."""
         return self.updates.param_groups()
 
-    def average_statistics(self) -> None:
-        """Averages the running statistics of batch norms over ranks; also before a save, since another replica's step
-        may have used this model. Collective if there are any."""
-        self.statistics.average(self._batch_share)
-
-    # ---- for Step ----
-
-    def backward(self, scaled_loss: torch.Tensor, is_last: bool) -> None:
-        """Makes one backward pass, outside autocast; communicates if it is this rank's last in the step."""
-        self.gradients.reveal()
-        if self.at("backward") == "nan":
-            poison_a_gradient(self.model)
-        with self.precision(enabled=False):
-            is_alone = len(self._all) == 1 or self.sync.shards_weights
-            self.gradients.backward(scaled_loss, is_last=is_last, for_this_model=not is_alone)
-        self.world.calls.reducing = self if is_last else None
-
-    def update(self, unused: Sequence[str], is_finite: torch.Tensor | None = None) -> None:
-        """Updates this rank's part; parameters that no rank used stay unchanged, as in one process. is_finite: see
-        Updates.make."""
-        if unused and not self.num_steps:
-            mistakes.warn(
-                f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated",
-                self.world,
-            )
-        self.wait_copied()
-        self.updates.make(unused, self.sync.parts(), is_finite)
-
-    def wait_copied(self) -> None:
-        """Waits until saves under way have copied weights and state, which may change then."""
-        for wait_copied in self.copies:
-            wait_copied()
-
-    def end_step(self, batch_share: float, rows: Sequence[Exchanged]) -> None:
-        """Ends an update on all ranks. batch_share: this rank's share of the batch; rows: by rank."""
-        if self._waits_at_once:
-            self.wait_for_params()
-        self._batch_share = batch_share
-        self.average_statistics()
-        if len({row.drawn_from for row in rows}) > 1:  # a rank without a micro-batch has not drawn
-            generators.agree(self.world.group, self.world.device)
-        if not self.num_steps and (problem := not_kept(self)):
-            mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", self.world)
-        self.num_steps += 1
-        self.sync.end_step()
-        self.open_step = self.begun_from = None
-        self.stop_reason = why_to_stop([row.vote for row in rows])
-
     # ---- inside ----
 
-    def _replace_earlier(self) -> None:
-        """Releases an earlier replica of this model or these optimizers, as when a notebook cell runs again."""
-        parameters = set(self.model.parameters())
-        for other in list(self._all):
-            has_mine = any(each is own for each in self.optimizers for own in other.optimizers)
-            if has_mine or not parameters.isdisjoint(other.model.parameters()):
-                other.release()
-        release(self.model.parameters())
+    @property
+    def begun_from(self) -> BegunFrom | None:
+        """Where the open step of a loop began; None between steps."""
+        return None if self.open_step is None else self._begun_from
 
-    def release(self) -> None:
-        """Removes all hooks from model and optimizers; this replica cannot train any more."""
-        self.wait_for_params()
-        self.sync.release()
-        release(self.model.parameters())
-        if not self.updates.release():
-            mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
-        self._all.discard(self)
+    def _one_pass(self, batches: Share, max_steps: int | None) -> Iterator[Step]:
+        drawn = batches.resumed()
+        while True:
+            states = generators.states(self.world.device) if self.copies else None
+            begun_from = BegunFrom(batches, batches.state_dict(), states)
+            if (batch := next(drawn, None)) is None:
+                return
+            step = self.step(batch)
+            self._begun_from = begun_from
+            try:
+                yield step
+            except GeneratorExit:  # the script left its loop by `break`
+                batches.leave()
+                raise
+            if self.open_step is not None:
+                raise mistake("a step of replica.steps had no step.finish(): call it once in each step")
+            if self._is_over(batches, max_steps, None):
+                return
+
+    def _is_over(self, batches: Share, max_steps: int | None, epochs: int | None) -> bool:
+        has_steps = max_steps is not None and self.num_steps >= max_steps
+        return self.stop_reason is not None or has_steps or (epochs is not None and batches.epoch >= epochs)
+
+    @contextmanager
+    def _stopping(self, on_signals: bool) -> Iterator[None]:
+        """While open, signals set the stop flag, if asked for. After a stop they still do: they must not end the save
+        that follows."""
+        if on_signals and self.stop is None:
+            self.stop = StopRequest().__enter__()
+        try:
+            yield
+        finally:
+            if on_signals and self.stop is not None and self.stop_reason is None:
+                self.stop.__exit__(None, None, None)
+                self.stop = None
+
+    def _drop_open_step(self) -> None:
+        """Clears the gradients if an exception ended an earlier loop, say in a notebook. Then collective."""
+        step, self.open_step = self.open_step, None
+        if step is None:
+            return
+        mistakes.warn(f"step {step.number} had no step.finish(): its gradients are dropped", self.world)
+        with contextlib.suppress(UserError):
+            self.gradients.reveal()
+        self.world.calls.reducing = None
+        self.sync.reduce()
+        self.sync.publish()
 
     def _shared(self, source: Any, sharing: dict[str, Any], keep: bool = True) -> Share:
         """Returns this rank's part of the source, made once for training and once for evaluation. Collective then.
@@ -348,3 +313,22 @@ class Replica:
                 if self.positions:
                     known[1].load_state_dict(self.positions.pop(0))
         return known[1]
+
+
+def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | None]:
+    """Calls a script's function with the items of a tuple or list as arguments. Returns (value, weight); weight is None
+    if the function returns none."""
+    is_unpacked = isinstance(micro_batch, list | tuple) and not hasattr(micro_batch, "_fields")
+    found = function(*micro_batch) if is_unpacked else function(micro_batch)
+    return (found[0], float(found[1])) if isinstance(found, tuple) else (found, None)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

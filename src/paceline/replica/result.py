@@ -1,12 +1,13 @@
-"""What a step reports: its loss, and each rank's times."""
+"""What a step reports: its loss, each rank's times, and gradients that were not finite."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from paceline.base.clock import clip_intervals, union_ms
-from paceline.replica.trouble import Trouble
+from paceline.sync.strategy import Strategy
 from paceline.world.device import DeviceClock, Stamp
 from paceline.world.group import Group
 
@@ -33,6 +34,20 @@ class StepTimes(NamedTuple):
     def with_update(self, update_ms: float) -> "StepTimes":
         """Returns times before the update, with this time for it."""
         return self._replace(optim_ms=self.optim_ms + update_ms, step_ms=self.step_ms + update_ms)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Where a sum of gradients became not finite."""
+
+    parameter: str | None  # the first with such a sum; None: only the norm overflowed
+    ranks: list[int] | None  # with such gradients before the sum; None: not known
+
+    def __str__(self) -> str:
+        text = f"the gradient of {self.parameter}" if self.parameter else "the gradient's norm"
+        if self.ranks is None:
+            return text
+        return text + (f", by rank {', '.join(map(str, self.ranks))}" if self.ranks else ", by no rank alone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +82,34 @@ class Exchanged(NamedTuple):
     most_rows: float
     digest: float  # of the first micro-batch of the first step
     drawn_from: float  # digest of the global generators after Step.draw; 0: not used
+
+
+class Rows(NamedTuple):
+    """What the ranks have all-gathered, by rank."""
+
+    exchanged: list[Exchanged]
+    times: list[StepTimes]
+    used: list[list[float]]  # see Gradients.reduce; empty if the total was given
+    shared: list[list[float]]
+
+
+def exchange(group: Group, mine: Exchanged, times: StepTimes, used: Sequence[float], share: Sequence[float]) -> Rows:
+    """Makes a step's one small all-gather, 8 bytes a number."""
+    rows = [iter(row) for row in group.share([*mine, *times, *used, *map(float, share)])]
+    return Rows(
+        [Exchanged(*islice(row, len(mine))) for row in rows],
+        [StepTimes(*islice(row, len(times))) for row in rows],
+        [list(islice(row, len(used))) for row in rows],
+        [list(row) for row in rows],
+    )
+
+
+def find_trouble(sync: Strategy, group: Group) -> Trouble:
+    """Finds the parameter and the ranks of a gradient that is not finite. Collective, between reduce and publish."""
+    rows = group.share_json(sync.not_finite())
+    parameter = next((name for name, _ in rows if name), None)
+    known = all(mine is not None for _, mine in rows)
+    return Trouble(parameter, [rank for rank, (_, mine) in enumerate(rows) if mine] if known else None)
 
 
 class StepClock:

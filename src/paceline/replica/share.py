@@ -6,21 +6,22 @@
             ...
 
 A step has the same samples at any number of ranks, and the same micro-batches if micro_batch_size is given. sources.py
-reads each kind of source; orders.py decides the order of samples.
+and datasets.py read each kind of source.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from paceline.data.plan import in_proportion
-from paceline.replica.batch import Batch
+from paceline.replica.batch import Split
+from paceline.replica.datasets import DatasetShare, SeededOrder, StreamShare, most_read_ahead, order_of
 from paceline.replica.mistakes import warn
-from paceline.replica.orders import Drawn, SeededOrder, Split, kind, most_read_ahead, order_of, short
-from paceline.replica.sources import Collate, DatasetSource, FunctionSource, LaneSource, Source, StreamSource
+from paceline.replica.sources import Collate, FunctionShare, LaneShare, kind, short
+from paceline.replica.sources import Share as Share
 from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
@@ -37,7 +38,7 @@ def share(
     seed: int = 0,
     drop_last: bool | None = None,
     collate_fn: Collate | None = None,
-) -> "Share":
+) -> Share:
     """Returns this rank's part of the source's batches. Every rank calls it with the same arguments.
 
     source: one of
@@ -84,7 +85,7 @@ def share(
     if shares == "auto" and isinstance(source, DataLoader):
         facts["num_workers"] = source.num_workers  # shares change after what workers have read ahead
     _require_same_everywhere(world, {**made.facts, **facts})
-    return Share(made, world)
+    return made
 
 
 def _check_shares(shares: Any, world: World) -> None:
@@ -92,109 +93,6 @@ def _check_shares(shares: Any, world: World) -> None:
     if shares != "auto" and (is_wrong or (shares and (len(shares) != world.world_size or not any(shares)))):
         expected = f'"auto", or one number of samples for each of {world.world_size} ranks'
         raise mistake(f"shares is {shares!r}; it is {expected}")
-
-
-class Share:
-    """This rank's micro-batches, step by step. Each `for` starts a new pass, as over a DataLoader; `replica.steps`
-    resumes an unfinished one."""
-
-    def __init__(self, source: Source, world: World) -> None:
-        self._source, self._world = source, world
-        self.epoch = 0
-        """Completed passes."""
-        self.step = 0
-        """Steps yielded in the current pass."""
-        self.dataset: Any = source.data
-        """The DataLoader's data set, the data set, or the function."""
-        self.is_endless = source.is_endless
-        """Whether a pass never ends (a function that draws micro-batches)."""
-        self._pass = 0  # number of the current pass, counting unfinished ones
-        self._drawn: Drawn | None = None  # for the current pass; None: not begun
-        self._is_loaded = False  # position from a checkpoint; the next `for` resumes there
-        self._is_left = False  # the current pass must not be resumed
-        self._iterator = 0  # number of the newest iterator; older ones must not continue
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The newest shares of a batch, by rank; empty: equal."""
-        return self._source.split.shares
-
-    def __len__(self) -> int:
-        """Steps in a pass. Raises TypeError if not known: for a function and some samplers."""
-        if self._source.num_steps < 0:
-            raise TypeError("how many steps a pass has is known at its end: the source does not say it")
-        return self._source.num_steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yields this rank's micro-batches of each step, which may be none. Starts a new pass, except that the first
-        after `load_state_dict` resumes.
-
-        Collective at the start of a pass; for samplers, streams and functions in each step, too: 16 bytes a rank.
-        """
-        if not self._is_loaded:
-            self.leave()
-        number = self._iterator + 1
-        try:
-            yield from self.resumed()
-        except GeneratorExit:  # `break`
-            if number == self._iterator:
-                self.leave()
-            raise
-
-    def leave(self) -> None:
-        """Called after `break`: the next pass starts anew. A checkpoint still has the position of this one."""
-        self._is_left = self._drawn is not None
-
-    def resumed(self) -> Iterator[Batch]:
-        """Yields the remaining batches of the current pass; of a new one if none is open."""
-        if self._is_left:
-            self._pass, self.step, self._drawn = self._pass + 1, 0, None
-        self._is_loaded = self._is_left = False
-        self._iterator += 1
-        number = self._iterator
-        self._world.calls.record("share")
-        if self._drawn is None:
-            self._drawn = self._source.begin(self._pass)
-        for batch in self._source.steps(self._pass, self.step, self._drawn):
-            self.step += 1
-            yield batch
-            if number != self._iterator:
-                raise mistake("this pass lost its place: another one over the same batches was begun")
-            batch.drain()
-        self._pass, self.epoch, self.step, self._drawn = self._pass + 1, self.epoch + 1, 0, None
-
-    def flat(self) -> Iterator[Any]:
-        """Yields this rank's micro-batches of one pass, not grouped by step: for reading without training."""
-        for batch in self:
-            yield from batch.draw()
-
-    def peek(self) -> Any:
-        """Returns a sample micro-batch, to look at shapes, without using it up."""
-        return self._source.peek()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position and a description of the source; JSON, the same on all ranks at the same step."""
-        position = {"epoch": self.epoch, "pass": self._pass, "step": self.step, "drawn": self._drawn}
-        return {**position, "shares": list(self.shares), "of": dict(self._source.facts)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next pass begin at this state's position; world size and micro-batch size may differ. Raises
-        UserError, naming the difference, for another source, batch size or seed."""
-        try:
-            epoch, number, step = int(state["epoch"]), int(state["pass"]), int(state["step"])
-            drawn, of = state["drawn"], dict(state["of"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise mistake(f"this is not the position of a share: {short(state)}") from error
-        for name, mine in self._source.facts.items():
-            if of.get(name) != mine:
-                raise mistake(
-                    f"the saved position is one with {name} {short(of.get(name))}, here it is "
-                    f"{short(mine)}, so the order would differ; give what was given then, or start from the beginning"
-                )
-        self._source.split.restore(state.get("shares", ()))
-        self.epoch, self._pass, self.step, self._drawn = epoch, number, step, drawn
-        self._is_loaded, self._is_left = True, False
-        self._iterator += 1
 
 
 # ---- from arguments to a source ----
@@ -241,7 +139,7 @@ class _Arguments:
         return Split(self.world, self.micro_batch_size, batch_size, shares, read_ahead)
 
 
-def _source(source: Any, given: _Arguments) -> Source:
+def _source(source: Any, given: _Arguments) -> Share:
     is_dataset = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, type)
     if isinstance(source, Share):
         raise mistake("this source was shared before; give share the data set or the DataLoader itself")
@@ -267,17 +165,17 @@ def _source(source: Any, given: _Arguments) -> Source:
         return _of_stream(loader, given)
     order = SeededOrder(len(source), size, drop_last, given.shuffle is not False, given.seed)
     split = given.split(size, most_read_ahead(loader))
-    return DatasetSource(order, given.world, split, given.seed, loader, draws_worker_seed=False)
+    return DatasetShare(order, given.world, split, given.seed, loader, draws_worker_seed=False)
 
 
-def _of_function(function: Any, given: _Arguments) -> Source:
+def _of_function(function: Any, given: _Arguments) -> Share:
     parameters = inspect.signature(function).parameters.values()
     if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
         given.refuse("that goes with a function that draws micro-batches", "micro_batches")
         given.refuse("the order of lanes is the function's own", "shuffle")
         size = given.need_batch_size()
         facts = {"batch_size": size, "drop_last": bool(given.drop_last), "seed": given.seed}
-        return LaneSource(function, given.world, given.split(size), given.collate_fn or default_collate, **facts)
+        return LaneShare(function, given.world, given.split(size), given.collate_fn or default_collate, **facts)
     given.refuse("a function without parameters draws micro-batches itself", "shuffle", "drop_last", "collate_fn")
     given.refuse("a function draws complete micro-batches; micro_batches= says how many in a step", "batch_size")
     if given.micro_batches is None:
@@ -286,10 +184,10 @@ def _of_function(function: Any, given: _Arguments) -> Source:
             "those of a step over all ranks (its gradient accumulation steps, times its ranks)"
         )
     split = replace(given, micro_batch_size=1).split(given.micro_batches, read_ahead=0)
-    return FunctionSource(function, given.world, split, given.micro_batches)
+    return FunctionShare(function, given.world, split, given.micro_batches)
 
 
-def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
+def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Share:
     given.refuse("a DataLoader says that itself: set it there", "shuffle", "drop_last", "collate_fn")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise mistake(
@@ -313,10 +211,10 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Source:
         sampler = getattr(sampler, "sampler", None)
     order = order_of(loader, given.seed)
     split = given.split(order.batch_size, most_read_ahead(loader))
-    return DatasetSource(order, given.world, split, given.seed, loader, draws_worker_seed=True)
+    return DatasetShare(order, given.world, split, given.seed, loader, draws_worker_seed=True)
 
 
-def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Source:
+def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Share:
     if given.world.world_size > 1:
         warn(
             f"{kind(loader.dataset)} is an IterableDataset, whose samples have no numbers: each of "
@@ -324,7 +222,7 @@ def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Source:
             f"{_LANES}",
             given.world,
         )
-    return StreamSource(loader, given.world, given.split(loader.batch_size))
+    return StreamShare(loader, given.world, given.split(loader.batch_size))
 
 
 def _require_same_everywhere(world: World, facts: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Sources of a rank's samples: a map-style data set, a stream, lanes, or a function that draws.
+"""Samples for each rank: `Share`, the position in passes over a source; functions as sources. datasets.py has torch's
+data sets.
 
 Random numbers while reading: torch seeds a DataLoader's workers, each rank's differently. Without workers, a single
 process draws from the script's global generators, as with a plain DataLoader. Several ranks draw different numbers, so
@@ -7,58 +8,147 @@ that their augmentations differ, and the script's generators stay equal on all r
 
 import contextlib
 import inspect
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import accumulate, chain, count, islice, tee
-from operator import length_hint
+from itertools import accumulate, chain, count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from paceline.base.seeds import key
 from paceline.replica import generators
-from paceline.replica.batch import Batch, tensors_in
-from paceline.replica.mistakes import digest_of
-from paceline.replica.orders import Drawn, Order, Split, kind
-from paceline.replica.workers import rank_loader
+from paceline.replica.batch import Batch, Split, tensors_in
 from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
+Drawn = dict[str, Any]  # random choices of one pass; JSON, the same on all ranks
 Collate = Callable[[list[Any]], Any]
 
 
-class Source:
-    """What `share` reads from on this rank."""
+class Share:
+    """This rank's micro-batches, step by step. Each `for` starts a new pass, as over a DataLoader; `replica.steps`
+    resumes an unfinished one."""
 
     is_endless = False
-    compared = advice = ""  # what ranks compare at each step, and the advice if they differ
+    """Whether a pass never ends (a function that draws micro-batches)."""
+    _compared = _advice = ""  # what ranks compare at each step, and the advice if they differ
 
-    def __init__(self, data: Any, world: World, split: Split, num_steps: int, **facts: Any) -> None:
-        """num_steps: in a pass; -1: not known. facts: identify a position's source; JSON, the same on all ranks."""
-        self.data, self.num_steps, self.facts = data, num_steps, facts
-        self._world, self.split = world, split
+    def __init__(self, dataset: Any, world: World, split: Split, num_steps: int, **facts: Any) -> None:
+        """Use paceline.share. num_steps: in a pass; -1: not known. facts: identify a position's source; JSON, the same
+        on all ranks."""
+        self.dataset = dataset
+        """The DataLoader's data set, the data set, or the function."""
+        self.epoch = 0
+        """Completed passes."""
+        self.step = 0
+        """Steps yielded in the current pass."""
+        self._world, self._split, self._num_steps, self.facts = world, split, num_steps, facts
+        self._pass = 0  # number of the current pass, counting unfinished ones
+        self._drawn: Drawn | None = None  # for the current pass; None: not begun
+        self._is_loaded = False  # position from a checkpoint; the next `for` resumes there
+        self._is_left = False  # the current pass must not be resumed
+        self._iterator = 0  # number of the newest iterator; older ones must not continue
         self._last: Any = None  # a drawn micro-batch, for `peek`
 
-    def begin(self, number: int) -> Drawn:
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The newest shares of a batch, by rank; empty: equal."""
+        return self._split.shares
+
+    def __len__(self) -> int:
+        """Steps in a pass. Raises TypeError if not known: for a function and some samplers."""
+        if self._num_steps < 0:
+            raise TypeError("how many steps a pass has is known at its end: the source does not say it")
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields this rank's micro-batches of each step, which may be none. Starts a new pass, except that the first
+        after `load_state_dict` resumes.
+
+        Collective at the start of a pass; for samplers, streams and functions in each step, too: 16 bytes a rank.
+        """
+        if not self._is_loaded:
+            self.leave()
+        number = self._iterator + 1
+        try:
+            yield from self.resumed()
+        except GeneratorExit:  # `break`
+            if number == self._iterator:
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Called after `break`: the next pass starts anew. A checkpoint still has the position of this one."""
+        self._is_left = self._drawn is not None
+
+    def resumed(self) -> Iterator[Batch]:
+        """Yields the remaining batches of the current pass; of a new one if none is open."""
+        if self._is_left:
+            self._pass, self.step, self._drawn = self._pass + 1, 0, None
+        self._is_loaded = self._is_left = False
+        self._iterator += 1
+        number = self._iterator
+        self._world.calls.record("share")
+        if self._drawn is None:
+            self._drawn = self._begin(self._pass)
+        for batch in self._steps(self._pass, self.step, self._drawn):
+            self.step += 1
+            yield batch
+            if number != self._iterator:
+                raise mistake("this pass lost its place: another one over the same batches was begun")
+            batch.drain()
+        self._pass, self.epoch, self.step, self._drawn = self._pass + 1, self.epoch + 1, 0, None
+
+    def flat(self) -> Iterator[Any]:
+        """Yields this rank's micro-batches of one pass, not grouped by step: for reading without training."""
+        for batch in self:
+            yield from batch.draw()
+
+    def peek(self) -> Any:
+        """Returns a sample micro-batch, to look at shapes, without using it up."""
+        if self._last is not None:
+            return self._last
+        with generators.aside(CPU):
+            return self._example()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position and a description of the source; JSON, the same on all ranks at the same step."""
+        position = {"epoch": self.epoch, "pass": self._pass, "step": self.step, "drawn": self._drawn}
+        return {**position, "shares": list(self.shares), "of": dict(self.facts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next pass begin at this state's position; world size and micro-batch size may differ. Raises
+        UserError, naming the difference, for another source, batch size or seed."""
+        try:
+            epoch, number, step = int(state["epoch"]), int(state["pass"]), int(state["step"])
+            drawn, of = state["drawn"], dict(state["of"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise mistake(f"this is not the position of a share: {short(state)}") from error
+        for name, mine in self.facts.items():
+            if of.get(name) != mine:
+                raise mistake(
+                    f"the saved position is one with {name} {short(of.get(name))}, here it is "
+                    f"{short(mine)}, so the order would differ; give what was given then, or start from the beginning"
+                )
+        self._split.restore(state.get("shares", ()))
+        self.epoch, self._pass, self.step, self._drawn = epoch, number, step, drawn
+        self._is_loaded, self._is_left = True, False
+        self._iterator += 1
+
+    # ---- by kind of source ----
+
+    def _begin(self, number: int) -> Drawn:
         """Returns the random choices of pass `number`. Collective."""
         return {}
 
-    def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
+    def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         """Yields this rank's part of each batch of pass `number` from step `first` on; equally many on all ranks."""
         raise NotImplementedError
 
-    def peek(self) -> Any:
-        """Returns a sample micro-batch without changing the position or a random generator."""
-        if self._last is not None:
-            return self._last
-        with generators.aside(_CPU):
-            return self._example()
-
     def _example(self) -> Any:
+        """Returns a micro-batch to look at."""
         raise NotImplementedError
 
     def _own_random_numbers(self, *parts: int | str) -> AbstractContextManager[None]:
@@ -75,163 +165,15 @@ class Source:
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             (here, _), (there, _) = rows[0], rows[other]
-            does = "ends" if not there else f"gives other {self.compared}" if here else "continues"
+            does = "ends" if not there else f"gives other {self._compared}" if here else "continues"
             raise mistake(
                 f"{self.facts['source']} {does} on rank {other} at step {step} of the epoch, unlike rank 0: "
-                f"{self.advice}",
+                f"{self._advice}",
                 reach="world",
             )
 
 
-class DatasetSource(Source):
-    """A map-style data set, read by a DataLoader for this rank's rows only."""
-
-    compared = "numbers"
-    advice = (
-        "the sampler must do the same on all ranks. Have it draw from its generator or from torch's, numpy's or "
-        "random's global one, and from nothing that differs by rank"
-    )
-
-    def __init__(
-        self, order: Order, world: World, split: Split, seed: int, loader: DataLoader[Any], draws_worker_seed: bool
-    ) -> None:
-        """loader: copied to read. draws_worker_seed: a pass draws a seed for workers, as the script's DataLoader
-        does."""
-        super().__init__(loader.dataset, world, split, order.num_steps, **order.facts)
-        self._order, self._seed, self._given, self._draws_worker_seed = order, seed, loader, draws_worker_seed
-        self._own_ids = _OwnIds()
-        self._loader = rank_loader(loader, world, batch_sampler=self._own_ids, collate_fn=loader.collate_fn)
-        self._generator = self._loader.generator = torch.Generator()
-        self._before_worker_seed: torch.Tensor | None = None  # the state from which a plain DataLoader draws it
-
-    def begin(self, number: int) -> Drawn:
-        drawn: Drawn = {}
-        self._before_worker_seed = None
-        if self._draws_worker_seed and (number == 0 or not self._given.persistent_workers):
-            self._before_worker_seed = (self._given.generator or torch.default_generator).get_state()
-            drawn["base"] = _draw_worker_seed(self._given, self._world)
-        else:
-            self._world.group.barrier()
-        return drawn | self._order.draw(self._world.group)
-
-    def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
-        # Workers read ahead, and a rank without rows in a step reads nothing, so the two iterators advance separately.
-        batches, ahead = tee(self._order.batches(number, first, drawn))
-        own = (
-            batch[rows.start : rows.stop]
-            for step, batch in enumerate(ahead, first)
-            for rows in self.split(len(batch), (number, step))
-        )
-        self._own_ids.of_pass = self._order.ids(number, own)
-        seeds = self._seed, "reading", drawn.get("base", 0), number
-        if self._before_worker_seed is not None and self._world.rank == 0 and first == 0:
-            self._generator.set_state(self._before_worker_seed)  # workers draw as in a plain DataLoader
-        else:
-            self._generator.manual_seed(key(*seeds, first, self._world.rank))
-        read: Iterator[Any] | None = None
-        for step in count(first):
-            batch = next(batches, None)
-            if self._order.needs_check:
-                self._require_same(step, None if batch is None else key("numbers", repr(batch)))
-            if batch is None:
-                return
-            num_rows = len(batch)
-            own_rows = self.split(num_rows, (number, step))
-            if read is None and own_rows:
-                read = iter(self._loader)
-            with self._own_random_numbers(*seeds, step):  # also on a rank that reads nothing: see generators.seeded
-                pass
-            draw = partial(self._read, read, own_rows, [*seeds, step])
-            yield self.split.batch(draw, num_rows, (number, step), stand_in=partial(self.peek, num_rows))
-
-    def _read(self, read: Iterator[Any] | None, own_rows: list[range], seeds: list[int | str]) -> Iterator[Any]:
-        for rows in own_rows:
-            assert read is not None
-            with self._own_random_numbers(*seeds, rows.start):
-                micro_batch = next(read)
-            yield micro_batch
-
-    def _own_random_numbers(self, *parts: int | str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._loader.num_workers else super()._own_random_numbers(*parts)
-
-    def peek(self, most: int | None = None) -> Any:
-        size = min(self.split.micro_batch_size or 1, len(self.data), most or len(self.data))
-        with generators.aside(_CPU):
-            return self._loader.collate_fn([self.data[index] for index in range(size)])
-
-
-class _OwnIds:
-    """The batch_sampler of this rank's DataLoader."""
-
-    def __init__(self) -> None:
-        self.of_pass: Iterator[list[Any]] = iter(())  # ids of each of this rank's micro-batches
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self.of_pass
-
-
-class StreamSource(Source):
-    """A torch IterableDataset. Every rank reads all of it and collates its own rows only."""
-
-    compared = "samples"
-    advice = (
-        "the stream must be the same on all ranks, since each keeps its own rows of every batch: take away what makes "
-        "it differ by rank (a split by rank, such as split_dataset_by_node; a seed by rank), or give share a function "
-        "(lane, num_lanes) -> iterator of samples"
-    )
-
-    def __init__(self, loader: DataLoader[Any], world: World, split: Split) -> None:
-        facts = {
-            "source": f"the stream {kind(loader.dataset)}",
-            "batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
-            "num_workers": loader.num_workers,  # workers take turns, so their number decides the order
-        }
-        super().__init__(loader.dataset, world, split, length_hint(loader, -1), **facts)
-        own_rows = _OwnRows(loader.collate_fn, split)
-        self._given = loader
-        self._loader = rank_loader(
-            loader, batch_size=loader.batch_size, drop_last=loader.drop_last, collate_fn=own_rows
-        )
-        self._generator = self._loader.generator = torch.Generator()
-
-    def begin(self, number: int) -> Drawn:
-        """Returns rank 0's generator state, so that the workers of all ranks read the same samples."""
-        text = generators.text_of(self._given.generator or torch.default_generator)
-        _draw_worker_seed(self._given, self._world)
-        return {"state": self._world.group.broadcast_json(text)}
-
-    def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
-        self._generator.set_state(generators.state_of(drawn["state"]))
-        found = generators.drawn_with(key("stream", drawn["state"], number), lambda: iter(self._loader))
-        for _ in islice(found, first):  # a stream cannot seek, so it is read again
-            pass
-        for step in count(first):
-            num_rows, digest, micro_batches = next(found, (0, None, []))
-            self._require_same(step, digest)
-            if digest is None:
-                return
-            self._last = micro_batches[0] if micro_batches else self._last
-            yield self.split.batch(partial(list, micro_batches), num_rows, (number, step), stand_in=self.peek)
-
-    def _example(self) -> Any:
-        return self._given.collate_fn(list(islice(iter(self.data), self.split.micro_batch_size or 1)))
-
-
-class _OwnRows:
-    """A collate_fn that collates this rank's rows only; called in workers if there are any."""
-
-    def __init__(self, collate_fn: Collate, split: Split) -> None:
-        self._collate_fn, self.split = collate_fn, split
-
-    def __call__(self, samples: list[Any]) -> tuple[int, int, list[Any]]:
-        """Returns the batch's rows, a digest of their number and the first sample, and this rank's micro-batches."""
-        mine = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self.split(len(samples))]
-        first = json.dumps(samples[0], default=digest_of, skipkeys=True)
-        return len(samples), key(len(samples), first), mine
-
-
-class FunctionSource(Source):
+class FunctionShare(Share):
     """A function that draws one random micro-batch a call. Every rank calls it for all micro-batches of a step, so that
     all draw the same numbers, and keeps its own.
 
@@ -246,40 +188,40 @@ class FunctionSource(Source):
         super().__init__(function, world, split, -1, **facts)
         self._count = num_micro_batches
 
-    def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
+    def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         for step in count(first):
-            plan = self.split.plan(self._count, (number, step))
+            plan = self._split.plan(self._count, (number, step))
             mine = plan.micro_batches(self._world.rank)
             self._equalise_generators()  # dropout may have drawn more on some ranks
-            self._last = self.data()
+            self._last = self.dataset()
             draw = partial(self._draw, self._last, mine)
             batch = Batch(draw, count=len(mine), passes=plan.passes, stand_in=self.peek)
-            batch.observe = self.split.observer((number, step), plan)
+            batch.observe = self._split.observer((number, step), plan)
             yield batch
 
     def _equalise_generators(self) -> None:
         """Copies rank 0's global generators to all ranks. Collective."""
         self._world.calls.record("share")
-        generators.agree(self._world.group, _CPU)
+        generators.agree(self._world.group, CPU)
 
     def _draw(self, first: Any, mine: list[range]) -> Iterator[Any]:
         """Yields this rank's micro-batches of a step. All are drawn now, while the ranks' generators are equal; a
         single process draws each when needed, with dropout in between, as in a plain loop. Collective."""
-        drawn = chain([first], (self.data() for _ in range(self._count - 1)))
+        drawn = chain([first], (self.dataset() for _ in range(self._count - 1)))
         if self._world.world_size == 1:
             return drawn
         self._equalise_generators()
         found = [(micro_batch, _versions(micro_batch)) for micro_batch in drawn]
         if any(_versions(micro_batch) != versions for micro_batch, versions in found):
             raise mistake(
-                f"{kind(self.data)} writes each micro-batch over the one before, and all of a step's are "
+                f"{kind(self.dataset)} writes each micro-batch over the one before, and all of a step's are "
                 "drawn before the first is used: have it return copies (x.clone(), y.clone())"
             )
         self._last = found[-1][0]
         return iter([found[rows.start][0] for rows in mine])
 
     def _example(self) -> Any:
-        return self.data()
+        return self.dataset()
 
 
 def _versions(micro_batch: Any) -> list[int]:
@@ -287,7 +229,7 @@ def _versions(micro_batch: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(micro_batch) if not tensor.is_inference()]
 
 
-class LaneSource(Source):
+class LaneShare(Share):
     """An iterator of samples (lane) for each row of the batch; this rank runs the lanes of its rows."""
 
     def __init__(
@@ -298,9 +240,9 @@ class LaneSource(Source):
         self._collate = collate
         self._samples: list[Any] = []  # of the last micro-batch
 
-    def steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
+    def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         size, rank = self.facts["batch_size"], self._world.rank
-        lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self.split(size)]
+        lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self._split(size)]
         for step in count(first):
             with self._own_random_numbers(self.facts["seed"], "lanes", number, step, rank):
                 found = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]
@@ -325,18 +267,22 @@ class LaneSource(Source):
     def _open(self, lane: int, epoch: int, first: int) -> Iterator[Any]:
         """Opens the lane at step `first`: earlier samples are drawn and skipped."""
         size = self.facts["batch_size"]
-        known = inspect.signature(self.data).parameters
+        known = inspect.signature(self.dataset).parameters
         wanted = {"epoch": epoch, "seed": self.facts["seed"]}
-        samples = self.data(lane, size, **{name: wanted[name] for name in wanted if name in known})
+        samples = self.dataset(lane, size, **{name: wanted[name] for name in wanted if name in known})
         if not isinstance(samples, Iterable):
             raise mistake(
-                f"{kind(self.data)}({lane}, {size}) gave a {kind(samples)}; a function that is shared "
+                f"{kind(self.dataset)}({lane}, {size}) gave a {kind(samples)}; a function that is shared "
                 "returns an iterator over the samples of its lane"
             )
         return islice(iter(samples), first, None)
 
 
-def _draw_worker_seed(loader: DataLoader[Any], world: World) -> int:
-    """Returns the worker seed that rank 0's DataLoader draws. Collective."""
-    base = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    return world.group.share_integers([int(base.item())])[0][0]
+def kind(thing: Any) -> str:
+    """Returns the name of its class; of a function, its own name."""
+    return str(thing.__qualname__ if inspect.isroutine(thing) else type(thing).__qualname__)
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,28 +14,24 @@ weights are rows or batches are alike.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.optim.clip import clip_
 from paceline.replica import generators, mistakes
-from paceline.replica.batch import Batch, num_rows
-from paceline.replica.passes import Pass, passes
-from paceline.replica.result import Exchanged, StepClock, StepResult, StepTimes
-from paceline.replica.trouble import Trouble, find_trouble, flip_a_bit
+from paceline.replica.batch import Batch, Pass, num_rows
+from paceline.replica.model import ReplicatedModel
+from paceline.replica.result import Exchanged, Rows, StepClock, StepResult, Trouble, exchange, find_trouble
+from paceline.replica.stopping import why_to_stop
+from paceline.sync.replicas import flip_a_bit
 from paceline.world.calls import mistake
-
-if TYPE_CHECKING:
-    from paceline.replica.replica import Replica
 
 
 class Step:
     """One update. Every rank makes it; a rank without a micro-batch only calls `finish`."""
 
-    def __init__(self, replica: "Replica", batch: Batch, total: float | None = None):
+    def __init__(self, replica: ReplicatedModel, batch: Batch, total: float | None = None):
         """Use Replica.step or Replica.steps. total: weight of the global batch, if known."""
         if batch.observe is not None and replica.sync.lockstep:
             raise mistake(
@@ -48,7 +44,7 @@ class Step:
         """Rows of the global batch in the current micro-batch; None: not known."""
         self._replica, self._batch = replica, batch
         self._clock = StepClock(replica.clock, replica.world.group, replica.sync.take_codec_ms)
-        self._is_total_given, self._total = total is not None, total
+        self._is_total_given, self._total = total is not None, total or 0.0
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
         replica.sync.is_one_pass = batch.passes == 1
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
@@ -66,6 +62,7 @@ class Step:
         self._has_loss = False  # the current micro-batch had a backward pass
         self._stage = "backward"  # then "launched", "reduced", "over"
         self._unused: Sequence[str] = ()
+        self._rows = Rows([], [], [], [])  # by rank, after the all-gather
 
     def __len__(self) -> int:
         return len(self._batch)
@@ -80,13 +77,13 @@ class Step:
         dummies of weight 0, so that all ranks make equally many passes."""
         replica = self._replica
         replica.at("data")
-        for one in passes(self._batch, replica.sync, replica.world):
+        for one in self._batch.passes_of(replica.sync, replica.world):
             self._current, self.rows, self._has_loss, self._num_draws = one, one.rows, False, 0
             self._clock.end("data")
             replica.at("forward")
             self._is_iterating = True
             try:
-                with replica.precision():
+                with replica.autocast():
                     yield one.micro_batch
             finally:  # also if the script breaks the loop
                 self._is_iterating = False
@@ -111,12 +108,17 @@ class Step:
         wrongly.
         """
         replica, current = self._replica, self._require_micro_batch()
-        mistakes.check_loss(loss, len(self), replica)
+        mistakes.check_loss(loss, len(self), replica.num_steps == 0, replica.world)
         weight = self._weight_of(current, weight)
         factor = float(current.is_real) if is_sum else weight
         is_last = current.is_last and not more
         self._clock.end("forward")
-        replica.backward(loss * (factor * replica.scaler.scale / self._divisor), is_last)
+        fault = replica.at("backward")
+        scaled = loss * (factor * replica.scaler.scale / self._divisor)
+        for_this_model = not (replica.is_alone or replica.sync.shards_weights)
+        with replica.autocast(enabled=False):
+            replica.gradients.backward(scaled, is_last=is_last, for_this_model=for_this_model, fault=fault)
+        replica.world.calls.reducing = replica if is_last else None
         self._clock.end("backward")
         term = loss.detach() if is_sum else loss.detach().to(replica.exact_dtype) * weight
         term = term if current.is_real else term * 0
@@ -144,7 +146,7 @@ class Step:
         if self._stage == "reduced":  # the script may have changed them
             gradients, scale = sync.changed_gradients(), 1.0
             if share and not self._is_total_given:
-                self._shared = replica.world.group.share(list(map(float, share)))
+                self._rows = self._rows._replace(shared=replica.world.group.share(list(map(float, share))))
         else:
             gradients = self._sum_gradients(share)
             scale = self._scale()
@@ -154,16 +156,13 @@ class Step:
         # ---- update this rank's part ----
         is_queued = replica.world.group.is_queued and replica.updates.can_skip
         if is_queued:  # the GPU skips the update itself: the host waits once a step, here
-            replica.at("update")
-            replica.update(self._unused, norm.isfinite())
+            self._update(norm.isfinite())
             self._clock.end("optim")
             norm = self._read(norm)
         if self._is_total_given:  # before weights are sent: on the same link, numbers behind them would wait for all
             replica.at("exchange")
             self._exchange([], share)
         trouble = None
-        if not is_queued:
-            replica.at("update")
         if not math.isfinite(norm):
             trouble = find_trouble(sync, replica.world.group)
             if is_queued:
@@ -171,7 +170,7 @@ class Step:
             replica.wait_copied()
             sync.skip()
         elif not is_queued:
-            replica.update(self._unused)
+            self._update()
         replica.scaler.observe(trouble is not None)
         self._clock.end("optim")
 
@@ -224,57 +223,36 @@ class Step:
         gradients, used = replica.gradients.reduce()
         replica.world.calls.reducing = None
         if not self._is_total_given:
-            self._learn_total(used, share)
+            self._exchange(used, share)
+            self._total = math.fsum(row.weight for row in self._rows.exchanged)
+            self._unused = replica.gradients.unused(self._rows.used)
+            num_trained, is_first = len(replica.gradients.trained), replica.num_steps == 0
+            mistakes.check_step(self._rows.exchanged, self._unused, num_trained, is_first, replica.world)
         return gradients
 
-    def _learn_total(self, used: Sequence[bool], share: Sequence[float]) -> None:
-        """All-gathers weights and used parameters; raises UserError on all ranks for mistakes that these show."""
-        replica = self._replica
-        flags = np.packbits(np.array(used, dtype=bool))  # 8 parameters a number
-        by_rank = self._exchange([float(byte) for byte in flags], share)
-        anywhere = np.bitwise_or.reduce(np.array(by_rank, dtype=np.uint8), axis=0)
-        names = list(replica.gradients.trained)
-        is_used = np.unpackbits(anywhere, count=len(names))
-        self._unused = [name for name, flag in zip(names, is_used, strict=True) if not flag]
-        sizes = {int(size) for row in self._rows for size in (row.least_rows, row.most_rows) if size >= 0}
-        if len(sizes) > 1:
-            raise mistake(
-                f"micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
-                "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
-                reach="world",
-            )
-        mistakes.warn_of_same_rows([int(row.digest) for row in self._rows], replica.world)
-        self._total = math.fsum(row.weight for row in self._rows)
-        if not self._total:
-            raise mistake("no rank had a micro-batch in this step", reach="world")
-        if names and len(self._unused) == len(names):
-            raise mistake(
-                "no gradient of this step reached a parameter of the replica's model: its parameters were "
-                "replaced since (assign=True, a new module), or the loss is another model's",
-                reach="world",
-            )
-
-    def _exchange(self, flags: Sequence[float], share: Sequence[float]) -> list[list[float]]:
-        """Makes the step's one small all-gather, 8 bytes a number. Returns the flags by rank."""
+    def _exchange(self, used: Sequence[float], share: Sequence[float]) -> None:
+        """Makes the step's one small all-gather."""
         replica = self._replica
         loss_sum = 0.0 if self._loss_sum is None else float(self._loss_sum)  # may wait for the device: before the times
         self._before_update = self._clock.times()
-        times = self._before_update.with_update(replica.update_ms)
         mine = Exchanged(
             loss_sum=loss_sum,
             weight=self._weight,
-            vote=replica.stop.vote if replica.stop is not None else 0.0,
+            vote=replica.vote,
             least_rows=min(self._unweighted, default=-1),
             most_rows=max(self._unweighted, default=-1),
             digest=float(self._digest),
             drawn_from=float(generators.digest(replica.world.device)) if self._draws else 0.0,
         )
-        rows = [iter(row) for row in replica.world.group.share([*mine, *times, *flags, *map(float, share)])]
-        self._rows = [Exchanged(*islice(row, len(mine))) for row in rows]
-        self._times = [StepTimes(*islice(row, len(times))) for row in rows]
-        by_rank = [list(islice(row, len(flags))) for row in rows]
-        self._shared = [list(row) for row in rows]
-        return by_rank
+        times = self._before_update.with_update(replica.update_ms)
+        self._rows = exchange(replica.world.group, mine, times, used, share)
+
+    def _update(self, is_finite: torch.Tensor | None = None) -> None:
+        """Updates this rank's part. Parameters that no rank used stay unchanged, as in one process."""
+        replica = self._replica
+        replica.at("update")
+        replica.wait_copied()
+        replica.updates.make(self._unused, replica.sync.parts(), is_finite)
 
     def _read(self, norm: torch.Tensor) -> torch.Tensor:
         """Copies the norm and the sum of losses to the host, in one wait for all that the GPU has to do."""
@@ -287,29 +265,39 @@ class Step:
 
     def _scale(self) -> float:
         """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""
-        assert self._total is not None
         return self._replica.scaler.scale * self._replica.sync.weigh(self._weight, self._total) / self._divisor
 
     def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
-        assert self._total is not None
+        """Ends the update, on all ranks alike. Collective where buffers or generators may differ."""
+        replica, rows, total = self._replica, self._rows.exchanged, self._total
         self._stage = "over"
-        rows, total = self._rows, self._total
         if not self._is_total_given:
-            self._replica.total_before = total / (self._batch.num_rows or 1)
-        self._replica.end_step(self._weight / total, rows)
+            replica.total_before = total / (self._batch.num_rows or 1)
+        if replica.waits_at_once:
+            replica.sync.wait_for_params()
+        replica.batch_share = self._weight / total
+        replica.average_statistics()
+        if len({row.drawn_from for row in rows}) > 1:  # a rank without a micro-batch has not drawn
+            generators.agree(replica.world.group, replica.world.device)
+        if not replica.num_steps and (problem := replica.updates.not_kept()):
+            mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", replica.world)
+        replica.num_steps += 1
+        replica.sync.end_step()
+        replica.open_step = None
+        replica.stop_reason = why_to_stop([row.vote for row in rows])
         if self._batch.observe is not None:
-            self._batch.observe(self._times)
+            self._batch.observe(self._rows.times)
         times = self._clock.times()
-        self._replica.update_ms = times.optim_ms - self._before_update.optim_ms
+        replica.update_ms = times.optim_ms - self._before_update.optim_ms
         return StepResult(
             loss=math.fsum(row.loss_sum for row in rows) / total,
             grad_norm=norm,
             weight=total,
             skipped=trouble,
-            stop_reason=self._replica.stop_reason,
-            shared=self._shared,
+            stop_reason=replica.stop_reason,
+            shared=self._rows.shared,
             times=times,
-            by_rank=self._times,
+            by_rank=self._rows.times,
         )
 
     # ---- checks ----

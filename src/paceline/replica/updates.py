@@ -1,19 +1,22 @@
-"""The optimizers of a replica, which update this rank's part: complete parameters, or slices of them (zero, fsdp)."""
+"""What a step changes on this rank: its part of the parameters (complete ones, or slices with zero and fsdp) by the
+optimizers, the running statistics of batch norms, and the loss scale."""
 
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.optim.adamw import AdamW
 from paceline.optim.muon import Muon
 from paceline.optim.optimizer import ParamSlice
 from paceline.replica.gradients import trained_parameters
 from paceline.world.calls import mistake
+from paceline.world.group import Group
 
 # These update each element by its own gradient and state, so a rank may update any slice. For other optimizers one rank
 # updates a complete parameter.
@@ -84,6 +87,19 @@ class Updates:
                 "them would reach another: make optimizer and Replica anew after the model was changed"
             )
 
+    def not_kept(self) -> str:
+        """Returns the first optimizer state on this rank that a checkpoint cannot hold; empty if there is none."""
+        held = {part.parameter for part in self.slices}
+        for optimizer in self.optimizers:
+            for owner in optimizer.state:
+                if not isinstance(owner, torch.Tensor) or owner not in held:
+                    return f"{type(optimizer).__name__} has state of {owner!r:.40}, which is none of its parameters"
+        for part, optimizer, _ in self.owned():
+            for key, value in optimizer.state.get(part.parameter, {}).items():
+                if stored_as(key, value, part) is None:
+                    return f"{type(optimizer).__name__}'s state {key} of {part.name} is a {type(value).__name__}"
+        return ""
+
     @property
     def can_skip(self) -> bool:
         """Whether all optimizers take `is_finite`, and update in parts; those of torch.optim do not."""
@@ -151,6 +167,16 @@ class Updates:
             _HOOKS[optimizer] = optimizer.register_step_pre_hook(check)
 
 
+def stored_as(key: str, value: Any, part: ParamSlice) -> Literal["moment", "number", "tensor"] | None:
+    """How an optimizer state is stored: sharded like its parameter, as a number, or complete; None: not at all."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and key != "step" and value.shape == part.parameter.shape:
+        return "moment"
+    if isinstance(value, int | float | str | None) or (is_tensor and value.dim() == 0):
+        return "number"
+    return "tensor" if is_tensor and part.stop - part.start == math.prod(part.shape) else None
+
+
 def _whole(value: Any, key: str, parameter: torch.Tensor) -> Any:
     """Reshapes the state of a slice that is a complete parameter."""
     is_moment = isinstance(value, torch.Tensor) and value.numel() == parameter.numel() and key != "step"
@@ -161,6 +187,47 @@ def _slice(value: Any, key: str, part: ParamSlice) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == part.shape and key != "step":
         return value.reshape(-1)[part.start : part.stop].reshape(part.parameter.shape).clone()
     return value
+
+
+# ---- batch norms ----
+
+
+class RunningStatistics:
+    """After a step each statistic is its old value plus the mean over ranks of its change, weighted by each rank's
+    share of the batch."""
+
+    def __init__(self, model: nn.Module, group: Group):
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        tensors = [buffer for norm in norms for buffer in norm.buffers()]
+        self._means = [tensor for tensor in tensors if tensor.is_floating_point()]
+        self._counts = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        self._group = group
+        self.remember()
+
+    def remember(self) -> None:
+        """Call it when the statistics are equal on all ranks."""
+        self._before: torch.Tensor | None = None
+        if self._means and self._group.size > 1:
+            self._before = self._flat()
+
+    def average(self, share: float) -> None:
+        """share: of the batch, on this rank. Collective if the model has batch norms. Changes are summed, not values,
+        so that a norm in eval() keeps its statistics bit for bit."""
+        if self._before is None:
+            return
+        change = (self._flat() - self._before) * share if share else torch.zeros_like(self._before)
+        self._group.all_reduce(change)
+        begin = 0
+        for tensor in self._means:
+            stop = begin + tensor.numel()
+            tensor.copy_((self._before[begin:stop] + change[begin:stop]).view_as(tensor))
+            begin = stop
+        self.remember()
+        for tensor in self._counts:  # batches seen: a rank without a micro-batch has seen fewer
+            self._group.all_reduce(tensor, "max")
+
+    def _flat(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).double() for tensor in self._means])
 
 
 # ---- loss scaling for float16, whose gradients underflow below 6e-8 (Micikevicius et al., arXiv 1710.03740) ----

@@ -115,6 +115,12 @@ def repair(found: list[Difference], tensors: Mapping[str, torch.Tensor], group: 
         group.broadcast(tensors[difference.name], difference.model_rank)
 
 
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    """Flips the lowest bit of the middle element (an injected fault)."""
+    flat = tensor.detach().view(-1).view(torch.int32)
+    flat[flat.numel() // 2] ^= 1
+
+
 def take_rounding_of_rank_0(tensors: Iterable[torch.Tensor], group: Group, device: torch.device) -> None:
     """Replaces tensors by rank 0's where they differ by rounding only, as averages of weights do that unequal
     processors computed. Others stay as they are, and are found by a comparison. Collective. device: of the group."""

@@ -29,11 +29,11 @@ from paceline.record.folder import COMPLETE
 from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
-from paceline.replica.result import StepResult
+from paceline.replica.result import StepResult, Trouble
 from paceline.replica.stopping import StopRequest
-from paceline.replica.trouble import Trouble
 from paceline.sync.replicas import overall
 from paceline.train import banner
+from paceline.train.checks import Checks
 from paceline.train.data import dropout_keys, dummy_micro_batch, layered, open_data
 from paceline.train.evaluate import evaluate, say_sample
 from paceline.train.follower import following
@@ -43,7 +43,7 @@ from paceline.train.recorder import cause_of, shown
 from paceline.train.request import Request
 from paceline.train.resolve import out_of_memory
 from paceline.train.restoring import restore_or_begin
-from paceline.train.saves import Checks, Saves
+from paceline.train.saves import Saves
 from paceline.world.env import Environment
 from paceline.world.group import SPEAKS_FIRST_S, PeerLost
 from paceline.world.runtime import open_world

@@ -18,8 +18,7 @@ from paceline.record.rows import EvalRow, StepRow
 from paceline.record.stragglers import Over, Stragglers
 from paceline.record.summary import Totals
 from paceline.replica.balance import Change
-from paceline.replica.result import StepResult
-from paceline.replica.trouble import Trouble
+from paceline.replica.result import StepResult, Trouble
 from paceline.train.progress import Progress
 from paceline.train.resolve import Settings
 from paceline.world.runtime import World

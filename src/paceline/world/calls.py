@@ -3,10 +3,12 @@ evaluates alone, or leaves its loop early, would make the others wait for ever."
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ class Calls:
     def __init__(self) -> None:
         self._number = 0
         self._last: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
+        self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # of this world, alive
         self.reducing: object | None = None  # the replica whose gradients are being reduced
 
     def record(self, verb: str, owner: object | None = None) -> None:

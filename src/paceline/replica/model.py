@@ -1,0 +1,122 @@
+"""A model, its optimizers, and what keeps them equal on all ranks: what a step works on (step.py)."""
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.optim.clip import has_float64
+from paceline.replica import mistakes
+from paceline.replica.gradients import Gradients
+from paceline.replica.stopping import StopRequest
+from paceline.replica.updates import LossScaler, RunningStatistics, Updates
+from paceline.sync.buckets import release
+from paceline.sync.make import check_strategy, make_strategy
+from paceline.sync.replicas import broadcast_parameters
+from paceline.world.config import ParallelConfig
+from paceline.world.device import DeviceClock
+from paceline.world.runtime import World
+
+
+class ReplicatedModel:
+    """The part of a Replica that a step uses, and the numbers that go from one step to the next."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Any],
+        world: World,
+        config: ParallelConfig,
+        dtype: torch.dtype,
+        blocks: Sequence[nn.Module],
+        read_as: Mapping[str, torch.dtype] | None,
+        rounded_gradients: Collection[str],
+    ):
+        """See Replica. Collective."""
+        strategy = config.strategy
+        check_strategy(strategy, world.facts, config.wire)
+        self.model, self.optimizers, self.world, self.strategy = model, optimizers, world, strategy
+        self.clock = DeviceClock(world.device)
+        self.exact_dtype = torch.float64 if has_float64(world.device) else torch.float32
+        self._dtype = dtype
+        self.scaler = LossScaler.for_dtype(dtype)
+
+        self._release_earlier()
+        mistakes.check_model(model, optimizers, strategy, world)
+        self.updates = Updates(model, optimizers)
+        if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
+            mistakes.check_same_start(model, world)
+            broadcast_parameters(model, world.group)
+        self.statistics = RunningStatistics(model, world.group)
+        mistakes.warn_of_batch_norm(model, world)
+        mistakes.warn_of_prefix(model, world)
+        # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
+        hosts = len({facts.host for facts in world.facts})
+        is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
+        rounded = rounded_gradients if is_direct else ()
+        whole = self.updates.updated_whole()
+        self.gradients = Gradients(
+            model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
+        )
+        self.sync = self.gradients.sync
+        self.updates.adopt(self.sync.slices())
+
+        self.num_steps = 0  # updates made, including those before a restore
+        self.total_before = 1.0  # weight of the last step, or of a row of it (see Step); saved
+        self.batch_share = 1.0 / world.world_size  # this rank's share of the last step's batch
+        self.update_ms = 0.0  # of the last step
+        self.open_step: Any = None  # the Step that is not finished yet
+        self.stop: StopRequest | None = None  # sets this rank's stop flag; made by `steps(stop_on_signals=True)`
+        self.stop_reason: str | None = None  # None: no rank's stop flag is set
+        self.at: Callable[[str], str | None] = lambda phase: None
+        """Called as each phase of a step begins; returns the fault that a test injects there."""
+        self.copies: list[Callable[[], object]] = []
+        """By Checkpoints object that saves this replica: waits until weights and state may change."""
+        self.waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
+        self.world.calls.replicas.add(self)
+
+    @property
+    def vote(self) -> float:
+        """This rank's stop flag."""
+        return self.stop.vote if self.stop is not None else 0.0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other replica of this world may be in a loss's graph."""
+        return len(self.world.calls.replicas) == 1
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
+        if self._dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, self._dtype, enabled=enabled)
+
+    def average_statistics(self) -> None:
+        """Averages the running statistics of batch norms over ranks; also before a save, since another replica's step
+        may have used this model. Collective if there are any."""
+        self.statistics.average(self.batch_share)
+
+    def wait_copied(self) -> None:
+        """Waits until saves under way have copied weights and state, which may change then."""
+        for wait_copied in self.copies:
+            wait_copied()
+
+    def release(self) -> None:
+        """Removes all hooks from model and optimizers; this replica cannot train any more."""
+        self.sync.wait_for_params()
+        self.sync.release()
+        release(self.model.parameters())
+        if not self.updates.release():
+            mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
+        self.world.calls.replicas.discard(self)
+
+    def _release_earlier(self) -> None:
+        """Releases an earlier replica of this model or these optimizers, as when a notebook cell runs again."""
+        parameters = set(self.model.parameters())
+        for other in list(self.world.calls.replicas):
+            has_mine = any(each is own for each in self.optimizers for own in other.optimizers)
+            if has_mine or not parameters.isdisjoint(other.model.parameters()):
+                other.release()
+        release(self.model.parameters())

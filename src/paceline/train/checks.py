@@ -1,0 +1,84 @@
+"""Compares the replicas of a run: with the other ranks', and with their own earlier state."""
+
+import torch
+
+from paceline.base.errors import RunError
+from paceline.replica.contents import ReplicaContents
+from paceline.replica.replica import Replica
+from paceline.sync.replicas import differences, digests, flip_a_bit, repair
+from paceline.train.meet import Setup
+
+
+class Checks:
+    """Compares this rank's replica with the other ranks', and with its own earlier state."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._has_repaired = False  # at the last comparison
+        self._before: dict[str, int] | None = None  # digests of the optimizer state, until the next update
+
+    def replicas(self, before_save: bool = False) -> None:
+        """Compares the weights and the optimizer state that all ranks have in full; parallel.repair makes them equal.
+        Collective.
+
+        Raises RunError on every rank, naming ranks and a tensor, if they differ. Before a save, which must be fast,
+        compares only the weights by a quick digest: different state changes the weights in the next update. On a GPU
+        all digests are quick: sha256 would copy everything to the host. Differences in two comparisons in a row are no
+        flipped bit, and are not repaired.
+        """
+        setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
+        fault, step = setup.at("check"), setup.progress.step
+        tensors = ReplicaContents(setup.replica, "").on_all_ranks()
+        if not sync.shards_state and not before_save:
+            tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
+        quick, (copied, holders) = before_save or group.is_queued, sync.copied()
+        found = differences(tensors, group, quick) if tensors else []
+        found += differences(copied, group, quick, holders) if copied else []
+        if found:
+            text = f"replicas are not equal at step {step}: {found[0]}"
+            text += f", and {len(found) - 1} tensors more" if len(found) > 1 else ""
+            setup.recorder.event("replicas differ", step=step, tensors=[str(difference) for difference in found[:20]])
+            repairs = setup.config.parallel.repair
+            if not repairs or self._has_repaired or any(difference.model_rank is None for difference in found):
+                advice = "" if repairs or not found[0].minority else " (--parallel.repair copies the majority's)"
+                if self._has_repaired:
+                    advice = ". They differed at the comparison before, too: a rank computes otherwise than the others"
+                raise RunError(
+                    f"{text}. Nothing was saved since they differ; resume from the newest checkpoint{advice}",
+                    reach="world",
+                )
+            repair(found, tensors, group)
+            setup.console.say(f"{text}. Repaired: they have the majority's values now", style="yellow")
+            setup.recorder.event("repaired", step=step)
+        self._has_repaired = bool(found)
+        group.take_traffic()
+        if not before_save:
+            self._before = digests(optimizer_state(setup.replica), quick=group.is_queued)
+        if fault == "flip-state":
+            flip_a_bit(next(iter(optimizer_state(setup.replica).values())))
+
+    def own_state(self) -> None:
+        """Raises RunError if the optimizer state changed since the last comparison. Called before an update, to find a
+        flipped bit in state that only this rank has."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        now = digests(optimizer_state(self._setup.replica), quick=self._setup.group.is_queued)
+        changed = [name for name, value in before.items() if now.get(name) != value]
+        if changed:
+            step = self._setup.progress.step
+            raise RunError(
+                f"rank {self._setup.world.rank}: the optimizer's state changed by itself between steps {step} and "
+                f"{step + 1} ({changed[0]}): its memory is not to be trusted. Resume from the newest checkpoint, on "
+                "another machine"
+            )
+
+
+def optimizer_state(replica: Replica) -> dict[str, torch.Tensor]:
+    """Returns this rank's slices of the optimizer state, `name[start:stop]` -> tensor; also of weights that only this
+    rank has."""
+    contents = ReplicaContents(replica, "")
+    tensors, _, _ = contents.state()
+    if replica.sync.holds_rounded:
+        tensors |= contents.weights()
+    return {f"{item.name}[{item.start}:{item.stop}]": tensor for item, tensor in tensors.items()}
