@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import budget
+
 _BLOCK = re.compile(
     r"^```python(?: title=\"(needs .*?)\")?\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", flags=re.DOTALL | re.MULTILINE
 )
@@ -39,7 +41,8 @@ def run_blocks(
     runner = folder / "runner.py"
     runner.write_text(_RUNNER)
     command = [sys.executable, *launcher, str(runner), str(document), str(preamble or "")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    with budget.reserve(budget.ranks_of(command)):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == status, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     expected = [printed for needs, _, printed in blocks if not needs]
     for number, (printed, wanted) in enumerate(zip(done.stdout.split(_NEXT)[1:], expected, strict=False)):

@@ -1,5 +1,6 @@
 """For all tests: one thread, a cache of their own, and guards against what a test might leave behind."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -15,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PACELINE_LAB"] = f"-test-{os.getpid()}"  # a lab of another process is no obstacle
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch's compiler leaves a pool of workers behind
 
+import budget
 import hypothesis
 import namespaces
 import psutil
@@ -32,6 +34,9 @@ hypothesis.settings.load_profile("shared")
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # beginnings of names
 
 _CACHE = pytest.StashKey[str]()
+
+# Begun first of the files, so that no process still has one of them to do when the others are done.
+_LONGEST = ("test_ends.py", "test_switches.py", "test_group.py", "test_readme.py", "test_coded.py", "test_prepare.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,11 +65,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A long text's id is its length: pytest-xdist sends each id several times, and one was 5 MB."""
+    return f"{argname}-{len(val)}" if isinstance(val, (str, bytes)) and len(val) > 200 else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, tests that measure labs run in one process, one after another, and so do other tests of
     hosts, and a file's other tests. Tests of the modelled GPU come first: autograd learns which devices there are at
-    the first backward pass of a process. Then come labs and hosts, which take longest."""
+    the first backward pass of a process. Then come labs and hosts, and the files that take longest."""
     for item in items:
         folders = set(item.path.parts)
         if item.get_closest_marker("xdist_group"):
@@ -73,7 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("lab" if folders & {"tools", "record"} else "hosts"))
         else:
             item.add_marker(pytest.mark.xdist_group("cuda" if "cuda" in folders else item.path.name))
-    items.sort(key=lambda item: ("cuda" not in item.path.parts, item.get_closest_marker("lab") is None))
+    items.sort(
+        key=lambda item: (
+            "cuda" not in item.path.parts,
+            item.get_closest_marker("lab") is None,
+            item.path.name not in _LONGEST,
+        )
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -82,6 +98,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     if getattr(session.config.option, "loadgroup", False):
         assert all("@" in item.nodeid for item in session.items), "this pytest-xdist does not group tests"
+
+
+@pytest.fixture(autouse=True)
+def _has_its_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For a test that starts ranks while others of it run; helpers take the tokens of all others (tests/budget.py)."""
+    mark = request.node.get_closest_marker("ranks")
+    with budget.reserve(mark.args[0]) if mark else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import budget
 import psutil
 from ranks import FORKS
 
@@ -81,6 +82,7 @@ class Program:
         self.mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
         self._out, self._err, self._ranks = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
+        self._tokens = budget.take(budget.ranks_of([*command, *arguments]))
         self.started = time.monotonic()
         environment = {**inherited, _MARK: self.mark, **(env or {})}
         self.process: subprocess.Popen[bytes] | Fork
@@ -105,6 +107,7 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self.kill_all()
         self.process.wait()
+        budget.give_back(self._tokens)
         for file in (self._out, self._err, self._ranks):
             file.close()
 
@@ -119,6 +122,7 @@ class Program:
         except subprocess.TimeoutExpired:
             self.kill_all()
             raise AssertionError(f"still running after {deadline_s} s\n{self._said()}") from None
+        budget.give_back(self._tokens)
         out, err = self._read(self._out), self._read(self._err)
         return Ended(status, out, err, time.monotonic() - self.started)
 
@@ -293,7 +297,7 @@ def start_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = {"WORLD_SIZE": str(len(env_by_rank)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with contextlib.ExitStack() as stack:
+    with budget.reserve(len(env_by_rank)), contextlib.ExitStack() as stack:
         programs = [
             stack.enter_context(Program(*arguments, command=command, env={**world, "RANK": str(rank), **env}))
             for rank, (arguments, env) in enumerate(zip(arguments_by_rank, env_by_rank, strict=True))

@@ -24,6 +24,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import budget
+
 from paceline.world.config import ParallelConfig
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -64,9 +66,9 @@ def run_ranks(
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     config = config or ParallelConfig(device="cpu", threads=1, timeout_s=30.0)
-    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
+    with budget.reserve(world_size), tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         request = (function.__module__, function.__qualname__, args, config, opened)
         Path(folder, "request").write_bytes(pickle.dumps(request))
         processes = [_start(Path(folder), rank, world_size, store.port) for rank in range(world_size)]
@@ -76,7 +78,7 @@ def run_ranks(
             for process in processes:
                 _kill(process)
         outcomes = [_outcome(Path(folder), rank, process) for rank, process in enumerate(processes)]
-    del store
+        del store
     if not all(outcome.has_result and outcome.status == 0 for outcome in outcomes):
         why = "failed" if in_time else f"were not done within {timeout_s:g} s"
         parts = [f"--- rank {rank}: {_summary(outcome)}\n{outcome.said}" for rank, outcome in enumerate(outcomes)]

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from program import Program, run, steps
 
+pytestmark = pytest.mark.ranks(2)
+
 PROMPT = "def main("
 SAMPLE = ("--tokens", "24", "--prompt", PROMPT)
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+import budget
 import pytest
 import torch
 from program import Ended, Program
@@ -32,7 +33,7 @@ def start(script: Path, *arguments: str, ranks: int = 0, cwd: Path, **env: str) 
 
 def together(folder: Path, *runs: tuple[Path, int], **env: str) -> list[Ended]:
     """Returns how scripts ended that ran at once, each in a folder of its own."""
-    with contextlib.ExitStack() as stack:
+    with budget.reserve(sum(max(1, ranks) for _, ranks in runs)), contextlib.ExitStack() as stack:
         programs = [
             stack.enter_context(start(script, ranks=ranks, cwd=folder / f"{script.stem}-{ranks}", **env))
             for script, ranks in runs
@@ -108,6 +109,7 @@ def test_a_time_budget_ends_all_ranks_at_one_step_and_another_number_of_them_goe
 
 
 @pytest.mark.long
+@pytest.mark.ranks(3)
 def test_images_are_learnt_alike_on_two_ranks(tmp_path: Path) -> None:
     arguments = ("--no-augment", "--images", "600", "--batch-size", "20", "--epochs", "1")
     with contextlib.ExitStack() as stack:

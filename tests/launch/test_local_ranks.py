@@ -112,6 +112,7 @@ def test_training_outlives_its_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_terminal_that_closes_stops_the_run_with_its_state_saved(tmp_path: Path, nproc: int) -> None:
     """A window that is shut, an ssh that is cut: SIGHUP, and nothing can be written on the terminal any more."""

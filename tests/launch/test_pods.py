@@ -11,7 +11,7 @@ import yaml
 from namespaces import Host, Unavailable, two_hosts
 from program import TINY, Ended, Program, losses, rows, run, steps
 
-pytestmark = [pytest.mark.lab, pytest.mark.long]
+pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.ranks(4)]
 
 SLOW = "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=1000 attempt=any"  # so that there is time to disturb it
 FLAGS = (*TINY, "--checkpoint.every", "5", "--train.steps", "24")

@@ -12,7 +12,7 @@ import pytest
 from namespaces import Host
 from program import TINY, Ended, Program, losses, rows, run, steps
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.ranks(4)]
 
 TOLERANCE = 1e-4
 PORT = 29400  # in namespaces of our own every port is free

@@ -248,7 +248,7 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_signal_while_data_is_prepared(
     tmp_path: Path, long_text: Path, nproc: int, number: signal.Signals, status: int
 ) -> None:

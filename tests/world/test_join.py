@@ -27,6 +27,7 @@ from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
 
 NUM_RESTARTS = 20
+pytestmark = pytest.mark.ranks(3)
 
 
 def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import budget
 import pytest
 import torch
 from ranks import FORKS
@@ -205,9 +206,9 @@ def hold_a_store(port: "multiprocessing.SimpleQueue[int]") -> None:
 STANDING: dict[str, tuple[Task, int]] = {
     "stopped": (rank_1_computes, 3),
     "asleep": (rank_2_sleeps_in_its_data, 3),
+    "alone": (sleep_alone, 1),
     "elsewhere": (rank_2_evaluates_and_the_others_check, 3),
     "storeless": (rank_2_sleeps_in_its_data, 3),
-    "alone": (sleep_alone, 1),
 }
 
 
@@ -219,15 +220,19 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
     holder = FORKS.Process(target=hold_a_store, args=(port,), daemon=True)
     holder.start()
     frail = port.get()
-    worlds, deadlines = {}, {}
-    for name, (task, num_ranks) in STANDING.items():
-        worlds[name] = Ranks(folder / name, num_ranks, task, frail if name == "storeless" else None)
-        worlds[name].wait_for("here")
-        if name in ("stopped", "storeless"):
-            os.kill(worlds[name].pids[1] if name == "stopped" else holder.pid, signal.SIGSTOP)
-        deadlines[name] = time.monotonic() + TIMEOUT_S + LATEST_S
-    for name, deadline in deadlines.items():
-        worlds[name].end(deadline)
+    worlds = {}
+    for names in (("stopped", "asleep", "alone"), ("elsewhere", "storeless")):
+        deadlines = {}
+        with budget.reserve(sum(STANDING[name][1] for name in names)):
+            for name in names:
+                task, num_ranks = STANDING[name]
+                worlds[name] = Ranks(folder / name, num_ranks, task, frail if name == "storeless" else None)
+                worlds[name].wait_for("here")
+                if name in ("stopped", "storeless"):
+                    os.kill(worlds[name].pids[1] if name == "stopped" else holder.pid, signal.SIGSTOP)
+                deadlines[name] = time.monotonic() + TIMEOUT_S + LATEST_S
+            for name, deadline in deadlines.items():
+                worlds[name].end(deadline)
     holder.kill()
     holder.join()
     return worlds
@@ -306,6 +311,7 @@ def rank_1_takes_a_second(rank: Rank) -> None:
     rank.reduce(1)
 
 
+@pytest.mark.ranks(6)
 def test_who_is_slow_or_sleeps_for_a_while_is_left_alone(tmp_path: Path) -> None:
     """The slow rank makes the other wait for longer than the timeout. The stopped one is away for three quarters of it.
     The world that sleeps, as on a laptop that is closed, does so for longer than the timeout, and its ranks are not
@@ -360,6 +366,7 @@ def explain_from_afar(rank: Rank, fails: bool = False) -> None:
     explain(rank, fails)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("task", "signals", "says"),
     [

@@ -14,7 +14,7 @@ import pytest
 from namespaces import Host, sh
 from program import Ended, Program, run
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.ranks(4)]
 
 HERE = Path(__file__).parent
 DOCTOR = (sys.executable, "-m", "paceline", "doctor", "--json")
