@@ -102,14 +102,13 @@ PREAMBLES = Path(__file__).parent / "preambles"  # what a reader has who comes t
 WITH_PYTHON = [document for document in DOCUMENTS if runnable_blocks(document) and document.parent.name != "learn"]
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: document.stem)
-def test_the_python_blocks_of_a_document_run_as_they_stand(document: Path, tmp_path: Path) -> None:
-    run_blocks(document, tmp_path, PREAMBLES / f"{document.stem}.py")
+def test_the_python_blocks_of_the_readme_run_as_they_stand(tmp_path: Path) -> None:
+    run_blocks(README, tmp_path, PREAMBLES / "README.py")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: document.stem)
-def test_and_on_two_ranks_they_say_the_same(document: Path, tmp_path: Path) -> None:
+def test_the_python_blocks_of_a_document_run_on_one_rank_and_on_two(document: Path, tmp_path: Path) -> None:
     said = []
     for name, ranks in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()

@@ -245,10 +245,9 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_while_data_is_prepared(
     tmp_path: Path, long_text: Path, nproc: int, number: signal.Signals, status: int
 ) -> None:
