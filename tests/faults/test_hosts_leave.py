@@ -10,7 +10,7 @@ import pytest
 from hosts_campaign import Hit, make, undisturbed
 from program import TINY, Program, losses, rows, run, steps
 
-pytestmark = [pytest.mark.lab, pytest.mark.ranks(4)]
+pytestmark = [pytest.mark.lab, pytest.mark.ranks(2)]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from program import TINY, Ended, Program, losses, rows, steps
 from ssh_hosts import SshHosts, ssh_hosts
 
-pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.ranks(4)]
+pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.ranks(2)]
 
 ENDS_S = 15.0  # whatever is killed or wrong; on a busy machine it takes half of that: docs/LOG.md
 LONG = (*TINY, "--train.steps", "3000", "--out", "run")

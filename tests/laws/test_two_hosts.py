@@ -12,7 +12,7 @@ import pytest
 from namespaces import Host
 from program import TINY, Ended, Program, losses, rows, run, steps
 
-pytestmark = [pytest.mark.lab, pytest.mark.ranks(4)]
+pytestmark = [pytest.mark.lab, pytest.mark.ranks(2)]
 
 TOLERANCE = 1e-4
 PORT = 29400  # in namespaces of our own every port is free
@@ -35,6 +35,7 @@ def run_on(
 
 
 @pytest.mark.long
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("way", "strategy"), [("c10d", "ddp"), ("static", "zero")])
 def test_two_hosts_give_the_curve_of_one_process(runs, two_hosts, tmp_path: Path, way: str, strategy: str) -> None:
     """And two ranks a host, that send over the link what one does."""

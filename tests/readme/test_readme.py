@@ -64,7 +64,7 @@ def can_have_a_lab() -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(3)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "document",

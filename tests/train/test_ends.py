@@ -415,11 +415,11 @@ def test_stop_after_counts_from_the_start_of_the_process(tmp_path: Path) -> None
 def test_epochs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B15. Of a small set many, of a large one a part of one."""
     text = tmp_path / "small.txt"
-    text.write_text("".join(f"{number} is a number, and this is a line about it\n\n" for number in range(2000)))
+    text.write_text("".join(f"{number} is a number, and this is a line about it\n\n" for number in range(500)))
     status_of(tmp_path / "a", tiny(train__steps=2))
     assert re.search(r"2 steps = 1.54k tokens = 0.04% of an epoch of this data", words(capsys.readouterr().out))
-    status_of(tmp_path / "b", tiny(train__steps=60, data__path=str(text), train__eval_every=-1))
-    found = re.search(r"60 steps = [\d.]+k tokens = ([\d.]+) epochs of this data", words(capsys.readouterr().out))
+    status_of(tmp_path / "b", tiny(train__steps=30, data__path=str(text), train__eval_every=-1))
+    found = re.search(r"30 steps = [\d.]+k tokens = ([\d.]+) epochs of this data", words(capsys.readouterr().out))
     assert found is not None
     assert float(found[1]) > 1
 

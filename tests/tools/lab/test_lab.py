@@ -29,7 +29,7 @@ from paceline.tools.lab.processors import Controller
 from paceline.tools.lab.state import FOLDER, Living, only_lab
 from paceline.tools.lab.system import check_machine
 
-pytestmark = [pytest.mark.lab, pytest.mark.ranks(4)]
+pytestmark = [pytest.mark.lab, pytest.mark.ranks(3)]
 
 GUEST = (sys.executable, str(Path(__file__).with_name("guest.py")))
 STATE = FOLDER / "state.json"
