@@ -17,11 +17,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: setup  ## the main job: a model on this machine's cores, in under three minutes of training
 	$(BIN)/paceline train --preset demo --nproc auto
 
-test: setup  ## all but the tests that take more than ten seconds each; four files at a time
-	$(BIN)/python -m pytest -m "not long" -n 4 --dist loadgroup --no-loadscope-reorder
+test: setup  ## all but the tests that take more than ten seconds each; three files at a time
+	$(BIN)/python -m pytest -m "not long" -n 3 --dist loadgroup --no-loadscope-reorder
 
 test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands; a failed one is run again, and listed
-	$(BIN)/python -m pytest -m "long and not alone" -n 4 --dist loadgroup --no-loadscope-reorder --reruns 1 -rR
+	$(BIN)/python -m pytest -m "long and not alone" -n 3 --dist loadgroup --no-loadscope-reorder --reruns 1 -rR
 	$(BIN)/python -m pytest -m "long and alone" --reruns 1 -rR
 
 check: setup  ## lint, format, types, import contract
