@@ -1,5 +1,6 @@
 """For all tests: one thread, a cache of their own, and guards against what a test might leave behind."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 # Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,6 +34,9 @@ hypothesis.settings.load_profile("shared")
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # beginnings of names
 
 _CACHE = pytest.StashKey[str]()
+
+# Begun first of the files, so that no process still has one of them to do when the others are done.
+_LONGEST = ("test_ends.py", "test_switches.py", "test_group.py", "test_readme.py", "test_coded.py", "test_prepare.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,11 +65,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A long text's id is its length: pytest-xdist sends each id several times, and one was 5 MB."""
+    return f"{argname}-{len(val)}" if isinstance(val, (str, bytes)) and len(val) > 200 else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, tests that measure labs run in one process, one after another, and so do other tests of
     hosts, and a file's other tests. Tests of the modelled GPU come first: autograd learns which devices there are at
-    the first backward pass of a process. Then come labs and hosts, which take longest."""
+    the first backward pass of a process. Then come labs and hosts, and the files that take longest."""
     for item in items:
         folders = set(item.path.parts)
         if item.get_closest_marker("xdist_group"):
@@ -72,8 +82,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("alone") or item.get_closest_marker("lab"):
             item.add_marker(pytest.mark.xdist_group("lab" if folders & {"tools", "record"} else "hosts"))
         else:
-            item.add_marker(pytest.mark.xdist_group("cuda" if "cuda" in folders else item.path.name))
-    items.sort(key=lambda item: ("cuda" not in item.path.parts, item.get_closest_marker("lab") is None))
+            shares_runs = "laws" in folders and not item.get_closest_marker("long")
+            group = "cuda" if "cuda" in folders else "laws" if shares_runs else item.path.name
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(
+        key=lambda item: (
+            "cuda" not in item.path.parts,
+            item.get_closest_marker("lab") is None,
+            "laws" not in item.path.parts and item.path.name not in _LONGEST,
+        )
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -95,12 +113,12 @@ def two_hosts() -> Iterator[list[namespaces.Host]]:
 
 @pytest.fixture(autouse=True)
 def _leaves_no_process_behind() -> Iterator[None]:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = set(_descendants(os.getpid()))
     yield
     deadline = time.monotonic() + 20
-    while leaked := [c for c in psutil.Process().children(recursive=True) if c.pid not in before and _is_alive(c)]:
+    while leaked := [pid for pid in _descendants(os.getpid()) if pid not in before and _is_alive(pid)]:
         if time.monotonic() > deadline:
-            pytest.fail(f"the test left processes behind: {[_command(child) for child in leaked]}")
+            pytest.fail(f"the test left processes behind: {[_command(pid) for pid in leaked]}")
         time.sleep(0.02)
 
 
@@ -130,9 +148,22 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LIBRARIES)}
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _descendants(pid: int) -> list[int]:
+    """Returns the pids of all processes below this one. psutil looks at every process of the machine: 2 ms."""
+    if not os.path.exists("/proc/thread-self/children"):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found + [below for child in found for below in _descendants(child)]
+
+
+def _is_alive(pid: int) -> bool:
     """Python's own helper of multiprocessing is left out: it ends with the interpreter that started it."""
     try:
+        process = psutil.Process(pid)
         if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
             return False
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -140,8 +171,8 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _command(process: psutil.Process) -> str:
+def _command(pid: int) -> str:
     try:
-        return f"{process.pid} {' '.join(process.cmdline()[:5])}"
+        return f"{pid} {' '.join(psutil.Process(pid).cmdline()[:5])}"
     except psutil.NoSuchProcess:
-        return str(process.pid)
+        return str(pid)

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
+from in_process import here
 from program import Ended, run
 
 from paceline.config import Config, load_preset, to_toml
@@ -35,13 +37,17 @@ def tree(folder: Path) -> dict[str, tuple[int, float]]:
 
 
 def refused(place: Path, *arguments: str, env: dict[str, str] | None = None, says: tuple[str, ...]) -> Ended:
-    """Runs the command in `place` and returns how it was refused, having checked all that the law says."""
+    """Runs the command in `place`, in a process of its own where `env` is given, and returns how it was refused, having
+    checked all that the law says."""
     temporary, cache = place.parent / "tmp", place.parent / "cache"
     temporary.mkdir(exist_ok=True)
     before = tree(place)
-    ended = run(
-        *arguments, env={"TMPDIR": str(temporary), "PACELINE_CACHE": str(cache), **(env or {})}, cwd=place
-    ).require(2)
+    places = {"TMPDIR": str(temporary), "PACELINE_CACHE": str(cache)}
+    if env is None:
+        with patch.dict(os.environ, places), patch("tempfile.tempdir", None):
+            ended = here(*arguments, cwd=place).require(2)
+    else:
+        ended = run(*arguments, env={**places, **env}, cwd=place).require(2)
     assert_one_message(ended)
     for text in says:
         assert text in ended.err, f"{text!r} is not in:\n{ended.err}"

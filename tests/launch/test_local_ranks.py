@@ -160,6 +160,7 @@ def test_a_signal_to_one_rank_stops_all_together(tmp_path: Path) -> None:
     assert (found.folder / f"checkpoints/step-{last_step:08d}/manifest.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "status", "says"),
     [
@@ -168,7 +169,7 @@ def test_a_signal_to_one_rank_stops_all_together(tmp_path: Path) -> None:
             75,
             "stopped by SIGTERM before training began. Nothing was saved: start the same command again",
         ),
-        pytest.param(signal.SIGINT, 130, "interrupted", marks=pytest.mark.long),
+        (signal.SIGINT, 130, "interrupted"),
     ],
     ids=["sigterm", "ctrl-c"],
 )

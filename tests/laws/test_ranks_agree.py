@@ -35,6 +35,22 @@ def test_each_host_says_why_its_ranks_end(tmp_path: Path) -> None:
     assert second.require(2).err == f"rank 1: {text}\n"
 
 
+@pytest.mark.parametrize(("launcher", "says"), [({"TORCHELASTIC_RUN_ID": "job"}, "rank 1: error: "), ({}, "")])
+def test_a_local_rank_waits_for_local_rank_0_to_say_the_error(
+    tmp_path: Path, launcher: dict[str, str], says: str
+) -> None:
+    """Under torchrun it says the error itself if it lives on; without torchrun nobody ends local rank 0 before it."""
+    script = tmp_path / "rank.py"
+    script.write_text("import sys\nfrom paceline.__main__ import main\nsys.exit(main())\n")
+    world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    arguments = ("train", "--preset", "tiny", "--data.path", "no/such/folder", "--out", str(tmp_path / "run"))
+    with Program(*arguments, script=script, env=world | launcher) as program:
+        said = program.wait().require(2).err
+    assert said.startswith(says)
+    assert ("no/such/folder" in said) == bool(says)
+
+
+@pytest.mark.long
 def test_a_local_rank_that_alone_sees_an_error_says_it(tmp_path: Path) -> None:
     """Under torchrun, which ends the others then; where local rank 0 has the same error, that one says it."""
     script = tmp_path / "rank.py"

@@ -82,8 +82,8 @@ def test_all_of_a_run_is_its_users_alone(runs) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
-    [MUON, ROUNDED, (*ROUNDED, "--parallel.wire", "int4")],
-    ids=["muon", "rounded", "int4"],
+    [MUON, (*ROUNDED, "--parallel.wire", "int4")],
+    ids=["muon", "rounded-int4"],
 )
 def test_worlds_of_2_then_3_then_1(runs, copy_of, flags: tuple[str, ...]) -> None:
     straight = runs.get(2, *flags)

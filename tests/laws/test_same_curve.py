@@ -135,7 +135,7 @@ def test_gradients_travel_once_a_step(runs) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("ddp", 1), ("ddp", 2), ("zero", 3), ("naive", 2)],
+    [("ddp", 1), ("ddp", 2), ("zero", 3)],
 )
 def test_layered_micro_batches_are_the_same_run_bit_for_bit(runs, strategy: str, world_size: int) -> None:
     flags = ("--parallel.strategy", strategy)

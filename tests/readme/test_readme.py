@@ -41,13 +41,15 @@ def commands(document: Path, title: str = "") -> list[str]:
 def runnable(document: Path) -> list[str]:
     """Returns those that one machine can run, one after another: not the two hosts' (tests/laws), not make's (CI), not
     those for a second terminal (tests/tools/lab), those for a lab only where there can be one, and the README's only
-    once."""
+    once. `verify` runs from the README, and on two hosts in tests/tools/bench."""
     others = ["10.0.0.1", "lab set"]
     if not can_have_a_lab():
         made = [re.search(r"--out (\S+)", c) for c in commands(document) if "lab --hosts" in c]
         others += ["lab --hosts", "lab clean", *(found[1] for found in made if found)]  # nor what needs the runs of one
     kept = [c for c in commands(document) if not c.startswith("make") and not any(word in c for word in others)]
-    return kept if document == README else [c for c in kept if not is_the_readmes(c, kept)]
+    if document == README:
+        return kept
+    return [c for c in kept if not is_the_readmes(c, kept) and not c.endswith(" verify")]
 
 
 def is_the_readmes(command: str, among: list[str]) -> bool:
@@ -101,14 +103,13 @@ PREAMBLES = Path(__file__).parent / "preambles"  # what a reader has who comes t
 WITH_PYTHON = [document for document in DOCUMENTS if runnable_blocks(document) and document.parent.name != "learn"]
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: document.stem)
-def test_the_python_blocks_of_a_document_run_as_they_stand(document: Path, tmp_path: Path) -> None:
-    run_blocks(document, tmp_path, PREAMBLES / f"{document.stem}.py")
+def test_the_python_blocks_of_the_readme_run_as_they_stand(tmp_path: Path) -> None:
+    run_blocks(README, tmp_path, PREAMBLES / "README.py")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: document.stem)
-def test_and_on_two_ranks_they_say_the_same(document: Path, tmp_path: Path) -> None:
+def test_the_python_blocks_of_a_document_run_on_one_rank_and_on_two(document: Path, tmp_path: Path) -> None:
     said = []
     for name, ranks in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()

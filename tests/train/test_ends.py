@@ -245,10 +245,9 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_while_data_is_prepared(
     tmp_path: Path, long_text: Path, nproc: int, number: signal.Signals, status: int
 ) -> None:
@@ -416,11 +415,11 @@ def test_stop_after_counts_from_the_start_of_the_process(tmp_path: Path) -> None
 def test_epochs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B15. Of a small set many, of a large one a part of one."""
     text = tmp_path / "small.txt"
-    text.write_text("".join(f"{number} is a number, and this is a line about it\n\n" for number in range(2000)))
+    text.write_text("".join(f"{number} is a number, and this is a line about it\n\n" for number in range(500)))
     status_of(tmp_path / "a", tiny(train__steps=2))
     assert re.search(r"2 steps = 1.54k tokens = 0.04% of an epoch of this data", words(capsys.readouterr().out))
-    status_of(tmp_path / "b", tiny(train__steps=60, data__path=str(text), train__eval_every=-1))
-    found = re.search(r"60 steps = [\d.]+k tokens = ([\d.]+) epochs of this data", words(capsys.readouterr().out))
+    status_of(tmp_path / "b", tiny(train__steps=30, data__path=str(text), train__eval_every=-1))
+    found = re.search(r"30 steps = [\d.]+k tokens = ([\d.]+) epochs of this data", words(capsys.readouterr().out))
     assert found is not None
     assert float(found[1]) > 1
 

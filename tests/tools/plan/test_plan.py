@@ -127,7 +127,7 @@ def calibrated(world: World, config: Config) -> devices.Device:
     return calibrate.measure(world, config, Console(world.rank))
 
 
-@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_two_ranks_calibrate_a_device_that_plans_a_deeper_model(strategy: str) -> None:
     config = tiny(parallel__strategy=strategy)
     first, second = run_ranks(calibrated, 2, config)
