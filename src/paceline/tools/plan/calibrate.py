@@ -31,9 +31,9 @@ _PASSES = (1, 3)  # micro-batches of the two kinds of steps
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 30, 3.0
 _MESSAGES = (16 << 10, 256 << 10, 2 << 20, 10 << 20)  # bytes of an all-reduce; the largest are those of buckets
 _MESSAGE_ROUNDS = 5
-_PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
+PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
 _STEP_S = 5e-4  # for reading data and writing records
-_ERROR_FRAC = 0.08  # of nine in ten predicted steps (bench/plan_points.py)
+ERROR_FRAC = 0.08  # of nine in ten predicted steps (bench/plan_points.py)
 
 
 def measure(world: World, config: Config, console: Console) -> Device:
@@ -67,11 +67,28 @@ def measure(world: World, config: Config, console: Console) -> Device:
         copy_bytes_per_s=_copy_bytes_per_s(),
         inner_latency_s=latency_s,
         inner_bytes_per_s=bytes_per_s,
-        outer_frac=_PAYLOAD_FRAC,
+        outer_frac=PAYLOAD_FRAC,
         step_s=_STEP_S,
-        error_frac=max(_ERROR_FRAC, max(halves) / min(halves) - 1),
+        error_frac=max(ERROR_FRAC, max(halves) / min(halves) - 1),
         source=f"small models measured here, {world.world_size} ranks of {world.threads} threads at once",
+        spreads=_spreads(rounds),
     )
+
+
+def _spreads(rounds: Sequence[Sequence["_Times"]]) -> dict[str, tuple[float, float, str]]:
+    """Returns the tenth and the ninetieth percentile of what was measured in each round, in units of its median."""
+    found = {"compute": [sum(each.forward + each.backward for each in row) for row in rounds]}
+    found["exchange"] = [sum(each.exchange for each in row) for row in rounds]
+    spreads = {}
+    for name, seconds in found.items():
+        low, middle, high = np.percentile(seconds, [10, 50, 90])
+        if low > 0:  # one rank exchanges nothing
+            spreads[name] = (
+                float(low / middle),
+                float(high / middle),
+                f"10th to 90th percentile of {len(rounds)} measurements",
+            )
+    return spreads
 
 
 class _Times(NamedTuple):

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.record.console import Console, facts, table
+from paceline.tools.plan.band import Band, efficiency_table, sources
 from paceline.tools.plan.plan import Plan
 
 
@@ -20,9 +21,12 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
     return sorted(plans, key=lambda each: (not each.fits, -each.tokens_per_s * each.goodput_frac))
 
 
-def show(plans: Sequence[Plan], console: Console, *, explain: bool = False) -> None:
+def show(plans: Sequence[Plan], console: Console, *, bands: Sequence[Band] = (), explain: bool = False) -> None:
     if len(plans) > 1:
         console.say(_comparison(ranked(plans)))
+        if bands:
+            console.say(efficiency_table(bands))
+            console.say("\n".join([*sources(bands), ""]))
         console.say(_sure(plans[0]), style="dim")
     for plan in plans if explain or len(plans) == 1 else ():
         _details(plan, console, explain)
@@ -51,7 +55,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("memory", _fits_text(plan)),
         ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}, {plan.efficiency_frac:.1%} of what "
                   "the devices reach alone"),
-        ("bound by", plan.bound),
+        ("bound by", f"{plan.bound} of a step"),
         ("the run", _run_text(plan)),
     ]  # fmt: skip
     if not math.isinf(plan.best_interval_s):
@@ -90,13 +94,15 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         "step ms": lambda plan: f"{1e3 * plan.step_s:.1f}",
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
         "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
-        "alone %": lambda plan: f"{100 * plan.efficiency_frac:.1f}",
+        "efficiency %": lambda plan: f"{100 * plan.efficiency_frac:.1f}",
         "run": lambda plan: units.duration(plan.seconds),
         "price": lambda plan: f"{plan.money:,.0f}",
         "bound by": lambda plan: plan.bound if plan.fits else "does not fit",
     }
     if not any(plan.money for plan in plans):
         del shown["price"]
+    if not any(plan.label for plan in plans):
+        del shown["plan"]
     made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for name in shown:
         is_text = name in ("plan", "bound by")
@@ -128,9 +134,10 @@ def _explanation(plan: Plan) -> rich.table.Table:
 _NUMBERS = ("label", "fits", "tokens_per_s", "mfu", "efficiency_frac", "goodput_frac", "device_hours", "bound")
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns all numbers, with units in the names; null: infinite."""
+def as_json(plan: Plan, band: Band | None) -> dict[str, Any]:
+    """Returns all numbers, with units in the names; null: infinite. The range of the efficiency, if it is known."""
     path = plan.step.path
+    ranges = {"efficiency_range_frac": [band.low, band.high], "efficiency_by_cause": band.causes} if band else {}
     return {
         **{name: getattr(plan, name) for name in _NUMBERS},
         "ranks": plan.cluster.num_ranks,
@@ -149,5 +156,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "run_s": plan.seconds,
         "energy_kwh": plan.kwh,
         "price": plan.money,
+        **ranges,
         "explained": [list(row) for row in plan.explained],
     }
