@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class PlanArguments(ModelFlags):
     """Several numbers of ranks, each a row of a table: 1,8,64. On this machine without --cluster: 1,2."""
     vary: tuple[str, ...] = ()
     """Variants of the run, each a row: --vary parallel.strategy=ddp "parallel.strategy=zero parallel.wire=int8"."""
+    link_gbit: str = ""
+    """Rates of the link between hosts, each a row: 10,100,400. Without it the cluster's."""
     price: float = 0.0
     """For a device and an hour, in any currency; 0: the cluster's."""
     json: bool = False
@@ -85,22 +88,33 @@ def main(arguments: list[str]) -> int:
     from paceline.tools.plan.show import as_json, ranked, show
 
     clusters = _clusters(parsed, counts)
-    plans, bands = [], []
+    links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
+    bands = []
     for cluster in clusters:
         for text, varied in variants.items():
-            device = device_of_rank(cluster, varied)
-            plans.append(plan(varied, cluster, device, label=text if len(variants) > 1 else ""))
-            if len(clusters) > 1:
-                bands.append(band(plans[-1], varied, plan))
+            link = f"{cluster.link_gbit:g} Gbit/s" if len(links) > 1 and cluster.hosts > 1 else ""
+            label = " ".join(filter(None, (text, link)))
+            found = plan(varied, cluster, device_of_rank(cluster, varied), label=label)
+            bands.append(band(found, varied, plan))
     if parsed.json:
-        known = {id(each.plan): each for each in bands}
-        print(json.dumps({"plans": [as_json(each, known.get(id(each))) for each in ranked(plans)]}))
+        print(json.dumps({"plans": [as_json(each) for each in ranked(bands)]}))
     else:
-        show(plans, Console(0), bands=bands, explain=parsed.explain)
+        show(bands, Console(0), explain=parsed.explain)
     if parsed.plot:
         write_plot(bands, Path(parsed.plot))
         print(f"plot: {parsed.plot}", file=sys.stderr)
     return EXIT_DONE
+
+
+def _rates(text: str) -> list[float]:
+    """Returns the rates of links that are given."""
+    try:
+        rates = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UserError(f"--link-gbit is '{text}'; give rates in Gbit/s, such as 10,100")
+    return rates
 
 
 def _counts(text: str) -> list[int]:
@@ -119,7 +133,8 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
         cluster = read_run(path).cluster if path.is_dir() else read(path)
         if parsed.plot and not counts:
             counts = _up_to(cluster.num_ranks, cluster.ranks_per_host)
-        found = [cluster.of_ranks(count) for count in counts] or [cluster]
+        linked = [dataclasses.replace(cluster, link_gbit=rate) for rate in _rates(parsed.link_gbit)] or [cluster]
+        found = [each.of_ranks(count) for count in counts for each in linked] or linked
     else:
         found = [Cluster(ranks_per_host=count) for count in counts or [1]]
     if parsed.plot and len(found) < 2:

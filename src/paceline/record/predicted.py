@@ -15,6 +15,7 @@ class Predicted:
     part_ms: dict[str, float]  # mean over the ranks; the parts of StepRow.parts
     tokens: int  # in a step
     error_frac: float  # by how much it may be off
+    link_gbit: float = 0.0  # of a host, each way, as timed just now; 0: one host
 
     @property
     def step_ms(self) -> float:
@@ -23,7 +24,8 @@ class Predicted:
     def announcement(self) -> str:
         """Returns the prediction, as text."""
         shown = ", ".join(f"{part} {ms:.0f}" for part, ms in self.part_ms.items() if ms >= 0.5)
-        return f"predicted: {self.step_ms:.0f} ms a step ({shown}), {1e3 * self.tokens / self.step_ms:,.0f} tokens/s"
+        text = f"predicted: {self.step_ms:.0f} ms a step ({shown}), {1e3 * self.tokens / self.step_ms:,.0f} tokens/s"
+        return f"{text}, over a link of {self.link_gbit:.3g} Gbit/s, timed now" if self.link_gbit else text
 
     def remark(self, totals: Totals) -> str:
         """Returns that the run was slower than predicted, and in which part; empty if it was not."""

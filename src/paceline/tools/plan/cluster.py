@@ -69,9 +69,8 @@ class Cluster:
             raise UserError(f"the cluster has {self.num_ranks} ranks; plan at most {1 << 20}")
         if self.hosts > 1 and not self.link_gbit:
             raise UserError(
-                f"the cluster has {self.hosts} hosts and no link between them: give link_gbit, the rate of a host each "
-                f"way, in a TOML file for --cluster, with device = '{self.device}', hosts = {self.hosts} and "
-                f"ranks_per_host = {self.ranks_per_host}"
+                f"the cluster has {self.hosts} hosts and no link between them: give --link-gbit, or link_gbit in its "
+                "file, the rate of a host each way"
             )
         if self.speeds and (len(self.speeds) != self.hosts or min(self.speeds) <= 0):
             raise UserError(f"speeds are {list(self.speeds)}; give one above 0 for each of the {self.hosts} hosts")

@@ -130,6 +130,9 @@ class _Reader:
         known = self._known_gpu()
         shown = replace(known, **self._facts(), traced=()) if known else self._cpu()
         settings = resolve(self.config, self.config.model.vocab_size, rank_facts(cluster, shown))
+        shares = tuple(int(count) for count in self.steps["sequences"][-1])
+        if self.config.parallel.shares == "auto" and sum(shares) == settings.plan.global_batch_size:
+            settings = replace(settings, plan=settings.plan.with_shares(shares))
         device = replace(self._timed(settings, shown, rank), jitter_frac=jitter[0])
         return self._linked(settings, cluster, device, rank, jitter)
 
@@ -173,10 +176,13 @@ class _Reader:
     def _timed(self, settings: Settings, shown: Device, rank: int) -> Device:
         """Returns the device with rates by which this rank's passes and update take what they took."""
         model, optimizer, columns = self.config.model, self.config.optim.name, self.steps
-        tokens = float(np.median(columns["sequences"][:, rank])) * self.config.data.seq_len
-        forward_s, backward_s, update_s = (
-            float(np.median(columns[name][:, rank])) / 1e3 for name in ("forward_ms", "backward_ms", "optim_ms")
+        num_sequences = settings.plan.num_sequences()[rank]
+        tokens = num_sequences * self.config.data.seq_len
+        forward_s, backward_s = (
+            num_sequences * float(np.median(columns[name][:, rank] / columns["sequences"][:, rank])) / 1e3
+            for name in ("forward_ms", "backward_ms")
         )
+        update_s = float(np.median(columns["optim_ms"][:, rank])) / 1e3
         rates, parts = (shown.forward[model.arch], shown.backward[model.arch]), {"embed": 1, "head": 1}
         parts["block"] = model.n_layer
         shape, first, second, again = replace(shape_of(settings, shown), checkpoint=False), 0.0, 0.0, 0.0

@@ -181,11 +181,11 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
             sizes[cluster.speed(rank), parts] = None
     (speed, mine), *others = sizes
     reference = times(tokens=max(mine, default=1) * shape.seq_len)
-    one_s = _total_s(reference, shape.model)
+    one_s = total_s(reference, shape.model)
     slower = []
     for other_speed, parts in others:
-        total_s = sum(_total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts) / other_speed
-        slower.append(Load(len(parts), total_s / (len(parts) * one_s / speed) if parts else 1.0))
+        all_s = sum(total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts) / other_speed
+        slower.append(Load(len(parts), all_s / (len(parts) * one_s / speed) if parts else 1.0))
     update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
     slowest = min(cluster.speeds or (1.0,))
     parallel, is_across = settings.config.parallel, cluster.hosts > 1
@@ -213,7 +213,7 @@ def path_for(settings: Settings, job: Job, device: Device) -> Path:
     return path_of(settings.config.parallel, job, is_layered=is_layered, device=device.kind)
 
 
-def _total_s(times: work.PassTimes, model: ModelConfig) -> float:
+def total_s(times: work.PassTimes, model: ModelConfig) -> float:
     once = {"embed": 1, "block": model.n_layer, "head": 1}
     return sum(count * (times.forward[part] + times.backward[part]) for part, count in once.items())
 
@@ -269,7 +269,7 @@ def _alone_tokens_per_s(settings: Settings, batch_plan: BatchPlan, cluster: Clus
     once = work.pass_times(shape, size * shape.seq_len, device.forward[arch], device.backward[arch])
     count = batch_plan.global_batch_size / size
     update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
-    return settings.tokens_per_step / (count * _total_s(once, shape.model) + update_s + device.step_s)
+    return settings.tokens_per_step / (count * total_s(once, shape.model) + update_s + device.step_s)
 
 
 def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waiting_s: float) -> str:

@@ -16,24 +16,25 @@ from paceline.tools.plan.band import Band, efficiency_table, sources
 from paceline.tools.plan.plan import Plan
 
 
-def ranked(plans: Sequence[Plan]) -> list[Plan]:
+def ranked(bands: Sequence[Band]) -> list[Band]:
     """Returns the plans that fit, the fastest first; then the others."""
-    return sorted(plans, key=lambda each: (not each.fits, -each.tokens_per_s * each.goodput_frac))
+    return sorted(bands, key=lambda each: (not each.plan.fits, -each.plan.tokens_per_s * each.plan.goodput_frac))
 
 
-def show(plans: Sequence[Plan], console: Console, *, bands: Sequence[Band] = (), explain: bool = False) -> None:
-    if len(plans) > 1:
-        console.say(_comparison(ranked(plans)))
-        if bands:
+def show(bands: Sequence[Band], console: Console, *, explain: bool = False) -> None:
+    if len(bands) > 1:
+        console.say(_comparison([each.plan for each in ranked(bands)]))
+        if len({each.plan.cluster.num_ranks for each in bands}) > 1:
             console.say(efficiency_table(bands))
-            console.say("\n".join([*sources(bands), ""]))
-        console.say(_sure(plans[0]), style="dim")
-    for plan in plans if explain or len(plans) == 1 else ():
-        _details(plan, console, explain)
+        console.say("\n".join([*sources(bands), ""]))
+        console.say(_sure(bands[0].plan), style="dim")
+    for each in bands if explain or len(bands) == 1 else ():
+        _details(each, console, explain)
 
 
-def _details(plan: Plan, console: Console, explain: bool) -> None:
-    console.say(facts(_facts(plan)))
+def _details(band: Band, console: Console, explain: bool) -> None:
+    plan = band.plan
+    console.say(facts(_facts(band)))
     console.say(table("Memory of a rank", ["kind", "size", "%"], _memory_rows(plan)))
     step_ms = 1e3 * plan.step_s
     rows = [[part, f"{1e3 * s:.2f}", f"{1e5 * s / step_ms:.1f}"] for part, s in plan.parts.items() if s]
@@ -44,17 +45,19 @@ def _details(plan: Plan, console: Console, explain: bool) -> None:
         console.say(_explanation(plan))
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
+def _facts(band: Band) -> list[tuple[str, str]]:
+    plan = band.plan
     settings, cluster = plan.settings, plan.cluster
     config, batch = settings.config, settings.plan
     hosts = f"{cluster.num_ranks} x {plan.device.name} on {units.plural(cluster.hosts, 'host')}"
+    efficiency = f"{plan.efficiency_frac:.1%} ({100 * band.low:.1f} to {100 * band.high:.1f})"
     rows = [
         (plan.label or "plan", f"{hosts}; {plan.step.path.flags}, {config.train.dtype}"),
         ("batch", f"{batch.global_batch_size} sequences of {config.data.seq_len} tokens, in micro-batches of up to "
                   f"{batch.device_batch_size}"),
         ("memory", _fits_text(plan)),
-        ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}, {plan.efficiency_frac:.1%} of what "
-                  "the devices reach alone"),
+        ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}"),
+        ("efficiency", f"{efficiency} of the tokens/s of all devices, if each trains alone"),
         ("bound by", f"{plan.bound} of a step"),
         ("the run", _run_text(plan)),
     ]  # fmt: skip
@@ -109,7 +112,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         made.add_column(
             name,
             justify="left" if is_text else "right",
-            no_wrap=name != "plan",
+            no_wrap=not is_text,
             overflow="fold",
             min_width={"plan": 14, "bound by": 12}.get(name, 0),
         )
@@ -134,10 +137,9 @@ def _explanation(plan: Plan) -> rich.table.Table:
 _NUMBERS = ("label", "fits", "tokens_per_s", "mfu", "efficiency_frac", "goodput_frac", "device_hours", "bound")
 
 
-def as_json(plan: Plan, band: Band | None) -> dict[str, Any]:
-    """Returns all numbers, with units in the names; null: infinite. The range of the efficiency, if it is known."""
-    path = plan.step.path
-    ranges = {"efficiency_range_frac": [band.low, band.high], "efficiency_by_cause": band.causes} if band else {}
+def as_json(band: Band) -> dict[str, Any]:
+    """Returns all numbers, with units in the names; null: infinite."""
+    plan, path = band.plan, band.plan.step.path
     return {
         **{name: getattr(plan, name) for name in _NUMBERS},
         "ranks": plan.cluster.num_ranks,
@@ -156,6 +158,7 @@ def as_json(plan: Plan, band: Band | None) -> dict[str, Any]:
         "run_s": plan.seconds,
         "energy_kwh": plan.kwh,
         "price": plan.money,
-        **ranges,
+        "efficiency_range_frac": [band.low, band.high],
+        "efficiency_by_cause": band.causes,
         "explained": [list(row) for row in plan.explained],
     }
