@@ -10,9 +10,9 @@ _LEAST_STEPS = 5  # behind a mean that is compared
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The step that `paceline plan` expects on this machine."""
+    """The step that `paceline plan` expects on these machines."""
 
-    part_ms: dict[str, float]  # mean over the ranks; the parts of StepRow.parts
+    part_ms: dict[str, float]  # of rank 0; the parts of StepRow.parts
     tokens: int  # in a step
     error_frac: float  # by how much it may be off
     link_gbit: float = 0.0  # of a host, each way, as timed just now; 0: one host
@@ -32,7 +32,7 @@ class Predicted:
         step_ms = totals.mean("step_ms")
         if totals.num_steps < _LEAST_STEPS or step_ms < _SLOWER * self.step_ms:
             return ""
-        measured = {part: sum(ms) / len(ms) for part, ms in totals.mean_parts().items()}
+        measured = {part: ms[0] for part, ms in totals.mean_parts().items()}
         worst = max(measured, key=lambda part: measured[part] - self.part_ms.get(part, 0.0))
         return (
             f"a step took {step_ms:.0f} ms, {step_ms / self.step_ms - 1:.0%} more than predicted ({self.step_ms:.0f} "
