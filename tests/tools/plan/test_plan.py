@@ -238,7 +238,7 @@ def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
         ("device = 'H100'\nhost = 2", "has no field 'host' (did you mean 'hosts'?)"),
         ("device = 'H1000'", "no device is named 'H1000'"),
         ("hosts = 'two'", "hosts is 'two'; it must be of type int"),
-        ("hosts = 2", "give link_gbit"),
+        ("hosts = 2", "no link between them: give --link-gbit"),
         ("hosts = 2\nlink_gbit = 1\nspeeds = [1]", "give one above 0 for each of the 2 hosts"),
         ("hosts = -1", "hosts is -1; it must be at least 1"),
         ("price = inf", "price is inf"),

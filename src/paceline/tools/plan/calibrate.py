@@ -167,10 +167,12 @@ def link(group: Group, num_ends: int, rounds: int = 5, most_s: float = math.inf)
             group.start_all_reduce(flat).wait()
             found.append(time.perf_counter() - begun)
         times.append(max(row[0] for row in group.share([statistics.median(found)])))
-    line = fit(_MESSAGES[: len(times)], times)
     group.take_traffic()  # discard it
-    hops = (num_ends - 1).bit_length()
-    return line.alpha_s / hops, bus_factor("all-reduce", num_ends) * line.beta_bytes_per_s
+    # The two largest messages: a token bucket passes the first bytes at once.
+    (less, more), (sooner, later) = _MESSAGES[: len(times)][-2:], times[-2:]
+    bytes_per_s = (more - less) / max(later - sooner, 1e-9)
+    latency_s = max(0.0, times[0] - _MESSAGES[0] / bytes_per_s)
+    return latency_s / (num_ends - 1).bit_length(), bus_factor("all-reduce", num_ends) * bytes_per_s
 
 
 def _copy_bytes_per_s() -> float:

@@ -97,7 +97,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         "step ms": lambda plan: f"{1e3 * plan.step_s:.1f}",
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
         "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
-        "efficiency %": lambda plan: f"{100 * plan.efficiency_frac:.1f}",
+        "efficiency": lambda plan: f"{plan.efficiency_frac:.1%}",
         "run": lambda plan: units.duration(plan.seconds),
         "price": lambda plan: f"{plan.money:,.0f}",
         "bound by": lambda plan: plan.bound if plan.fits else "does not fit",
@@ -112,9 +112,9 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         made.add_column(
             name,
             justify="left" if is_text else "right",
-            no_wrap=not is_text,
+            no_wrap=name != "plan",
             overflow="fold",
-            min_width={"plan": 14, "bound by": 12}.get(name, 0),
+            min_width={"plan": 12, "bound by": 19}.get(name, 0),
         )
     for plan in plans:
         made.add_row(*(Text(cell(plan)) for cell in shown.values()))
