@@ -9,7 +9,6 @@ from pathlib import Path
 
 import rich.table
 
-from paceline.base import units
 from paceline.config import Config
 from paceline.record.console import table
 from paceline.tools.plan import devices
@@ -108,7 +107,7 @@ def write_plot(bands: Sequence[Band], path: Path) -> None:
             hovertemplate="%{x} ranks: %{y:.1f}% (%{text})",
         )
     every = sorted({each.plan.cluster.num_ranks for each in bands})
-    figure.update_xaxes(type="log", title="ranks", tickvals=every, ticktext=list(map(units.count, every)))
+    figure.update_xaxes(type="log", title="ranks", tickvals=every, ticktext=[f"{count:,}" for count in every])
     figure.update_yaxes(title="efficiency, %", rangemode="tozero")
     title = f"Planned efficiency, {html.escape(bands[0].plan.device.name)}"
     said = "<br>".join(map(html.escape, sources(bands)))

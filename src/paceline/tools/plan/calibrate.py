@@ -19,7 +19,7 @@ from paceline.data.cache import cache_dir
 from paceline.record.console import Console
 from paceline.replica.batch import Batch
 from paceline.sync.replicas import overall
-from paceline.tools.plan.devices import Device
+from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
 from paceline.world.config import SHARDS_WEIGHTS
@@ -31,9 +31,7 @@ _DEPTHS = (1, 3)  # blocks of the two models
 _PASSES = (1, 3)  # micro-batches of the two kinds of steps
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 30, 3.0
 _MESSAGES = (16 << 10, 256 << 10, 2 << 20, 10 << 20)  # bytes of an all-reduce; the largest are those of buckets
-PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
 _STEP_S = 5e-4  # for reading data and writing records
-ERROR_FRAC = 0.08  # of nine in ten predicted steps (bench/plan_points.py)
 
 
 def measure(world: World, config: Config, console: Console) -> Device:

@@ -25,6 +25,8 @@ from paceline.world.cores import usable_cores
 from paceline.world.device import choose_dtype, gpu_peak
 
 THIS = "this"  # the machine that plans
+PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
+ERROR_FRAC = 0.08  # of nine in ten predicted steps (bench/plan_points.py)
 _UPDATE_BYTES = 40  # of an element: AdamW reads and writes weight, gradient and moments; the norm reads the gradient
 
 

@@ -20,9 +20,8 @@ from paceline.record import folder
 from paceline.record.events import hosts, starts
 from paceline.record.read import Row, rows, step_of
 from paceline.tools.plan import devices, work
-from paceline.tools.plan.calibrate import ERROR_FRAC, PAYLOAD_FRAC
 from paceline.tools.plan.cluster import Cluster
-from paceline.tools.plan.devices import Device
+from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.tools.plan.plan import job_of, path_for, rank_facts, shape_of, waiting_s
 from paceline.tools.plan.schedule import predict
 from paceline.train.resolve import Settings, resolve

@@ -114,7 +114,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
             justify="left" if is_text else "right",
             no_wrap=name != "plan",
             overflow="fold",
-            min_width={"plan": 12, "bound by": 19}.get(name, 0),
+            min_width={"plan": 13, "bound by": 19}.get(name, 0),
         )
     for plan in plans:
         made.add_row(*(Text(cell(plan)) for cell in shown.values()))
