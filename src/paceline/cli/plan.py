@@ -137,9 +137,14 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
         found = [each.of_ranks(count) for count in counts for each in linked] or linked
     else:
         found = [Cluster(ranks_per_host=count) for count in counts or [1]]
-    if parsed.plot and len(found) < 2:
+    if parsed.plot and len({each.num_ranks for each in found}) < 2:
         raise UserError("--plot draws efficiency over numbers of ranks; give several: --ranks 1,2,4")
-    return [dataclasses.replace(each, price=parsed.price or each.price) for each in found]
+    if parsed.link_gbit and all(each.hosts == 1 for each in found):
+        raise UserError("--link-gbit is for links between hosts, and there is one host; describe more by --cluster")
+    price = {"price": parsed.price} if parsed.price else {}
+    # One row for a single host, whatever the links are.
+    chosen = [dataclasses.replace(each, link_gbit=each.link_gbit * (each.hosts > 1), **price) for each in found]
+    return list(dict.fromkeys(chosen))
 
 
 def _up_to(most: int, per_host: int) -> list[int]:

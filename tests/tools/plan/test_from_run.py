@@ -174,8 +174,13 @@ def test_the_command_plans_other_worlds_on_the_machines_of_a_run(tmp_path: Path)
     ).require()
     found = {row["label"]: row["step_ms"] for row in json.loads(linked.out)["plans"]}
     assert found["0.1 Gbit/s"] > found["1 Gbit/s"]
-    refused = here("plan", "--cluster", "alone", "--link-gbit", "fast", cwd=tmp_path)
-    assert "--link-gbit is 'fast'; give rates" in refused.err
+    for flags, says in (
+        (("--link-gbit", "fast"), "is 'fast'; give rates"),
+        (("--link-gbit", "1"), "there is one host"),
+    ):
+        refused = here("plan", "--cluster", "alone", *flags, cwd=tmp_path)
+        assert refused.status == 2
+        assert says in " ".join(refused.err.split())
 
 
 # ---- the range of an efficiency ----
@@ -207,6 +212,8 @@ def test_the_plot_and_the_table_have_the_range_and_where_it_comes_from(tmp_path:
     for numbers in ('"x":[1,2,4,8,16]', '"fill":"tonexty"', "arXiv 2208.11035"):
         assert numbers in page
     told = json.loads(here(*common, "--ranks", "1,16", "--json", cwd=tmp_path).require().out)["plans"][0]
+    linked = here(*common, "--ranks", "1,16", "--link-gbit", "100,400", "--json", cwd=tmp_path).require()
+    assert [row["ranks"] for row in json.loads(linked.out)["plans"]] == [16, 16, 1]
     low, high = told["efficiency_range_frac"]
     assert low < told["efficiency_frac"] < high
     assert set(told["efficiency_by_cause"]) == {"compute", "link", "jitter"}

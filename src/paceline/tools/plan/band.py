@@ -65,8 +65,10 @@ def efficiency_table(bands: Sequence[Band]) -> rich.table.Table:
     labels = {each.plan.label for each in bands}
     rows = []
     for each in sorted(bands, key=lambda each: (each.plan.label, each.plan.cluster.num_ranks)):
-        widest = max(each.causes, key=lambda name: abs(each.causes[name][1] - each.causes[name][0]), default="")
+        spans = {name: abs(high - low) for name, (low, high) in each.causes.items()}
+        widest = max(spans, key=lambda name: spans[name], default="")
         numbers = [f"{100 * value:.1f}" for value in (each.plan.efficiency_frac, each.low, each.high)]
+        widest = widest if numbers[1] != numbers[2] else ""
         rows.append([str(each.plan.cluster.num_ranks), *numbers, widest, *[each.plan.label][: len(labels) > 1]])
     columns = ["ranks", "efficiency %", "low", "high", "most of it", *["plan"][: len(labels) > 1]]
     return table("Efficiency by world size", columns, rows)

@@ -173,26 +173,27 @@ def shape_of(settings: Settings, device: Device) -> work.Shape:
 def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: Device) -> Job:
     """Returns the step for the simulation: rank 0's stages, and how the other ranks' loads differ."""
     arch, optim, shape = settings.config.model.arch, settings.config.optim, shape_of(settings, device)
-    times = partial(work.pass_times, shape, forward=device.forward[arch], backward=device.backward[arch])
     sizes: dict[tuple[float, tuple[int, ...]], None] = {}
     for rank in range(cluster.num_ranks):
         if batch_plan.shares or rank % cluster.ranks_per_host == 0 or rank == cluster.num_ranks - 1:
             parts = tuple(map(len, batch_plan.micro_batches(rank)))
             sizes[cluster.speed(rank), parts] = None
     (speed, mine), *others = sizes
+    own = device.slower(1 / speed)
+    times = partial(work.pass_times, shape, forward=own.forward[arch], backward=own.backward[arch])
     reference = times(tokens=max(mine, default=1) * shape.seq_len)
     one_s = total_s(reference, shape.model)
     slower = []
     for other_speed, parts in others:
-        all_s = sum(total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts) / other_speed
-        slower.append(Load(len(parts), all_s / (len(parts) * one_s / speed) if parts else 1.0))
+        all_s = sum(total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts)
+        slower.append(Load(len(parts), all_s * speed / other_speed / (len(parts) * one_s) if parts else 1.0))
     update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
     slowest = min(cluster.speeds or (1.0,))
     parallel, is_across = settings.config.parallel, cluster.hosts > 1
     sends_nothing = parallel.shared_memory and parallel.wire == "exact" and device.kind == "cpu" and not is_across
     exchange = work.seconds({"blocks": shape.model.n_layer, "ends": 1.0}, device.exchange) if device.exchange else None
     return Job(
-        stages=work.stages(shape.model, _scaled(reference, 1 / speed)),
+        stages=work.stages(shape.model, reference),
         num_micro_batches=len(mine),
         update_s=update_s / slowest,
         num_ranks=cluster.num_ranks,
@@ -216,11 +217,6 @@ def path_for(settings: Settings, job: Job, device: Device) -> Path:
 def total_s(times: work.PassTimes, model: ModelConfig) -> float:
     once = {"embed": 1, "block": model.n_layer, "head": 1}
     return sum(count * (times.forward[part] + times.backward[part]) for part, count in once.items())
-
-
-def _scaled(times: work.PassTimes, factor: float) -> work.PassTimes:
-    first, second = ({part: factor * s for part, s in each.items()} for each in (times.forward, times.backward))
-    return work.PassTimes(forward=first, backward=second)
 
 
 def waiting_s(cluster: Cluster, device: Device, step: Prediction) -> float:
