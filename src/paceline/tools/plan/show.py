@@ -94,7 +94,6 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         "plan": lambda plan: re.sub(r"[a-z]+\.(?=[a-z])", "", plan.label),
         "ranks": lambda plan: str(plan.cluster.num_ranks),
         "memory": lambda plan: units.size(sum(plan.memory.values())),
-        "step ms": lambda plan: f"{1e3 * plan.step_s:.1f}",
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
         "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
         "efficiency": lambda plan: f"{plan.efficiency_frac:.1%}",
