@@ -141,9 +141,14 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
         raise UserError("--plot draws efficiency over numbers of ranks; give several: --ranks 1,2,4")
     if parsed.link_gbit and all(each.hosts == 1 for each in found):
         raise UserError("--link-gbit is for links between hosts, and there is one host; describe more by --cluster")
-    price = {"price": parsed.price} if parsed.price else {}
-    # One row for a single host, whatever the links are.
-    chosen = [dataclasses.replace(each, link_gbit=each.link_gbit * (each.hosts > 1), **price) for each in found]
+    chosen = [
+        dataclasses.replace(
+            each,
+            link_gbit=each.link_gbit if each.hosts > 1 else 0.0,  # one row for a single host, whatever the links are
+            price=parsed.price or each.price,
+        )
+        for each in found
+    ]
     return list(dict.fromkeys(chosen))
 
 
