@@ -109,10 +109,18 @@ class _Reader:
     hosts: list[str]  # by rank
     ranks: list[dict[str, Any]]  # the device of each
 
+    def mean(self, name: str) -> Any:
+        """Returns the mean, by rank or of rank 0, over the half of the steps that are neither short nor long. Means of
+        parts add up to that of the step, which medians do not."""
+        step_ms = self.steps["step_ms"]
+        low, high = np.percentile(step_ms, [25, 75])
+        return self.steps[name][(step_ms >= low) & (step_ms <= high)].mean(axis=0)
+
     def machines(self) -> Machines:
         steps, per_host = self.steps, len(self.hosts) // len(set(self.hosts))
         passes_s = (steps["forward_ms"] + steps["backward_ms"]) / steps["sequences"] / 1e3
-        by_host = np.median(passes_s, axis=0).reshape(-1, per_host)
+        typical_ms = (self.mean("forward_ms") + self.mean("backward_ms")) / self.mean("sequences")
+        by_host = typical_ms.reshape(-1, per_host)
         # A rank waits for the slowest one of its host.
         slowest, fastest = by_host.max(axis=1), int(by_host.max(axis=1).argmin())
         rank = fastest * per_host + int(by_host[fastest].argmax())
@@ -139,7 +147,7 @@ class _Reader:
         num_steps, mfu = len(self.steps["step_ms"]), float(np.nanmedian([*self.steps["mfu"], math.nan]))
         flops = cost.flops_per_token(self.config.model, self.config.data.seq_len)
         flops_per_s = flops * float(np.median(self.steps["tokens_per_s"]))
-        seconds = np.median(self.steps["data_ms"] + self.steps["other_ms"]) / 1e3
+        seconds = float(self.mean("data_ms") + self.mean("other_ms")) / 1e3
         halves = [float(np.median(half)) for half in np.array_split(self.steps["step_ms"], 2)]
         return {
             "name": str(self.ranks[0]["processor"]),
@@ -148,7 +156,7 @@ class _Reader:
             "memory_bytes": min(float(each["free_bytes"]) for each in self.ranks),
             "inner_latency_s": _INNER_LATENCY_S,
             "inner_bytes_per_s": _FASTEST,
-            "step_s": float(seconds),
+            "step_s": seconds,
             "error_frac": max(ERROR_FRAC, max(halves) / min(halves) - 1),
             "source": f"measured by {self.path}, {num_steps} steps of {units.plural(len(self.hosts), 'rank')}",
         }
@@ -174,14 +182,14 @@ class _Reader:
 
     def _timed(self, settings: Settings, shown: Device, rank: int) -> Device:
         """Returns the device with rates by which this rank's passes and update take what they took."""
-        model, optimizer, columns = self.config.model, self.config.optim.name, self.steps
+        model, optimizer = self.config.model, self.config.optim.name
         num_sequences = settings.plan.num_sequences()[rank]
         tokens = num_sequences * self.config.data.seq_len
         forward_s, backward_s = (
-            num_sequences * float(np.median(columns[name][:, rank] / columns["sequences"][:, rank])) / 1e3
+            num_sequences * float(self.mean(name)[rank] / self.mean("sequences")[rank]) / 1e3
             for name in ("forward_ms", "backward_ms")
         )
-        update_s = float(np.median(columns["optim_ms"][:, rank])) / 1e3
+        update_s = float(self.mean("optim_ms")[rank]) / 1e3
         rates, parts = (shown.forward[model.arch], shown.backward[model.arch]), {"embed": 1, "head": 1}
         parts["block"] = model.n_layer
         shape, first, second, again = replace(shape_of(settings, shown), checkpoint=False), 0.0, 0.0, 0.0
@@ -192,12 +200,12 @@ class _Reader:
             again += self.config.train.activation_checkpoint * model.n_layer * found.forward["block"]
         num_shards = 1 if self.config.parallel.strategy in ("ddp", "naive", "local") else len(self.hosts)
         update = work.seconds(work.update_units(model, optimizer), shown.update[optimizer])
-        who = f"rank {rank} on {self.hosts[rank]}, median of {len(columns['step_ms'])} steps"
+        who = f"rank {rank} on {self.hosts[rank]}, mean of the middle half of {len(self.steps['step_ms'])} steps"
         traced = (
             ("forward of a step in the run", f"{1e3 * forward_s:.4g} ms", f"{who}, {tokens:,.0f} tokens"),
             ("backward of a step in the run", f"{1e3 * backward_s:.4g} ms", who),
             ("optimizer in the run", f"{1e3 * update_s:.4g} ms", f"{who}, of 1/{num_shards} of the weights"),
-            ("fixed", f"{1e3 * shown.step_s:.4g} ms", "data and the rest of a step, median of rank 0"),
+            ("fixed", f"{1e3 * shown.step_s:.4g} ms", "data and the rest of a step, rank 0's mean"),
         )
         return replace(
             shown,
@@ -212,14 +220,13 @@ class _Reader:
         columns = self.steps
         passes_ms = columns["forward_ms"] + columns["backward_ms"]
         own_ms = (passes_ms + columns["optim_ms"]).max(axis=1) + columns["data_ms"] + columns["other_ms"]
-        exposed_s, step_s = (columns["step_ms"] - own_ms) / 1e3, float(np.median(columns["step_ms"])) / 1e3
+        exposed_s, step_s = (columns["step_ms"] - own_ms) / 1e3, float(self.mean("step_ms")) / 1e3
         work_s = passes_ms[:, rank] / np.median(passes_ms[:, rank])
         num_steps = f"10th to 90th percentile of {len(work_s)} steps"
         spreads = {"compute": (*_eighty(work_s), f"a rank's passes, {num_steps}")}
         speeds = ", ".join(f"{each:.3g}" for each in cluster.speeds)
-        traced = [("speeds of the hosts", speeds or "1", "passes, medians")]
+        traced = [("speeds of the hosts", speeds or "1", "passes, means")]
         if len(self.hosts) > 1:
-            spreads["jitter"] = (min(jitter), max(jitter), "the calmest to the least calm quarter of the run")
             job = job_of(settings, settings.plan, cluster, device)
             path = path_for(settings, job, device)
 
@@ -227,9 +234,18 @@ class _Reader:
                 found = predict(replace(job, bytes_per_s=rate), path)
                 return found.step_s + waiting_s(cluster, device, found) + device.step_s
 
-            rate, how = _rate(seconds, step_s), "the simulated step takes as long as the median step with it"
+            # Waits for the slowest rank are no longer than what is exposed.
+            waited_s = waiting_s(cluster, device, predict(job, path))
+            over_s = max(0.0, seconds(_FASTEST) - step_s)
+            device = replace(device, jitter_frac=device.jitter_frac * max(0.0, 1 - over_s / max(waited_s, 1e-9)))
+            spreads["jitter"] = (
+                min(device.jitter_frac, *jitter),
+                max(jitter),
+                "the calmest to the least calm quarter of the run",
+            )
+            rate, how = _rate(seconds, step_s), "the simulated step takes as long as the run's with it"
             if rate is None:
-                rate = predict(job, path).wire_bytes / max(1e-6, float(np.median(columns["comm_ms"])) / 1e3)
+                rate = predict(job, path).wire_bytes / max(1e-6, float(self.mean("comm_ms")) / 1e3)
                 how = "at least: passes hid the exchange; the bytes over the time of collectives"
             often = np.percentile(exposed_s, [10, 50, 90]) - np.median(exposed_s)
             ends = [_rate(seconds, step_s + float(more)) or _FASTEST for more in (often[2], often[0])]
