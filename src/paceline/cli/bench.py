@@ -1,7 +1,6 @@
 """paceline bench loader | link | scaling"""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.base.errors import UserError, require_at_least
-from paceline.cli.flags import ModelFlags, base_config, parse, run_verb, variant, with_preset
+from paceline.cli.flags import ModelFlags, base_config, check_files, parse, run_verb, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
 from paceline.data.config import DataConfig
@@ -29,18 +28,6 @@ _LEAST_BYTES, _LEAST_BUDGET_S = 4096, 5.0
 
 def main(arguments: list[str]) -> int:
     return run_verb("bench", {"loader": _loader, "link": _link, "scaling": _scaling}, arguments, _USAGE)
-
-
-def _check_files(**paths: str) -> None:
-    for name, text in paths.items():
-        path = Path(text).absolute()
-        if text and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"--{name} is {text}; name a file in a folder that exists")
-    if plot := paths.get("plot"):
-        if not plot.endswith(".html"):
-            raise UserError(f"--plot is {plot}; a plot is a page: give it a name that ends in .html")
-        if importlib.util.find_spec("plotly") is None:
-            raise UserError("--plot needs plotly: pip install 'paceline[report]'")
 
 
 # ---- the data path ----
@@ -126,7 +113,7 @@ def _link(arguments: list[str]) -> int:
         raise UserError(f"--time-budget is {parsed.time_budget}; it is at least {_LEAST_BUDGET_S:g} seconds")
     if not 0 <= parsed.compute_ms < 1e9:
         raise UserError(f"--compute-ms is {parsed.compute_ms}; give the milliseconds of a step, or 0 to measure them")
-    _check_files(json=parsed.json, plot=parsed.plot)
+    check_files(json=parsed.json, plot=parsed.plot)
     env, num_ranks = find_world(parsed.nproc, config.parallel)
     if num_ranks > 1:
         return start_without_run(num_ranks, ["bench", "link", *arguments], config.parallel)
@@ -277,7 +264,7 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
         value = getattr(parsed, name.replace("-", "_"))
         if not least <= value <= 1024:
             raise UserError(f"--{name} is {value}; it lies between {least} and 1024")
-    _check_files(json=parsed.json, markdown=parsed.markdown, plot=parsed.plot)
+    check_files(json=parsed.json, markdown=parsed.markdown, plot=parsed.plot)
     if parsed.hosts == 1:
         raise UserError("--hosts is 1; a lab has 2 or more, and 0 leaves it out")
     if parsed.settings.parallel.device == "mps":

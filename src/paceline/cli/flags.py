@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import shlex
@@ -136,9 +137,9 @@ class ModelFlags:
 def base_config(arguments: Sequence[str]) -> Config:
     """Returns the config that --preset and --config name, before other flags: --help shows it as defaults."""
     config = Config()
-    if preset := _value_of("--preset", arguments):
+    if preset := value_of("--preset", arguments):
         config = load_preset(preset, config)
-    if file := _value_of("--config", arguments):
+    if file := value_of("--config", arguments):
         config = load_file(Path(file), config)
     words = {flag_of(word).split(".")[-1].replace("-", "_") for word in arguments if word.startswith("--")}
     if not words.isdisjoint(SIZE_FIELDS):
@@ -158,6 +159,19 @@ def variant(text: str, config: Config, verb: str) -> Config:
     return found
 
 
+def check_files(**paths: str) -> None:
+    """Raises UserError if a file of these flags could not be written, or is a plot that cannot be drawn."""
+    for name, text in paths.items():
+        path = Path(text).absolute()
+        if text and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"--{name} is {text}; name a file in a folder that exists")
+    if plot := paths.get("plot"):
+        if not plot.endswith(".html"):
+            raise UserError(f"--plot is {plot}; a plot is a page: give it a name that ends in .html")
+        if importlib.util.find_spec("plotly") is None:
+            raise UserError("--plot needs plotly: pip install 'paceline[report]'")
+
+
 def require_one_way(arguments: Sequence[str]) -> None:
     """Raises UserError if two flags say the same thing in two ways."""
     words = set(map(flag_of, arguments))
@@ -167,10 +181,10 @@ def require_one_way(arguments: Sequence[str]) -> None:
             raise UserError(f"{' and '.join(given)} are given together; give exactly one")
 
 
-def with_preset(arguments: Sequence[str], name: str) -> list[str]:
-    """Returns the arguments, with this preset if they name neither a preset nor a file."""
+def with_preset(arguments: Sequence[str], name: str, flag: str = "--preset") -> list[str]:
+    """Returns the arguments, with this preset (or file) if they name neither a preset nor a file."""
     is_named = not {"--preset", "--config"}.isdisjoint(map(flag_of, arguments))
-    return [*arguments] if is_named else ["--preset", name, *arguments]
+    return [*arguments] if is_named else [flag, name, *arguments]
 
 
 def without(arguments: Sequence[str], *names: str) -> list[str]:
@@ -184,7 +198,7 @@ def without(arguments: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def _value_of(name: str, arguments: Sequence[str]) -> str:
+def value_of(name: str, arguments: Sequence[str]) -> str:
     words = iter(arguments)
     for word in words:
         if flag_of(word) == name:

@@ -2,15 +2,26 @@
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
-from paceline.cli.flags import ModelFlags, base_config, parse, require_one_way, variant, with_preset
+from paceline.cli.flags import (
+    ModelFlags,
+    base_config,
+    check_files,
+    parse,
+    require_one_way,
+    value_of,
+    variant,
+    with_preset,
+)
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config, supersede
+from paceline.record.folder import find
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 
@@ -27,15 +38,20 @@ class PlanArguments(ModelFlags):
 
     cluster: str = ""
     """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md).
-    Or NAME.json: what `paceline doctor --json` printed on these hosts, which have this machine's processor."""
+    Or NAME.json: what `paceline doctor --json` printed on these hosts, which have this machine's processor. Or a run's
+    folder: the machines that it ran on, as it measured them; its config is the default."""
     ranks: str = ""
     """Several numbers of ranks, each a row of a table: 1,8,64. On this machine without --cluster: 1,2."""
     vary: tuple[str, ...] = ()
     """Variants of the run, each a row: --vary parallel.strategy=ddp "parallel.strategy=zero parallel.wire=int8"."""
+    link_gbit: str = ""
+    """Rates of the link between hosts, each a row: 10,100,400. Without it the cluster's."""
     price: float = 0.0
     """For a device and an hour, in any currency; 0: the cluster's."""
     json: bool = False
     """One JSON object with all numbers, instead of tables."""
+    plot: str = ""
+    """An .html file for a plot of efficiency over the numbers of ranks, with its range; it needs plotly."""
     explain: bool = False
     """Every number with its formula and inputs."""
     calibrate: bool = False
@@ -44,11 +60,16 @@ class PlanArguments(ModelFlags):
 
 
 def main(arguments: list[str]) -> int:
-    words = with_preset(arguments, "demo")
+    run = value_of("--cluster", arguments)
+    if run and Path(run).is_dir():
+        words = with_preset(arguments, str(find(Path(run)).config), "--config")
+    else:
+        words = with_preset(arguments, "demo")
     base = base_config(words)
     parsed = parse(PlanArguments, PlanArguments(settings=base), words, "plan")
     require_one_way(words)
     require_at_least(parsed, "--", price=0)
+    check_files(plot=parsed.plot)
     config = supersede(base, parsed.settings)
     config.check()
     counts = _counts(parsed.ranks)
@@ -61,20 +82,39 @@ def main(arguments: list[str]) -> int:
         at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
         return _calibrate(arguments, list(variants.values()), sorted(at_once))
     from paceline.record.console import Console
-    from paceline.tools.plan.plan import plan  # imports torch: seconds
+    from paceline.tools.plan.band import band, write_plot
+    from paceline.tools.plan.from_run import device_of_rank  # imports torch: seconds
+    from paceline.tools.plan.plan import plan
     from paceline.tools.plan.show import as_json, ranked, show
 
-    plans = []
-    for cluster in _clusters(parsed, counts):
+    clusters = _clusters(parsed, counts)
+    links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
+    bands = []
+    for cluster in clusters:
         for text, varied in variants.items():
-            device = cluster.device_of_rank(varied)
-            label = text if len(variants) > 1 else f"{cluster.num_ranks} ranks" if len(counts) > 1 else ""
-            plans.append(plan(varied, cluster, device, label=label))
+            link = f"{cluster.link_gbit:g} Gbit/s" if len(links) > 1 and cluster.hosts > 1 else ""
+            label = " ".join(filter(None, (text, link)))
+            found = plan(varied, cluster, device_of_rank(cluster, varied), label=label)
+            bands.append(band(found, varied, plan))
     if parsed.json:
-        print(json.dumps({"plans": [as_json(each) for each in ranked(plans)]}))
+        print(json.dumps({"plans": [as_json(each) for each in ranked(bands)]}))
     else:
-        show(plans, Console(0), explain=parsed.explain)
+        show(bands, Console(0), explain=parsed.explain)
+    if parsed.plot:
+        write_plot(bands, Path(parsed.plot))
+        print(f"plot: {parsed.plot}", file=sys.stderr)
     return EXIT_DONE
+
+
+def _rates(text: str) -> list[float]:
+    """Returns the rates of links that are given."""
+    try:
+        rates = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UserError(f"--link-gbit is '{text}'; give rates in Gbit/s, such as 10,100")
+    return rates
 
 
 def _counts(text: str) -> list[int]:
@@ -86,13 +126,36 @@ def _counts(text: str) -> list[int]:
 
 def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
     from paceline.tools.plan.cluster import Cluster, read
+    from paceline.tools.plan.from_run import read_run
 
     if parsed.cluster:
-        cluster = read(Path(parsed.cluster))
-        found = [cluster.of_ranks(count) for count in counts] or [cluster]
+        path = Path(parsed.cluster)
+        cluster = read_run(path).cluster if path.is_dir() else read(path)
+        if parsed.plot and not counts:
+            counts = _up_to(cluster.num_ranks, cluster.ranks_per_host)
+        linked = [dataclasses.replace(cluster, link_gbit=rate) for rate in _rates(parsed.link_gbit)] or [cluster]
+        found = [each.of_ranks(count) for count in counts for each in linked] or linked
     else:
         found = [Cluster(ranks_per_host=count) for count in counts or [1]]
-    return [dataclasses.replace(each, price=parsed.price or each.price) for each in found]
+    if parsed.plot and len({each.num_ranks for each in found}) < 2:
+        raise UserError("--plot draws efficiency over numbers of ranks; give several: --ranks 1,2,4")
+    if parsed.link_gbit and all(each.hosts == 1 for each in found):
+        raise UserError("--link-gbit is for links between hosts, and there is one host; describe more by --cluster")
+    chosen = [
+        dataclasses.replace(
+            each,
+            link_gbit=each.link_gbit if each.hosts > 1 else 0.0,  # one row for a single host, whatever the links are
+            price=parsed.price or each.price,
+        )
+        for each in found
+    ]
+    return list(dict.fromkeys(chosen))
+
+
+def _up_to(most: int, per_host: int) -> list[int]:
+    """Returns 1, 2, 4 ... and `most`: as many as hosts of so many ranks have."""
+    doubled = [1 << power for power in range(most.bit_length())]
+    return sorted({most, *(count for count in doubled if count <= per_host or count % per_host == 0)})
 
 
 def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -> int:

@@ -10,7 +10,7 @@ from paceline.record.read import Row, number
 
 STARTS = ("start", "resume")
 _ENDS = ("end", "failed", "hang")
-_NOT_SHOWN = ("time", "event", "digest", "state_digests", "version", "torch")
+_NOT_SHOWN = ("time", "event", "digest", "state_digests", "version", "torch", "devices")
 
 
 def starts(events: Sequence[Row]) -> list[Row]:

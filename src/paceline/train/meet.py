@@ -56,7 +56,7 @@ class Setup:
     watchdog: Watchdog
     loader: Loader
     validation: FixedBatches
-    predicted: Predicted | None = None  # on rank 0, if this machine is calibrated
+    predicted: Predicted | None = None  # on rank 0, if these machines are calibrated
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -108,7 +108,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         banner.start_again(console, world, settings, folder.shown)
     else:
         banner.start(console, world, settings, data, peak, folder.shown)
-    predicted = request.predict(settings, world.facts) if world.is_main else None
+    predicted = request.predict(settings, world)
     if predicted is not None:
         console.say(f"{predicted.announcement()}\n")
     if world.is_main:

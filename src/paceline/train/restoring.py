@@ -27,12 +27,18 @@ def restore_or_begin(setup: Setup) -> None:
     if resumes and _restore(setup):
         return
     reached = setup.folder.forget_after(0) if setup.world.is_main else 0
-    facts: dict[str, Any] = {"world_size": setup.world.world_size, "hosts": setup.recorder.hosts}
-    facts |= {"sequences": setup.settings.plan.num_sequences(), "num_steps": setup.settings.num_steps}
+    facts = _ranks(setup) | {"sequences": setup.settings.plan.num_sequences(), "num_steps": setup.settings.num_steps}
     facts |= {"version": __version__, "torch": torch.__version__, **({"reached": reached} if reached else {})}
     setup.recorder.event("start", **facts)
     if resumes:
         setup.console.say("nothing had been saved yet: this run begins again at step 0\n", style="yellow")
+
+
+def _ranks(setup: Setup) -> dict[str, Any]:
+    """Returns by rank its host and its device: `paceline plan --cluster RUN` plans for these machines."""
+    names = ("device", "processor", "threads", "free_bytes")
+    devices = [{name: getattr(each, name) for name in names} for each in setup.world.facts]
+    return {"world_size": len(devices), "hosts": setup.recorder.hosts, "devices": devices}
 
 
 def _restore(setup: Setup) -> bool:
@@ -64,8 +70,9 @@ def _restore(setup: Setup) -> bool:
         with contextlib.suppress(OSError):  # an earlier attempt may have died before marking this checkpoint
             retention.mark(checkpoints.checkpoints, progress.step, progress.best_val_loss or 0.0)
     before, now = manifest["world_size"], setup.world.world_size
-    facts: dict[str, Any] = {"from_world_size": before, "world_size": now, "hosts": setup.recorder.hosts}
-    facts |= {
+    facts = {
+        "from_world_size": before,
+        **_ranks(setup),
         "sequences": progress.sequences,
         "num_steps": setup.settings.num_steps,
         **({"changed": changed} if changed else {}),

@@ -238,7 +238,7 @@ def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
         ("device = 'H100'\nhost = 2", "has no field 'host' (did you mean 'hosts'?)"),
         ("device = 'H1000'", "no device is named 'H1000'"),
         ("hosts = 'two'", "hosts is 'two'; it must be of type int"),
-        ("hosts = 2", "give link_gbit"),
+        ("hosts = 2", "no link between them: give --link-gbit"),
         ("hosts = 2\nlink_gbit = 1\nspeeds = [1]", "give one above 0 for each of the 2 hosts"),
         ("hosts = -1", "hosts is -1; it must be at least 1"),
         ("price = inf", "price is inf"),
@@ -271,7 +271,7 @@ def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = Predicted(part_ms={"forward": 0.01, "backward": 1e-6}, tokens=64, error_frac=0.0)
-    assert status_of(tmp_path / "run", tiny(train__steps=8), predict=lambda settings, facts: expected) == 0
+    assert status_of(tmp_path / "run", tiny(train__steps=8), predict=lambda settings, world: expected) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert "predicted: 0 ms a step" in said
     assert "more than predicted (0 ms), most of it in" in said
@@ -283,7 +283,7 @@ def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
     assert predicted["forward"] == "0.01"
     assert predicted["step"] == "0.01"
     generous = replace(expected, part_ms={"forward": 1e9})
-    assert status_of(tmp_path / "other", tiny(train__steps=8), predict=lambda settings, facts: generous) == 0
+    assert status_of(tmp_path / "other", tiny(train__steps=8), predict=lambda settings, world: generous) == 0
     assert "more than predicted" not in capfd.readouterr().out
 
 

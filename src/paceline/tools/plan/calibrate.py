@@ -3,6 +3,7 @@ the real code, by as many ranks as will train. From them follow what a block and
 micro-batch, in an update, and in an exchange. No step of the config itself is timed: schedule.py puts it together."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from paceline.data.cache import cache_dir
 from paceline.record.console import Console
 from paceline.replica.batch import Batch
 from paceline.sync.replicas import overall
-from paceline.tools.plan.devices import Device
+from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
 from paceline.world.config import SHARDS_WEIGHTS
@@ -30,10 +31,7 @@ _DEPTHS = (1, 3)  # blocks of the two models
 _PASSES = (1, 3)  # micro-batches of the two kinds of steps
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 30, 3.0
 _MESSAGES = (16 << 10, 256 << 10, 2 << 20, 10 << 20)  # bytes of an all-reduce; the largest are those of buckets
-_MESSAGE_ROUNDS = 5
-_PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
 _STEP_S = 5e-4  # for reading data and writing records
-_ERROR_FRAC = 0.08  # of nine in ten predicted steps (bench/plan_points.py)
 
 
 def measure(world: World, config: Config, console: Console) -> Device:
@@ -50,7 +48,7 @@ def measure(world: World, config: Config, console: Console) -> Device:
     blocks, ends = _divided(*map(_medians, zip(*rounds, strict=True)))
     walls = [sum(each.wall for each in found) for found in rounds]
     halves = [statistics.median(walls[number::2]) for number in range(2)]
-    latency_s, bytes_per_s = _link(world.group)
+    latency_s, bytes_per_s = link(world.group, world.world_size)
     arch, optimizer, num_tokens = settings.config.model.arch, settings.config.optim.name, cases[0].num_tokens
     is_divided = settings.config.parallel.strategy in ("zero", *SHARDS_WEIGHTS)
     num_shards = world.world_size if is_divided else 1
@@ -67,11 +65,28 @@ def measure(world: World, config: Config, console: Console) -> Device:
         copy_bytes_per_s=_copy_bytes_per_s(),
         inner_latency_s=latency_s,
         inner_bytes_per_s=bytes_per_s,
-        outer_frac=_PAYLOAD_FRAC,
+        outer_frac=PAYLOAD_FRAC,
         step_s=_STEP_S,
-        error_frac=max(_ERROR_FRAC, max(halves) / min(halves) - 1),
+        error_frac=max(ERROR_FRAC, max(halves) / min(halves) - 1),
         source=f"small models measured here, {world.world_size} ranks of {world.threads} threads at once",
+        spreads=_spreads(rounds),
     )
+
+
+def _spreads(rounds: Sequence[Sequence["_Times"]]) -> dict[str, tuple[float, float, str]]:
+    """Returns the tenth and the ninetieth percentile of what was measured in each round, in units of its median."""
+    found = {"compute": [sum(each.forward + each.backward for each in row) for row in rounds]}
+    found["exchange"] = [sum(each.exchange for each in row) for row in rounds]
+    spreads = {}
+    for name, seconds in found.items():
+        low, middle, high = np.percentile(seconds, [10, 50, 90])
+        if low > 0:  # one rank exchanges nothing
+            spreads[name] = (
+                float(low / middle),
+                float(high / middle),
+                f"10th to 90th percentile of {len(rounds)} measurements",
+            )
+    return spreads
 
 
 class _Times(NamedTuple):
@@ -133,24 +148,29 @@ class _Case:
         return [time.perf_counter() - begun, times.forward_ms / 1e3, times.backward_ms / 1e3, times.optim_ms / 1e3]
 
 
-def _link(group: Group) -> tuple[float, float]:
-    """Returns latency, and bytes a second of a rank's link each way, of all-reduces."""
+def link(group: Group, num_ends: int, rounds: int = 5, most_s: float = math.inf) -> tuple[float, float]:
+    """Returns latency, and bytes a second of a link each way, of all-reduces. num_ends: ranks, or hosts, whose ranks
+    add up first. Sends no larger message once one took most_s. Collective."""
     if group.size == 1:
         return 0.0, 1e12  # nobody to send to
-    times = []
+    times: list[float] = []
     for num_bytes in _MESSAGES:
+        if len(times) > 1 and times[-1] > most_s:  # alike on all ranks
+            break
         flat = group.zeros(num_bytes // 4, torch.zeros(1))
         found = []
-        for _ in range(_MESSAGE_ROUNDS):
+        for _ in range(rounds):
             group.barrier()
             begun = time.perf_counter()
             group.start_all_reduce(flat).wait()
             found.append(time.perf_counter() - begun)
         times.append(max(row[0] for row in group.share([statistics.median(found)])))
-    line = fit(_MESSAGES, times)
     group.take_traffic()  # discard it
-    hops = (group.size - 1).bit_length()
-    return line.alpha_s / hops, bus_factor("all-reduce", group.size) * line.beta_bytes_per_s
+    # The two largest messages: a token bucket passes the first bytes at once.
+    (less, more), (sooner, later) = _MESSAGES[: len(times)][-2:], times[-2:]
+    bytes_per_s = (more - less) / max(later - sooner, 1e-9)
+    latency_s = max(0.0, times[0] - _MESSAGES[0] / bytes_per_s)
+    return latency_s / (num_ends - 1).bit_length(), bus_factor("all-reduce", num_ends) * bytes_per_s
 
 
 def _copy_bytes_per_s() -> float:

@@ -4,20 +4,19 @@ import json
 import math
 import tomllib
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from paceline.base.errors import UserError, nearest
-from paceline.config import Config, checked
+from paceline.config import checked
 from paceline.tools.plan import devices
-from paceline.tools.plan.devices import Device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Hosts, ranks and links. Each rank has a device of its own."""
 
-    device: str = devices.THIS  # a name of devices.toml, or this: this machine as measured
+    device: str = devices.THIS  # a name of devices.toml, a run's folder, or this: this machine as measured
     hosts: int = 1
     ranks_per_host: int = 1
     link_gbit: float = 0.0  # Gbit/s of a host, each way
@@ -52,18 +51,11 @@ class Cluster:
             raise UserError(
                 f"--ranks has {num_ranks}, and a host has {per_host}; give 1 to {per_host}, or a multiple of it"
             )
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
         hosts = num_ranks // per_host
         speeds = tuple(self.speeds[index % len(self.speeds)] for index in range(hosts)) if self.speeds else ()
-        return Cluster(**values | {"hosts": hosts, "ranks_per_host": per_host, "speeds": speeds})
-
-    def device_of_rank(self, config: Config) -> Device:
-        """Returns the device. Raises UserError for an unknown name, or a machine that was not calibrated."""
-        if self.device == devices.THIS:
-            if self.hosts > 1:  # whose ranks share no memory
-                config = config.replace("parallel", shared_memory=False)
-            return devices.calibration(config).device(self.ranks_per_host)
-        return devices.gpu(self.device, compiled=config.train.compile)
+        found = replace(self, hosts=hosts, ranks_per_host=per_host, speeds=speeds)
+        found.check()
+        return found
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""
@@ -76,7 +68,10 @@ class Cluster:
         if self.num_ranks > 1 << 20:
             raise UserError(f"the cluster has {self.num_ranks} ranks; plan at most {1 << 20}")
         if self.hosts > 1 and not self.link_gbit:
-            raise UserError("the cluster has several hosts and no link: give link_gbit, the rate of a host each way")
+            raise UserError(
+                f"the cluster has {self.hosts} hosts and no link between them: give --link-gbit, or link_gbit in its "
+                "file, the rate of a host each way"
+            )
         if self.speeds and (len(self.speeds) != self.hosts or min(self.speeds) <= 0):
             raise UserError(f"speeds are {list(self.speeds)}; give one above 0 for each of the {self.hosts} hosts")
 

@@ -25,6 +25,8 @@ from paceline.world.cores import usable_cores
 from paceline.world.device import choose_dtype, gpu_peak
 
 THIS = "this"  # the machine that plans
+PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
+ERROR_FRAC = 0.08  # of nine in ten predicted steps (bench/plan_points.py)
 _UPDATE_BYTES = 40  # of an element: AdamW reads and writes weight, gradient and moments; the norm reads the gradient
 
 
@@ -53,16 +55,32 @@ class Device:
     mtbf_hours: float = 0.0  # between failures of one device; 0: not known
     error_frac: float = 0.0  # how far predictions may be off
     source: str = ""
+    # How far an input of a plan may be off: low, high and where that comes from. Factors of the times of `compute` and
+    # `exchange` and of the rate of `link`; `jitter` as jitter_frac.
+    spreads: Mapping[str, tuple[float, float, str]] = field(default_factory=dict)
+    traced: tuple[tuple[str, str, str], ...] = ()  # how these figures follow from a run: what, its value, how
+
+    def slower(self, factor: float) -> "Device":
+        """Returns a device whose passes and updates take so many times as long."""
+        times: dict[str, Any] = {
+            name: {family: scaled(rates, factor) for family, rates in getattr(self, name).items()}
+            for name in ("forward", "backward", "update")
+        }
+        return replace(self, **times)
+
+
+def scaled(rates: Rates, factor: float) -> Rates:
+    return {kind: rate * factor for kind, rate in rates.items()}
 
 
 @cache
-def _table() -> dict[str, dict[str, float]]:
+def _table() -> dict[str, dict[str, Any]]:
     text = (resources.files("paceline") / "tools" / "plan" / "devices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def device_names() -> list[str]:
-    return [name for name in _table() if name != "efficiency"]
+    return [name for name in _table() if name not in ("efficiency", "spread")]
 
 
 def gpu(name: str, *, compiled: bool) -> Device:
@@ -107,6 +125,7 @@ def gpu(name: str, *, compiled: bool) -> Device:
         mtbf_hours=facts["mtbf_hours"],
         error_frac=0.3,
         source="data sheets and one table of efficiencies (devices.toml)",
+        spreads={name: (low, high, why) for name, (low, high, why) in _table()["spread"].items()},
     )
 
 
@@ -125,23 +144,14 @@ class Calibration:
         found, sharing = self.devices[measured], num_ranks / measured
         if sharing <= 1:
             return found
-        slower: dict[str, Any] = {
-            name: {family: _scaled(rates, sharing) for family, rates in getattr(found, name).items()}
-            for name in ("forward", "backward", "update")
-        }
         return replace(
-            found,
-            **slower,
+            found.slower(sharing),
             step_s=found.step_s * sharing,
-            exchange=_scaled(found.exchange, sharing),
+            exchange=scaled(found.exchange, sharing),
             inner_bytes_per_s=found.inner_bytes_per_s / sharing,
             peak_flops_per_s=found.peak_flops_per_s / sharing,
             memory_bytes=found.memory_bytes / sharing,
         )
-
-
-def _scaled(rates: Rates, factor: float) -> Rates:
-    return {kind: rate * factor for kind, rate in rates.items()}
 
 
 def _path(config: Config) -> Path:

@@ -20,7 +20,7 @@ from paceline.tools.plan import work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
 from paceline.tools.plan.failures import Failures
-from paceline.tools.plan.schedule import Job, Load, Prediction, path_of, predict
+from paceline.tools.plan.schedule import Job, Load, Path, Prediction, path_of, predict
 from paceline.tools.plan.work import memory_bytes
 from paceline.train.resolve import Settings, resolve
 from paceline.world.facts import RankFacts
@@ -99,19 +99,16 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
     settings = resolve(config, vocab_size or config.data.tokenizer_vocab, facts, flops_per_s)
     batch_plan = _with_auto_shares(settings, cluster)
     job = job_of(settings, batch_plan, cluster, device)
-    parallel, train = settings.config.parallel, settings.config.train
-    is_layered = train.layered_micro_batches > 1 and job.num_micro_batches > 1
-    path = path_of(parallel, job, is_layered=is_layered, device=device.kind)
-    step = predict(job, path)
-    waiting_s = _waiting_s(cluster, device, step)
+    step = predict(job, path_for(settings, job, device))
+    waited_s = waiting_s(cluster, device, step)
     failures = _failures(cluster, device, settings)
     parts = {
         "forward": step.forward_s,
         "backward": step.backward_s,
-        "exposed communication": step.exposed_s + waiting_s,
+        "exposed communication": step.exposed_s + waited_s,
         "optimizer": step.update_s,
         "fixed": device.step_s,
-        **_between_steps(settings, cluster, device, failures, step.step_s + waiting_s),
+        **_between_steps(settings, cluster, device, failures, step.step_s + waited_s),
     }
     interval_s = settings.config.checkpoint.every * step.step_s or settings.config.checkpoint.every_s or math.inf
     has_failures = not math.isinf(failures.between_s)
@@ -122,14 +119,14 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
         settings=settings,
         cluster=cluster,
         device=device,
-        memory=memory_bytes(settings, facts[0], len(facts), cluster.num_shards(parallel.strategy)),
+        memory=memory_bytes(settings, facts[0], len(facts), cluster.num_shards(settings.config.parallel.strategy)),
         parts=parts,
         step=step,
         alone_tokens_per_s=alone,
         goodput_frac=failures.goodput_frac(interval_s) if has_failures else 1.0,
         best_interval_s=failures.best_interval_s if has_failures else math.inf,
-        bound=_bound(parts, settings, device, waiting_s),
-        explained=_explained(settings, job, step, device, failures, waiting_s),
+        bound=_bound(parts, settings, device, waited_s),
+        explained=_explained(settings, job, step, device, failures, waited_s),
     )
 
 
@@ -176,26 +173,27 @@ def shape_of(settings: Settings, device: Device) -> work.Shape:
 def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: Device) -> Job:
     """Returns the step for the simulation: rank 0's stages, and how the other ranks' loads differ."""
     arch, optim, shape = settings.config.model.arch, settings.config.optim, shape_of(settings, device)
-    times = partial(work.pass_times, shape, forward=device.forward[arch], backward=device.backward[arch])
     sizes: dict[tuple[float, tuple[int, ...]], None] = {}
     for rank in range(cluster.num_ranks):
         if batch_plan.shares or rank % cluster.ranks_per_host == 0 or rank == cluster.num_ranks - 1:
             parts = tuple(map(len, batch_plan.micro_batches(rank)))
             sizes[cluster.speed(rank), parts] = None
     (speed, mine), *others = sizes
+    own = device.slower(1 / speed)
+    times = partial(work.pass_times, shape, forward=own.forward[arch], backward=own.backward[arch])
     reference = times(tokens=max(mine, default=1) * shape.seq_len)
-    one_s = _total_s(reference, shape.model)
+    one_s = total_s(reference, shape.model)
     slower = []
     for other_speed, parts in others:
-        total_s = sum(_total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts) / other_speed
-        slower.append(Load(len(parts), total_s / (len(parts) * one_s / speed) if parts else 1.0))
+        all_s = sum(total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts)
+        slower.append(Load(len(parts), all_s * speed / other_speed / (len(parts) * one_s) if parts else 1.0))
     update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
     slowest = min(cluster.speeds or (1.0,))
     parallel, is_across = settings.config.parallel, cluster.hosts > 1
     sends_nothing = parallel.shared_memory and parallel.wire == "exact" and device.kind == "cpu" and not is_across
     exchange = work.seconds({"blocks": shape.model.n_layer, "ends": 1.0}, device.exchange) if device.exchange else None
     return Job(
-        stages=work.stages(shape.model, _scaled(reference, 1 / speed)),
+        stages=work.stages(shape.model, reference),
         num_micro_batches=len(mine),
         update_s=update_s / slowest,
         num_ranks=cluster.num_ranks,
@@ -211,17 +209,17 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
     )
 
 
-def _total_s(times: work.PassTimes, model: ModelConfig) -> float:
+def path_for(settings: Settings, job: Job, device: Device) -> Path:
+    is_layered = settings.config.train.layered_micro_batches > 1 and job.num_micro_batches > 1
+    return path_of(settings.config.parallel, job, is_layered=is_layered, device=device.kind)
+
+
+def total_s(times: work.PassTimes, model: ModelConfig) -> float:
     once = {"embed": 1, "block": model.n_layer, "head": 1}
     return sum(count * (times.forward[part] + times.backward[part]) for part, count in once.items())
 
 
-def _scaled(times: work.PassTimes, factor: float) -> work.PassTimes:
-    first, second = ({part: factor * s for part, s in each.items()} for each in (times.forward, times.backward))
-    return work.PassTimes(forward=first, backward=second)
-
-
-def _waiting_s(cluster: Cluster, device: Device, step: Prediction) -> float:
+def waiting_s(cluster: Cluster, device: Device, step: Prediction) -> float:
     """What the slowest of n ranks takes longer than the mean one: the expected maximum of n normal times (Blom)."""
     if cluster.num_ranks == 1:
         return 0.0
@@ -267,29 +265,30 @@ def _alone_tokens_per_s(settings: Settings, batch_plan: BatchPlan, cluster: Clus
     once = work.pass_times(shape, size * shape.seq_len, device.forward[arch], device.backward[arch])
     count = batch_plan.global_batch_size / size
     update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
-    return settings.tokens_per_step / (count * _total_s(once, shape.model) + update_s + device.step_s)
+    return settings.tokens_per_step / (count * total_s(once, shape.model) + update_s + device.step_s)
 
 
 def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waiting_s: float) -> str:
-    """Returns what takes most of the step: of compute its kind of work, of communication its cause."""
+    """Returns what takes most of the step, in words: of compute its kind of work, of communication its cause."""
     shape, model = shape_of(settings, device), settings.config.model
-    by_kind = dict.fromkeys(work.KINDS, 0.0)
+    found = {
+        "optimizer": parts["optimizer"],
+        "slowest rank": waiting_s,
+        "link": parts["exposed communication"] - waiting_s,
+        "data and records": parts["fixed"],
+        **{name: parts[name] for name in ("checks", "saves", "evaluations")},
+    }
     sequences = sum(map(len, settings.plan.micro_batches(0)))
     rates = device.forward[model.arch], device.backward[model.arch]
     made = work.forward_units(shape, sequences * shape.seq_len), work.backward_units(shape, sequences * shape.seq_len)
     for rate, by_part in zip(rates, made, strict=True):
         for part, amounts in by_part.items():
             for kind, amount in amounts.items():
-                by_kind[kind] += amount * rate.get(kind, 0.0) * (model.n_layer if part == "block" else 1)
-    exposed_s = parts["exposed communication"]
-    causes = by_kind | {
-        "slowest rank": waiting_s,
-        "link": exposed_s - waiting_s,
-        **{name: seconds for name, seconds in parts.items() if name not in ("forward", "backward")},
-    }
-    del causes["exposed communication"]
-    most = max(causes, key=lambda name: causes[name])
-    return f"{most} {causes[most] / sum(parts.values()):.0%}"
+                name = work.KINDS[kind]
+                times = model.n_layer if part == "block" else 1
+                found[name] = found.get(name, 0.0) + times * amount * rate.get(kind, 0.0)
+    most = max(found, key=lambda name: found[name])
+    return f"{most} {found[most] / sum(parts.values()):.0%}"
 
 
 # ---- every number with its inputs ----
@@ -301,7 +300,7 @@ def _explained(
     config, arch = settings.config, settings.config.model.arch
     shape = shape_of(settings, device)
     tokens = max(map(len, settings.plan.micro_batches(0)), default=0) * config.data.seq_len
-    rows: list[Explained] = [("device", device.name, device.source)]
+    rows: list[Explained] = [("device", device.name, device.source), *device.traced]
     for name, rates, made in (
         ("forward", device.forward[arch], work.forward_units(shape, tokens)),
         ("backward", device.backward[arch], work.backward_units(shape, tokens)),

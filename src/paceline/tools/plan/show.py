@@ -12,24 +12,29 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.record.console import Console, facts, table
+from paceline.tools.plan.band import Band, efficiency_table, sources
 from paceline.tools.plan.plan import Plan
 
 
-def ranked(plans: Sequence[Plan]) -> list[Plan]:
+def ranked(bands: Sequence[Band]) -> list[Band]:
     """Returns the plans that fit, the fastest first; then the others."""
-    return sorted(plans, key=lambda each: (not each.fits, -each.tokens_per_s * each.goodput_frac))
+    return sorted(bands, key=lambda each: (not each.plan.fits, -each.plan.tokens_per_s * each.plan.goodput_frac))
 
 
-def show(plans: Sequence[Plan], console: Console, *, explain: bool = False) -> None:
-    if len(plans) > 1:
-        console.say(_comparison(ranked(plans)))
-        console.say(_sure(plans[0]), style="dim")
-    for plan in plans if explain or len(plans) == 1 else ():
-        _details(plan, console, explain)
+def show(bands: Sequence[Band], console: Console, *, explain: bool = False) -> None:
+    if len(bands) > 1:
+        console.say(_comparison([each.plan for each in ranked(bands)]))
+        if len({each.plan.cluster.num_ranks for each in bands}) > 1:
+            console.say(efficiency_table(bands))
+        console.say("\n".join([*sources(bands), ""]))
+        console.say(_sure(bands[0].plan), style="dim")
+    for each in bands if explain or len(bands) == 1 else ():
+        _details(each, console, explain)
 
 
-def _details(plan: Plan, console: Console, explain: bool) -> None:
-    console.say(facts(_facts(plan)))
+def _details(band: Band, console: Console, explain: bool) -> None:
+    plan = band.plan
+    console.say(facts(_facts(band)))
     console.say(table("Memory of a rank", ["kind", "size", "%"], _memory_rows(plan)))
     step_ms = 1e3 * plan.step_s
     rows = [[part, f"{1e3 * s:.2f}", f"{1e5 * s / step_ms:.1f}"] for part, s in plan.parts.items() if s]
@@ -40,18 +45,20 @@ def _details(plan: Plan, console: Console, explain: bool) -> None:
         console.say(_explanation(plan))
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
+def _facts(band: Band) -> list[tuple[str, str]]:
+    plan = band.plan
     settings, cluster = plan.settings, plan.cluster
     config, batch = settings.config, settings.plan
     hosts = f"{cluster.num_ranks} x {plan.device.name} on {units.plural(cluster.hosts, 'host')}"
+    efficiency = f"{plan.efficiency_frac:.1%} ({100 * band.low:.1f} to {100 * band.high:.1f})"
     rows = [
         (plan.label or "plan", f"{hosts}; {plan.step.path.flags}, {config.train.dtype}"),
         ("batch", f"{batch.global_batch_size} sequences of {config.data.seq_len} tokens, in micro-batches of up to "
                   f"{batch.device_batch_size}"),
         ("memory", _fits_text(plan)),
-        ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}, {plan.efficiency_frac:.1%} of what "
-                  "the devices reach alone"),
-        ("bound by", plan.bound),
+        ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}"),
+        ("efficiency", f"{efficiency} of the tokens/s of all devices, if each trains alone"),
+        ("bound by", f"{plan.bound} of a step"),
         ("the run", _run_text(plan)),
     ]  # fmt: skip
     if not math.isinf(plan.best_interval_s):
@@ -87,16 +94,17 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         "plan": lambda plan: re.sub(r"[a-z]+\.(?=[a-z])", "", plan.label),
         "ranks": lambda plan: str(plan.cluster.num_ranks),
         "memory": lambda plan: units.size(sum(plan.memory.values())),
-        "step ms": lambda plan: f"{1e3 * plan.step_s:.1f}",
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
         "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
-        "alone %": lambda plan: f"{100 * plan.efficiency_frac:.1f}",
+        "efficiency": lambda plan: f"{plan.efficiency_frac:.1%}",
         "run": lambda plan: units.duration(plan.seconds),
         "price": lambda plan: f"{plan.money:,.0f}",
         "bound by": lambda plan: plan.bound if plan.fits else "does not fit",
     }
     if not any(plan.money for plan in plans):
         del shown["price"]
+    if not any(plan.label for plan in plans):
+        del shown["plan"]
     made = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for name in shown:
         is_text = name in ("plan", "bound by")
@@ -105,7 +113,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
             justify="left" if is_text else "right",
             no_wrap=name != "plan",
             overflow="fold",
-            min_width={"plan": 14, "bound by": 12}.get(name, 0),
+            min_width={"plan": 13, "bound by": 19}.get(name, 0),
         )
     for plan in plans:
         made.add_row(*(Text(cell(plan)) for cell in shown.values()))
@@ -128,9 +136,9 @@ def _explanation(plan: Plan) -> rich.table.Table:
 _NUMBERS = ("label", "fits", "tokens_per_s", "mfu", "efficiency_frac", "goodput_frac", "device_hours", "bound")
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(band: Band) -> dict[str, Any]:
     """Returns all numbers, with units in the names; null: infinite."""
-    path = plan.step.path
+    plan, path = band.plan, band.plan.step.path
     return {
         **{name: getattr(plan, name) for name in _NUMBERS},
         "ranks": plan.cluster.num_ranks,
@@ -149,5 +157,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "run_s": plan.seconds,
         "energy_kwh": plan.kwh,
         "price": plan.money,
+        "efficiency_range_frac": [band.low, band.high],
+        "efficiency_by_cause": band.causes,
         "explained": [list(row) for row in plan.explained],
     }

@@ -19,19 +19,19 @@ from paceline.train.resolve import Settings, fixed_bytes, sequence_bytes
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import RankFacts
 
-# The kinds of work, with their units.
+# The kinds of work, with what a plan calls them where it says what takes most of a step.
 KINDS = {
-    "products": "FLOPs of the linear layers",
-    "attention": "FLOPs of attention, counted without a causal mask",
-    "scores": "attention probabilities that are kept",
-    "bytes": "bytes of activations, written and read again",
-    "logits": "logits of the loss",
-    "weights": "weights that are cast, or that get a gradient",
-    "calls": "blocks, embeddings and losses: the fixed cost of their kernels",
-    # Of a device that was measured with this very shape, which has no other rates.
-    "embed tokens": "tokens in the embedding",
-    "block tokens": "tokens in a block",
-    "head tokens": "tokens in the head and its loss",
+    "products": "matrix products",  # FLOPs of the linear layers
+    "attention": "attention",  # FLOPs, counted without a causal mask
+    "scores": "attention",  # probabilities that are kept
+    "bytes": "memory traffic",  # bytes of activations, written and read again
+    "logits": "loss",  # logits
+    "weights": "casting weights",  # weights that are cast, or that get a gradient
+    "calls": "kernel starts",  # blocks, embeddings and losses
+    # Of a device that was measured with this very shape, which has no other rates: tokens.
+    "embed tokens": "embedding",
+    "block tokens": "computing blocks",
+    "head tokens": "head and loss",
 }
 Units = dict[str, float]
 Rates = Mapping[str, float]  # seconds a unit, by kind

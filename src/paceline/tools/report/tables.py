@@ -47,8 +47,7 @@ def part_columns(run: Summary) -> list[str]:
 
 
 def parts(run: Summary) -> list[Cells]:
-    """Returns name, milliseconds and percentage of each part of rank 0's mean step, and what was predicted, if it was
-    (the mean over ranks)."""
+    """Returns of each part of rank 0's mean step its name, ms, percentage and, if it was predicted, those ms."""
     found, expected = run.parts(), _predicted(run)
     step_ms = sum(ms for _, ms in found)
     rows = [[name, f"{ms:,.4g}", f"{100 * ms / step_ms:.1f}"] for name, ms in [*found, ("step", step_ms)]]

@@ -1,0 +1,286 @@
+"""The machines of an earlier run, from its records: seconds of work from the times of the ranks' passes, and the link's
+rate as the one with which the simulated step takes as long as the run's did."""
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.base import units
+from paceline.base.errors import UserError
+from paceline.config import Config, load_file
+from paceline.model import cost
+from paceline.record import folder
+from paceline.record.events import hosts, starts
+from paceline.record.read import Row, rows, step_of
+from paceline.tools.plan import devices, work
+from paceline.tools.plan.cluster import Cluster
+from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
+from paceline.tools.plan.plan import job_of, path_for, rank_facts, shape_of, waiting_s
+from paceline.tools.plan.schedule import predict
+from paceline.train.resolve import Settings, resolve
+
+_LEAST_STEPS = 10  # behind a median
+_MOST_STEPS = 2000  # the last ones
+_LISTS = ("sequences", "forward_ms", "backward_ms", "optim_ms")  # by rank, of each row
+_NUMBERS = ("step_ms", "comm_ms", "data_ms", "other_ms", "tokens_per_s")
+_SLOWEST, _FASTEST = 1e4, 1e13  # bytes a second of a link that is searched for
+_HALVINGS = 50
+_CPU_COPY_BYTES_PER_S = 2e9  # of digests and snapshots, which the records do not tell: this repository's machines
+_INNER_LATENCY_S, _LATENCY_US = 1e-5, 50.0  # assumed: a step's time shows the sum of latency and bytes
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Machines:
+    config: Config  # of the run
+    cluster: Cluster
+    device: Device
+
+
+def device_of_rank(cluster: Cluster, config: Config) -> Device:
+    """Returns the cluster's device. Raises UserError for an unknown name, a machine that was not calibrated, or a run
+    that did not measure such a config."""
+    if cluster.device == devices.THIS:
+        if cluster.hosts > 1:  # whose ranks share no memory
+            config = config.replace("parallel", shared_memory=False)
+        return devices.calibration(config).device(cluster.ranks_per_host)
+    if not Path(cluster.device).is_dir():
+        return devices.gpu(cluster.device, compiled=config.train.compile)
+    found = read_run(Path(cluster.device))
+    for section, name in (("model", "arch"), ("optim", "name"), ("train", "dtype"), ("train", "compile")):
+        was, wanted = (getattr(getattr(each, section), name) for each in (found.config, config))
+        if wanted not in (was, "auto"):
+            raise UserError(
+                f"{cluster.device} trained with {section}.{name} {was}, so its records do not tell how fast its "
+                f"machines are with {wanted}; leave --{section}.{name} out, or name a run that had it"
+            )
+    return found.device
+
+
+@cache
+def read_run(path: Path) -> Machines:
+    """Returns what the run in this folder shows of its machines. Raises UserError where it shows too little."""
+    run = folder.find(path)
+    config = load_file(run.config, Config())
+    begun = starts([event for event in rows(run.events) if event and isinstance(event.get("event"), str)])
+    if not begun or not isinstance(begun[-1].get("devices"), list):
+        raise UserError(f"{path} does not tell its devices: it is of an older paceline, or never trained")
+    steps = _steady(path, list(rows(run.metrics)), begun[-1])
+    names = hosts(begun[-1:])
+    if len(set(Counter(names).values())) > 1 or len(list(groupby(names))) > len(set(names)):
+        raise UserError(f"{path} had unequal numbers of ranks on its hosts ({', '.join(names)}): plan knows equal ones")
+    return _Reader(path, config, steps, names, begun[-1]["devices"]).machines()
+
+
+def _steady(path: Path, found: list[Row | None], start: Row) -> dict[str, Floats]:
+    """Returns columns of the last attempt's steps, (rows,) or (rows, ranks), without the first one, which warms up."""
+    chosen: deque[Row] = deque(maxlen=_MOST_STEPS)
+    for row in found:
+        if row and "loss" in row and step_of(row) > step_of(start) + 1 and not row.get("skipped"):
+            chosen.append(row)
+    if len(chosen) < _LEAST_STEPS:
+        raise UserError(
+            f"{path} has {units.plural(len(chosen), 'recorded step')} after the first one of its last attempt; a plan "
+            f"needs {_LEAST_STEPS}: train more steps, with a smaller --log.every"
+        )
+    try:
+        columns = {name: np.array([row[name] for row in chosen], dtype=float) for name in _NUMBERS}
+        columns |= {name: np.array([row[f"rank_{name}"] for row in chosen], dtype=float) for name in _LISTS}
+        columns["mfu"] = np.array([row["mfu"] or math.nan for row in chosen], dtype=float)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path} has damaged rows, or rows of another paceline; train 20 steps again") from None
+    if not (columns["sequences"] > 0).all():
+        raise UserError(f"{path} has ranks that computed nothing, so their speed is not known; train a larger batch")
+    return columns
+
+
+@dataclass(frozen=True)
+class _Reader:
+    path: Path
+    config: Config
+    steps: dict[str, Floats]
+    hosts: list[str]  # by rank
+    ranks: list[dict[str, Any]]  # the device of each
+
+    def mean(self, name: str) -> Any:
+        """Returns the mean, by rank or of rank 0, over the half of the steps that are neither short nor long. Means of
+        parts add up to that of the step, which medians do not."""
+        step_ms = self.steps["step_ms"]
+        low, high = np.percentile(step_ms, [25, 75])
+        return self.steps[name][(step_ms >= low) & (step_ms <= high)].mean(axis=0)
+
+    def machines(self) -> Machines:
+        steps, per_host = self.steps, len(self.hosts) // len(set(self.hosts))
+        passes_s = (steps["forward_ms"] + steps["backward_ms"]) / steps["sequences"] / 1e3
+        typical_ms = (self.mean("forward_ms") + self.mean("backward_ms")) / self.mean("sequences")
+        by_host = typical_ms.reshape(-1, per_host)
+        # A rank waits for the slowest one of its host.
+        slowest, fastest = by_host.max(axis=1), int(by_host.max(axis=1).argmin())
+        rank = fastest * per_host + int(by_host[fastest].argmax())
+        jitter = [_jitter(each) for each in (passes_s, *np.array_split(passes_s, 4))]
+        speeds = tuple(float(slowest.min() / each) for each in slowest)
+        cluster = Cluster(
+            device=str(self.path),
+            hosts=len(slowest),
+            ranks_per_host=per_host,
+            link_gbit=1.0 if len(slowest) > 1 else 0.0,  # replaced below
+            latency_us=_LATENCY_US,
+            speeds=speeds if len(slowest) > 1 else (),
+        )
+        known = self._known_gpu()
+        shown = replace(known, **self._facts(), traced=()) if known else self._cpu()
+        settings = resolve(self.config, self.config.model.vocab_size, rank_facts(cluster, shown))
+        shares = tuple(int(count) for count in self.steps["sequences"][-1])
+        if self.config.parallel.shares == "auto" and sum(shares) == settings.plan.global_batch_size:
+            settings = replace(settings, plan=settings.plan.with_shares(shares))
+        device = replace(self._timed(settings, shown, rank), jitter_frac=jitter[0])
+        return self._linked(settings, cluster, device, rank, jitter)
+
+    def _facts(self) -> dict[str, Any]:
+        num_steps, mfu = len(self.steps["step_ms"]), float(np.nanmedian([*self.steps["mfu"], math.nan]))
+        flops = cost.flops_per_token(self.config.model, self.config.data.seq_len)
+        flops_per_s = flops * float(np.median(self.steps["tokens_per_s"]))
+        seconds = float(self.mean("data_ms") + self.mean("other_ms")) / 1e3
+        halves = [float(np.median(half)) for half in np.array_split(self.steps["step_ms"], 2)]
+        return {
+            "name": str(self.ranks[0]["processor"]),
+            "dtype": self.config.train.dtype,
+            "peak_flops_per_s": flops_per_s / mfu / len(self.hosts) if mfu > 0 else math.inf,
+            "memory_bytes": min(float(each["free_bytes"]) for each in self.ranks),
+            "inner_latency_s": _INNER_LATENCY_S,
+            "inner_bytes_per_s": _FASTEST,
+            "step_s": seconds,
+            "error_frac": max(ERROR_FRAC, max(halves) / min(halves) - 1),
+            "source": f"measured by {self.path}, {num_steps} steps of {units.plural(len(self.hosts), 'rank')}",
+        }
+
+    def _known_gpu(self) -> Device | None:
+        """Returns the table's device of this name, whose rates have the right proportions."""
+        words = set(str(self.ranks[0]["processor"]).replace("-", " ").split())
+        name = next((each for each in devices.device_names() if words.issuperset(each.replace("-", " ").split())), None)
+        return devices.gpu(name, compiled=self.config.train.compile) if name else None
+
+    def _cpu(self) -> Device:
+        """A device whose time goes into FLOPs, all alike."""
+        flops, arch = {"products": 1.0, "attention": 1.0}, self.config.model.arch
+        return Device(
+            kind="cuda" if self.ranks[0]["device"] == "cuda" else "cpu",
+            forward={arch: flops},
+            backward={arch: flops},
+            update={self.config.optim.name: {"elements": 1.0, "products": 1.0}},
+            copy_bytes_per_s=_CPU_COPY_BYTES_PER_S,
+            outer_frac=PAYLOAD_FRAC,
+            **self._facts(),
+        )
+
+    def _timed(self, settings: Settings, shown: Device, rank: int) -> Device:
+        """Returns the device with rates by which this rank's passes and update take what they took."""
+        model, optimizer = self.config.model, self.config.optim.name
+        num_sequences = settings.plan.num_sequences()[rank]
+        tokens = num_sequences * self.config.data.seq_len
+        forward_s, backward_s = (
+            num_sequences * float(self.mean(name)[rank] / self.mean("sequences")[rank]) / 1e3
+            for name in ("forward_ms", "backward_ms")
+        )
+        update_s = float(self.mean("optim_ms")[rank]) / 1e3
+        rates, parts = (shown.forward[model.arch], shown.backward[model.arch]), {"embed": 1, "head": 1}
+        parts["block"] = model.n_layer
+        shape, first, second, again = replace(shape_of(settings, shown), checkpoint=False), 0.0, 0.0, 0.0
+        for micro_batch in settings.plan.micro_batches(rank):
+            found = work.pass_times(shape, len(micro_batch) * shape.seq_len, *rates)
+            first += sum(count * found.forward[part] for part, count in parts.items())
+            second += sum(count * found.backward[part] for part, count in parts.items())
+            again += self.config.train.activation_checkpoint * model.n_layer * found.forward["block"]
+        num_shards = 1 if self.config.parallel.strategy in ("ddp", "naive", "local") else len(self.hosts)
+        update = work.seconds(work.update_units(model, optimizer), shown.update[optimizer])
+        who = f"rank {rank} on {self.hosts[rank]}, mean of the middle half of {len(self.steps['step_ms'])} steps"
+        traced = (
+            ("forward of a step in the run", f"{1e3 * forward_s:.4g} ms", f"{who}, {tokens:,.0f} tokens"),
+            ("backward of a step in the run", f"{1e3 * backward_s:.4g} ms", who),
+            ("optimizer in the run", f"{1e3 * update_s:.4g} ms", f"{who}, of 1/{num_shards} of the weights"),
+            ("fixed", f"{1e3 * shown.step_s:.4g} ms", "data and the rest of a step, rank 0's mean"),
+        )
+        return replace(
+            shown,
+            forward={model.arch: devices.scaled(rates[0], forward_s / first)},
+            backward={model.arch: devices.scaled(rates[1], (backward_s - forward_s * again / first) / second)},
+            update={optimizer: devices.scaled(shown.update[optimizer], num_shards * update_s / update)},
+            traced=traced,
+        )
+
+    def _linked(self, settings: Settings, cluster: Cluster, device: Device, rank: int, jitter: list[float]) -> Machines:
+        """Returns the machines with the link by which a step takes what it took."""
+        columns = self.steps
+        passes_ms = columns["forward_ms"] + columns["backward_ms"]
+        own_ms = (passes_ms + columns["optim_ms"]).max(axis=1) + columns["data_ms"] + columns["other_ms"]
+        exposed_s, step_s = (columns["step_ms"] - own_ms) / 1e3, float(self.mean("step_ms")) / 1e3
+        work_s = passes_ms[:, rank] / np.median(passes_ms[:, rank])
+        num_steps = f"10th to 90th percentile of {len(work_s)} steps"
+        spreads = {"compute": (*_eighty(work_s), f"a rank's passes, {num_steps}")}
+        speeds = ", ".join(f"{each:.3g}" for each in cluster.speeds)
+        traced = [("speeds of the hosts", speeds or "1", "passes, means")]
+        if len(self.hosts) > 1:
+            job = job_of(settings, settings.plan, cluster, device)
+            path = path_for(settings, job, device)
+
+            def seconds(rate: float) -> float:
+                found = predict(replace(job, bytes_per_s=rate), path)
+                return found.step_s + waiting_s(cluster, device, found) + device.step_s
+
+            # Waits for the slowest rank are no longer than what is exposed.
+            waited_s = waiting_s(cluster, device, predict(job, path))
+            over_s = max(0.0, seconds(_FASTEST) - step_s)
+            device = replace(device, jitter_frac=device.jitter_frac * max(0.0, 1 - over_s / max(waited_s, 1e-9)))
+            spreads["jitter"] = (
+                min(device.jitter_frac, *jitter),
+                max(jitter),
+                "the calmest to the least calm quarter of the run",
+            )
+            rate, how = _rate(seconds, step_s), "the simulated step takes as long as the run's with it"
+            if rate is None:
+                rate = predict(job, path).wire_bytes / max(1e-6, float(self.mean("comm_ms")) / 1e3)
+                how = "at least: passes hid the exchange; the bytes over the time of collectives"
+            often = np.percentile(exposed_s, [10, 50, 90]) - np.median(exposed_s)
+            ends = [_rate(seconds, step_s + float(more)) or _FASTEST for more in (often[2], often[0])]
+            low, high = min(1.0, ends[0] / rate), max(1.0, ends[1] / rate)
+            spreads["link"] = (low, high, f"exposed communication, {num_steps}")
+            traced.append(("link in the run", f"{rate / 1e6:.4g} MB/s", f"{how} ({1e3 * step_s:.4g} ms)"))
+            traced.append(("jitter", f"{device.jitter_frac:.2%}", "deviation of a rank's passes from the ranks' mean"))
+            if cluster.hosts > 1:
+                cluster = replace(cluster, link_gbit=8e-9 * rate / device.outer_frac)
+            else:
+                device = replace(device, inner_bytes_per_s=rate)
+        device = replace(device, spreads=spreads, traced=(*device.traced, *traced))
+        return Machines(self.config, cluster, device)
+
+
+def _rate(seconds: Any, target_s: float) -> float | None:
+    """Returns the rate with which a step takes so long; None: the fastest link is too slow."""
+    if seconds(_FASTEST) >= target_s:
+        return None
+    low, high = math.log(_SLOWEST), math.log(_FASTEST)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(math.exp(middle)) > target_s else (low, middle)
+    return math.exp(low)
+
+
+def _jitter(passes_s: Floats) -> float:
+    """Returns the deviation of ranks' passes, of their medians, without what all ranks have in common."""
+    num_ranks = passes_s.shape[1]
+    own = passes_s / np.median(passes_s, axis=0)
+    common = own.mean(axis=1, keepdims=True) if num_ranks > 1 else 1.0
+    low, high = np.percentile(own - common, [16, 84], axis=0)  # one outlier does not count
+    return float(np.mean(high - low)) / 2 * math.sqrt(num_ranks / max(1, num_ranks - 1))
+
+
+def _eighty(values: Floats) -> tuple[float, float]:
+    low, high = np.percentile(values, [10, 90])
+    return float(low), float(high)
