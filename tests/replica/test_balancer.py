@@ -25,9 +25,11 @@ def adopted(
     begin: tuple[int, ...] = (),
     work_ms: Callable[[int], float] = lambda count: count * SEQUENCE_MS,
     link_ms: float = 0.0,
+    limit_ms: Callable[[int], float] = lambda step: math.inf,
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Simulates steps that take as long as the slowest rank, or as `link_ms`; each change is in force two steps later.
-    Returns (step, shares) of each change. Times have lognormal noise, and one in 50 is three times as long."""
+    Returns (step, shares) of each change. Times have lognormal noise, and one in 50 is three times as long. The last
+    rank's work beyond `limit_ms` takes four times as long."""
     draw, speeds = random.Random(seed), speeds_at(0)
     shares = begin or in_proportion(num_sequences, [1] * len(speeds))
     balancer, coming, found = Balancer(shares), {}, []
@@ -37,7 +39,9 @@ def adopted(
         def noisy(ms: float) -> float:
             return ms * draw.lognormvariate(0, noise) * (3 if draw.random() < 0.02 else 1)
 
-        own = [(noisy(work_ms(n) / speed), noisy(UPDATE_MS)) for n, speed in zip(shares, speeds_at(step), strict=True)]
+        work = [work_ms(n) / speed for n, speed in zip(shares, speeds_at(step), strict=True)]
+        work[-1] += 3 * max(0.0, work[-1] - limit_ms(step))
+        own = [(noisy(ms), noisy(UPDATE_MS)) for ms in work]
         step_ms = max(link_ms, *map(sum, own))
         times = [
             StepTimes(0, ms / 3, ms * 2 / 3, update, 0, step_ms - ms - update, 0, 0, step_ms) for ms, update in own
@@ -112,6 +116,18 @@ def test_costs_that_depend_on_the_micro_batch_do_not_make_it_oscillate() -> None
             work_ms=lambda count: (count + 4 * math.ceil(count / 16)) * SEQUENCE_MS,
         )
         assert len(changes) <= 8, changes  # some are tried and taken back, ever less often
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_limit_of_processor_time_does_not_make_it_oscillate(seed: int) -> None:
+    """Up to a limit the last rank is as fast as the other one, then four times as slow; the limit varies."""
+    draw = random.Random(seed)
+
+    def limited(step: int) -> float:
+        return 100.0 if step // 50 % 2 else draw.choice((60.0, 140.0))
+
+    changes = adopted(32, lambda _: (1.0, 1.0), 2000, noise=0.05, seed=seed, limit_ms=limited)
+    assert len(changes) <= 30, "without a limit on turns it makes some 60"
 
 
 def test_a_rank_without_sequences_or_a_world_of_one_stays_as_it_is() -> None:

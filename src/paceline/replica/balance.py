@@ -5,6 +5,9 @@ A rank's own work takes a + b n ms for n sequences. b is measured as the median 
 n, a as the median of the rest (update). Sequences are assigned one at a time to the rank that would end first with one
 more. The new shares are adopted if they make a step shorter by at least 2%, and by more than noise explains. Then the
 steps are measured: shares that did not make them shorter (a link may be what limits them) are taken back.
+
+A rank's time is not always in proportion to its share: a container with a limit of CPU time runs at full speed until a
+period's time is used up. So shares that go back and forth wait for more and more steps.
 """
 
 import heapq
@@ -22,6 +25,7 @@ _WARM_UP = 2  # steps after a change that are not measured: memory is new, compi
 _WINDOWS = (16, 64, 256)
 _SIGMAS = 4.0
 _EVERY = 4  # steps between two looks
+_TURNS = 2  # so many better shares in the direction opposite to the change before, and decisions take the next window
 # A change that did not pay is not tried again for so many steps, then twice as many; but sooner if the ranks' relative
 # speeds have changed by more than _OTHER_SPEED since.
 _FIRST_PAUSE, _LONGEST_PAUSE = 100, 1600
@@ -54,6 +58,8 @@ class Balancer:
         self._trial: _Trial | None = None  # while the current shares are judged
         self._refused: _Trial | None = None  # its shares are in force again
         self._pause, self._paused_steps = _FIRST_PAUSE, 0
+        self._move = np.zeros(len(shares))  # the last change
+        self._turns = 0  # one after another
         self._forget()
 
     def _forget(self) -> None:
@@ -80,7 +86,10 @@ class Balancer:
             return None
         if self._trial is not None and (change := self._judge(self._trial)):
             return change
-        return None if self._is_paused() else self._better()
+        if self._num_steps > _WINDOWS[-1]:
+            self._turns = 0
+        least = _WINDOWS[min(self._turns // _TURNS, len(_WINDOWS) - 1)]
+        return None if self._num_steps < least or self._is_paused() else self._better(least)
 
     def _judge(self, trial: _Trial) -> Change | None:
         """Returns the shares before if the current ones did not make steps shorter."""
@@ -109,13 +118,14 @@ class Balancer:
         self._refused = None
         return False
 
-    def _better(self) -> Change | None:
+    def _better(self, least: int) -> Change | None:
+        """Returns better shares by what at least so many steps show."""
         shares = np.array(self.shares)
         noise = self._noise()
         step_ms = self._median_step_ms()
         for window in _WINDOWS:
-            if window > len(self._step):
-                break
+            if not least <= window <= len(self._step):
+                continue
             cost, fixed = self._medians(window)
             divided = np.array(divide(sum(self.shares), cost, fixed))
             now, new = fixed + cost * shares, fixed + cost * divided
@@ -125,6 +135,7 @@ class Balancer:
             if gain < _LEAST_GAIN * step_ms or gain < _SIGMAS * error:
                 continue
             self._trial = _Trial(self.shares, step_ms, gain, cost)
+            self._turns += bool((divided - shares) @ self._move < 0)
             costs = ", ".join(f"{ms:.3g}" for ms in cost)
             return self._adopt(
                 tuple(divided.tolist()),
@@ -133,6 +144,7 @@ class Balancer:
         return None
 
     def _adopt(self, shares: tuple[int, ...], why: str) -> Change:
+        self._move = np.subtract(shares, self.shares)
         self.shares = shares
         self._forget()
         return Change(shares, why)

@@ -21,18 +21,23 @@ def setup_of(cpu: tuple[str, ...] = ("1.0", "0.35"), shares: str = "equal") -> S
 
 
 def test_unequal_hosts_are_measured_alone_and_together_with_each_kind_of_shares_once() -> None:
-    ideal = setup_of(shares="9,3").ideal
-    assert [(world.cpu, world.config.parallel.shares) for world in ideal] == [(("1.0",), "equal"), (("0.35",), "equal")]
-    assert [world.config.train.global_batch_size for world in ideal] == [12, 12]
+    setup = setup_of(shares="9,3")
+    ideal = setup.ideal
+    assert ideal.is_apart
+    assert (ideal.cpu, ideal.config.parallel.shares) == (("1.0", "0.35"), "equal")
+    assert ideal.config.train.global_batch_size == 12
+    assert compare._steps(setup, ideal) == {"a": 34, "b": 12}, "so that both end at the same time"
     assert {world.cpu for world in setup_of().together} == {("1.0", "0.35")}
     assert [world.config.parallel.shares for world in setup_of(shares="auto").together] == ["equal", "auto"]
     assert [world.config.parallel.shares for world in setup_of(shares="9,3").together] == ["equal", "auto", "9,3"]
 
 
 def test_the_ideal_of_equal_hosts_is_each_with_its_part_of_the_batch_at_once() -> None:
-    [ideal] = setup_of(cpu=("unlimited", "unlimited")).ideal
+    setup = setup_of(cpu=("unlimited", "unlimited"))
+    ideal = setup.ideal
     assert ideal.is_apart
     assert ideal.config.train.global_batch_size == 6
+    assert compare._steps(setup, ideal) == {"a": 12, "b": 12}
 
 
 def sample(tokens_per_s: float, sequences: tuple[int, ...] = (12,)) -> Sample:
