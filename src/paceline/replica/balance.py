@@ -26,6 +26,7 @@ _WINDOWS = (16, 64, 256)
 _SIGMAS = 4.0
 _EVERY = 4  # steps between two looks
 _TURNS = 2  # so many better shares in the direction opposite to the change before, and decisions take the next window
+_CALM = 4  # after so many windows without a change the turns before are forgotten
 # A change that did not pay is not tried again for so many steps, then twice as many; but sooner if the ranks' relative
 # speeds have changed by more than _OTHER_SPEED since.
 _FIRST_PAUSE, _LONGEST_PAUSE = 100, 1600
@@ -86,9 +87,9 @@ class Balancer:
             return None
         if self._trial is not None and (change := self._judge(self._trial)):
             return change
-        if self._num_steps > _WINDOWS[-1]:
-            self._turns = 0
         least = _WINDOWS[min(self._turns // _TURNS, len(_WINDOWS) - 1)]
+        if self._num_steps > _CALM * least:
+            self._turns, least = 0, _WINDOWS[0]
         return None if self._num_steps < least or self._is_paused() else self._better(least)
 
     def _judge(self, trial: _Trial) -> Change | None:

@@ -23,6 +23,7 @@ class Gradients:
     def __init__(self, model: nn.Module, make_strategy: Callable[[], Strategy]):
         """make_strategy: called after the first hooks, which find mistakes. It may replace the model's parameters
         (fsdp)."""
+        self._model = model
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         for parameter in trained_parameters(model).values():
             parameter.grad = None  # an earlier backward pass would be added to the first step
@@ -41,7 +42,7 @@ class Gradients:
         a gradient."""
         self.reveal()
         if fault == "nan":
-            parameter = next(iter(self.trained.values()))
+            parameter = next(self._model.parameters())  # fsdp has gathered it for this pass; `trained` has shards
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad.view(-1)[0] = torch.nan
         inputs = list(self.trained.values()) if for_this_model else None
