@@ -143,12 +143,8 @@ def _train(setup: Setup, world: World) -> list[Sample]:
         names = [f"run-{host}" for host in setup.hosts] if world.is_apart else ["run"]
         train = ["train", "--config", str(folder / f"{setup.hosts[0]}.toml"), "--out", str(folder / "run")]
         if world.is_apart:
-            train = [
-                "exec",
-                "sh",
-                "-c",
-                f'{_ALONE} --config "{folder}/$(hostname).toml" --out "{folder}/run-$(hostname)"',
-            ]
+            line = f'{_ALONE} --config "{folder}/$(hostname).toml" --out "{folder}/run-$(hostname)"'
+            train = ["exec", "sh", "-c", line]
         runs.run_at_once(
             [([*runs.PACELINE, *lab, *train], environment_of_one(os.environ))], folder, end_by=signal.SIGTERM
         )
@@ -161,7 +157,7 @@ def _steps(setup: Setup, world: World) -> dict[str, int]:
     steps = setup.steps + world.adapting_steps
     if not (world.is_apart and setup.has_shares):
         return dict.fromkeys(setup.hosts, steps)
-    cores = [min(1.0, float(share)) if share != UNLIMITED else 1.0 for share in setup.cpu]
+    cores = [1.0 if share == UNLIMITED else float(share) for share in setup.cpu]
     return {host: round(steps * core / min(cores)) for host, core in zip(setup.hosts, cores, strict=True)}
 
 
