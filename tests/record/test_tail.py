@@ -6,8 +6,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.base.jsonl import Tail
 from paceline.record.folder import create
-from paceline.record.read import Tail
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paceline.base import units
+from paceline.base.jsonl import Row
 from paceline.record.folder import COMPLETE
-from paceline.record.read import Row, number
+from paceline.record.read import number
 
 STARTS = ("start", "resume")
 _ENDS = ("end", "failed", "hang")

@@ -28,9 +28,8 @@ import filelock
 
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
-from paceline.base.jsonl import open_at_line_end
+from paceline.base.jsonl import Row, open_at_line_end, rows
 from paceline.base.units import listed
-from paceline.record.read import Row, rows
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
 _OWN = 0o600  # only the run's user may read its files

@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-from paceline.base.jsonl import Row, Tail, last_rows, rows
-
-__all__ = ["Row", "Tail", "last_rows", "number", "rows", "step_of"]
+from paceline.base.jsonl import Row
 
 
 def step_of(row: Row) -> int:

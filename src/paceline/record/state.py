@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import psutil
 
+from paceline.base.jsonl import Row, last_rows
 from paceline.record.events import ending
 from paceline.record.folder import RunFolder
-from paceline.record.read import Row, last_rows, step_of
+from paceline.record.read import step_of
 
 # running: its process lives. ended: it reached its horizon. stopped: on request, saved. failed: an error was recorded.
 # stale: no end is recorded, and its process is gone or, on another host, silent. imported: it never trained.

@@ -11,9 +11,9 @@ import torch
 from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.errors import RunError, UserError
+from paceline.base.jsonl import rows
 from paceline.checkpoint import retention
 from paceline.config import to_toml
-from paceline.record.read import rows
 from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
 from paceline.train.meet import Setup
 from paceline.train.progress import Progress

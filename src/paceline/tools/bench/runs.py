@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from paceline.base import units
 from paceline.base.errors import LOST_PEERS
+from paceline.base.jsonl import rows
 from paceline.base.parent import die_with_parent
 from paceline.config import Config
 from paceline.record.console import Console
-from paceline.record.read import rows
 
 T = TypeVar("T")
 PACELINE = (sys.executable, "-m", "paceline")

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from paceline.base import units
 from paceline.base.errors import UserError
+from paceline.base.jsonl import Row, rows
 from paceline.config import Config, load_file
 from paceline.model import cost
 from paceline.record import folder
 from paceline.record.events import hosts, starts
-from paceline.record.read import Row, rows, step_of
+from paceline.record.read import step_of
 from paceline.tools.plan import devices, work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.base import units
+from paceline.base.jsonl import Row
 from paceline.record.events import STARTS, clock, details, ending, starts, text
-from paceline.record.read import Row, number
+from paceline.record.read import number
 
 _STOPS = ("end", "failed", "hang")
 

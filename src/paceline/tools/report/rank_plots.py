@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
 
+from paceline.base.jsonl import Row
 from paceline.record.events import details, text
-from paceline.record.read import Row, number
+from paceline.record.read import number
 from paceline.tools.report.facts import PARTS, Summary, Traffic
 from paceline.tools.report.plots import Figure, TimeScale, colour_of, escaped, line, listed, xs_of
 from paceline.tools.report.read import MOST_CELLS, MOST_COLUMNS, Floats, buckets, in_buckets, middles, slowness

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.base.errors import UserError
+from paceline.base.jsonl import Row, rows
 from paceline.record import folder
-from paceline.record.read import Row, number, rows
+from paceline.record.read import number
 from paceline.record.rows import EvalRow, StepRow
 from paceline.record.state import read_config
 

@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from paceline.base.jsonl import Row, Tail
 from paceline.record.events import STARTS
 from paceline.record.folder import RunFolder
-from paceline.record.read import Row, Tail, step_of
+from paceline.record.read import step_of
 
 _MOST = 200  # rows in a batch
 _MOST_TEXT = 400

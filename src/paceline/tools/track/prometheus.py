@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.files import replace
+from paceline.base.jsonl import Row
 from paceline.base.serving import QuietHandler
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
-from paceline.record.read import Row
 from paceline.tools.track.points import Point
 
 # Name, kind, help, field of a row, factor.

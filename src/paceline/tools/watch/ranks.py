@@ -7,8 +7,9 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
+from paceline.base.jsonl import Row
 from paceline.record.events import STARTS, text
-from paceline.record.read import Row, number
+from paceline.record.read import number
 from paceline.record.rows import StepRow
 from paceline.tools.watch.view import RankView
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from paceline.base import units
+from paceline.base.jsonl import Row, Tail
 from paceline.record.events import clock, details, hosts, starts, text
 from paceline.record.folder import RunFolder
-from paceline.record.read import Row, Tail, number
+from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
 from paceline.tools.watch.ranks import in_ms, mean_steps, said, slow_ranks
 from paceline.tools.watch.view import Event, Fact, RunView
