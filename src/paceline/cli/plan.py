@@ -4,10 +4,12 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.base import units
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import (
     ModelFlags,
@@ -26,6 +28,7 @@ from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 
 if TYPE_CHECKING:
+    from paceline.tools.plan.band import Band
     from paceline.tools.plan.cluster import Cluster
 
 
@@ -82,28 +85,46 @@ def main(arguments: list[str]) -> int:
         at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
         return _calibrate(arguments, list(variants.values()), sorted(at_once))
     from paceline.record.console import Console
-    from paceline.tools.plan.band import band, write_plot
-    from paceline.tools.plan.from_run import device_of_rank  # imports torch: seconds
-    from paceline.tools.plan.plan import plan
+    from paceline.tools.plan.band import write_plot  # imports torch: seconds
     from paceline.tools.plan.show import as_json, ranked, show
 
-    clusters = _clusters(parsed, counts)
-    links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
-    bands = []
-    for cluster in clusters:
-        for text, varied in variants.items():
-            link = f"{cluster.link_gbit:g} Gbit/s" if len(links) > 1 and cluster.hosts > 1 else ""
-            label = " ".join(filter(None, (text, link)))
-            found = plan(varied, cluster, device_of_rank(cluster, varied), label=label)
-            bands.append(band(found, varied, plan))
+    bands, refused = _planned(_clusters(parsed, counts), variants)
     if parsed.json:
-        print(json.dumps({"plans": [as_json(each) for each in ranked(bands)]}))
+        reasons = [{"label": label, "why": str(error)} for label, error in refused.items()]
+        print(json.dumps({"plans": [as_json(each) for each in ranked(bands)], "refused": reasons}))
     else:
-        show(bands, Console(0), explain=parsed.explain)
+        console = Console(0)
+        show(bands, console, explain=parsed.explain)
+        for label, error in refused.items():
+            console.say(f"left out: {label}: {error}", style="yellow")
     if parsed.plot:
         write_plot(bands, Path(parsed.plot))
         print(f"plot: {parsed.plot}", file=sys.stderr)
     return EXIT_DONE
+
+
+def _planned(clusters: "list[Cluster]", variants: Mapping[str, Config]) -> "tuple[list[Band], dict[str, UserError]]":
+    """Returns the plans, and by label those that a start of the run would refuse. Raises UserError if it would refuse
+    all of them."""
+    from paceline.tools.plan.band import band
+    from paceline.tools.plan.from_run import device_of_rank
+    from paceline.tools.plan.plan import plan
+
+    links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
+    bands, refused = [], {}
+    for cluster in clusters:
+        for text, varied in variants.items():
+            link = f"{cluster.link_gbit:g} Gbit/s" if len(links) > 1 and cluster.hosts > 1 else ""
+            label = " ".join(filter(None, (text, link)))
+            try:
+                found = plan(varied, cluster, device_of_rank(cluster, varied), label=label)
+            except UserError as error:
+                refused[f"{label or 'the run'} on {units.plural(cluster.num_ranks, 'rank')}"] = error
+                continue
+            bands.append(band(found, varied, plan))
+    if not bands:
+        raise next(iter(refused.values()))
+    return bands, refused
 
 
 def _rates(text: str) -> list[float]:

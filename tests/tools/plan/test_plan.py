@@ -223,6 +223,22 @@ def test_the_command_prints_a_plan_a_table_and_json(tmp_path: Path) -> None:
     assert table.out.index("strategy=zero") < table.out.index("does not fit")
 
 
+def test_a_variant_that_a_start_would_refuse_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text('device = "A100-40GB"\nhosts = 2\nranks-per-host = 8\nlink_gbit = 1600\n')
+    common = ("plan", "--preset", "gpt2-124m", "--cluster", "two.toml", "--vary")
+    refused = "parallel.strategy=zero parallel.wire=int8"
+    one = here(*common, "parallel.strategy=ddp", refused, "--json", cwd=tmp_path).require()
+    found = json.loads(one.out)
+    assert [row["label"] for row in found["plans"]] == ["parallel.strategy=ddp"]
+    assert [row["label"] for row in found["refused"]] == [f"{refused} on 16 ranks"]
+    assert "NCCL adds gradients as they are" in found["refused"][0]["why"]
+    table = here(*common, "parallel.strategy=ddp", refused, cwd=tmp_path).require()
+    assert f"left out: {refused} on 16 ranks: parallel.wire is int8" in " ".join(table.out.split())
+    alone = here(*common, refused, cwd=tmp_path)
+    assert alone.status == 2
+    assert "NCCL adds gradients as they are" in alone.err
+
+
 def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
     links = {"link_gbit": 0.9, "latency_us": 60.0}
     (tmp_path / "job.json").write_text(json.dumps({"ok": True, "cluster": {"hosts": 2, "ranks_per_host": 1, **links}}))
