@@ -61,7 +61,6 @@ class FullySharded(Strategy):
         equally many, of which each host holds all weights; none: all ranks hold them together. read_as: the parameters
         that every reader casts to this dtype, of 16 bits, before any other use of them."""
         super().__init__(model, group)
-        self._sums = _SumsBefore(group)
         self._between: dist.ProcessGroup | None = None
         if len(hosts) > 1:
             grid = DeviceMesh(device.type, torch.tensor(hosts), mesh_dim_names=("host", "place"))
@@ -71,6 +70,7 @@ class FullySharded(Strategy):
             self._holders = list(zip(*hosts, strict=True))
         else:
             mesh = init_device_mesh(device.type, (group.size,))
+        self._sums = _SumsBefore(group, mesh.size())
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -85,7 +85,7 @@ class FullySharded(Strategy):
                 order = [each.sharded_param for each in gathered.fsdp_params]
                 rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
                 sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
-                sharded.set_custom_all_gather(_Gather(group, sizes, rounded))  # type: ignore[arg-type]
+                sharded.set_custom_all_gather(_Gather(group, mesh.size(), sizes, rounded))  # type: ignore[arg-type]
             if self._between is not None:
                 sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
         self._parameters = {
@@ -244,10 +244,16 @@ class _Whole:
 
 
 class _Collective:
-    """A collective that `fully_shard` begins; the group's watchdog sees it."""
+    """A collective that `fully_shard` begins. Over Gloo it is the group's own: Gloo's reduce-scatter sends twice the
+    bytes, and its all-gather takes 1.5 times as long on a link in use unless ranks begin at once (docs/LOG.md)."""
 
-    def __init__(self, group: DistributedGroup) -> None:
-        self._group = group
+    def __init__(self, group: DistributedGroup, num_ranks: int) -> None:
+        """num_ranks: of those that hold all weights together."""
+        self._group, self._is_own = group, num_ranks == group.size and not group.is_queued
+
+    def _borders(self, flat: torch.Tensor) -> list[int]:
+        """Returns where each rank's elements begin, and the end."""
+        return [len(flat) // self._group.size * rank for rank in range(self._group.size + 1)]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -256,9 +262,11 @@ class _Collective:
 class _Gather(_Collective):
     """torch's all-gather of a block's weights, which sends those in 16 bits that are read so."""
 
-    def __init__(self, group: DistributedGroup, sizes: Sequence[int], read_as: Sequence[torch.dtype | None]) -> None:
+    def __init__(
+        self, group: DistributedGroup, num_ranks: int, sizes: Sequence[int], read_as: Sequence[torch.dtype | None]
+    ) -> None:
         """sizes: elements of a rank's part of each parameter, in torch's order."""
-        super().__init__(group)
+        super().__init__(group, num_ranks)
         self._sent_as = next((dtype for dtype in read_as if dtype is not None and dtype.itemsize == 2), None)
         self._sizes, self._is_rounded = list(sizes), [dtype == self._sent_as for dtype in read_as]
 
@@ -270,7 +278,7 @@ class _Gather(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         if self._sent_as is None or output_tensor.dtype != torch.float32:
-            return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
+            return self._all_gather(output_tensor, input_tensor, group, async_op)
         # A float32 that is sent exactly is two numbers of 16 bits.
         packed = [
             part.to(self._sent_as) if is_rounded else part.view(self._sent_as)
@@ -278,11 +286,22 @@ class _Gather(_Collective):
         ]
         message = torch.cat(packed)
         arrived = message.new_empty(group.size() * len(message))
-        all_gather_for_torch(self._group, arrived, message, group, async_op=False)
+        self._all_gather(arrived, message, group, async_op=False)
         parts = torch.split(output_tensor.view(group.size(), -1), self._sizes, 1)
         columns = torch.split(arrived.view(group.size(), -1), [len(part) for part in packed], 1)
         for part, column, is_rounded in zip(parts, columns, self._is_rounded, strict=True):
             (part if is_rounded else part.view(self._sent_as)).copy_(column)
+        return None
+
+    def _all_gather(
+        self, output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        if not self._is_own:
+            return all_gather_for_torch(self._group, output, mine, group, async_op)
+        flat, rank = output.view(-1), self._group.rank
+        borders = self._borders(flat)
+        flat[borders[rank] : borders[rank + 1]].copy_(mine)
+        self._group.start_all_gather(flat, borders).wait()
         return None
 
 
@@ -290,8 +309,8 @@ class _SumsBefore(_Collective):
     """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
     gradient was not finite. Costs one read of the gradients."""
 
-    def __init__(self, group: DistributedGroup) -> None:
-        super().__init__(group)
+    def __init__(self, group: DistributedGroup, num_ranks: int) -> None:
+        super().__init__(group, num_ranks)
         self._sums: list[torch.Tensor] = []
 
     def __call__(
@@ -303,7 +322,13 @@ class _SumsBefore(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._sums.append(input_tensor.sum())
-        return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
+        if not self._is_own:
+            return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
+        flat, rank = input_tensor.view(-1), self._group.rank
+        borders = self._borders(flat)
+        self._group.start_reduce_scatter(flat, borders).wait()
+        output_tensor.copy_(flat[borders[rank] : borders[rank + 1]].view_as(output_tensor))
+        return None
 
     def not_finite(self) -> bool | None:
         """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""

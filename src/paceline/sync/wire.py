@@ -42,10 +42,8 @@ def wire_bits(
     they have, unless ranks add up inside a host. by_gloo: the backend is gloo.
     """
     if strategy == "fsdp":
-        # Embeddings and head stay until backward is over, so each pass gathers them once. Gloo's reduce-scatter is an
-        # all-reduce.
-        gradient, once = 64 if by_gloo else 32, passes * compute_bits
-        return WireBits(gradient, 2 * once, 32 * passes + once, gradient - once)
+        once = passes * compute_bits  # embeddings and head stay until backward is over
+        return WireBits(32, 2 * once, 32 * passes + once, 32 - once)
     if strategy != "zero":
         return WireBits(64 / sync_every, 0, 0, 64 / sync_every)
     each = _GRADIENT_BITS[wire] * ranks_per_host

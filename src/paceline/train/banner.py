@@ -144,10 +144,11 @@ def _link(world: World, settings: Settings) -> dict[str, str]:
         passes=passes,
         by_gloo=world.backend == "gloo",
     )
-    ring = world.world_size if parallel.strategy == "fsdp" else hosts  # others add up inside a host first
+    # NCCL gathers fsdp's weights in a ring of all ranks. Else those of a host add up first, and send as one.
+    is_ring = parallel.strategy == "fsdp" and world.backend != "gloo"
     num_embedding, model = counts.total - counts.non_embedding, settings.config.model
     num_ends = num_embedding + (0 if model.tied else model.vocab_size * model.n_embd)
-    num_bytes = sent.bytes_sent(ring, counts.total, num_embedding, num_ends)
+    num_bytes = sent.bytes_sent(world.world_size if is_ring else hosts, counts.total, num_embedding, num_ends)
     text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
     return {"link": f"{text}; paceline bench link predicts the time of other ways"}
 

@@ -191,13 +191,15 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
     slowest = min(cluster.speeds or (1.0,))
     parallel, is_across = settings.config.parallel, cluster.hosts > 1
     sends_nothing = parallel.shared_memory and parallel.wire == "exact" and device.kind == "cpu" and not is_across
+    # NCCL gathers fsdp's weights in a ring of all ranks. Elsewhere those of a host send as one.
+    is_ring = parallel.strategy == "fsdp" and device.kind == "cuda"
     exchange = work.seconds({"blocks": shape.model.n_layer, "ends": 1.0}, device.exchange) if device.exchange else None
     return Job(
         stages=work.stages(shape.model, reference),
         num_micro_batches=len(mine),
         update_s=update_s / slowest,
         num_ranks=cluster.num_ranks,
-        num_hosts=cluster.hosts if is_across else cluster.num_ranks,
+        num_hosts=cluster.hosts if is_across and not is_ring else cluster.num_ranks,
         latency_s=cluster.latency_us * 1e-6 if is_across else device.inner_latency_s,
         bytes_per_s=cluster.link_gbit / 8 * 1e9 * device.outer_frac if is_across else device.inner_bytes_per_s,
         compute_bits=8 * settings.dtype.itemsize,

@@ -126,8 +126,6 @@ class _Bucket:
 
 def predict(job: Job, path: Path) -> Prediction:
     """Returns the duration of a step once steps repeat."""
-    if path.strategy == "fsdp":  # a ring of all ranks: those of a host add up nothing before
-        job = replace(job, num_hosts=job.num_ranks)
     embeddings = sum(sum(stage.elements) for stage in job.stages if stage.is_embedding)
     ends = embeddings + (sum(job.stages[-1].elements) if len(job.stages) > 1 else 0)
     wire_bytes = path.bits.bytes_sent(job.num_hosts, job.num_elements, embeddings, ends)
