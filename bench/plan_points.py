@@ -1,21 +1,23 @@
 """How far `paceline plan` is off on this machine: configurations that it was not calibrated on, drawn by a fixed seed.
 
-`python bench/plan_points.py --out points.jsonl --points 60` measures, for each point, the layers of its model at two
-other depths, predicts, and then runs. It appends a JSON line for each point and prints the median and the 95th
-percentile of the error. Started again, it continues after the lines that are there. Links and unequal hosts need root
-(the lab). The machine must do nothing else.
+`python bench/plan_points.py --out points.jsonl --points 60` calibrates for each point with two models of other depths,
+and runs it, both in turn for some seconds each. It appends a JSON line for each point and prints the median and the
+95th percentile of the error. Started again, it continues after the lines that are there. It needs root, for the lab and
+for the freezer of cgroup v1. The machine must do nothing else.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +25,23 @@ from typing import Any
 from paceline.base.status import environment_of_one
 from paceline.cli.start import find_world
 from paceline.config import Config, from_toml, to_toml
+from paceline.model import cost
 from paceline.record.console import Console
 from paceline.tools.bench import runs
-from paceline.tools.plan import calibrate
+from paceline.tools.plan import calibrate as calibration
 from paceline.tools.plan.cluster import Cluster
-from paceline.tools.plan.devices import Device, calibration, store
-from paceline.tools.plan.plan import plan
+from paceline.tools.plan.devices import Device
+from paceline.tools.plan.plan import Plan, plan
 from paceline.world.config import ParallelConfig
 from paceline.world.group import DistributedGroup
 from paceline.world.hierarchy import Hosts
 from paceline.world.runtime import open_world
 
-SEED = 1123
-STEPS, WARM_UP = 12, 2
-LEAST_STEPS, RUN_S = 4, 8.0  # a run with slow steps makes fewer
-SLOW_SPEED = 0.32  # that a quota of 0.35 of a core left on three runs of another shape
+SEED = 2311
+LEAST_STEPS, MOST_STEPS, RUN_S, WARM_UP = 8, 400, 12.0, 2
+LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 1.0, 6, 30  # few steps are cut in two by a change of turns
+PERIOD_US = 20_000  # of quotas, as in the lab
+QUOTA = 0.35  # of a core, of a slow host
 SHAPES = {"2x128": (2, 128, 4, 128), "4x256": (4, 256, 4, 256), "6x384": (6, 384, 6, 256)}  # and the sequence length
 GBIT = {"1gbit": 1.0, "300mbit": 0.3, "100mbit": 0.1}
 
@@ -53,7 +57,7 @@ class Point:
     strategy: str
     wire: str
     accumulation: int
-    slow: bool  # the second host has 0.35 of a core
+    slow: bool  # the second host has a quota
 
     def config(self) -> Config:
         layers, width, heads, seq_len = SHAPES[self.shape]
@@ -62,7 +66,7 @@ class Point:
         config = config.replace("data", seq_len=seq_len, tokenizer_vocab=1024)
         config = config.replace(
             "train",
-            steps=STEPS,
+            steps=LEAST_STEPS,
             eval_every=-1,
             sample_tokens=0,
             device_batch_size=micro,
@@ -70,10 +74,9 @@ class Point:
         )
         return config.replace("parallel", strategy=self.strategy, wire=self.wire, check_every=0, device="cpu")
 
-    def cluster(self) -> Cluster:
+    def cluster(self, speeds: tuple[float, ...] = ()) -> Cluster:
         if not self.link:
             return Cluster(ranks_per_host=self.ranks)
-        speeds = (1.0, SLOW_SPEED) if self.slow else ()
         return Cluster(
             hosts=2, ranks_per_host=self.ranks // 2, link_gbit=GBIT[self.link], latency_us=100, speeds=speeds
         )
@@ -83,12 +86,12 @@ class Point:
         if not self.link:
             return [*runs.PACELINE, *train, "--nproc", str(self.ranks)]
         lab = ["lab", "--hosts", "2", "--nproc", str(self.ranks // 2), "--rate", self.link]
-        return [*runs.PACELINE, *lab, *(["--cpu", "1.0,0.35"] if self.slow else []), "--", *train]
+        return [*runs.PACELINE, *lab, *(["--cpu", f"1.0,{QUOTA}"] if self.slow else []), "--", *train]
 
 
 def draw(count: int) -> Iterator[Point]:
     """Yields different points, the same ones each time."""
-    source, seen = random.Random(SEED), set()
+    source, seen = random.Random(SEED), set[Point]()
     while len(seen) < count:
         ranks = source.choice((1, 2, 4))
         link = source.choice(("", *GBIT)) if ranks > 1 else ""
@@ -109,57 +112,167 @@ def draw(count: int) -> Iterator[Point]:
             yield point
 
 
-def peak_bytes(command: list[str], folder: Path) -> float:
-    """Runs a command; returns the peak resident memory of its largest process. Raises RuntimeError if it fails."""
-    with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment_of_one(os.environ), cwd=folder)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError((folder / "said").read_text(errors="replace")[-2000:])
-    return 1024.0 * usage.ru_maxrss
+class Frozen:
+    """A command whose processes run only while it is thawed, by the kernel's freezer (cgroup v1)."""
+
+    def __init__(self, command: list[str], folder: Path, name: str, quota: float = 0.0):
+        """quota: of a core; 0: none."""
+        self._group, processor = (
+            Path("/sys/fs/cgroup", kind, f"paceline-{os.getpid()}-{name}") for kind in ("freezer", "cpu")
+        )
+        self._groups = [self._group, *([processor] if quota else [])]
+        for group in self._groups:
+            group.mkdir()
+        if quota:
+            (processor / "cpu.cfs_period_us").write_text(f"{PERIOD_US}")
+            (processor / "cpu.cfs_quota_us").write_text(f"{round(quota * PERIOD_US)}")
+        self._set("FROZEN")
+        self._said = folder / f"{name}.said"
+        into = " ".join(f"echo $$ > {group}/cgroup.procs;" for group in reversed(self._groups))
+        enter = ["sh", "-c", f'{into} exec "$@"', "sh"]
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [*enter, *command], stdout=said, stderr=said, env=environment_of_one(os.environ), cwd=folder
+            )
+        self.peak_bytes = 0.0  # of its largest process, once it is over
+
+    def runs_for(self, seconds: float) -> bool:
+        """Lets it run for so long, or to its end; returns whether it is over. Raises RuntimeError if it failed."""
+        self._set("THAWED")
+        until = time.monotonic() + seconds
+        while not self.peak_bytes and time.monotonic() < until:
+            time.sleep(0.01)
+            ended, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            if ended:
+                self.peak_bytes = 1024.0 * usage.ru_maxrss
+                if status:
+                    raise RuntimeError(self._said.read_text(errors="replace")[-2000:])
+        if not self.peak_bytes:
+            self._set("FROZEN")
+        return bool(self.peak_bytes)
+
+    def end(self) -> None:
+        """Ends what is left of it."""
+        self._set("THAWED")
+        while processes := (self._group / "cgroup.procs").read_text().split():
+            for process in map(int, processes):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.wait4(self._process.pid, os.WNOHANG)
+            time.sleep(0.01)
+        for group in self._groups:
+            group.rmdir()
+
+    def _set(self, state: str) -> None:
+        (self._group / "freezer.state").write_text(state)
+        while (self._group / "freezer.state").read_text().strip() != state:
+            time.sleep(0.001)
 
 
-def measured_device(config: Config, num_ranks: int, num_hosts: int) -> Device:
-    """Returns this machine's device, measured now for this config with so many ranks at once."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "config.toml"
-        path.write_text(to_toml(config))
-        command = [*runs.PACELINE, "plan", "--config", str(path), "--calibrate", "--ranks", str(num_ranks)]
-        if 1 < num_hosts < num_ranks:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-            command = [*launcher, __file__, "--out", str(path), "--calibrate-as-hosts", str(num_hosts)]
-        quiet = subprocess.DEVNULL
-        subprocess.run(command, check=True, stdout=quiet, stderr=quiet, env=environment_of_one(os.environ))
-    return calibration(config).device(num_ranks)
-
-
-def calibrate_as_hosts(config: Config, num_hosts: int) -> None:
-    """Calibrates as one of the ranks of a launcher, which exchange as if they were on so many hosts: those of a host
-    add up first, in other code than the ranks of one host, and send gradients in float32. On the lab's hosts the ranks
-    share the cores, too."""
+def calibrate(config: Config, num_hosts: int, seconds: float, found: Path) -> None:
+    """Calibrates as one of a launcher's ranks, which exchange as if they were on so many hosts: those of a host add up
+    first, in other code than the ranks of one host, and send gradients in float32. On the lab's hosts the ranks share
+    the cores, too. Rank 0 writes what was found."""
     env, _ = find_world("1", ParallelConfig())
-    with open_world(ParallelConfig(device="cpu", shared_memory=False), env) as world:
-        hosts = [f"host-{rank * num_hosts // world.world_size}" for rank in range(world.world_size)]
-        assert isinstance(world.group, DistributedGroup)
-        world.group.hosts = Hosts.of(hosts)
-        facts = tuple(replace(each, host=host) for each, host in zip(world.facts, hosts, strict=True))
-        device = calibrate.measure(replace(world, facts=facts), config, Console(world.rank))
+    with open_world(config.parallel, env) as world:
+        if num_hosts > 1:
+            hosts = [f"host-{rank * num_hosts // world.world_size}" for rank in range(world.world_size)]
+            assert isinstance(world.group, DistributedGroup)
+            world.group.hosts = Hosts.of(hosts)
+            facts = tuple(replace(each, host=host) for each, host in zip(world.facts, hosts, strict=True))
+            world = replace(world, facts=facts)
+        device = calibration.measure(world, config, Console(world.rank), seconds)
         if world.is_main:
-            store(config, world.world_size, device)
+            found.write_text(json.dumps(asdict(device)))
+
+
+class Calibration(Frozen):
+    """A calibration by so many ranks at once."""
+
+    def __init__(self, config: Config, num_ranks: int, num_hosts: int, folder: Path, name: str, quota: float = 0.0):
+        self._found = folder / f"{name}.json"
+        path = folder / f"{name}.toml"
+        path.write_text(to_toml(config))
+        launcher = [sys.executable]
+        if num_ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+        as_hosts = ["--calibrate-as-hosts", str(num_hosts if num_hosts < num_ranks else 1), "--config", str(path)]
+        command = [*launcher, str(Path(__file__).resolve()), "--out", str(self._found), *as_hosts]
+        super().__init__(command, folder, name, quota)
+
+    def device(self) -> Device:
+        return Device(**json.loads(self._found.read_text()))
+
+
+def pass_rate(device: Device, config: Config) -> float:
+    """Returns the seconds for a token of forward and backward."""
+    passes, times = (device.forward, device.backward), {"block tokens": config.model.n_layer}
+    rates = [rate for each in passes for rate in each[config.model.arch].items()]
+    return sum(times.get(kind, 1) * seconds for kind, seconds in rates)
+
+
+def rarely_shared(alone: Device, together: Device) -> Device:
+    """Returns the device of two hosts of one machine, one of them with a quota: only for that share of the time do both
+    compute, and share caches and units."""
+
+    def mixed(one: Any, other: Any) -> Any:
+        if isinstance(one, Mapping):
+            return {name: mixed(value, other[name]) for name, value in one.items()}
+        return (1 - QUOTA) * one + QUOTA * other
+
+    return replace(
+        together,
+        **{name: mixed(getattr(alone, name), getattr(together, name)) for name in ("forward", "backward", "update")},
+    )
+
+
+def guessed_s(point: Point, config: Config) -> tuple[float, float]:
+    """Returns about how long a step takes, and a micro-batch of all ranks at once."""
+    size = cost.num_parameters(replace(config.model, vocab_size=1024)).total
+    passes_s = 6 * size * config.train.global_batch_size * config.data.seq_len / 4e11
+    link_s = 8 * size / (GBIT[point.link] * 1e9 / 8) if point.link else 0.0
+    return passes_s / (QUOTA if point.slow else 1.0) + link_s, passes_s / point.accumulation
 
 
 def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
-    """Returns the prediction, made first, and what the run took."""
-    config = point.config()
-    over_sockets = config.replace("parallel", shared_memory=False)  # as between hosts
-    device = measured_device(over_sockets if point.link else config, point.ranks, point.cluster().hosts)
-    found = plan(config, point.cluster(), device, vocab_size=1024)
-    config = config.replace("train", steps=max(LEAST_STEPS, min(STEPS, round(RUN_S / found.step_s))))
+    """Returns the prediction, and what the run took. Calibration and run alternate, each frozen while the other one
+    runs, for some steps at a time: the machine's speed drifts within seconds."""
+    config, cluster = point.config(), point.cluster()
+    step_s, pass_s = guessed_s(point, config)
+    turn_s = max(LEAST_TURN_S, STEPS_IN_TURN * step_s, PASSES_IN_TURN * pass_s)
+    config = config.replace("train", steps=max(LEAST_STEPS, min(MOST_STEPS, round(RUN_S / step_s))))
+    calibrated = config.replace("parallel", shared_memory=not point.link)  # as between hosts
+    alone = calibrated.replace("parallel", threads=1)
     with tempfile.TemporaryDirectory(prefix="paceline-points-") as scratch:
         folder = Path(scratch)
         (folder / "config.toml").write_text(to_toml(config))
-        peak = peak_bytes(point.command(folder), folder) - interpreter_bytes
+        run = Frozen(point.command(folder), folder, "run")
+        together = Calibration(calibrated, point.ranks, cluster.hosts, folder, "together")
+        each_alone = [
+            Calibration(alone, 1, 1, folder, name, quota)
+            for name, quota in (("fast", 0.0), ("slow", QUOTA))
+            if point.slow
+        ]
+        going: list[Frozen] = [together, run, *each_alone]
+        with contextlib.ExitStack() as stack:
+            for each in going:
+                stack.callback(each.end)
+            while going:
+                going = [each for each in going if not each.runs_for(turn_s)]
         steady = runs.training_rows(folder / "run")[WARM_UP:]
+        device = together.device()
+        if point.slow:
+            fast, slow = (each.device() for each in each_alone)
+            cluster = point.cluster((1.0, pass_rate(fast, config) / pass_rate(slow, config)))
+            device = rarely_shared(fast, device)
+    return row_of(point, plan(config, cluster, device, vocab_size=1024), steady, run.peak_bytes - interpreter_bytes)
+
+
+def row_of(point: Point, found: Plan, steady: list[dict[str, Any]], peak: float) -> dict[str, Any]:
+    """Returns predicted and measured. peak: bytes of the largest process, less the interpreter's."""
+    middle = statistics.median(row["step_ms"] for row in steady)
+    steady = [row for row in steady if row["step_ms"] < 1.5 * middle]  # others were frozen meanwhile
     step_ms = statistics.median(row["step_ms"] for row in steady)
     measured = {
         part: statistics.median(statistics.fmean(row[f"rank_{name}_ms"]) for row in steady)
@@ -176,6 +289,7 @@ def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
         "memory_error": sum(found.memory.values()) / peak - 1,
         "predicted_part_ms": {part: 1e3 * seconds for part, seconds in found.parts.items()},
         "measured_part_ms": measured,
+        "speeds": found.cluster.speeds,
         "steps": len(steady),
         "time": time.strftime("%H:%M:%S"),
     }
@@ -188,20 +302,24 @@ def main() -> None:
     parser.add_argument("--no-lab", action="store_true", help="only points on one host")
     parser.add_argument("--for-s", type=float, default=1e9, help="start no point after so many seconds")
     parser.add_argument("--calibrate-as-hosts", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.calibrate_as_hosts:
-        calibrate_as_hosts(from_toml(given.out.read_text(), "config", Config()), given.calibrate_as_hosts)
+        config = from_toml(given.config.read_text(), "config", Config())
+        calibrate(config, given.calibrate_as_hosts, RUN_S, given.out)
         return
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     points = [point for point in draw(given.points) if not (given.no_lab and point.link)]
     with tempfile.TemporaryDirectory() as scratch:
-        interpreter_bytes = peak_bytes([sys.executable, "-c", "import paceline.cli.start, torch"], Path(scratch))
+        interpreter = Frozen([sys.executable, "-c", "import paceline.cli.start, torch"], Path(scratch), "interpreter")
+        interpreter.runs_for(60)
+        interpreter.end()
     begun = time.monotonic()
     for number in range(len(rows), len(points)):
         if time.monotonic() - begun > given.for_s:
             break
         try:
-            rows.append(measure(points[number], interpreter_bytes))
+            rows.append(measure(points[number], interpreter.peak_bytes))
         except (RuntimeError, OSError) as error:
             rows.append({**asdict(points[number]), "failed": str(error)})
         with given.out.open("a") as out:

@@ -29,21 +29,22 @@ from paceline.world.runtime import World
 
 _DEPTHS = (1, 3)  # blocks of the two models
 _PASSES = (1, 3)  # micro-batches of the two kinds of steps
-_LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 30, 3.0
+_LEAST_ROUNDS, _ROUNDS_S = 4, 3.0
 _MESSAGES = (16 << 10, 256 << 10, 2 << 20, 10 << 20)  # bytes of an all-reduce; the largest are those of buckets
 _STEP_S = 5e-4  # for reading data and writing records
 
 
-def measure(world: World, config: Config, console: Console) -> Device:
-    """Returns a rank's device for this config, as all ranks of this world found it at once. Collective; one host."""
+def measure(world: World, config: Config, console: Console, seconds: float = _ROUNDS_S) -> Device:
+    """Returns a rank's device for this config, as all ranks of this world found it at once, in about so many seconds.
+    Collective; one host."""
     settings = resolve(config, config.data.tokenizer_vocab, world.facts)
     cases = [_Case(world, settings, depth, console) for depth in _DEPTHS]
     for case in cases:
         case.once()  # allocates
     first = [case.once() for case in cases]
-    wanted = _ROUNDS_S / sum(each.wall for each in first)  # the same on all ranks, as these times are
+    # The same on all ranks, as these times are.
+    num_rounds = max(_LEAST_ROUNDS, round(seconds / sum(each.wall for each in first)))
     # The models in turn: a machine's speed drifts.
-    num_rounds = round(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, wanted)))
     rounds = [first, *([case.once() for case in cases] for _ in range(num_rounds))]
     blocks, ends = _divided(*map(_medians, zip(*rounds, strict=True)))
     walls = [sum(each.wall for each in found) for found in rounds]
