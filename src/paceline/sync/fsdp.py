@@ -244,8 +244,9 @@ class _Whole:
 
 
 class _Collective:
-    """A collective that `fully_shard` begins. Over Gloo it is the group's own: Gloo's reduce-scatter sends twice the
-    bytes, and its all-gather takes 1.5 times as long on a link in use unless ranks begin at once (docs/LOG.md)."""
+    """A collective that `fully_shard` begins. Over Gloo, and if it has all ranks, it is the group's own: Gloo's
+    reduce-scatter sends twice the bytes, and its all-gather takes 1.5 times as long on a slow link unless ranks begin
+    at once (docs/LOG.md)."""
 
     def __init__(self, group: DistributedGroup, num_ranks: int) -> None:
         """num_ranks: of those that hold all weights together."""
