@@ -28,6 +28,7 @@ from paceline.config import Config, from_toml, to_toml
 from paceline.model import cost
 from paceline.record.console import Console
 from paceline.tools.bench import runs
+from paceline.tools.lab.processors import set_share
 from paceline.tools.plan import calibrate as calibration
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
@@ -37,10 +38,10 @@ from paceline.world.group import DistributedGroup
 from paceline.world.hierarchy import Hosts
 from paceline.world.runtime import open_world
 
-SEED = 2311
-LEAST_STEPS, MOST_STEPS, RUN_S, WARM_UP = 8, 400, 12.0, 2
-LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 1.0, 6, 30  # few steps are cut in two by a change of turns
-PERIOD_US = 20_000  # of quotas, as in the lab
+SEED = 2711
+MOST_STEPS, RUN_S, WARM_UP = 400, 12.0, 2
+LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 4.0, 3, 12  # some steps are cut in two by a change of turns
+TURNS = 4  # of a run, at least
 QUOTA = 0.35  # of a core, of a slow host
 SHAPES = {"2x128": (2, 128, 4, 128), "4x256": (4, 256, 4, 256), "6x384": (6, 384, 6, 256)}  # and the sequence length
 GBIT = {"1gbit": 1.0, "300mbit": 0.3, "100mbit": 0.1}
@@ -66,7 +67,6 @@ class Point:
         config = config.replace("data", seq_len=seq_len, tokenizer_vocab=1024)
         config = config.replace(
             "train",
-            steps=LEAST_STEPS,
             eval_every=-1,
             sample_tokens=0,
             device_batch_size=micro,
@@ -124,8 +124,7 @@ class Frozen:
         for group in self._groups:
             group.mkdir()
         if quota:
-            (processor / "cpu.cfs_period_us").write_text(f"{PERIOD_US}")
-            (processor / "cpu.cfs_quota_us").write_text(f"{round(quota * PERIOD_US)}")
+            set_share(processor, quota)
         self._set("FROZEN")
         self._said = folder / f"{name}.said"
         into = " ".join(f"echo $$ > {group}/cgroup.procs;" for group in reversed(self._groups))
@@ -190,7 +189,16 @@ def calibrate(config: Config, num_hosts: int, seconds: float, found: Path) -> No
 class Calibration(Frozen):
     """A calibration by so many ranks at once."""
 
-    def __init__(self, config: Config, num_ranks: int, num_hosts: int, folder: Path, name: str, quota: float = 0.0):
+    def __init__(
+        self,
+        config: Config,
+        num_ranks: int,
+        num_hosts: int,
+        seconds: float,
+        folder: Path,
+        name: str,
+        quota: float = 0.0,
+    ):
         self._found = folder / f"{name}.json"
         path = folder / f"{name}.toml"
         path.write_text(to_toml(config))
@@ -198,7 +206,8 @@ class Calibration(Frozen):
         if num_ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
         as_hosts = ["--calibrate-as-hosts", str(num_hosts if num_hosts < num_ranks else 1), "--config", str(path)]
-        command = [*launcher, str(Path(__file__).resolve()), "--out", str(self._found), *as_hosts]
+        given = ["--out", str(self._found), "--for-s", str(seconds), *as_hosts]
+        command = [*launcher, str(Path(__file__).resolve()), *given]
         super().__init__(command, folder, name, quota)
 
     def device(self) -> Device:
@@ -241,16 +250,17 @@ def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
     config, cluster = point.config(), point.cluster()
     step_s, pass_s = guessed_s(point, config)
     turn_s = max(LEAST_TURN_S, STEPS_IN_TURN * step_s, PASSES_IN_TURN * pass_s)
-    config = config.replace("train", steps=max(LEAST_STEPS, min(MOST_STEPS, round(RUN_S / step_s))))
+    run_s = max(RUN_S, TURNS * turn_s)
+    config = config.replace("train", steps=min(MOST_STEPS, round(run_s / step_s)))
     calibrated = config.replace("parallel", shared_memory=not point.link)  # as between hosts
     alone = calibrated.replace("parallel", threads=1)
     with tempfile.TemporaryDirectory(prefix="paceline-points-") as scratch:
         folder = Path(scratch)
         (folder / "config.toml").write_text(to_toml(config))
         run = Frozen(point.command(folder), folder, "run")
-        together = Calibration(calibrated, point.ranks, cluster.hosts, folder, "together")
+        together = Calibration(calibrated, point.ranks, cluster.hosts, run_s, folder, "together")
         each_alone = [
-            Calibration(alone, 1, 1, folder, name, quota)
+            Calibration(alone, 1, 1, run_s, folder, name, quota)
             for name, quota in (("fast", 0.0), ("slow", QUOTA))
             if point.slow
         ]
@@ -306,7 +316,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.calibrate_as_hosts:
         config = from_toml(given.config.read_text(), "config", Config())
-        calibrate(config, given.calibrate_as_hosts, RUN_S, given.out)
+        calibrate(config, given.calibrate_as_hosts, given.for_s, given.out)
         return
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     points = [point for point in draw(given.points) if not (given.no_lab and point.link)]

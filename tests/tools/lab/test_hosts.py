@@ -84,7 +84,9 @@ def test_a_share_is_written_as_version_2_reads_it(tmp_path: Path) -> None:
     controller.open()
     folder = controller.make("b", 0.35)
     assert folder == tmp_path / NAME / "b"
-    assert (folder / "cpu.max").read_text() == "7000 20000"
+    assert (folder / "cpu.max").read_text() == "1750 5000"
     assert [path.read_text() for path in sorted(tmp_path.rglob("cgroup.subtree_control"))] == ["+cpu", "+cpu"]
     set_share(folder, None)
-    assert (folder / "cpu.max").read_text() == "max 20000"
+    assert (folder / "cpu.max").read_text() == "max 5000"
+    set_share(folder, 0.04)
+    assert (folder / "cpu.max").read_text() == "1000 25000"  # the kernel's least quota

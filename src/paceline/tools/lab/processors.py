@@ -4,6 +4,7 @@ All processes of a host together may use share x period of CPU time in a period,
 """
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -16,9 +17,11 @@ from paceline.tools.lab.system import mounts
 
 # Of a lab, in /run and among cgroups. Labs with different names run beside each other.
 NAME = "paceline-lab" + re.sub(r"\W", "-", os.environ.get("PACELINE_LAB", ""))
-# A slow host must be slow evenly: in the kernel's default 100 ms, a rank at 35% would stop for 65 ms, longer than a
-# small model's step.
-_PERIOD_US = 20_000
+# A slow host must be slow evenly. After a wait a rank has the whole period's quota, so work of 10 ms at 35% runs at 77%
+# of a core's speed with periods of 20 ms, at 40% with 5; in shorter ones, work of any length becomes slower than 35%
+# (docs/LOG.md). The kernel's default is 100 ms.
+_PERIOD_US = 5_000
+_LEAST_QUOTA_US = 1_000  # that the kernel accepts
 _PATIENCE_S = 5.0  # for killed processes to end
 
 
@@ -76,13 +79,17 @@ def remove_groups(top: Path) -> None:
 def set_share(folder: Path, share: float | None) -> None:
     """Sets a group's share, 1.0: the time of one core; None: no limit. In force at once. Raises UserError if the kernel
     refuses, as it does for more than a parent group may use."""
-    quota_us = None if share is None else round(share * _PERIOD_US)
+    period_us = _PERIOD_US if share is None else max(_PERIOD_US, math.ceil(_LEAST_QUOTA_US / share))
+    quota_us = None if share is None else round(share * period_us)
     try:
         if (folder / "cpu.cfs_quota_us").exists():  # version 1
-            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-            (folder / "cpu.cfs_quota_us").write_text(str(-1 if quota_us is None else quota_us))
+            # Without a limit first: of a new period and the old quota the kernel may refuse the share.
+            (folder / "cpu.cfs_quota_us").write_text("-1")
+            (folder / "cpu.cfs_period_us").write_text(str(period_us))
+            if quota_us is not None:
+                (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
         else:
-            (folder / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {_PERIOD_US}")
+            (folder / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {period_us}")
     except OSError as error:
         raise UserError(f"the kernel refuses a share of {share} of a core for {folder}: {error.strerror}") from None
 

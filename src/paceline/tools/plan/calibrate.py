@@ -39,11 +39,10 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
     Collective; one host."""
     settings = resolve(config, config.data.tokenizer_vocab, world.facts)
     cases = [_Case(world, settings, depth, console) for depth in _DEPTHS]
-    for case in cases:
-        case.once()  # allocates
-    first = [case.once() for case in cases]
-    # The same on all ranks, as these times are.
-    num_rounds = max(_LEAST_ROUNDS, round(seconds / sum(each.wall for each in first)))
+    allocating, first = ([case.once() for case in cases] for _ in range(2))
+    # The same on all ranks, as these times are. Of two, since one may have been interrupted.
+    round_s = min(sum(each.wall for each in found) for found in (allocating, first))
+    num_rounds = max(_LEAST_ROUNDS, round(seconds / round_s))
     # The models in turn: a machine's speed drifts.
     rounds = [first, *([case.once() for case in cases] for _ in range(num_rounds))]
     blocks, ends = _divided(*map(_medians, zip(*rounds, strict=True)))
