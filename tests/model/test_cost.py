@@ -8,7 +8,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.model.config import ModelConfig
-from paceline.model.cost import activation_bytes, flops_per_token, loss_bytes, loss_bytes_cpu, num_parameters
+from paceline.model.cost import (
+    activation_bytes,
+    flops_per_token,
+    loss_bytes,
+    loss_bytes_cpu,
+    num_parameters,
+    parameter_sizes,
+)
 from paceline.model.gpt import build
 
 SHAPES = [
@@ -33,6 +40,14 @@ def test_parameters_are_those_of_the_model(config: ModelConfig) -> None:
     assert counted.non_embedding == sum(size for name, size in sizes.items() if not name.startswith("embed_"))
     matrices = sum(size for name, size in sizes.items() if name.endswith("proj.weight"))
     assert counted.matmul == matrices + config.vocab_size * config.n_embd
+
+
+@pytest.mark.parametrize("config", [*VARIANTS, replace(VARIANTS[0], embed_mix=3)], ids=str)
+def test_sizes_are_those_of_the_models_parameters_in_their_order(config: ModelConfig) -> None:
+    """Backward finishes their gradients in the reverse of it, from which `plan` cuts buckets."""
+    sizes = parameter_sizes(config)
+    in_order = (*sizes.embed, *config.n_layer * sizes.block, *sizes.head)
+    assert in_order == tuple(parameter.numel() for parameter in build(config, 0, "cpu").parameters())
 
 
 def test_gpt2_small_has_its_known_size() -> None:

@@ -20,15 +20,15 @@ from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 from paceline.world.device import (
     DeviceClock,
-    Peak,
     choose_device,
     choose_dtype,
     choose_threads,
-    gpu_peak,
+    own_facts,
     peak_flops,
 )
-from paceline.world.facts import gather_facts, own_facts, warn_of_idle_gpus
+from paceline.world.facts import gather_facts, warn_of_idle_gpus
 from paceline.world.group import LocalGroup
+from paceline.world.peaks import Peak, gpu_peak
 
 CPU = torch.device("cpu")
 
@@ -145,9 +145,9 @@ UNKNOWN_GPUS = (
 
 @pytest.mark.parametrize(("name", "half", "single"), GPUS, ids=lambda value: str(value))
 def test_a_gpus_peak_is_that_of_its_data_sheet(name: str, half: float, single: float) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in ("bfloat16", "float16"):
         assert gpu_peak(name, dtype).flops_per_s == pytest.approx(half * 1e12)
-    peak = gpu_peak(name, torch.float32)
+    peak = gpu_peak(name, "float32")
     assert peak.flops_per_s == pytest.approx(single * 1e12)
     assert name in peak.source
     assert "without TF32" in peak.source
@@ -156,7 +156,7 @@ def test_a_gpus_peak_is_that_of_its_data_sheet(name: str, half: float, single: f
 
 @pytest.mark.parametrize("name", UNKNOWN_GPUS)
 def test_a_part_of_a_name_is_no_peak(name: str) -> None:
-    peak = gpu_peak(name, torch.bfloat16)
+    peak = gpu_peak(name, "bfloat16")
     assert peak == Peak(None, f"{name} is not in the table of peaks")
 
 

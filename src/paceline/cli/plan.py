@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
         at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
         return _calibrate(arguments, list(variants.values()), sorted(at_once))
     from paceline.record.console import Console
-    from paceline.tools.plan.band import write_plot  # imports torch: seconds
+    from paceline.tools.plan.band import write_plot
     from paceline.tools.plan.show import as_json, ranked, show
 
     bands, refused = _planned(_clusters(parsed, counts), variants)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from paceline.base.errors import UserError
 
+FLOAT8_MULTIPLE = 16  # of all sizes in a float8 product
 _HIDDEN_MULTIPLE = 64  # llama's MLP width is rounded up to this, which suits matrix kernels
 
 

@@ -20,26 +20,46 @@ class Parameters:
     matmul: int  # those that each token is multiplied with: the linear layers and the head, tied or not
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Numbers of elements of each parameter, by part of the model, in the order of `GPT.named_parameters()`."""
+
+    embed: tuple[int, ...]
+    block: tuple[int, ...]
+    head: tuple[int, ...]  # with the last norm
+
+
+@cache
+def parameter_sizes(config: ModelConfig) -> Sizes:
+    """Returns the sizes for a config with resolved n_positions and vocab_size."""
+    width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
+    llama, embedding = config.arch == "llama", config.vocab_size * config.n_embd
+    norm = (width, width) if config.bias else (width,)
+
+    def linear(num_outputs: int, num_inputs: int) -> tuple[int, ...]:
+        return (num_outputs * num_inputs, *((num_outputs,) if config.bias else ()))
+
+    attention = (*linear(width, width), *linear(kv_width, width), *linear(kv_width, width), *linear(width, width))
+    qk_norms = (config.head_dim, config.head_dim) if config.qk_norm else ()
+    mlp = (*((hidden * width,) if llama else ()), *linear(hidden, width), *linear(width, hidden))
+    positions = () if llama else (config.n_positions * width,)
+    return Sizes(
+        embed=(embedding, *positions, *((config.embed_mix * width,) if config.embed_mix else ())),
+        block=(*norm, *attention, *qk_norms, *norm, *mlp),
+        head=norm if config.tied else (*norm, embedding),
+    )
+
+
 @cache
 def num_parameters(config: ModelConfig) -> Parameters:
     """Returns the counts for a config with resolved n_positions and vocab_size."""
-    width, kv_width, hidden = config.n_embd, config.num_kv_heads * config.head_dim, config.hidden
-    llama = config.arch == "llama"
-    attention = 2 * width * width + 2 * width * kv_width
-    mlp = (3 if llama else 2) * width * hidden
-    biases = (2 * width + 2 * kv_width) + (hidden + width) if config.bias else 0
-    norm = width * (2 if config.bias else 1)
-    qk_norms = 2 * config.head_dim if config.qk_norm else 0
-    blocks = config.n_layer * (attention + mlp + biases + 2 * norm + qk_norms)
-
-    embedding = config.vocab_size * width
-    positions = config.embed_mix * width + (0 if llama else config.n_positions * width)
-    head = 0 if config.tied else embedding
-    non_embedding = blocks + norm + head
+    width, kv_width, sizes = config.n_embd, config.num_kv_heads * config.head_dim, parameter_sizes(config)
+    non_embedding = config.n_layer * sum(sizes.block) + sum(sizes.head)
+    products = 2 * width * width + 2 * width * kv_width + (3 if config.arch == "llama" else 2) * width * config.hidden
     return Parameters(
-        total=non_embedding + embedding + positions,
+        total=sum(sizes.embed) + non_embedding,
         non_embedding=non_embedding,
-        matmul=config.n_layer * (attention + mlp) + embedding,  # the head's product has the embedding's size
+        matmul=config.n_layer * products + config.vocab_size * width,  # the head's product has the embedding's size
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of all sizes in a float8 product
 
 
 class _Product(torch.autograd.Function):

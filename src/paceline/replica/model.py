@@ -14,10 +14,11 @@ from paceline.replica.gradients import Gradients
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
 from paceline.sync.buckets import release
-from paceline.sync.make import check_strategy, make_strategy
+from paceline.sync.make import make_strategy
 from paceline.sync.replicas import broadcast_parameters
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
+from paceline.world.facts import check_strategy
 from paceline.world.runtime import World
 
 
@@ -89,6 +90,7 @@ class ReplicatedModel:
         return len(self.world.calls.replicas) == 1
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Returns the autocast context of the loop over micro-batches, in the replica's `dtype`."""
         if self._dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, self._dtype, enabled=enabled)

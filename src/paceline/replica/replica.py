@@ -210,10 +210,6 @@ class Replica(ReplicatedModel):
         """Restores the random generators at the end: for an evaluation or a sample during training."""
         return generators.aside(self.world.device)
 
-    def precision(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Returns the autocast context of the loop over micro-batches, in the replica's `dtype`."""
-        return self.autocast(enabled)
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns all weights and buffers by their plain names, unsharded; tied ones by each name. Collective with fsdp
         and `read_as`; otherwise rank 0 may call it alone."""

@@ -1,4 +1,4 @@
-"""Makes the strategy that a config names, and refuses one that the ranks' processors cannot use together."""
+"""Makes the strategy that a config names."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -13,38 +13,8 @@ from paceline.sync.local import LocalSync
 from paceline.sync.naive import NaiveSync
 from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
-from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
-from paceline.world.facts import RankFacts, unequal_kinds
+from paceline.world.config import ParallelConfig
 from paceline.world.group import DistributedGroup, Group
-
-
-def check_strategy(strategy: str, facts: Sequence[RankFacts], wire: str = "exact") -> None:
-    """Raises UserError on all ranks if processors with these facts cannot use the strategy, or the wire, together."""
-    if wire != "exact" and facts[0].backend == "nccl":
-        raise UserError(
-            f"parallel.wire is {wire}, and NCCL adds gradients as they are: use --parallel.wire exact, or "
-            "--parallel.backend gloo where the network is slow",
-            reach="world",
-        )
-    kinds = unequal_kinds(facts)
-    if strategy in ("ddp", "naive", "hsdp") and kinds:
-        raise UserError(
-            f"with strategy {strategy} several ranks make the same update, and unequal processors round it "
-            f"differently: {kinds}. Use --parallel.strategy zero (in a script: strategy='zero'), where each weight is "
-            "updated on one rank and sent to the others",
-            reach="world",
-        )
-    if strategy in SHARDS_WEIGHTS and sends_gpu_memory_by_gloo(facts):
-        raise UserError(
-            f"strategy {strategy} sends a GPU's memory, which backend gloo cannot: use --parallel.strategy zero, or "
-            "nccl with GPUs on all ranks",
-            reach="world",
-        )
-
-
-def sends_gpu_memory_by_gloo(facts: Sequence[RankFacts]) -> bool:
-    """Whether a GPU's tensors pass through host memory, where torch's own collectives of `fsdp` do not find them."""
-    return facts[0].backend == "gloo" and any(each.device == "cuda" for each in facts)
 
 
 def make_strategy(

@@ -17,8 +17,9 @@ from paceline.record.console import Console, facts, table
 from paceline.sync.wire import wire_bits
 from paceline.train.data import TrainingData
 from paceline.train.resolve import Settings
-from paceline.world.device import Peak
+from paceline.world.device import product_dtype
 from paceline.world.facts import RankFacts
+from paceline.world.peaks import Peak
 from paceline.world.runtime import World
 
 _HOST_COLUMNS = ["host", "ranks", "device", "processor", "instructions", "rounding", "threads", "free a rank", "dtype"]
@@ -103,7 +104,7 @@ def _data_text(data: TrainingData, device: torch.device, settings: Settings) -> 
     config = settings.config
     if not config.data.mask_documents:
         return text
-    is_skipped = attends_by_document(device, settings.dtype, config.model.head_dim)
+    is_skipped = attends_by_document(device, product_dtype(config.train.dtype), config.model.head_dim)
     return f"{text}; attention stays inside documents, by {'flash attention of each' if is_skipped else 'a mask'}"
 
 
@@ -132,7 +133,7 @@ def _link(world: World, settings: Settings) -> dict[str, str]:
     parallel, hosts = settings.config.parallel, len({each.host for each in world.facts})
     if hosts == 1:
         return {}
-    counts, bits = cost.num_parameters(settings.config.model), 8 * settings.dtype.itemsize
+    counts, bits = cost.num_parameters(settings.config.model), 8 * settings.item_bytes
     rounds, per_host = parallel.sync_every or 1, world.world_size / hosts
     passes = settings.plan.passes
     sent = wire_bits(

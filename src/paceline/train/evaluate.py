@@ -12,6 +12,7 @@ from paceline.model.generate import generate
 from paceline.model.gpt import build
 from paceline.record.rows import EvalRow
 from paceline.train.meet import Setup
+from paceline.world.device import product_dtype
 
 _SAY_EVERY_S = 10.0  # before the first line of progress; doubled after each
 _VOTE_EVERY = 4  # forward passes, about a second on a busy device
@@ -92,7 +93,7 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     # A fresh model, because compiled blocks would be compiled again for each length.
     model = build(config.model, config.train.seed, setup.world.device)
     model.load_state_dict(on_host)
-    model.compute_dtype = setup.settings.dtype
+    model.compute_dtype = product_dtype(setup.config.train.dtype)
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = generate(
         model.eval(), start, config.train.sample_tokens, temperature=_SAMPLE_TEMPERATURE, top_k=50, generator=generator

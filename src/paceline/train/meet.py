@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.base import faults
 from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.status import record_status
@@ -15,6 +17,7 @@ from paceline.config import Config, flatten, from_toml, to_toml, with_size_of
 from paceline.data.blend import Blend
 from paceline.data.cache import cache_dir
 from paceline.data.loader import FixedBatches, Loader
+from paceline.model import cost
 from paceline.model.gpt import build
 from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
@@ -31,13 +34,14 @@ from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
-from paceline.train.resolve import Settings, chosen_dtype, product_dtype, resolve
-from paceline.train.size import training_flops_per_s
+from paceline.train.resolve import Settings, chosen_dtype, resolve
 from paceline.world.config import SHARDS_WEIGHTS
-from paceline.world.device import peak_flops, use_deterministic_kernels
+from paceline.world.device import DeviceClock, peak_flops, product_dtype, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
+
+_TIMED_MS, _MOST_SEQUENCES = 50.0, 1024  # a smaller micro-batch does not occupy a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     peak = peak_flops(world.device, dtype, kept_in=cache_dir())
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
-    speed = training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0
+    speed = _training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0
     settings = resolve(wanted, vocab_size, world.facts, speed)
     config = settings.config
     if config.train.deterministic:
@@ -216,7 +220,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
     assert strategy != "auto"
     # An fsdp model may not fit on the device: it is made on the host and moved block by block.
     model = build(config.model, config.train.seed, "cpu" if strategy in SHARDS_WEIGHTS else world.device)
-    model.compute_dtype = settings.dtype
+    model.compute_dtype = product_dtype(config.train.dtype)
     model.checkpoint_blocks = config.train.activation_checkpoint
     if config.train.init_from and is_new:
         for problem in load_initial(model, Path(config.train.init_from), world.group, world.device):
@@ -230,7 +234,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         model.named_parameters(),
         lr=settings.lr,
         weight_decay=settings.weight_decay,
-        compute_dtype=settings.dtype,
+        compute_dtype=model.compute_dtype,
     )
     # With zero each waits for its own weights; fsdp gathers the ends with the embeddings.
     blocks = [*model.layers, *(model.ends() if strategy == "zero" else [])]
@@ -246,7 +250,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         sync_every=config.parallel.sync_every,
         rounded_gradients=model.rounded_gradients(),
     )
-    replica.scaler = LossScaler.for_dtype(settings.dtype)  # the model casts its own products
+    replica.scaler = LossScaler.for_dtype(model.compute_dtype)  # the model casts its own products
     return replica
 
 
@@ -279,3 +283,25 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
     if differences:
         text = ". ".join(differences)
         raise UserError(f"ranks differ, and would train different models: {text}. Make them equal", reach="world")
+
+
+def _training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, world: World) -> float:
+    """Returns the FLOP/s that all ranks reach together in forward and backward of the given shape. A peak says little
+    of it: training reaches 43% of AVX2's and 9% of AMX's (docs/LOG.md). Collective."""
+    length, vocab_size = config.data.seq_len, config.model.vocab_size or vocab_size
+    model_config = replace(config.model, vocab_size=vocab_size, n_positions=length)
+    model = build(model_config, 0, world.device)
+    model.compute_dtype = dtype
+    clock, num_sequences, rates = DeviceClock(world.device), 4, list[float]()
+    while len(rates) < 3:  # the first is slow
+        tokens = (torch.arange(num_sequences * length, device=world.device) % vocab_size).view(num_sequences, -1)
+        start = clock.stamp()
+        (model(tokens, tokens) / tokens.numel()).backward()
+        end = clock.stamp()
+        clock.finish()
+        if clock.ms(start, end) < _TIMED_MS and num_sequences < _MOST_SEQUENCES:
+            num_sequences *= 2
+        else:
+            rates.append(1e3 * tokens.numel() / clock.ms(start, end))
+    flops_per_s = max(rates) * cost.flops_per_token(model_config, length)
+    return sum(row[0] for row in world.group.share([flops_per_s]))

@@ -1,21 +1,18 @@
-"""All automatic choices of a run, each with the flag that overrides it."""
+"""All automatic choices of a run, each with the flag that overrides it. Imports no torch: `plan` answers at once."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from paceline.base import units
 from paceline.base.errors import RunError, UserError
 from paceline.config import Config
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
-from paceline.model.float8 import MULTIPLE
+from paceline.model.config import FLOAT8_MULTIPLE
 from paceline.optim.config import require_some_left, scaled_with_batch
-from paceline.sync.make import check_strategy, sends_gpu_memory_by_gloo
 from paceline.train.size import sized
-from paceline.world.facts import RankFacts, unequal_kinds
+from paceline.world.facts import RankFacts, check_strategy, sends_gpu_memory_by_gloo, unequal_kinds
 
 _CPU_MICRO_BATCH_TOKENS = 4096  # keeps a CPU busy; more gain nothing
 _LARGE_VOCAB, _VOCAB_MULTIPLE = 8192, 64
@@ -41,8 +38,9 @@ class Settings:
     choices: tuple[Choice, ...]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return product_dtype(self.config.train.dtype)
+    def item_bytes(self) -> int:
+        """Of a number that a matrix product gives."""
+        return item_bytes(self.config.train.dtype)
 
     @property
     def tokens_per_step(self) -> int:
@@ -103,10 +101,9 @@ def _vocab_size(of_data: int, choices: list[Choice]) -> int:
     return size
 
 
-def product_dtype(name: str) -> torch.dtype:
-    """The dtype of what matrix products give; theirs, unless that is float8."""
-    found: torch.dtype = getattr(torch, name.replace("float8", "bfloat16"))
-    return found
+def item_bytes(name: str) -> int:
+    """Bytes of a number that a product of matrices of this dtype gives; float8's are bfloat16."""
+    return 4 if name == "float32" else 2
 
 
 def _check_float8(config: Config, facts: Sequence[RankFacts]) -> None:
@@ -120,9 +117,10 @@ def _check_float8(config: Config, facts: Sequence[RankFacts]) -> None:
     sizes = {"model.n-embd": model.n_embd, "the MLP's width": model.hidden, "data.seq-len": config.data.seq_len}
     sizes["the width of all keys"] = model.num_kv_heads * model.head_dim
     for name, size in sizes.items():
-        if size % MULTIPLE:
+        if size % FLOAT8_MULTIPLE:
             raise UserError(
-                f"train.dtype is float8, whose products need multiples of {MULTIPLE}, and {name} is {size}; {advice}",
+                f"train.dtype is float8, whose products need multiples of {FLOAT8_MULTIPLE}, and {name} is {size}; "
+                f"{advice}",
                 reach="world",
             )
 
@@ -239,7 +237,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
-    itemsize = product_dtype(config.train.dtype).itemsize
+    itemsize = item_bytes(config.train.dtype)
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
     return rank.free_bytes * _MEMORY_SHARE - state - loss
@@ -259,7 +257,7 @@ def sequence_bytes(config: Config, rank: RankFacts) -> float:
     return seq_len * cost.activation_bytes(
         config.model,
         seq_len,
-        compute_bytes=product_dtype(config.train.dtype).itemsize,
+        compute_bytes=item_bytes(config.train.dtype),
         checkpoint=train.activation_checkpoint,
         keeps_scores=rank.device == "cpu" and train.dtype == "bfloat16",
     )

@@ -3,42 +3,14 @@
 import math
 from dataclasses import replace
 
-import torch
-
 from paceline.base import units
 from paceline.config import Config
 from paceline.model import cost
-from paceline.model.gpt import build
-from paceline.world.device import DeviceClock
-from paceline.world.runtime import World
 
-_TIMED_MS, _MOST_SEQUENCES = 50.0, 1024  # a smaller micro-batch does not occupy a GPU
 _HEAD_WIDTH = 64
 # Set by a few runs (docs/LOG.md, 2026-11-23):
 _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
-
-
-def training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, world: World) -> float:
-    """Returns the FLOP/s that all ranks reach together in forward and backward of the given shape. A peak says little
-    of it: training reaches 43% of AVX2's and 9% of AMX's (docs/LOG.md). Collective."""
-    length, vocab_size = config.data.seq_len, config.model.vocab_size or vocab_size
-    model_config = replace(config.model, vocab_size=vocab_size, n_positions=length)
-    model = build(model_config, 0, world.device)
-    model.compute_dtype = dtype
-    clock, num_sequences, rates = DeviceClock(world.device), 4, list[float]()
-    while len(rates) < 3:  # the first is slow
-        tokens = (torch.arange(num_sequences * length, device=world.device) % vocab_size).view(num_sequences, -1)
-        start = clock.stamp()
-        (model(tokens, tokens) / tokens.numel()).backward()
-        end = clock.stamp()
-        clock.finish()
-        if clock.ms(start, end) < _TIMED_MS and num_sequences < _MOST_SEQUENCES:
-            num_sequences *= 2
-        else:
-            rates.append(1e3 * tokens.numel() / clock.ms(start, end))
-    flops_per_s = max(rates) * cost.flops_per_token(model_config, length)
-    return sum(row[0] for row in world.group.share([flops_per_s]))
 
 
 def sized(config: Config, vocab_size: int, flops_per_s: float, num_ranks: int) -> tuple[Config, str, str]:

@@ -8,12 +8,10 @@ import itertools
 import json
 import math
 import os
-import re
 import socket
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -21,44 +19,10 @@ import torch
 
 from paceline.base.cores import cpu_name, is_amd
 from paceline.base.errors import UserError
-from paceline.world.cores import usable_cores
+from paceline.world.cores import free_memory, usable_cores
+from paceline.world.facts import RankFacts
+from paceline.world.peaks import Peak, gpu_peak
 
-# Dense peaks in TFLOP/s from the vendors' data sheets: bfloat16 and float16 with float32 accumulation, then float32
-# outside the tensor cores (TF32 is off). The first entry whose words are all in the device's name is used. If the name
-# does not tell the form factor, it is SXM's peak.
-_GPU_PEAKS = (
-    ("GB200", 2500.0, 80.0),
-    ("B200", 2250.0, 75.0),
-    ("GH200", 989.0, 67.0),
-    ("H200 NVL", 835.0, 60.0),
-    ("H200", 989.0, 67.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100 NVL", 835.0, 60.0),
-    ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("A40", 149.7, 37.4),
-    ("A30", 165.0, 10.3),
-    ("A10G", 70.0, 35.0),
-    ("A10", 125.0, 31.2),
-    ("A6000", 154.8, 38.7),
-    ("A5000", 111.1, 27.8),
-    ("A4000", 76.7, 19.2),
-    ("6000 Ada", 364.2, 91.1),
-    ("L40S", 362.0, 91.6),
-    ("L40", 181.0, 90.5),
-    ("L4", 121.0, 30.3),
-    ("V100 PCIe", 112.0, 14.0),
-    ("V100", 125.0, 15.7),
-    ("T4", 65.0, 8.1),
-    ("RTX 5090", 209.5, 104.8),
-    ("RTX 4090", 165.2, 82.6),
-    ("RTX 4080", 97.5, 48.7),
-    ("RTX 4070", 58.3, 29.1),
-    ("RTX 3090", 71.0, 35.6),
-    ("RTX 3080", 59.5, 29.8),
-)
-# Variants with the same number and another speed; MIG is a part of a GPU.
-_OTHER_PARTS = frozenset(("ti", "super", "d", "laptop", "mobile", "max", "mig"))
 # Time to measure a CPU's peak: at the first start on a machine, and at later ones.
 _BUDGET_S, _KNOWN_BUDGET_S = 0.3, 0.03
 
@@ -142,12 +106,51 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float16, "macOS before 14 has no bfloat16 on Apple GPUs; float16 with a loss scaler"
 
 
+def product_dtype(name: str) -> torch.dtype:
+    """The dtype of what matrix products give; theirs, unless that is float8."""
+    found: torch.dtype = getattr(torch, name.replace("float8", "bfloat16"))
+    return found
+
+
 def why_no_float8(device: torch.device) -> str:
     """Returns why this device has no float8 products; empty if it has."""
     if device.type != "cuda":
         return f"{device.type} has no float8 units"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 units; 8.9 has"
+
+
+def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
+    """Returns this rank's facts. threads: their number, and why."""
+    is_cuda = device.type == "cuda"
+    dtype, dtype_reason = choose_dtype("auto", device)
+    return RankFacts(
+        host=socket.gethostname(),
+        device=device.type,
+        backend=backend,
+        processor=torch.cuda.get_device_name(device) if is_cuda else cpu_name(),
+        instructions=f"CUDA {torch.version.cuda}" if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        rounding=_rounding() if device.type == "cpu" else "",
+        threads=threads[0],
+        threads_reason=threads[1],
+        free_bytes=float(torch.cuda.mem_get_info(device)[0]) if is_cuda else free_memory() / local_world_size,
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_reason=dtype_reason,
+        num_gpus=count_gpus(),
+        why_no_float8=why_no_float8(device),
+    )
+
+
+def _rounding() -> str:
+    """Returns a digest of operations that optimizers use. It differs between vector units with and without fused
+    multiply-add, and between code paths of MKL and oneDNN, which choose them by vendor and model. The number of threads
+    does not change it."""
+    whole = torch.arange(1, 32769)
+    a, b = (whole * 7919 % 10007).float() / 9973, (whole * 104729 % 7919).float() / 7907 - 0.5
+    results = [a.sqrt(), a.exp(), a.lerp(b, 0.1), a.add(b, alpha=0.3), a.addcdiv(b, a + 1, value=0.3), b.norm()]
+    x, y = a.view(64, 512), b.view(512, 64)
+    flat = torch.cat([each.flatten() for each in (*results, x @ y, (x.bfloat16() @ y.bfloat16()).float())])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:6]
 
 
 @functools.cache
@@ -172,36 +175,17 @@ def is_faster_in_bfloat16() -> bool:
     return statistics.median(ratios) > 1.5
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The FLOP/s that MFU is relative to (None: unknown), and their origin."""
-
-    flops_per_s: float | None
-    source: str
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = None) -> Peak:
     """Returns the device's peak in this dtype: from a data sheet for known GPUs, measured on CPUs. Load makes it too
     low, so `kept_in` keeps this machine's best: the MFU of different runs is then comparable."""
+    short = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        return gpu_peak(torch.cuda.get_device_name(device), dtype)
+        return gpu_peak(torch.cuda.get_device_name(device), short)
     if device.type == "cpu":
-        short = str(dtype).removeprefix("torch.")
         if kept_in is None:
             return Peak(_measured_matmul(dtype), f"matmul measured here, {short}")
         return Peak(_best_so_far(kept_in / "peaks", dtype), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
-
-
-def gpu_peak(name: str, dtype: torch.dtype) -> Peak:
-    """Returns the peak of the GPU with this driver name."""
-    words = set(re.findall("[a-z0-9]+", name.lower()))
-    for entry, half, single in _GPU_PEAKS:
-        if words.issuperset(entry.lower().split()) and words.isdisjoint(_OTHER_PARTS):
-            if dtype == torch.float32:
-                return Peak(single * 1e12, f"{name}, {single:g} TFLOP/s by data sheet, float32 without TF32")
-            return Peak(half * 1e12, f"{name}, {half:g} TFLOP/s dense by data sheet")
-    return Peak(None, f"{name} is not in the table of peaks")
 
 
 def _best_so_far(folder: Path, dtype: torch.dtype) -> float:

@@ -1,19 +1,17 @@
-"""What each rank computes with. Ranks all-gather these facts once, when the world opens; every automatic choice is a
-function of them, so all ranks choose alike."""
+"""What each rank computes with, and what unequal ranks cannot do together. Ranks all-gather these facts once, when the
+world opens; every automatic choice is a function of them, so all ranks choose alike. Needs no torch."""
 
-import hashlib
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.base import units
-from paceline.base.cores import cpu_name
+from paceline.base.errors import UserError
 from paceline.base.units import listed
-from paceline.world.cores import free_memory
-from paceline.world.device import choose_dtype, count_gpus, why_no_float8
-from paceline.world.group import Group
+from paceline.world.config import SHARDS_WEIGHTS
+
+if TYPE_CHECKING:
+    from paceline.world.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,30 +41,9 @@ class RankFacts:
         return f"{self.processor}, {self.instructions}"
 
 
-def gather_facts(group: Group, mine: RankFacts) -> tuple[RankFacts, ...]:
+def gather_facts(group: "Group", mine: RankFacts) -> tuple[RankFacts, ...]:
     """Returns every rank's facts, by rank. Collective."""
     return tuple(RankFacts(**facts) for facts in group.share_json(asdict(mine)))
-
-
-def own_facts(device: torch.device, backend: str, threads: tuple[int, str], local_world_size: int) -> RankFacts:
-    """Returns this rank's facts. threads: their number, and why."""
-    is_cuda = device.type == "cuda"
-    dtype, dtype_reason = choose_dtype("auto", device)
-    return RankFacts(
-        host=socket.gethostname(),
-        device=device.type,
-        backend=backend,
-        processor=torch.cuda.get_device_name(device) if is_cuda else cpu_name(),
-        instructions=f"CUDA {torch.version.cuda}" if is_cuda else torch.backends.cpu.get_cpu_capability(),
-        rounding=_rounding() if device.type == "cpu" else "",
-        threads=threads[0],
-        threads_reason=threads[1],
-        free_bytes=float(torch.cuda.mem_get_info(device)[0]) if is_cuda else free_memory() / local_world_size,
-        dtype=str(dtype).removeprefix("torch."),
-        dtype_reason=dtype_reason,
-        num_gpus=count_gpus(),
-        why_no_float8=why_no_float8(device),
-    )
 
 
 def warn_of_idle_gpus(facts: Sequence[RankFacts]) -> tuple[str, ...]:
@@ -92,13 +69,30 @@ def unequal_kinds(facts: Sequence[RankFacts]) -> str:
     )
 
 
-def _rounding() -> str:
-    """Returns a digest of operations that optimizers use. It differs between vector units with and without fused
-    multiply-add, and between code paths of MKL and oneDNN, which choose them by vendor and model. The number of threads
-    does not change it."""
-    whole = torch.arange(1, 32769)
-    a, b = (whole * 7919 % 10007).float() / 9973, (whole * 104729 % 7919).float() / 7907 - 0.5
-    results = [a.sqrt(), a.exp(), a.lerp(b, 0.1), a.add(b, alpha=0.3), a.addcdiv(b, a + 1, value=0.3), b.norm()]
-    x, y = a.view(64, 512), b.view(512, 64)
-    flat = torch.cat([each.flatten() for each in (*results, x @ y, (x.bfloat16() @ y.bfloat16()).float())])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:6]
+def check_strategy(strategy: str, facts: Sequence[RankFacts], wire: str = "exact") -> None:
+    """Raises UserError on all ranks if processors with these facts cannot use the strategy, or the wire, together."""
+    if wire != "exact" and facts[0].backend == "nccl":
+        raise UserError(
+            f"parallel.wire is {wire}, and NCCL adds gradients as they are: use --parallel.wire exact, or "
+            "--parallel.backend gloo where the network is slow",
+            reach="world",
+        )
+    kinds = unequal_kinds(facts)
+    if strategy in ("ddp", "naive", "hsdp") and kinds:
+        raise UserError(
+            f"with strategy {strategy} several ranks make the same update, and unequal processors round it "
+            f"differently: {kinds}. Use --parallel.strategy zero (in a script: strategy='zero'), where each weight is "
+            "updated on one rank and sent to the others",
+            reach="world",
+        )
+    if strategy in SHARDS_WEIGHTS and sends_gpu_memory_by_gloo(facts):
+        raise UserError(
+            f"strategy {strategy} sends a GPU's memory, which backend gloo cannot: use --parallel.strategy zero, or "
+            "nccl with GPUs on all ranks",
+            reach="world",
+        )
+
+
+def sends_gpu_memory_by_gloo(facts: Sequence[RankFacts]) -> bool:
+    """Whether a GPU's tensors pass through host memory, where torch's own collectives of `fsdp` do not find them."""
+    return facts[0].backend == "gloo" and any(each.device == "cuda" for each in facts)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -305,3 +306,11 @@ def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
 
 def test_without_failures_any_interval_only_costs_its_saves() -> None:
     assert Failures(between_s=math.inf, save_s=1, restart_s=0).goodput_frac(99) == 0.99
+
+
+def test_a_plan_for_other_machines_imports_no_torch(tmp_path: Path) -> None:
+    """Its import takes a second, half of the time that a plan may take."""
+    (tmp_path / "cluster.toml").write_text('device = "H100"\nhosts = 2\nranks_per_host = 8\nlink_gbit = 400\n')
+    words = ["plan", "--preset", "gpt2-124m", "--cluster", "cluster.toml", "--ranks", "1,16", "--explain"]
+    code = f"import sys; from paceline.cli.main import main; sys.exit(main({words}) or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -8,7 +8,7 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.tools.plan import work
 from paceline.tools.plan.schedule import Job, Stage
 from paceline.train.resolve import Settings, resolve
-from paceline.world.device import DeviceClock
+from paceline.world.device import DeviceClock, product_dtype
 from paceline.world.runtime import World
 
 _ROUNDS = 3  # the fastest counts
@@ -19,7 +19,7 @@ def measured_job(world: World, config: Config, compute_ms: float, latency_s: flo
     given; 0: one micro-batch and an update are measured. Collective."""
     settings = resolve(config, config.data.tokenizer_vocab, world.facts)
     model = build(settings.config.model, 0, world.device)
-    model.compute_dtype = settings.dtype
+    model.compute_dtype = product_dtype(settings.config.train.dtype)
     num_micro_batches = max(settings.plan.num_micro_batches(rank) for rank in range(world.world_size))
     if compute_ms:
         once_s = compute_ms / 1e3 / num_micro_batches
@@ -36,7 +36,7 @@ def measured_job(world: World, config: Config, compute_ms: float, latency_s: flo
         num_hosts=num_hosts if num_hosts > 1 else world.world_size,
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
-        compute_bits=8 * settings.dtype.itemsize,
+        compute_bits=8 * settings.item_bytes,
     )
 
 
@@ -48,7 +48,7 @@ def _fastest(model: GPT, settings: Settings, device: torch.device) -> list[float
         model.named_parameters(),
         lr=settings.lr,
         weight_decay=settings.weight_decay,
-        compute_dtype=settings.dtype,
+        compute_dtype=model.compute_dtype,
     )
     clock = DeviceClock(device)
     rounds = []

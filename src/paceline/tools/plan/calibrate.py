@@ -23,7 +23,7 @@ from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
 from paceline.world.config import SHARDS_WEIGHTS
-from paceline.world.device import peak_flops
+from paceline.world.device import peak_flops, product_dtype
 from paceline.world.group import Group
 from paceline.world.runtime import World
 
@@ -50,13 +50,14 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
     halves = [statistics.median(walls[number::2]) for number in range(2)]
     latency_s, bytes_per_s = link(world.group, world.world_size)
     arch, optimizer, num_tokens = settings.config.model.arch, settings.config.optim.name, cases[0].num_tokens
+    dtype = product_dtype(settings.config.train.dtype)
     is_divided = settings.config.parallel.strategy in ("zero", *SHARDS_WEIGHTS)
     num_shards = world.world_size if is_divided else 1
     return Device(
         name=cpu_name(),
         kind="cpu",
-        dtype=str(settings.dtype).removeprefix("torch."),
-        peak_flops_per_s=peak_flops(world.device, settings.dtype, kept_in=cache_dir()).flops_per_s or 0.0,
+        dtype=str(dtype).removeprefix("torch."),
+        peak_flops_per_s=peak_flops(world.device, dtype, kept_in=cache_dir()).flops_per_s or 0.0,
         memory_bytes=world.facts[0].free_bytes,
         forward={arch: {"block tokens": blocks.forward / num_tokens, "head tokens": ends.forward / num_tokens}},
         backward={arch: {"block tokens": blocks.backward / num_tokens, "embed tokens": ends.backward / num_tokens}},

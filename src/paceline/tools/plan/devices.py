@@ -13,16 +13,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from paceline.base.cores import cpu_name
 from paceline.base.errors import UserError, nearest
 from paceline.base.files import replace as replace_file
 from paceline.config import Config
-from paceline.data.cache import cache_dir
 from paceline.tools.plan.work import Rates
 from paceline.world.cores import usable_cores
-from paceline.world.device import choose_dtype, gpu_peak
+from paceline.world.peaks import gpu_peak
 
 THIS = "this"  # the machine that plans
 PAYLOAD_FRAC = 0.957  # of a link's bits: the rest is headers of Ethernet, IP and TCP
@@ -92,7 +89,7 @@ def gpu(name: str, *, compiled: bool) -> Device:
             f"and {THIS}: this machine, after the same command with --calibrate"
         )
     facts, share = _table()[name], _table()["efficiency"]
-    peak = gpu_peak(name.replace("-", " "), torch.bfloat16).flops_per_s
+    peak = gpu_peak(name.replace("-", " "), "bfloat16").flops_per_s
     assert peak is not None
     byte_s = 1 / (share["memory"] * 1e9 * facts["bandwidth_gb_s"])
     moved = 1.0 if compiled else share["eager_bytes"]
@@ -156,6 +153,11 @@ class Calibration:
 
 def _path(config: Config) -> Path:
     """The file of this machine and this config: its name has everything that was measured, but the number of blocks."""
+    import torch  # takes a second, and planning for other machines does without
+
+    from paceline.data.cache import cache_dir
+    from paceline.world.device import choose_dtype
+
     model, train = config.model, config.train
     facts = [socket.gethostname(), cpu_name(), torch.__version__, platform.machine(), str(usable_cores())]
     facts.append(torch.backends.cpu.get_cpu_capability())

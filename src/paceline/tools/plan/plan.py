@@ -160,11 +160,11 @@ def _with_auto_shares(settings: Settings, cluster: Cluster) -> BatchPlan:
 
 
 def shape_of(settings: Settings, device: Device) -> work.Shape:
-    is_half = settings.dtype.itemsize == 2
+    is_half = settings.item_bytes == 2
     return work.Shape(
         model=settings.config.model,
         seq_len=settings.config.data.seq_len,
-        compute_bytes=settings.dtype.itemsize,
+        compute_bytes=settings.item_bytes,
         keeps_scores=is_half and device.kind == "cpu",
         checkpoint=settings.config.train.activation_checkpoint,
     )
@@ -202,7 +202,7 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
         num_hosts=cluster.hosts if is_across and not is_ring else cluster.num_ranks,
         latency_s=cluster.latency_us * 1e-6 if is_across else device.inner_latency_s,
         bytes_per_s=cluster.link_gbit / 8 * 1e9 * device.outer_frac if is_across else device.inner_bytes_per_s,
-        compute_bits=8 * settings.dtype.itemsize,
+        compute_bits=8 * settings.item_bytes,
         inner_bytes_per_s=device.inner_bytes_per_s,
         exchange_s=None if exchange is None else exchange / slowest,
         is_across=is_across,

@@ -6,14 +6,9 @@ instead of maxima: a stage is a sequence of operations that each wait for arithm
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-
-import torch
 
 from paceline.model import cost
 from paceline.model.config import ModelConfig
-from paceline.model.gpt import GPT
-from paceline.sync.buckets import backward_order
 from paceline.tools.plan.schedule import Stage
 from paceline.train.resolve import Settings, fixed_bytes, sequence_bytes
 from paceline.world.config import SHARDS_WEIGHTS
@@ -113,24 +108,11 @@ def pass_times(shape: Shape, tokens: int, forward: Rates, backward: Rates) -> Pa
 
 
 def stages(model: ModelConfig, times: PassTimes) -> tuple[Stage, ...]:
-    made = []
-    for key, elements in _elements(model):
-        part = key if key in ("embed", "head") else "block"
-        made.append(Stage(times.forward[part], times.backward[part], elements, key == "embed"))
-    return tuple(made)
-
-
-@cache
-def _elements(model: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns each stage's parameters, counted in the order of backward. Needs no memory for the model."""
-    with torch.device("meta"):
-        members = backward_order(GPT(model))
-    found: dict[str, list[int]] = {"embed": [], **{f"layers.{i}": [] for i in range(model.n_layer)}, "head": []}
-    for name, parameter in members:
-        first, _, rest = name.partition(".")
-        key = f"layers.{rest.partition('.')[0]}" if first == "layers" else "embed" if "embed" in first else "head"
-        found[key].append(parameter.numel())
-    return tuple((key, tuple(counts)) for key, counts in found.items())
+    sizes = cost.parameter_sizes(model)
+    parts = [("embed", sizes.embed), *[("block", sizes.block)] * model.n_layer, ("head", sizes.head)]
+    return tuple(  # backward finishes a stage's last parameters first
+        Stage(times.forward[part], times.backward[part], elements[::-1], part == "embed") for part, elements in parts
+    )
 
 
 # ---- the update ----
@@ -215,7 +197,7 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
 
 def _temporaries_bytes(settings: Settings, rank: RankFacts, sequences: int) -> float:
     """Returns what the loss, or the backward pass of one block, needs beside what forward keeps."""
-    config, model, compute_bytes = settings.config, settings.config.model, settings.dtype.itemsize
+    config, model, compute_bytes = settings.config, settings.config.model, settings.item_bytes
     if rank.device == "cpu":
         tokens = sequences * config.data.seq_len
         gradients = 6 * model.n_embd + compute_bytes * model.hidden  # of the stream, also as computed; in the MLP
@@ -244,6 +226,6 @@ def _buffer_bytes(settings: Settings, rank: RankFacts, num_ranks: int, part: flo
         return total * (4 * part + 2 * bits / 8 * (1 - part) + excess)
     if rank.shares_memory and strategy in ("ddp", "zero") and parallel.wire == "exact":
         return 4 * total * (1 - 1 / num_ranks) * (2 if strategy == "zero" else 1)  # the other ranks', which it maps
-    if strategy == "zero" and settings.dtype.itemsize == 2:
+    if strategy == "zero" and settings.item_bytes == 2:
         return 4 * total * part + min(2 * total, 40 << 20)  # exact masters beside rounded weights; messages
     return 0.0
