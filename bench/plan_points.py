@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from paceline.base.status import environment_of_one
 from paceline.cli.start import find_world
@@ -28,7 +28,6 @@ from paceline.config import Config, from_toml, to_toml
 from paceline.model import cost
 from paceline.record.console import Console
 from paceline.tools.bench import runs
-from paceline.tools.lab.processors import set_share
 from paceline.tools.plan import calibrate as calibration
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
@@ -42,6 +41,7 @@ SEED = 2711
 MOST_STEPS, RUN_S, WARM_UP = 400, 12.0, 2
 LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 4.0, 3, 12  # some steps are cut in two by a change of turns
 TURNS = 4  # of a run, at least
+OTHER_LAYERS = 3  # no shape has so many
 QUOTA = 0.35  # of a core, of a slow host
 SHAPES = {"2x128": (2, 128, 4, 128), "4x256": (4, 256, 4, 256), "6x384": (6, 384, 6, 256)}  # and the sequence length
 GBIT = {"1gbit": 1.0, "300mbit": 0.3, "100mbit": 0.1}
@@ -81,8 +81,8 @@ class Point:
             hosts=2, ranks_per_host=self.ranks // 2, link_gbit=GBIT[self.link], latency_us=100, speeds=speeds
         )
 
-    def command(self, folder: Path) -> list[str]:
-        train = ["train", "--config", str(folder / "config.toml"), "--out", str(folder / "run")]
+    def command(self, config: Path) -> list[str]:
+        train = ["train", "--config", str(config), "--out", str(config.with_suffix(""))]
         if not self.link:
             return [*runs.PACELINE, *train, "--nproc", str(self.ranks)]
         lab = ["lab", "--hosts", "2", "--nproc", str(self.ranks // 2), "--rate", self.link]
@@ -96,7 +96,7 @@ def draw(count: int) -> Iterator[Point]:
         ranks = source.choice((1, 2, 4))
         link = source.choice(("", *GBIT)) if ranks > 1 else ""
         strategy, wire = source.choice((("ddp", "exact"), ("zero", "exact"), ("zero", "int8"), ("fsdp", "exact")))
-        slow = bool(link) and ranks == 2 and source.random() < 0.25
+        slow = bool(link) and ranks == 2 and source.random() < 0.5
         point = Point(
             shape=source.choice(tuple(SHAPES)),
             arch=source.choice(("gpt2", "llama")),
@@ -115,25 +115,24 @@ def draw(count: int) -> Iterator[Point]:
 class Frozen:
     """A command whose processes run only while it is thawed, by the kernel's freezer (cgroup v1)."""
 
-    def __init__(self, command: list[str], folder: Path, name: str, quota: float = 0.0):
-        """quota: of a core; 0: none."""
-        self._group, processor = (
-            Path("/sys/fs/cgroup", kind, f"paceline-{os.getpid()}-{name}") for kind in ("freezer", "cpu")
-        )
-        self._groups = [self._group, *([processor] if quota else [])]
-        for group in self._groups:
-            group.mkdir()
-        if quota:
-            set_share(processor, quota)
+    def __init__(self, command: list[str], folder: Path, name: str):
+        self._group = Path("/sys/fs/cgroup/freezer", f"paceline-{os.getpid()}-{name}")
+        self._group.mkdir()
         self._set("FROZEN")
         self._said = folder / f"{name}.said"
-        into = " ".join(f"echo $$ > {group}/cgroup.procs;" for group in reversed(self._groups))
-        enter = ["sh", "-c", f'{into} exec "$@"', "sh"]
+        enter = ["sh", "-c", f'echo $$ > {self._group}/cgroup.procs; exec "$@"', "sh"]
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
-                [*enter, *command], stdout=said, stderr=said, env=environment_of_one(os.environ), cwd=folder
+                [*enter, *command],
+                stdout=said,
+                stderr=said,
+                env={**environment_of_one(os.environ), "PACELINE_LAB": name},  # labs of one name would be in the way
+                cwd=folder,
             )
         self.peak_bytes = 0.0  # of its largest process, once it is over
+
+    def __enter__(self) -> Self:
+        return self
 
     def runs_for(self, seconds: float) -> bool:
         """Lets it run for so long, or to its end; returns whether it is over. Raises RuntimeError if it failed."""
@@ -150,7 +149,7 @@ class Frozen:
             self._set("FROZEN")
         return bool(self.peak_bytes)
 
-    def end(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Ends what is left of it."""
         self._set("THAWED")
         while processes := (self._group / "cgroup.procs").read_text().split():
@@ -160,8 +159,7 @@ class Frozen:
             with contextlib.suppress(ChildProcessError):
                 os.wait4(self._process.pid, os.WNOHANG)
             time.sleep(0.01)
-        for group in self._groups:
-            group.rmdir()
+        self._group.rmdir()
 
     def _set(self, state: str) -> None:
         (self._group / "freezer.state").write_text(state)
@@ -189,26 +187,15 @@ def calibrate(config: Config, num_hosts: int, seconds: float, found: Path) -> No
 class Calibration(Frozen):
     """A calibration by so many ranks at once."""
 
-    def __init__(
-        self,
-        config: Config,
-        num_ranks: int,
-        num_hosts: int,
-        seconds: float,
-        folder: Path,
-        name: str,
-        quota: float = 0.0,
-    ):
-        self._found = folder / f"{name}.json"
-        path = folder / f"{name}.toml"
+    def __init__(self, config: Config, num_ranks: int, num_hosts: int, seconds: float, folder: Path):
+        path, self._found = folder / "calibrated.toml", folder / "calibrated.json"
         path.write_text(to_toml(config))
         launcher = [sys.executable]
         if num_ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
         as_hosts = ["--calibrate-as-hosts", str(num_hosts if num_hosts < num_ranks else 1), "--config", str(path)]
         given = ["--out", str(self._found), "--for-s", str(seconds), *as_hosts]
-        command = [*launcher, str(Path(__file__).resolve()), *given]
-        super().__init__(command, folder, name, quota)
+        super().__init__([*launcher, str(Path(__file__).resolve()), *given], folder, "calibrated")
 
     def device(self) -> Device:
         return Device(**json.loads(self._found.read_text()))
@@ -221,26 +208,32 @@ def pass_rate(device: Device, config: Config) -> float:
     return sum(times.get(kind, 1) * seconds for kind, seconds in rates)
 
 
-def rarely_shared(alone: Device, together: Device) -> Device:
-    """Returns the device of two hosts of one machine, one of them with a quota: only for that share of the time do both
-    compute, and share caches and units."""
+def unequal(device: Device, config: Config, run: Path) -> tuple[Device, tuple[float, float]]:
+    """Returns the faster one of two unequal hosts and their speeds, by how fast both passed a model of another depth.
+    No rank alone shows it: they share a machine's units, and a quota of 0.35 is no speed of 0.35. config: the run's."""
+    rows = steady_rows(run)
+    passes_ms = [
+        statistics.median(row["rank_forward_ms"][rank] + row["rank_backward_ms"][rank] for row in rows)
+        for rank in (0, 1)
+    ]
+    tokens = config.train.global_batch_size * config.data.seq_len / 2  # of each rank
+    return device.slower(passes_ms[0] / 1e3 / tokens / pass_rate(device, config)), (1.0, passes_ms[0] / passes_ms[1])
 
-    def mixed(one: Any, other: Any) -> Any:
-        if isinstance(one, Mapping):
-            return {name: mixed(value, other[name]) for name, value in one.items()}
-        return (1 - QUOTA) * one + QUOTA * other
 
-    return replace(
-        together,
-        **{name: mixed(getattr(alone, name), getattr(together, name)) for name in ("forward", "backward", "update")},
-    )
+def steady_rows(run: Path) -> list[dict[str, Any]]:
+    """Returns a run's steps without the first ones, and without those that were frozen meanwhile."""
+    rows = runs.training_rows(run)[WARM_UP:]
+    middle = statistics.median(row["step_ms"] for row in rows)
+    return [row for row in rows if row["step_ms"] < 1.5 * middle]
 
 
 def guessed_s(point: Point, config: Config) -> tuple[float, float]:
     """Returns about how long a step takes, and a micro-batch of all ranks at once."""
     size = cost.num_parameters(replace(config.model, vocab_size=1024)).total
     passes_s = 6 * size * config.train.global_batch_size * config.data.seq_len / 4e11
-    link_s = 8 * size / (GBIT[point.link] * 1e9 / 8) if point.link else 0.0
+    sent = {"ddp": 4.0, "zero": 2.0, "fsdp": 2.0 + 2.0 * point.accumulation}[point.strategy]  # bytes of an element
+    sent = 0.5 if point.wire == "int8" else sent
+    link_s = sent * size / (GBIT[point.link] * 1e9 / 8) if point.link else 0.0
     return passes_s / (QUOTA if point.slow else 1.0) + link_s, passes_s / point.accumulation
 
 
@@ -253,36 +246,28 @@ def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
     run_s = max(RUN_S, TURNS * turn_s)
     config = config.replace("train", steps=min(MOST_STEPS, round(run_s / step_s)))
     calibrated = config.replace("parallel", shared_memory=not point.link)  # as between hosts
-    alone = calibrated.replace("parallel", threads=1)
+    trained = {"run": config, "other": config.replace("model", n_layer=OTHER_LAYERS)}
     with tempfile.TemporaryDirectory(prefix="paceline-points-") as scratch:
         folder = Path(scratch)
-        (folder / "config.toml").write_text(to_toml(config))
-        run = Frozen(point.command(folder), folder, "run")
-        together = Calibration(calibrated, point.ranks, cluster.hosts, run_s, folder, "together")
-        each_alone = [
-            Calibration(alone, 1, 1, run_s, folder, name, quota)
-            for name, quota in (("fast", 0.0), ("slow", QUOTA))
-            if point.slow
-        ]
-        going: list[Frozen] = [together, run, *each_alone]
+        files = [folder / f"{name}.toml" for name in trained][: 1 + point.slow]
+        for path in files:
+            path.write_text(to_toml(trained[path.stem]))
         with contextlib.ExitStack() as stack:
-            for each in going:
-                stack.callback(each.end)
+            together = stack.enter_context(Calibration(calibrated, point.ranks, cluster.hosts, run_s, folder))
+            run, *beside = [stack.enter_context(Frozen(point.command(path), folder, path.stem)) for path in files]
+            going = [together, run, *beside]
             while going:
                 going = [each for each in going if not each.runs_for(turn_s)]
-        steady = runs.training_rows(folder / "run")[WARM_UP:]
         device = together.device()
         if point.slow:
-            fast, slow = (each.device() for each in each_alone)
-            cluster = point.cluster((1.0, pass_rate(fast, config) / pass_rate(slow, config)))
-            device = rarely_shared(fast, device)
+            device, speeds = unequal(device, trained["other"], folder / "other")
+            cluster = point.cluster(speeds)
+        steady = steady_rows(folder / "run")
     return row_of(point, plan(config, cluster, device, vocab_size=1024), steady, run.peak_bytes - interpreter_bytes)
 
 
 def row_of(point: Point, found: Plan, steady: list[dict[str, Any]], peak: float) -> dict[str, Any]:
     """Returns predicted and measured. peak: bytes of the largest process, less the interpreter's."""
-    middle = statistics.median(row["step_ms"] for row in steady)
-    steady = [row for row in steady if row["step_ms"] < 1.5 * middle]  # others were frozen meanwhile
     step_ms = statistics.median(row["step_ms"] for row in steady)
     measured = {
         part: statistics.median(statistics.fmean(row[f"rank_{name}_ms"]) for row in steady)
@@ -321,9 +306,9 @@ def main() -> None:
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     points = [point for point in draw(given.points) if not (given.no_lab and point.link)]
     with tempfile.TemporaryDirectory() as scratch:
-        interpreter = Frozen([sys.executable, "-c", "import paceline.cli.start, torch"], Path(scratch), "interpreter")
-        interpreter.runs_for(60)
-        interpreter.end()
+        imports = [sys.executable, "-c", "import paceline.cli.start, torch"]
+        with Frozen(imports, Path(scratch), "interpreter") as interpreter:
+            interpreter.runs_for(60)
     begun = time.monotonic()
     for number in range(len(rows), len(points)):
         if time.monotonic() - begun > given.for_s:
