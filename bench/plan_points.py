@@ -40,7 +40,7 @@ from paceline.world.runtime import open_world
 SEED = 2711
 MOST_STEPS, RUN_S, WARM_UP = 400, 12.0, 2
 LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 4.0, 3, 12  # some steps are cut in two by a change of turns
-TURNS = 4  # of a run, at least
+TURNS, UNEQUAL_TURNS = 3, 8  # of a run, at least; a quota adds noise
 OTHER_LAYERS = 3  # no shape has so many
 QUOTA = 0.35  # of a core, of a slow host
 SHAPES = {"2x128": (2, 128, 4, 128), "4x256": (4, 256, 4, 256), "6x384": (6, 384, 6, 256)}  # and the sequence length
@@ -243,7 +243,7 @@ def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
     config, cluster = point.config(), point.cluster()
     step_s, pass_s = guessed_s(point, config)
     turn_s = max(LEAST_TURN_S, STEPS_IN_TURN * step_s, PASSES_IN_TURN * pass_s)
-    run_s = max(RUN_S, TURNS * turn_s)
+    run_s = max(RUN_S, (UNEQUAL_TURNS if point.slow else TURNS) * turn_s)
     config = config.replace("train", steps=min(MOST_STEPS, round(run_s / step_s)))
     calibrated = config.replace("parallel", shared_memory=not point.link)  # as between hosts
     trained = {"run": config, "other": config.replace("model", n_layer=OTHER_LAYERS)}

@@ -30,6 +30,7 @@ from paceline.world.runtime import World
 _DEPTHS = (1, 3)  # blocks of the two models
 _PASSES = (1, 3)  # micro-batches of the two kinds of steps
 _LEAST_ROUNDS, _ROUNDS_S = 4, 3.0
+_MOST_OF_QUICK = 1.5  # a round that took so many times as long as a quick one was interrupted, and does not count
 _MESSAGES = (16 << 10, 256 << 10, 2 << 20, 10 << 20)  # bytes of an all-reduce; the largest are those of buckets
 _STEP_S = 5e-4  # for reading data and writing records
 
@@ -41,12 +42,12 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
     cases = [_Case(world, settings, depth, console) for depth in _DEPTHS]
     allocating, first = ([case.once() for case in cases] for _ in range(2))
     # The same on all ranks, as these times are. Of two, since one may have been interrupted.
-    round_s = min(sum(each.wall for each in found) for found in (allocating, first))
+    round_s = min(map(_wall_s, (allocating, first)))
     num_rounds = max(_LEAST_ROUNDS, round(seconds / round_s))
     # The models in turn: a machine's speed drifts.
-    rounds = [first, *([case.once() for case in cases] for _ in range(num_rounds))]
+    rounds = _undisturbed([first, *([case.once() for case in cases] for _ in range(num_rounds))])
     blocks, ends = _divided(*map(_medians, zip(*rounds, strict=True)))
-    walls = [sum(each.wall for each in found) for found in rounds]
+    walls = list(map(_wall_s, rounds))
     halves = [statistics.median(walls[number::2]) for number in range(2)]
     latency_s, bytes_per_s = link(world.group, world.world_size)
     arch, optimizer, num_tokens = settings.config.model.arch, settings.config.optim.name, cases[0].num_tokens
@@ -98,6 +99,16 @@ class _Times(NamedTuple):
     update: float
     exchange: float  # the rest of a step: sums over ranks, coding, sending weights, waiting for the slowest
     wall: float  # of this measurement
+
+
+def _wall_s(found: Sequence[_Times]) -> float:
+    return sum(each.wall for each in found)
+
+
+def _undisturbed(rounds: list[list[_Times]]) -> list[list[_Times]]:
+    """Returns the rounds but those that were interrupted."""
+    most_s = _MOST_OF_QUICK * np.percentile(list(map(_wall_s, rounds)), 25)
+    return [found for found in rounds if _wall_s(found) <= most_s]
 
 
 def _medians(found: Sequence[_Times]) -> _Times:
