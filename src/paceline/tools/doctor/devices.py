@@ -10,7 +10,8 @@ import torch
 from paceline.base import units
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.tools.doctor.host import Place
-from paceline.world.device import choose_device, choose_dtype, choose_threads, own_facts, peak_flops
+from paceline.world.device import choose_device, choose_threads, own_facts, peak_flops, product_dtype
+from paceline.world.facts import RankFacts
 from paceline.world.peaks import gpu_peak
 
 _SIDE, _TIMED = 4096, 20  # the side of a GPU's timed matrices, and how many products of them
@@ -34,20 +35,19 @@ def products(place: Place) -> Iterator[Verdict]:
         facts = own_facts(device, backend, threads, place.num_ranks)
         place.notes["ranks"].append(dataclasses.asdict(facts))
         if device.type != "cpu" or local_rank == 0:  # a host's ranks have one CPU
-            yield from _product(place, device, facts.processor)
+            yield from _product(place, device, facts)
 
 
-def _product(place: Place, device: torch.device, processor: str) -> Iterator[Verdict]:
-    dtype, _ = choose_dtype("auto", device)
+def _product(place: Place, device: torch.device, facts: RankFacts) -> Iterator[Verdict]:
+    dtype, processor = product_dtype(facts.dtype), facts.processor
     if not is_right(device, dtype):
         yield failure(f"{device} ({processor}) multiplies wrongly", "use another device; this one is damaged")
         return
-    name = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        speed, peak = _gpu_flops(device, dtype), gpu_peak(processor, name).flops_per_s or 0.0
+        speed, peak = _gpu_flops(device, dtype), gpu_peak(processor, facts.dtype).flops_per_s or 0.0
     else:
         speed, peak = peak_flops(device, dtype).flops_per_s or 0.0, 0.0
-    seen = f"{device} ({processor}): {units.count(speed)}FLOP/s in {name}"
+    seen = f"{device} ({processor}): {units.count(speed)}FLOP/s in {facts.dtype}"
     place.notes["flops"][str(device)] = speed
     if 0.0 < speed < _LEAST_OF_PEAK * peak:
         yield warning(f"{seen}, of {units.count(peak)} by data sheet", "nvidia-smi -q -d PERFORMANCE shows why")

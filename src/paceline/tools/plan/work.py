@@ -147,7 +147,7 @@ def _polar_flops(matrix: tuple[int, int]) -> int:
 
 # What training loads and begins beside the interpreter and torch, and for messages to other ranks; torch's
 # `fully_shard`; the saver's thread, beside the chunk of a file that it reads back. On a GPU the driver's context.
-PROGRAM_BYTES, MESSAGING_BYTES, SHARDING_BYTES = {"cpu": 39e6, "cuda": 1.5e9}, 7e6, 72e6
+PROGRAM_BYTES, MESSAGING_BYTES, SHARDING_BYTES = {"cpu": 55e6, "cuda": 1.5e9}, 7e6, 72e6
 _SAVER_BYTES, _SAVER_CHUNK_BYTES = 8e6, 8 << 20
 # torch allocates CPU tensors aligned to 64 bytes. For that glibc looks for more bytes than it then uses, so a freed
 # tensor's hole is too small for the next one of its size (sourceware.org/bugzilla/14581), and the heap grows. As a
