@@ -67,6 +67,13 @@ def test_a_measured_exchange_is_added_where_ranks_do_not_wait_for_the_link() -> 
     assert step_s(replace(fast, inner_bytes_per_s=4e9), strategy="fsdp") == pytest.approx(2 + 0.25 + 0.3, abs=0.01)
 
 
+def test_a_shaped_link_sends_at_once_what_it_saved_up_before_each_of_fsdps_messages() -> None:
+    measured = replace(ONE, exchange_s=0.3)  # one stage: two gathers and a scatter, 1 s on the link
+    usual = step_s(measured, strategy="fsdp")
+    assert step_s(replace(measured, burst_s=0.1), strategy="fsdp") == pytest.approx(usual - 3 * 0.1)
+    assert step_s(replace(measured, burst_s=9.0), strategy="fsdp") == pytest.approx(usual - 1)
+
+
 def test_all_wait_for_the_slowest_load() -> None:
     slower = replace(ONE, slower=(Load(3, 1.5), Load(1, 1.0)))
     assert step_s(slower) == pytest.approx(3 * 1.5 * 2 + 1 + 0.2 + 0.5)

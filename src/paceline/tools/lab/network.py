@@ -17,7 +17,7 @@ from paceline.tools.lab.system import attempt, call, inside, refusal
 
 _BRIDGE = "switch"
 _TCP = Path("/proc/sys/net/ipv4")
-_BURST_S = 0.002  # of the rate, may leave at once: covers a timer's delay on a busy machine
+BURST_S = 0.002  # of the rate, may leave at once: covers a timer's delay on a busy machine
 _LEAST_BURST = 4096  # bytes; two frames
 _LARGEST_PACKET = 65536  # that TCP hands to an interface (GSO); the interface cuts it into frames
 _QUEUE_S = 0.05  # of the rate, may wait; later frames are dropped, as by a switch with a full buffer
@@ -80,7 +80,7 @@ def set_rate(switch: int, name: str, pid: int, rate: int | None) -> None:
     that takes an eighth of the kernel's time (docs/LOG.md)."""
     ends = ((switch, port_of(name)), (pid, INTERFACE))
     for (holder, device), least_queue in zip(ends, _LEAST_QUEUES, strict=True):
-        burst = 2 * _LARGEST_PACKET if rate is None else max(_LEAST_BURST, round(rate / 8 * _BURST_S))
+        burst = 2 * _LARGEST_PACKET if rate is None else max(_LEAST_BURST, round(rate / 8 * BURST_S))
         packet = ("gso_max_size", f"{min(_LARGEST_PACKET, burst // 2)}")
         call(inside(holder, "ip", "link", "set", device, *packet), "the size of an interface's packets")
         # A packet in the queue that is larger than the new burst would stay there for ever. TCP sends it again.

@@ -201,6 +201,7 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
         num_ranks=cluster.num_ranks,
         num_hosts=cluster.hosts if is_across and not is_ring else cluster.num_ranks,
         latency_s=cluster.latency_us * 1e-6 if is_across else device.inner_latency_s,
+        burst_s=cluster.burst_ms / 1e3 if is_across else 0.0,
         bytes_per_s=cluster.link_gbit / 8 * 1e9 * device.outer_frac if is_across else device.inner_bytes_per_s,
         compute_bits=8 * settings.item_bytes,
         inner_bytes_per_s=device.inner_bytes_per_s,

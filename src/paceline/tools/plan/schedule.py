@@ -47,6 +47,7 @@ class Job:
     num_hosts: int  # the ranks of a host reduce inside it, so a host sends the bytes of one rank
     latency_s: float
     bytes_per_s: float  # each way
+    burst_s: float = 0.0  # of the rate, which a shaped link saves up in a pause and then sends at once
     compute_bits: int = 16  # of the compute dtype
     inner_bytes_per_s: float = math.inf  # each way, between the ranks of a host, where hosts have several
     # Of a step, measured between ranks of one host over a link of inner_bytes_per_s: all but passes and the update.
@@ -164,6 +165,7 @@ def _measured_step_s(job: Job, path: Path, update_s: float, wire_bytes: float) -
     if path.strategy in SHARDS_WEIGHTS:  # on CPUs its collectives overlap with nothing
         link_s, here_s = wire_bytes / job.bytes_per_s, wire_bytes / job.inner_bytes_per_s
         num_collectives = (2 * job.num_micro_batches + 1) * len(job.stages)
+        link_s -= min(link_s, num_collectives * job.burst_s)  # there is a pause before each
         return own_s + job.exchange_s + num_collectives * job.hop_s + max(0.0, link_s - here_s)
     played_s = _Play(job, replace(path, encode_s=0.0, update_codec_s=0.0), update_s).step_s()
     waiting_frac = (played_s - own_s) * job.bytes_per_s / wire_bytes
