@@ -28,9 +28,10 @@ from paceline.config import Config, from_toml, to_toml
 from paceline.model import cost
 from paceline.record.console import Console
 from paceline.tools.bench import runs
+from paceline.tools.lab.network import BURST_S
 from paceline.tools.plan import calibrate as calibration
 from paceline.tools.plan.cluster import Cluster
-from paceline.tools.plan.devices import Device
+from paceline.tools.plan.devices import Device, scaled
 from paceline.tools.plan.plan import Plan, plan
 from paceline.world.config import ParallelConfig
 from paceline.world.group import DistributedGroup
@@ -42,7 +43,8 @@ MOST_STEPS, RUN_S, WARM_UP = 400, 12.0, 2
 LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 4.0, 3, 12  # some steps are cut in two by a change of turns
 TURNS, UNEQUAL_TURNS = 3, 8  # of a run, at least; a quota adds noise
 OTHER_LAYERS = 3  # no shape has so many
-QUOTA = 0.35  # of a core, of a slow host
+VOCAB = 1024
+QUOTA = 0.6  # of a core, of a slow host; a step under 0.35 scatters by 10%: the kernel throttles unevenly
 SHAPES = {"2x128": (2, 128, 4, 128), "4x256": (4, 256, 4, 256), "6x384": (6, 384, 6, 256)}  # and the sequence length
 GBIT = {"1gbit": 1.0, "300mbit": 0.3, "100mbit": 0.1}
 
@@ -64,7 +66,7 @@ class Point:
         layers, width, heads, seq_len = SHAPES[self.shape]
         micro = max(1, 2048 // seq_len)
         config = Config().replace("model", arch=self.arch, n_layer=layers, n_embd=width, n_head=heads)
-        config = config.replace("data", seq_len=seq_len, tokenizer_vocab=1024)
+        config = config.replace("data", seq_len=seq_len, tokenizer_vocab=VOCAB)
         config = config.replace(
             "train",
             eval_every=-1,
@@ -78,7 +80,12 @@ class Point:
         if not self.link:
             return Cluster(ranks_per_host=self.ranks)
         return Cluster(
-            hosts=2, ranks_per_host=self.ranks // 2, link_gbit=GBIT[self.link], latency_us=100, speeds=speeds
+            hosts=2,
+            ranks_per_host=self.ranks // 2,
+            link_gbit=GBIT[self.link],
+            latency_us=100,
+            burst_ms=1e3 * BURST_S,
+            speeds=speeds,
         )
 
     def command(self, config: Path) -> list[str]:
@@ -208,16 +215,31 @@ def pass_rate(device: Device, config: Config) -> float:
     return sum(times.get(kind, 1) * seconds for kind, seconds in rates)
 
 
-def unequal(device: Device, config: Config, run: Path) -> tuple[Device, tuple[float, float]]:
-    """Returns the faster one of two unequal hosts and their speeds, by how fast both passed a model of another depth.
-    No rank alone shows it: they share a machine's units, and a quota of 0.35 is no speed of 0.35. config: the run's."""
+def unequal(device: Device, point: Point, config: Config, run: Path) -> tuple[Device, Cluster]:
+    """Returns the faster one of two unequal hosts, and both with their speeds, by a run of a model of another depth on
+    them, whose config is given. No rank alone shows it: they share a core's units, and a quota of 0.6 is no speed of
+    0.6. Passes show the speeds. What the slow host does while the fast one waits, its update and messages, is quicker
+    than that: it has the core's units for itself then."""
     rows = steady_rows(run)
     passes_ms = [
         statistics.median(row["rank_forward_ms"][rank] + row["rank_backward_ms"][rank] for row in rows)
         for rank in (0, 1)
     ]
     tokens = config.train.global_batch_size * config.data.seq_len / 2  # of each rank
-    return device.slower(passes_ms[0] / 1e3 / tokens / pass_rate(device, config)), (1.0, passes_ms[0] / passes_ms[1])
+    fast = device.slower(passes_ms[0] / 1e3 / tokens / pass_rate(device, config))
+    cluster = point.cluster((1.0, passes_ms[0] / passes_ms[1]))
+    measured_s, (low, high) = statistics.median(row["step_ms"] for row in rows) / 1e3, (0.0, 2.0)
+    for _ in range(20):
+        middle = (low + high) / 2
+        is_over = plan(config, cluster, beside_passes(fast, middle), vocab_size=VOCAB).step_s > measured_s
+        low, high = (low, middle) if is_over else (middle, high)
+    return beside_passes(fast, low), cluster
+
+
+def beside_passes(device: Device, factor: float) -> Device:
+    """Returns a device whose updates and messages take so many times as long."""
+    update = {name: scaled(rates, factor) for name, rates in device.update.items()}
+    return replace(device, update=update, exchange=scaled(device.exchange, factor))
 
 
 def steady_rows(run: Path) -> list[dict[str, Any]]:
@@ -229,7 +251,7 @@ def steady_rows(run: Path) -> list[dict[str, Any]]:
 
 def guessed_s(point: Point, config: Config) -> tuple[float, float]:
     """Returns about how long a step takes, and a micro-batch of all ranks at once."""
-    size = cost.num_parameters(replace(config.model, vocab_size=1024)).total
+    size = cost.num_parameters(replace(config.model, vocab_size=VOCAB)).total
     passes_s = 6 * size * config.train.global_batch_size * config.data.seq_len / 4e11
     sent = {"ddp": 4.0, "zero": 2.0, "fsdp": 2.0 + 2.0 * point.accumulation}[point.strategy]  # bytes of an element
     sent = 0.5 if point.wire == "int8" else sent
@@ -260,10 +282,9 @@ def measure(point: Point, interpreter_bytes: float) -> dict[str, Any]:
                 going = [each for each in going if not each.runs_for(turn_s)]
         device = together.device()
         if point.slow:
-            device, speeds = unequal(device, trained["other"], folder / "other")
-            cluster = point.cluster(speeds)
+            device, cluster = unequal(device, point, trained["other"], folder / "other")
         steady = steady_rows(folder / "run")
-    return row_of(point, plan(config, cluster, device, vocab_size=1024), steady, run.peak_bytes - interpreter_bytes)
+    return row_of(point, plan(config, cluster, device, vocab_size=VOCAB), steady, run.peak_bytes - interpreter_bytes)
 
 
 def row_of(point: Point, found: Plan, steady: list[dict[str, Any]], peak: float) -> dict[str, Any]:
