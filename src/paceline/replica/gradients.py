@@ -34,18 +34,18 @@ class Gradients:
         self._stand_ins: list[torch.Tensor] = []
         self._arrived: set[torch.Tensor] = set()  # parameters that got a gradient in this backward pass
         self._in_backward = False
-        self._is_first_step = True
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool, for_this_model: bool, fault: str | None = None) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool, may_pass_others: bool, fault: str | None = None) -> None:
         """Makes one backward pass. is_last: this rank's last in this step, so each full bucket starts its all-reduce.
-        for_this_model: computes no gradients for other models in the loss's graph. fault: injected; "nan" is added to
-        a gradient."""
+        may_pass_others: other models may be in the loss's graph, and get no gradients. fault: injected; "nan" is added
+        to a gradient."""
         self.reveal()
         if fault == "nan":
             parameter = next(self._model.parameters())  # fsdp has gathered it for this pass; `trained` has shards
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad.view(-1)[0] = torch.nan
-        inputs = list(self.trained.values()) if for_this_model else None
+        own = self.trained.values()
+        inputs = list(own) if may_pass_others and mistakes.passes_others(loss, own) else None
         self._arrived.clear()
         self._in_backward = True
         try:
@@ -61,14 +61,11 @@ class Gradients:
             ) from error
         finally:
             self._in_backward = False
-        if inputs is not None and self._is_first_step and len(self._arrived) < len(inputs):
-            mistakes.check_reentrant(loss)
         self._hide()
 
     def reduce(self) -> tuple[list[torch.Tensor], list[float]]:
         """Returns the flat gradients that this rank updates with, summed over ranks, and which of the `trained`
         parameters this rank used, 8 in a number. Collective."""
-        self._is_first_step = False
         used = np.array([parameter.grad is not None for parameter in self.trained.values()], dtype=bool)
         return self.sync.reduce(), np.packbits(used).astype(float).tolist()
 

@@ -7,7 +7,7 @@ backward passes outside the replica, by the step (step.py).
 import gc
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -213,21 +213,26 @@ def check_step(
         warn(f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated", world)
 
 
-def check_reentrant(loss: torch.Tensor) -> None:
-    """Raises UserError if the loss passed through a reentrant checkpoint: a backward pass restricted to one replica's
-    parameters does not reach those inside."""
-    nodes, seen = [loss.grad_fn], set()
+def passes_others(loss: torch.Tensor, own: Collection[nn.Parameter]) -> bool:
+    """Returns whether the loss's graph has parameters other than these; every rank finds the same in its graph. Raises
+    UserError if it has a reentrant checkpoint, too: no backward pass for some parameters alone goes through one."""
+    known, nodes, seen = set(own), [loss.grad_fn], set[Any]()
+    has_others = has_reentrant = False
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise mistake(
-                "the loss passed through torch.utils.checkpoint with use_reentrant=True, and where there "
-                "are several replicas no gradient comes out of it: say use_reentrant=False"
-            )
+        leaf = getattr(node, "variable", None)
+        has_others = has_others or (isinstance(leaf, nn.Parameter) and leaf not in known)
+        has_reentrant = has_reentrant or node.name() == "CheckpointFunctionBackward"
         nodes += [before for before, _ in node.next_functions]
+    if has_others and has_reentrant:
+        raise mistake(
+            "the loss passed through another model, and through torch.utils.checkpoint with use_reentrant=True, which "
+            "cannot leave that model's gradients out: say use_reentrant=False"
+        )
+    return has_others
 
 
 def _is_scale(factor: torch.Tensor) -> bool:

@@ -78,16 +78,12 @@ class ReplicatedModel:
         """By Checkpoints object that saves this replica: waits until weights and state may change."""
         self.waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
         self.world.calls.replicas.add(self)
+        self.world.calls.num_replicas += 1
 
     @property
     def vote(self) -> float:
         """This rank's stop flag."""
         return self.stop.vote if self.stop is not None else 0.0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other replica of this world may be in a loss's graph."""
-        return len(self.world.calls.replicas) == 1
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Returns the autocast context of the loop over micro-batches, in the replica's `dtype`."""

@@ -115,9 +115,9 @@ class Step:
         self._clock.end("forward")
         fault = replica.at("backward")
         scaled = loss * (factor * replica.scaler.scale / self._divisor)
-        for_this_model = not (replica.is_alone or replica.sync.shards_weights)
+        may_pass_others = replica.world.calls.num_replicas > 1 and not replica.sync.shards_weights
         with replica.autocast(enabled=False):
-            replica.gradients.backward(scaled, is_last=is_last, for_this_model=for_this_model, fault=fault)
+            replica.gradients.backward(scaled, is_last=is_last, may_pass_others=may_pass_others, fault=fault)
         replica.world.calls.reducing = replica if is_last else None
         self._clock.end("backward")
         term = loss.detach() if is_sum else loss.detach().to(replica.exact_dtype) * weight
