@@ -23,7 +23,7 @@ from paceline.optim.clip import clip_
 from paceline.optim.config import OptimConfig
 from paceline.optim.muon import MOMENTS as MUON_MOMENTS
 from paceline.optim.muon import Muon, update_cost
-from paceline.optim.optimizer import ParamSlice, is_updated_whole, make_optimizers, num_state_elements
+from paceline.optim.optimizer import ParamSlice, is_updated_whole, make_optimizers
 from paceline.sync.make import make_strategy
 from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
@@ -168,9 +168,10 @@ def train(group: Group, strategy: str, name: str, donor: Snapshot | None = None)
     seen.sent_bytes = group.take_traffic().num_bytes
     seen.weights = {n: weight.clone() for n, weight in sync.full_weights().items()}
     seen.own_weights = {item: weight.clone() for item, weight in sync.weights().items()}
-    plain = build(MODELS[name], 1, "cpu").named_parameters()
+    config, plain = OptimConfig(name=name), build(MODELS[name], 1, "cpu").named_parameters()  # type: ignore[arg-type]
+    num_all = sum(p.numel() * (1 if is_updated_whole(config, n, p.shape) else 2) for n, p in plain)  # moments
     num_held = sum(tensor.numel() for tensor in optimizer.state().values())
-    seen.state_share = num_held / num_state_elements(OptimConfig(name=name), plain)  # type: ignore[arg-type]
+    seen.state_share = num_held / num_all
     return seen
 
 

@@ -43,3 +43,8 @@ def listed(items: Sequence[object], most: int = 3) -> str:
 def plural(number: int, noun: str) -> str:
     """1, 'rank' -> '1 rank'; 2, 'rank' -> '2 ranks'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def dtype_name(dtype: object) -> str:
+    """torch.bfloat16 -> 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.base.ownership import Slice
+from paceline.base.units import dtype_name
 
 Bytes = npt.NDArray[np.uint8]
 Strike = Callable[[str], object]  # injects faults: called with the name of each phase
@@ -41,7 +42,7 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
+_BY_NAME = {dtype_name(dtype): dtype for dtype in _CODES}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -94,7 +95,7 @@ def lay_out(items: Mapping[Slice, torch.dtype], shapes: Mapping[str, Sequence[in
         entry = Entry(key, item, dtype, full_shape if is_complete else (item.num_elements,))
         end = begin + entry.num_bytes
         header[key] = {"dtype": _CODES[dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-        tensors[item.name] = {"shape": list(full_shape), "dtype": str(dtype).removeprefix("torch.")}
+        tensors[item.name] = {"shape": list(full_shape), "dtype": dtype_name(dtype)}
         entries.append(entry)
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()

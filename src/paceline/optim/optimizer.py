@@ -1,7 +1,6 @@
 """Makes the optimizers: AdamW for all, or Muon for the layers' matrices and AdamW for the rest. They update slices of
 parameters: any elements with AdamW, complete matrices with Muon."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.optim.adamw import MOMENTS as ADAMW_MOMENTS
 from paceline.optim.adamw import AdamW
 from paceline.optim.config import OptimConfig
-from paceline.optim.muon import MOMENTS as MUON_MOMENTS
 from paceline.optim.muon import Muon
 
 
@@ -66,13 +63,3 @@ def role(name: str, shape: Sequence[int]) -> str:
 def is_updated_whole(config: OptimConfig, name: str, shape: Sequence[int]) -> bool:
     """Returns whether this parameter's update needs all of its elements on one rank, as Muon's does."""
     return config.name == "muon" and role(name, shape) == "matrix"
-
-
-def num_state_elements(config: OptimConfig, parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Returns the number of state elements of an optimizer that updates all of these parameters."""
-    return sum(
-        len(MUON_MOMENTS if is_updated_whole(config, name, parameter.shape) else ADAMW_MOMENTS)
-        * math.prod(parameter.shape)
-        for name, parameter in parameters
-        if parameter.requires_grad
-    )

@@ -17,6 +17,7 @@ import torch
 
 from paceline.base.cores import cpu_name, is_amd
 from paceline.base.errors import UserError
+from paceline.base.units import dtype_name
 from paceline.world.cores import free_memory, usable_cores
 from paceline.world.facts import RankFacts
 from paceline.world.peaks import Peak, gpu_peak
@@ -132,7 +133,7 @@ def own_facts(device: torch.device, backend: str, threads: tuple[int, str], loca
         threads=threads[0],
         threads_reason=threads[1],
         free_bytes=float(torch.cuda.mem_get_info(device)[0]) if is_cuda else free_memory() / local_world_size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         dtype_reason=dtype_reason,
         num_gpus=count_gpus(),
         why_no_float8=why_no_float8(device),
@@ -176,7 +177,7 @@ def is_faster_in_bfloat16() -> bool:
 def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = None) -> Peak:
     """Returns the device's peak in this dtype: from a data sheet for known GPUs, measured on CPUs. Load makes it too
     low, so `kept_in` keeps this machine's best: the MFU of different runs is then comparable."""
-    short = str(dtype).removeprefix("torch.")
+    short = dtype_name(dtype)
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), short)
     if device.type == "cpu":
@@ -194,7 +195,7 @@ def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
         "processor": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "torch": torch.__version__,
     }
     path = folder / (hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16] + ".json")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import UserError
-from paceline.base.units import listed
+from paceline.base.units import dtype_name, listed
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
 
@@ -121,7 +121,7 @@ def _without_tied_head(found: dict[str, Tensor], layout: Layout, where: str) -> 
 
 def _taken(tensor: Tensor, place: Place, shape: torch.Size, where: str) -> Tensor:
     if tensor.dtype not in _FLOATS:
-        kind = str(tensor.dtype).removeprefix("torch.")
+        kind = dtype_name(tensor.dtype)
         raise UserError(
             f"{where}: {place.name} is of {kind}; paceline imports floating-point weights, not quantized ones"
         )
