@@ -7,7 +7,6 @@ import sys
 
 from paceline.base.early import end_on_signals
 from paceline.base.errors import UserError
-from paceline.base.heap import keep_freed_memory
 from paceline.world import kubernetes, slurm
 
 _TRAIN = ("train", "resume")
@@ -20,7 +19,6 @@ def main() -> int:
     is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
     if is_training:
         end_on_signals()
-        keep_freed_memory()  # as a script's world does, but in one arena only if torch comes later
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name of old
             # Less GPU memory is lost between tensors. torch reads it when it is imported, or soon after.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,6 +1,7 @@
 """The device of a rank: which one, its threads, number format, peak speed and clock."""
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -9,6 +10,7 @@ import math
 import os
 import socket
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Protocol, cast
@@ -278,3 +280,14 @@ class DeviceClock:
             torch.cuda.current_stream(self.device).synchronize()
         elif self.device.type == "mps":
             torch.mps.synchronize()
+
+
+def keep_freed_memory() -> None:
+    """Asks glibc to keep large freed buffers: else each CPU step would fault them in again (docs/LOG.md)."""
+    if sys.platform != "linux":
+        return
+    m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
+    with contextlib.suppress(AttributeError, OSError):  # musl has no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_threshold, 1 << 30)
+        mallopt(m_trim_threshold, (1 << 31) - 1)

@@ -19,11 +19,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
-from paceline.base.heap import keep_freed_memory
 from paceline.base.parent import die_with_parent
 from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
-from paceline.world.device import choose_device, choose_threads, own_facts
+from paceline.world.device import choose_device, choose_threads, keep_freed_memory, own_facts
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
 from paceline.world.facts import RankFacts, gather_facts, warn_of_idle_gpus
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp

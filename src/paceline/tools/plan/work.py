@@ -151,9 +151,9 @@ PROGRAM_BYTES, MESSAGING_BYTES, SHARDING_BYTES = {"cpu": 55e6, "cuda": 1.5e9}, 7
 _SAVER_BYTES, _SAVER_CHUNK_BYTES = 8e6, 8 << 20
 # torch allocates CPU tensors aligned to 64 bytes. For that glibc looks for more bytes than it then uses, so a freed
 # tensor's hole is too small for the next one of its size (sourceware.org/bugzilla/14581), and the heap grows. As a
-# share of what passes allocate, with one and with several micro-batches, from peaks of 40 runs (docs/LOG.md): gradients
-# that are added up, zero's messages and fsdp's gathers make more holes.
-_HOLES_FRAC = {"ddp": (0.01, 0.13), "zero": (0.09, 0.25), "fsdp": (0.23, 0.46)}
+# share of what passes allocate, with one and with several micro-batches, by mallinfo2 (docs/LOG.md): gradients that
+# are added up, zero's messages and fsdp's gathers make more holes.
+_HOLES_FRAC = {"ddp": (0.34, 0.42), "zero": (0.34, 0.46), "fsdp": (0.45, 0.62)}
 
 
 def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards: int) -> dict[str, float]:
