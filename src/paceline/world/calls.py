@@ -25,8 +25,8 @@ class Calls:
     def __init__(self) -> None:
         self._number = 0
         self._last: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
-        self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # of this world, alive on this rank
-        self.num_replicas = 0  # made so far: the same on all ranks, unlike when a collector frees one
+        self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, which depends on this rank's garbage collector
+        self.num_replicas = 0  # made so far: the same number on all ranks
         self.reducing: object | None = None  # the replica whose gradients are being reduced
 
     def record(self, verb: str, owner: object | None = None) -> None:
