@@ -40,7 +40,7 @@ from paceline.world.runtime import open_world
 
 SEED = 2719
 MOST_STEPS, RUN_S, WARM_UP = 400, 12.0, 2
-LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 4.0, 3, 12  # some steps are cut in two by a change of turns
+LEAST_TURN_S, STEPS_IN_TURN, PASSES_IN_TURN = 2.0, 3, 12  # some steps are cut in two by a change of turns
 TURNS, UNEQUAL_TURNS = 3, 8  # of a run, at least; a quota adds noise
 OTHER_LAYERS = 3  # no shape has so many
 VOCAB = 1024

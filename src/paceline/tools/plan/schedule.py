@@ -125,6 +125,23 @@ class _Bucket:
     arrived_s: float = 0.0  # its weights
 
 
+@dataclass
+class _Link:
+    """Passes messages one after the other. What a shaped link saved up in a pause it sends at once: a token bucket, as
+    its virtual schedule (GCRA, ITU-T I.371, annex A)."""
+
+    job: Job
+    free_s: float = 0.0  # when it has passed all so far
+    due_s: float = 0.0  # when it would have at its rate
+
+    def send(self, at_s: float, transfer_s: float) -> float:
+        """Returns when a message that is ready at a time has arrived everywhere."""
+        begun = max(self.free_s, at_s)
+        self.due_s = max(self.due_s, begun) + transfer_s
+        self.free_s = max(begun, self.due_s - self.job.burst_s) + self.job.hop_s
+        return self.free_s
+
+
 def predict(job: Job, path: Path) -> Prediction:
     """Returns the duration of a step once steps repeat."""
     embeddings = sum(sum(stage.elements) for stage in job.stages if stage.is_embedding)
@@ -195,7 +212,7 @@ class _Play:
         for bucket in self.buckets:
             for number in bucket.stages:
                 self.needed[number].append(bucket)
-        self.now = self.link = 0.0
+        self.now, self.link = 0.0, _Link(job)
 
     def step_s(self) -> float:
         begun = 0.0
@@ -203,7 +220,7 @@ class _Play:
             begun = self.now
             ends, readies = zip(*(self._compute(load) for load in _loads(self.job)), strict=True)
             self._reduce([max(times) for times in zip(*readies, strict=True)])
-            self.now = max(*ends, self.link) + self.job.hop_s
+            self.now = max(*ends, self.link.free_s) + self.job.hop_s
             if self.path.strategy == "zero":
                 self._publish()
             else:
@@ -228,7 +245,7 @@ class _Play:
     def _reduce(self, ready: Sequence[float]) -> None:
         """Sends the gradients; ddp's all-reduce has twice the bits of a reduce-scatter."""
         for bucket, at in zip(self.buckets, ready, strict=True):
-            self.link = max(self.link, at) + self.job.hop_s + self.job.transfer_s(bucket.gradient_bytes)
+            self.link.send(at, self.job.transfer_s(bucket.gradient_bytes))
 
     def _publish(self) -> None:
         """Updates and sends the weights bucket by bucket, in forward order."""
@@ -236,8 +253,7 @@ class _Play:
         self.now += job.hop_s  # of the norm
         for bucket in reversed(self.buckets):
             self.now += bucket.elements / job.num_elements * self.update_s + bucket.elements * path.update_codec_s
-            self.link = max(self.link, self.now) + job.hop_s + job.transfer_s(bucket.weight_bytes)
-            bucket.arrived_s = self.link
+            bucket.arrived_s = self.link.send(self.now, job.transfer_s(bucket.weight_bytes))
 
 
 def _sharded_step_s(job: Job, between: Job | None = None) -> float:
