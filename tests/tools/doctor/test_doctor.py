@@ -168,6 +168,7 @@ def test_two_hosts_that_differ_and_hide_behind_a_firewall(two_hosts: list[Host],
         assert (
             the(found, "same variables", "warning", "OMP_NUM_THREADS is not set, and 1") == "export OMP_NUM_THREADS=1"
         )
+        assert "this one is damaged" in the(found, "device", "failure", "multiplies wrongly")
         assert "rsync" in the(found, "same data", "failure", f"than on {a.name}")
         the(rows(each, a.name), "shared folder", "ok", "a run folder of its own")
         fix = the(rows(each, a.name), f"to {b.name}", "failure", "unreachable", "a port as ranks open")
@@ -216,3 +217,27 @@ def test_a_lab_with_a_slow_host(tmp_path: Path) -> None:
     assert "ethtool eth0" in the(rows(ended, "c"), "to a", "warning", "others carry")
     the(rows(ended, "a"), "to b", "ok")
     assert "--train.global-batch-size" in the(rows(ended, "job"), "config", "warning", "of gradients")
+
+
+# Host c has the processor of 2008, and a folder of its own.
+UNLIKE = """
+if [ $(hostname) = c ]; then
+    export ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
+    mount -t tmpfs tmpfs runs
+fi
+cd runs
+exec env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE "$0" "$@" > ../$(hostname).json
+"""
+
+
+def test_a_lab_with_a_slow_processor_and_a_folder_that_some_hosts_share(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    hosts = ("--hosts", "10.0.0.1,10.0.0.2,10.0.0.3")
+    ended = run("lab", "--hosts", "3", "--", "exec", "sh", "-c", UNLIKE, *DOCTOR, *hosts, cwd=tmp_path)
+    if ended.status == 2:
+        pytest.skip(ended.err)
+    found = json.loads((tmp_path / "a.json").read_text())["hosts"]
+    slow = [row for row in found["c"] if row["check"] == "same speed"]
+    assert "--parallel.shares auto" in the(slow, "same speed", "warning", "on another host with this processor")
+    assert not [row for row in found["b"] if row["check"] == "same speed"]
+    assert the(found["a"], "shared folder", "warning", "some hosts share") == "mount it on all hosts, or on none"
