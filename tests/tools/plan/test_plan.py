@@ -74,12 +74,14 @@ def test_a_shaped_link_sends_at_once_what_it_saved_up_before_each_of_fsdps_messa
     assert step_s(replace(measured, burst_s=9.0), strategy="fsdp") == pytest.approx(usual - 1)
 
 
-def test_a_shaped_link_sends_at_once_what_it_saved_up_in_a_step_of_ddp_and_zero() -> None:
+def test_a_shaped_link_sends_at_once_what_it_saved_up_in_a_step_of_any_strategy() -> None:
     # Of an all-reduce of 1 s, of which 0.1 s or all is saved up in forward and backward.
     assert step_s(replace(ONE, burst_s=0.1)) == pytest.approx(step_s(ONE) - 0.1)
     assert step_s(replace(ONE, burst_s=9.0)) == pytest.approx(2 + 0.2 + 0.5)
     # Half an update is the pause before the weights, which take 0.25 s: enough to save up 0.1 s again.
     assert step_s(replace(ONE, burst_s=0.1), strategy="zero") == pytest.approx(step_s(ONE, strategy="zero") - 0.2)
+    # Before the first gather and before the scatter; the second gather overlaps with forward.
+    assert step_s(replace(ONE, burst_s=0.1), strategy="fsdp") == pytest.approx(step_s(ONE, strategy="fsdp") - 0.2)
 
 
 def test_all_wait_for_the_slowest_load() -> None:

@@ -261,21 +261,22 @@ def _sharded_step_s(job: Job, between: Job | None = None) -> float:
     micro-batch; ranks wait for each other inside every pass. Gradients are scattered in the last one. between: the
     hosts of hsdp, which then add up what each of them has."""
     slowest = max(load.num_micro_batches * load.slowness for load in _loads(job)) / max(1, job.num_micro_batches)
-    now = 0.0
+    now, link = 0.0, _Link(job)
     for number in range(job.num_micro_batches):
         is_last = number == job.num_micro_batches - 1
-        link = now
+        link.free_s = now
         for stages, scatters in ((job.stages, False), (job.stages[::-1], is_last)):
             for stage in stages:
                 elements = sum(stage.elements)
                 num_bytes = elements * (32 if stage.is_embedding else job.compute_bits) / 8
-                gather_s = (job.hop_s + job.transfer_s(num_bytes)) if elements else 0.0
-                link = max(link, now - slowest * stage.backward_s) + gather_s
-                now = max(now, link) + slowest * (stage.backward_s if stages is not job.stages else stage.forward_s)
+                if elements:
+                    link.send(now - slowest * stage.backward_s, job.transfer_s(num_bytes))
+                pass_s = stage.forward_s if stages is job.stages else stage.backward_s
+                now = max(now, link.free_s) + slowest * pass_s
                 if scatters and elements:
-                    link = max(link, now) + job.hop_s + job.transfer_s(4 * elements)
-                    link += 2 * (between.hop_s + between.transfer_s(4 * elements)) if between else 0.0
-        now = max(now, link)
+                    link.send(now, job.transfer_s(4 * elements))
+                    link.free_s += 2 * (between.hop_s + between.transfer_s(4 * elements)) if between else 0.0
+        now = max(now, link.free_s)
     return now + job.hop_s
 
 
