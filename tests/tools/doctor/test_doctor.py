@@ -219,7 +219,7 @@ def test_a_lab_with_a_slow_host(tmp_path: Path) -> None:
     assert "--train.global-batch-size" in the(rows(ended, "job"), "config", "warning", "of gradients")
 
 
-# Host c has the processor of 2008, and a folder of its own.
+# Host c computes without AVX, and has a folder of its own.
 UNLIKE = """
 if [ $(hostname) = c ]; then
     export ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2

@@ -82,6 +82,8 @@ def test_a_shaped_link_sends_at_once_what_it_saved_up_in_a_step_of_any_strategy(
     assert step_s(replace(ONE, burst_s=0.1), strategy="zero") == pytest.approx(step_s(ONE, strategy="zero") - 0.2)
     # Before the first gather and before the scatter; the second gather overlaps with forward.
     assert step_s(replace(ONE, burst_s=0.1), strategy="fsdp") == pytest.approx(step_s(ONE, strategy="fsdp") - 0.2)
+    inside = replace(ONE, num_ranks=4, inner_bytes_per_s=4e6)  # the links of hsdp's gathers are not shaped
+    assert step_s(replace(inside, burst_s=0.1), strategy="hsdp") == step_s(inside, strategy="hsdp")
 
 
 def test_all_wait_for_the_slowest_load() -> None:

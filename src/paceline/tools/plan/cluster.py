@@ -21,7 +21,7 @@ class Cluster:
     ranks_per_host: int = 1
     link_gbit: float = 0.0  # Gbit/s of a host, each way
     latency_us: float = 20.0  # of a message between hosts
-    burst_ms: float = 0.0  # of a shaped link, saved up in a pause and sent at once
+    burst_ms: float = 0.0  # of a shaped link, saved up in a pause and sent at once; but for hsdp and local
     speeds: tuple[float, ...] = ()  # of each host, of the device's; empty: all alike
     jitter_frac: float = -1.0  # standard deviation of a rank's step, of its mean; negative: the device's
     price: float = 0.0  # for a device and an hour

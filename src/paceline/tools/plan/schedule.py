@@ -154,7 +154,7 @@ def predict(job: Job, path: Path) -> Prediction:
     elif path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
         step_s = max(_passes_s(job) + update_s, (wire_bytes > 0) * job.hop_s + wire_bytes / job.bytes_per_s)
     elif path.strategy == "hsdp" and job.num_ranks > job.num_hosts > 1:
-        inner = replace(job, num_hosts=1, num_ranks=job.num_ranks // job.num_hosts)
+        inner = replace(job, num_hosts=1, num_ranks=job.num_ranks // job.num_hosts, burst_s=0.0)
         update_s = job.update_s / inner.num_ranks
         step_s = _sharded_step_s(inner, between=job) + update_s
     elif path.strategy in SHARDS_WEIGHTS:
@@ -263,19 +263,18 @@ def _sharded_step_s(job: Job, between: Job | None = None) -> float:
     slowest = max(load.num_micro_batches * load.slowness for load in _loads(job)) / max(1, job.num_micro_batches)
     now, link = 0.0, _Link(job)
     for number in range(job.num_micro_batches):
-        is_last = number == job.num_micro_batches - 1
-        link.free_s = now
+        begun, is_last = now, number == job.num_micro_batches - 1
         for stages, scatters in ((job.stages, False), (job.stages[::-1], is_last)):
             for stage in stages:
                 elements = sum(stage.elements)
                 num_bytes = elements * (32 if stage.is_embedding else job.compute_bits) / 8
                 if elements:
-                    link.send(now - slowest * stage.backward_s, job.transfer_s(num_bytes))
+                    link.send(max(begun, now - slowest * stage.backward_s), job.transfer_s(num_bytes))
                 pass_s = stage.forward_s if stages is job.stages else stage.backward_s
                 now = max(now, link.free_s) + slowest * pass_s
                 if scatters and elements:
-                    link.send(now, job.transfer_s(4 * elements))
-                    link.free_s += 2 * (between.hop_s + between.transfer_s(4 * elements)) if between else 0.0
+                    across_s = 2 * (between.hop_s + between.transfer_s(4 * elements)) if between else 0.0
+                    link.send(now, job.transfer_s(4 * elements) + across_s)
         now = max(now, link.free_s)
     return now + job.hop_s
 
