@@ -1,9 +1,12 @@
 """Dropout's laws: a function of the sequence's key, the site and the place; fair, independent, and differentiable."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 
 from paceline.base import seeds
 from paceline.model.config import ModelConfig
@@ -32,6 +35,20 @@ def test_a_compiler_sees_other_operations_and_gives_the_same_mask(width: int) ->
     for probability in (0.1, 0.5, 0.9999999):
         expected = keep_mask(keys, site, 9, width, probability)
         assert torch.equal(compiled(keys, site, 9, width, probability), expected)
+
+
+def test_no_constant_of_compiled_positions_is_beyond_what_triton_takes_for_int32() -> None:
+    """On a GPU -52497009120 * position, which a compiler had made of two factors, ended the run."""
+    keys_B = torch.tensor([5, -(2**62) + 77])
+
+    def mask(keys_B: torch.Tensor) -> torch.Tensor:
+        return keep_mask(keys_B, torch.tensor(3), 1024, 64, 0.1)
+
+    found, code = run_and_get_code(torch.compile(mask), keys_B)
+    assert torch.equal(found, mask(keys_B))
+    assert any("1640531535" in text for text in code)  # positions are multiplied in this code
+    factors = [int(number) for text in code for number in re.findall(r"(-?\d{9,})L*\)*\*", text)]
+    assert all(-(2**31) <= factor < 2**31 for factor in factors), factors
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.9])

@@ -36,7 +36,8 @@ def keep_mask(keys_B: Tensor, site: int | Tensor, num_positions: int, width: int
     high_B = _low_word(keys_B >> 32)
     word_1_B = _mixed(_low_word(keys_B ^ (site * _GOLDEN)), high_B)
     word_2_B = _mixed(word_1_B + high_B, word_1_B)
-    place_TW = (positions_T1 * num_words + words_W) * _signed(_GOLDEN)
+    # (position * W + word) * _GOLDEN. A compiler that multiplied W in would have a constant Triton refuses for int32.
+    place_TW = positions_T1 * _signed(num_words * _GOLDEN) + words_W * _signed(_GOLDEN)
     hash_BTW = _mixed(place_TW ^ word_1_B[:, None, None], word_2_B[:, None, None])
     shift_C = 16 - elements_C % 2 * 16
     half_BTC = hash_BTW << shift_C >> 16 if is_compiling else hash_BTW.view(torch.int16)[..., :width]
@@ -65,4 +66,6 @@ def _low_word(key: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+    """The low 32 bits, as an int32 has them."""
+    low = word & 0xFFFFFFFF
+    return low - 2**32 if low >= 2**31 else low
