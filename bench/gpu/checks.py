@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +26,8 @@ LONG = (
     *("--data.seq-len", "1024", "--train.steps", "12", "--train.global-batch-size", "8"),
     *("--train.device-batch-size", "2", "--optim.warmup-steps", "4"),
 )
+WIDE = ("--model.n-embd", "2048", "--model.n-head", "16", "--train.compile", "--train.global-batch-size", "96")
+FLOAT8 = ("--train.dtype", "float8")
 SPEED = (
     *("--train.steps", "14", "--optim.warmup-steps", "10", "--train.sample-tokens", "0", "--train.eval-every", "-1"),
     *("--checkpoint.every", "0"),
@@ -155,16 +159,36 @@ def not_finite(machine: Machine) -> str:
 @check("the Python API: a script has its losses under torchrun, too")
 def script(machine: Machine) -> str:
     path = ROOT / "examples" / "toy" / "after.py"
-    said = []
-    for ranks in (1, machine.num_gpus):
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-        folder = machine.root / f"script-{ranks}"
-        folder.mkdir()
-        said.append(machine.execute(folder, [sys.executable, *launcher, str(path)]).said)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.num_gpus))
+    said = [machine.execute(machine.root, [sys.executable, *words, str(path)]).said for words in ((), launcher)]
     one, all_ranks = ([float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in said)
     if not one or len(one) != len(all_ranks):
         raise Failed(f"{said[-1][-600:]}")
     return within(max(abs(a - b) for a, b in zip(one, all_ranks, strict=True)), 2e-3, f"on {machine.num_gpus} ranks")
+
+
+@check("two runs with train.deterministic have the same bits, gpt2-124m compiled", limit_s=240)
+def deterministic(machine: Machine) -> str:
+    preset = "gpt2-124m" if machine.device == "cuda" else "tiny"
+    flags = ("--preset", preset, *SPEED, "--train.compile", "--train.deterministic")
+    one, other = (machine.train(*flags, env={"REPEAT": repeat}) for repeat in "12")
+    return f"{same(one, other)}, {one.median('tokens_per_s'):,.0f} tokens/s"
+
+
+@check("a GPU and a CPU train together over Gloo with the losses of one", limit_s=150)
+def mixed(machine: Machine) -> str:
+    """Two launchers, as on two hosts; the second sees no GPU."""
+    folder = machine.root / "mixed"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    host = shlex.join([sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"])
+    words = shlex.join(["-m", "paceline", "train", "--out", str(folder), *FLOAT32, "--parallel.backend", "gloo"])
+    first, second = (
+        f"{host} --master-addr 127.0.0.1 --master-port {port} --node-rank {rank} {words}" for rank in (0, 1)
+    )
+    both = machine.execute(folder, ["sh", "-c", f"CUDA_VISIBLE_DEVICES= {second} & {first} && wait $!"])
+    return within(worst(machine.train(*FLOAT32), both), 1e-3)
 
 
 # ---- several GPUs ----
@@ -299,6 +323,8 @@ def kernels(run: Run) -> str:
 check("speed, gpt2-124m compiled", limit_s=200)(lambda m: speed(m, "gpt2-124m", "--train.compile", profile=True))
 check("speed, gpt2-124m eager", limit_s=150)(lambda m: speed(m, "gpt2-124m", "--train.no-compile"))
 check("speed, gpt2-124m-modern compiled", limit_s=200)(lambda m: speed(m, "gpt2-124m-modern", "--train.compile"))
+check("speed, 2048 wide in bfloat16", limit_s=200)(lambda m: speed(m, "gpt2-124m", *WIDE))
+check("speed, 2048 wide in float8", limit_s=200)(lambda m: speed(m, "gpt2-124m", *WIDE, *FLOAT8))
 check("speed, gpt2-124m on all GPUs", 2, 200)(lambda m: speed(m, "gpt2-124m", "--train.compile", ranks=m.num_gpus))
 check("speed, gpt2-124m-modern on all GPUs", 2, 200)(
     lambda m: speed(m, "gpt2-124m-modern", "--train.compile", ranks=m.num_gpus)

@@ -70,8 +70,7 @@ def start_again(console: Console, world: World, settings: Settings, folder: str)
 
 
 def _devices(world: World) -> str:
-    text = " and ".join(sorted({each.device for each in world.facts}))
-    return text.replace("cuda", "cuda (rehearsed, not yet run on a GPU)")
+    return " and ".join(sorted({each.device for each in world.facts}))
 
 
 def _hosts(all_facts: Sequence[RankFacts]) -> list[list[str]]:
