@@ -35,7 +35,11 @@ SETTINGS = (
     (2, ("--parallel.strategy", "fsdp")),
     (2, ("--parallel.wire", "int4")),
     (3, ("--parallel.wire", "int8", "--optim.name", "muon")),
+    (2, ("--parallel.wire", "bf16", "--parallel.strategy", "zero")),
+    (2, ("--parallel.strategy", "zero", "--train.layered-micro-batches", "2")),
+    (2, ("--parallel.strategy", "local", "--parallel.sync-every", "4")),
 )
+BY_RANK_0 = ("save.manifest", "save.rename", "save.prune")  # of a save's phases
 WAYS = ("rank", "rank", "save", "launcher", "all", "outside", "twice")
 
 
@@ -71,9 +75,10 @@ def undisturbed(base: Path, setting: int) -> dict[str, Any]:
 
 
 def one_fault(draw: random.Random, num_ranks: int, phases: tuple[str, ...], kind: str, attempt: int = 0) -> str:
-    rank = 0 if phases is SAVE_PHASES and draw.random() < 0.5 else draw.randrange(num_ranks)
+    phase = draw.choice(phases)
+    rank = 0 if phase in BY_RANK_0 or (phases is SAVE_PHASES and draw.random() < 0.5) else draw.randrange(num_ranks)
     step = EVERY * draw.randint(1, STEPS // EVERY) if phases is SAVE_PHASES else draw.randint(1, STEPS)
-    return f"rank={rank} step={step} phase={draw.choice(phases)} kind={kind} attempt={attempt}"
+    return f"rank={rank} step={step} phase={phase} kind={kind} attempt={attempt}"
 
 
 def plan(number: int, seed: int) -> tuple[Hit, dict[str, str], float]:
@@ -158,6 +163,7 @@ def summary(hits: list[Hit]) -> str:
     back = [seconds for hit in hits for seconds in hit.back_s]
     parts = [
         f"{len(hits)} runs, {sum(bool(hit.problems) for hit in hits)} with problems",
+        f"{sum(hit.restarts > 0 for hit in hits)} began again after a fault",
         f"{sum(hit.by_itself for hit in hits)} ended by themselves, the others by resume",
         f"{sum(hit.restarts for hit in hits)} restarts",
         f"at most {max(hit.most_repeated for hit in hits)} steps made again, of a save interval of {EVERY}",
