@@ -163,7 +163,7 @@ def summary(hits: list[Hit]) -> str:
     back = [seconds for hit in hits for seconds in hit.back_s]
     parts = [
         f"{len(hits)} runs, {sum(bool(hit.problems) for hit in hits)} with problems",
-        f"{sum(hit.restarts > 0 for hit in hits)} began again after a fault",
+        f"{sum(hit.restarts > 0 for hit in hits)} began again with steps made",
         f"{sum(hit.by_itself for hit in hits)} ended by themselves, the others by resume",
         f"{sum(hit.restarts for hit in hits)} restarts",
         f"at most {max(hit.most_repeated for hit in hits)} steps made again, of a save interval of {EVERY}",
