@@ -41,8 +41,9 @@ class TrainConfig:
     device_batch_size: int = 0
     """Sequences in a micro-batch of one rank; 0: chosen by memory."""
     layered_micro_batches: int = 1
-    """Micro-batches that each block computes before the next block does, also in backward (layered accumulation): for
-    slow links, since gradients are sent during the backward pass of all of them. Their activations are all kept."""
+    """Micro-batches that each half of a block computes before the next half does, also in backward (layered
+    accumulation): for slow links, since gradients are sent during the backward pass of all of them. Their activations
+    are all kept."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = "auto"
     """Number format of matrix products; weights and optimizer state stay float32. float8: those of the blocks' linear
     layers, on GPUs that have units for it, and the others in bfloat16; rounds more. Never chosen by auto."""

@@ -417,7 +417,7 @@ def test_a_bucket_is_gathered_when_the_next_one_is_to_be_updated() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_last_norm_and_the_output_layer_wait_for_their_weights_after_the_blocks(name: str) -> None:
     model = build(MODELS[name], 1, "cpu")
-    sync = ShardedSync(model, LocalGroup(CPU), 1, {}, [*model.layers, *model.ends()])
+    sync = ShardedSync(model, LocalGroup(CPU), 1, {}, model.stages())
     missing = lambda *_: {bucket.names[0] for bucket in sync.buckets if bucket.gathering is not None}  # noqa: E731
     seen: list[set[str]] = []
     model.layers[-1].register_forward_hook(lambda *_: seen.append(missing()))

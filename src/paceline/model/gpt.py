@@ -48,7 +48,7 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = torch.float32
         self.checkpoint_blocks = False
-        self._compiles_loss = False
+        self._is_compiled = False
         self.embed_tokens = Embedding(config.vocab_size, config.n_embd)
         self.embed_positions = Embedding(config.n_positions, config.n_embd) if config.arch == "gpt2" else None
         self.embed_mix = EmbeddingMix(config.embed_mix, config.n_embd) if config.embed_mix else None
@@ -74,9 +74,10 @@ class GPT(nn.Module):
         gpt2's learned positions count from the row's start. On the CPU, from where `attends_by_document` needs it
         without a wait; else it becomes a mask of B * T * T numbers of the compute dtype.
 
-        split: sizes of micro-batches whose sum is B. Each block computes all of them before the next block does, in
-        backward too (layered accumulation, arXiv 2106.02679): a block's gradients are complete when k times the earlier
-        blocks' backward is still to come. The activations of all are kept. Gradients are those of k separate calls, bit
+        split: sizes of micro-batches whose sum is B. Each half of a block, attention or MLP, computes all of them
+        before the next half does, in backward too (layered accumulation, arXiv 2106.02679): its gradients are complete
+        when k times the backward of all halves before it is still to come. Compiled or checkpointed blocks stay whole.
+        The activations of all are kept. Gradients are those of k separate calls, bit
         for bit; a tied matrix's within rounding.
         """
         sizes = list(split) or [len(tokens_BT)]
@@ -84,7 +85,7 @@ class GPT(nn.Module):
         given = tokens_BT, targets_BT, dropout_keys_B, documents
         tokens, targets, keys, numbers = (_cut(batch, sizes)[::-1] for batch in given)
         losses = [
-            loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten(), compiled=self._compiles_loss)
+            loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten(), compiled=self._is_compiled)
             for hidden_BTC, target_BT in zip(self._hidden(tokens, keys, numbers), targets, strict=True)
         ]
         return sum(losses[-2::-1], start=losses[-1])
@@ -111,8 +112,7 @@ class GPT(nn.Module):
     def rounded_gradients(self) -> list[str]:
         """Returns those of `read_as` whose gradient from one backward pass has values of the compute dtype: all but the
         head's, which is added up in float32. None if blocks are compiled: the compiler may leave a rounding out."""
-        is_compiled = any(block._compiled_call_impl is not None for block in self.layers)
-        return [] if is_compiled else [name for name in self.read_as() if name.startswith("layers.")]
+        return [] if self._is_compiled else [name for name in self.read_as() if name.startswith("layers.")]
 
     def make_cache(self, batch: int) -> list[LayerCache]:
         """Returns an empty cache with room for n_positions tokens: one entry a layer."""
@@ -120,9 +120,12 @@ class GPT(nn.Module):
         room = torch.empty(2, *shape, dtype=self.compute_dtype, device=self.embed_tokens.weight.device)
         return [LayerCache(*room.clone()) for _ in self.layers]
 
-    def ends(self) -> list[nn.Module]:
-        """Returns what follows the blocks: the last norm, and the output layer unless it is the token embedding."""
-        return [self.norm] if self.lm_head is None else [self.norm, self.lm_head]
+    def stages(self) -> list[nn.Module]:
+        """Returns the modules, in the order of forward, that can wait for weights of their own: the parts of the
+        blocks, or whole blocks if these are compiled, the last norm, and the output layer unless it is the token
+        embedding."""
+        parts = self.layers if self._is_compiled else [part for block in self.layers for part in block.children()]
+        return [*parts, self.norm] if self.lm_head is None else [*parts, self.norm, self.lm_head]
 
     def use_float8(self) -> None:
         """Makes the products of the blocks' linear layers float8. The compute dtype must be bfloat16."""
@@ -133,7 +136,7 @@ class GPT(nn.Module):
     def compile_blocks(self) -> None:
         """Compiles each block in place: names stay, and late layers' gradients are ready before early ones. On CUDA
         also the loss."""
-        self._compiles_loss = True
+        self._is_compiled = True
         for block in self.layers:
             block.compile()
 
@@ -157,12 +160,24 @@ class GPT(nn.Module):
         masks = [None if part is None else self._mask(part, tokens[0].device) for part in documents]
         streams = [self._embed(*part, cache) for part in zip(tokens, dropout_keys, documents, strict=True)]
         rotary_2THD = self._rotary(first, num_tokens, streams[0].device)
-        for index, block in enumerate(self.layers):
+        dtype = self.compute_dtype
+        for index, block in enumerate(cast(list[Block], self.layers)):
             layer_cache = cache[index] if cache else None
-            streams = [
-                self._run(block, x_BTC, self.compute_dtype, rotary_2THD, keys_B, layer_cache, mask)
-                for x_BTC, keys_B, mask in zip(streams, dropout_keys, masks, strict=True)
-            ]
+            parts = list(zip(dropout_keys, masks, strict=True))
+            if len(streams) > 1 and not (self.checkpoint_blocks or self._is_compiled):
+                # By halves of a block: the gradients of one are sent while the other's are computed.
+                streams = [
+                    block.add_attention(x_BTC, dtype, rotary_2THD, *part, cache=None)
+                    for x_BTC, part in zip(streams, parts, strict=True)
+                ]
+                streams = [
+                    block.add_mlp(x_BTC, dtype, keys_B) for x_BTC, keys_B in zip(streams, dropout_keys, strict=True)
+                ]
+            else:
+                streams = [
+                    self._run(block, x_BTC, dtype, rotary_2THD, keys_B, layer_cache, mask)
+                    for x_BTC, (keys_B, mask) in zip(streams, parts, strict=True)
+                ]
         return [self.norm(x_BTC).to(self.compute_dtype) for x_BTC in streams]
 
     def _mask(self, documents_BT: Tensor, device: torch.device) -> Tensor:

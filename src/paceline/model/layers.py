@@ -303,10 +303,27 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, T, C] float32 -> [B, T, C] float32; matrix products in `dtype`. dropout_keys_B None: no dropout.
         documents: as `Attention` takes it."""
+        x_BTC = self.add_attention(x_BTC, dtype, rotary_2THD, dropout_keys_B, documents, cache)
+        return self.add_mlp(x_BTC, dtype, dropout_keys_B)
+
+    def add_attention(
+        self,
+        x_BTC: Tensor,
+        dtype: torch.dtype,
+        rotary_2THD: Tensor | None,
+        dropout_keys_B: Tensor | None,
+        documents: Tensor | None,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        """The first half of `forward`."""
         branch_BTC = self.self_attn(self.input_layernorm(x_BTC).to(dtype), rotary_2THD, cache, documents)
         if dropout_keys_B is not None:
             branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site)
-        x_BTC = x_BTC + branch_BTC
+        out: Tensor = x_BTC + branch_BTC
+        return out
+
+    def add_mlp(self, x_BTC: Tensor, dtype: torch.dtype, dropout_keys_B: Tensor | None) -> Tensor:
+        """The second half of `forward`."""
         branch_BTC = self.mlp(self.post_attention_layernorm(x_BTC).to(dtype))
         if dropout_keys_B is not None:
             branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site + 1)

@@ -236,8 +236,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         weight_decay=settings.weight_decay,
         compute_dtype=model.compute_dtype,
     )
-    # With zero each waits for its own weights; fsdp gathers the ends with the embeddings.
-    blocks = [*model.layers, *(model.ends() if strategy == "zero" else [])]
+    blocks = model.stages() if strategy == "zero" else list(model.layers)
     replica = Replica(
         model,
         optimizers,
