@@ -16,6 +16,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def is_by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(cpu, "is_amd", lambda: request.param)
+    monkeypatch.setattr(cpu, "has_wide_units", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     return bool(request.param)
 
@@ -69,6 +70,21 @@ def test_products_of_the_loss(is_by_onednn: bool) -> None:
         assert mine.grad is not None
         assert expected.grad is not None
         torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("is_wide", "capability"), [(False, "AVX512"), (True, "AVX2")])
+def test_a_weights_gradient_is_torchs_where_units_have_256_bits(
+    monkeypatch: pytest.MonkeyPatch, is_wide: bool, capability: str
+) -> None:
+    monkeypatch.setattr(cpu, "is_amd", lambda: True)
+    monkeypatch.setattr(cpu, "has_wide_units", lambda: is_wide)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    layer = layers.Linear(8, 5, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    with OneDNN() as onednn:
+        (layer(torch.ones(3, 8, requires_grad=True)) * torch.ones(3, 5)).sum().backward()
+    assert onednn.count == 2
 
 
 @needs_onednn

@@ -1,4 +1,4 @@
-"""Layered accumulation: the gradients of micro-batches one after the other, complete block by block."""
+"""Layered accumulation: the gradients of micro-batches one after the other, complete half a block at a time."""
 
 import pytest
 import torch
@@ -43,12 +43,15 @@ def test_gradients_and_loss_are_those_of_micro_batches_one_after_the_other(
             assert torch.equal(gradient, wanted[name]), name
 
 
-def test_a_blocks_gradients_are_complete_before_the_block_before_it_begins() -> None:
+def test_gradients_of_half_a_block_are_complete_before_the_half_before_it_begins() -> None:
     model = build(ModelConfig(arch="llama", n_layer=3, n_head=2, n_embd=16, n_positions=16, vocab_size=50), 0, "cpu")
     seen: list[str] = []
     for index, block in enumerate(model.layers):
-        block.register_full_backward_pre_hook(lambda *_, index=index: seen.append(f"block {index}"))
-        first = block.input_layernorm.weight  # the last gradient of its block
-        first.register_post_accumulate_grad_hook(lambda _, index=index: seen.append(f"gradients {index}"))
+        for half, norm in (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")):
+            entry = f"{half} {index}"
+            getattr(block, half).register_full_backward_pre_hook(lambda *_, entry=entry: seen.append(entry))
+            last = getattr(block, norm).weight  # the last gradient of its half
+            last.register_post_accumulate_grad_hook(lambda _, entry=entry: seen.append(f"gradients of {entry}"))
     model(TOKENS_BT, TARGETS_BT, split=SIZES).backward()
-    assert seen == [entry for index in (2, 1, 0) for entry in [f"block {index}"] * 3 + [f"gradients {index}"]]
+    halves = [f"{half} {index}" for index in (2, 1, 0) for half in ("mlp", "self_attn")]
+    assert seen == [entry for half in halves for entry in [half] * 3 + [f"gradients of {half}"]]

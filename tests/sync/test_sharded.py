@@ -428,6 +428,19 @@ def test_the_last_norm_and_the_output_layer_wait_for_their_weights_after_the_blo
     assert not missing()
 
 
+def test_half_a_block_waits_for_its_own_weights_only() -> None:
+    model = build(MODELS["adamw"], 1, "cpu")
+    sync = ShardedSync(model, LocalGroup(CPU), 1, {}, model.stages())
+    missing = lambda *_: {name for bucket in sync.buckets if bucket.gathering for name in bucket.names}  # noqa: E731
+    seen: list[set[str]] = []
+    model.layers[0].self_attn.register_forward_hook(lambda *_: seen.append(missing()))
+    sync.publish()
+    tokens_BT = torch.ones(1, 8, dtype=torch.int64)
+    model(tokens_BT, tokens_BT)
+    of_block = {name for name, _ in model.named_parameters() if name.startswith("layers.0.")}
+    assert seen[0] & of_block == {name for name in of_block if "mlp" in name or "post_attention" in name}
+
+
 def compiled(world: World) -> list[list[float]]:
     """Losses with blocks compiled in place, and plain; one rank publishes late, so a stale weight would show."""
     found = []

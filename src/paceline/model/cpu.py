@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.base.cores import is_amd
+from paceline.base.cores import has_wide_units, is_amd
 
 # This attention keeps its probabilities, H * T * T numbers a sequence, and gains little on longer sequences.
 _MAX_TOKENS = 1024
@@ -25,8 +25,8 @@ def has_faster_mm(x: Tensor) -> bool:
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns a @ b, in `out` if given, on any device and in any dtype. Both have one dtype."""
     is_faster = has_faster_mm(a_MK)
-    if is_faster and not a_MK.is_contiguous():  # oneDNN copies it; with AVX2 that takes what its product gains
-        is_faster = torch.backends.cpu.get_cpu_capability() != "AVX2"
+    if is_faster and not a_MK.is_contiguous():  # oneDNN copies it, which takes what a product of 256 bits gains
+        is_faster = has_wide_units() and torch.backends.cpu.get_cpu_capability() != "AVX2"
     if not is_faster:
         return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
