@@ -160,10 +160,9 @@ class GPT(nn.Module):
         masks = [None if part is None else self._mask(part, tokens[0].device) for part in documents]
         streams = [self._embed(*part, cache) for part in zip(tokens, dropout_keys, documents, strict=True)]
         rotary_2THD = self._rotary(first, num_tokens, streams[0].device)
-        dtype = self.compute_dtype
+        dtype, parts = self.compute_dtype, list(zip(dropout_keys, masks, strict=True))
         for index, block in enumerate(cast(list[Block], self.layers)):
             layer_cache = cache[index] if cache else None
-            parts = list(zip(dropout_keys, masks, strict=True))
             if len(streams) > 1 and not (self.checkpoint_blocks or self._is_compiled):
                 # By halves of a block: the gradients of one are sent while the other's are computed.
                 streams = [

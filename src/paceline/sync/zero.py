@@ -7,7 +7,7 @@ and an all-gather; here the update comes between the two, so no more bytes are s
   update   the optimizer changes this rank's slices: any elements with AdamW, complete matrices with Muon
   publish  all-gathers start, in the order in which the next forward needs the weights: each after its bucket's update,
            if the optimizer can update a part of its slices, else after the whole update
-  wait     a block's forward waits for its own weights, most of which arrived during the blocks before
+  wait     each half of a block waits for its own weights, most of which arrived during the blocks before
 
 A weight that every reader rounds first, as a matrix product in bfloat16 does, is sent rounded, and the model's
 parameters hold the rounded value on all ranks, the owner included. The owner alone has the exact value, its master: the

@@ -236,6 +236,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         weight_decay=settings.weight_decay,
         compute_dtype=model.compute_dtype,
     )
+    # With zero each waits for its own weights; fsdp gathers whole blocks, and the rest at once.
     blocks = model.stages() if strategy == "zero" else list(model.layers)
     replica = Replica(
         model,
