@@ -77,8 +77,8 @@ class GPT(nn.Module):
         split: sizes of micro-batches whose sum is B. Each half of a block, attention or MLP, computes all of them
         before the next half does, in backward too (layered accumulation, arXiv 2106.02679): its gradients are complete
         when k times the backward of all halves before it is still to come. Compiled or checkpointed blocks stay whole.
-        The activations of all are kept. Gradients are those of k separate calls, bit
-        for bit; a tied matrix's within rounding.
+        The activations of all are kept. Gradients are those of k separate calls, bit for bit; a tied matrix's within
+        rounding.
         """
         sizes = list(split) or [len(tokens_BT)]
         # Backward begins with what forward did last. Reversed here, it takes micro-batches in their order.
