@@ -6,13 +6,15 @@
         os.kill(program.ranks()[1], signal.SIGKILL)
         ended = program.wait()
 
-The command is forked from the server of ranks.py, which has imported torch, where that makes no difference to it, and
-the ranks that it starts are forked from it. Every process that descends from it is found by its session or by a mark in
-its environment: ranks have sessions of their own and, once their launcher is dead, another parent.
+The command, a script or torchrun is forked from the server of ranks.py, which has imported torch, where that makes no
+difference to it, and the ranks that it starts are forked from it: importing torch takes 1.5 s of a core. All processes
+that descend from it are found by their session or by a mark in their environment: ranks have sessions of their own and,
+once their launcher is dead, another parent.
 """
 
 import atexit
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -35,6 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+from namespaces import Host
 from ranks import FORKS
 
 from paceline.launch import attempt
@@ -43,10 +46,13 @@ _MARK = "PACELINE_TEST_MARK"
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 # The run of the laws: 40 steps of 12 sequences in micro-batches of 2, float32, replicas compared after every step.
 TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _COMMAND = (sys.executable, "-m", "paceline")
 # Beginnings of environment variables that Python or torch read once: with them the command is no fork.
 _READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "ONEDNN", "PYTHON", "TORCH")
-COLD = {"OMP_NUM_THREADS": "1"}  # as it is already: for a command, and ranks, that take their time to start
+_READ_LATER = ("TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV")
+# As it is already: for a command, and ranks, that take their time to start, and for what reads torchrun's command line.
+COLD = {"OMP_NUM_THREADS": "1"}
 _GONE = (psutil.Error, ProcessLookupError, PermissionError)  # a process that ends while it is looked at
 DEADLINE_S = 120.0  # for a command that is to end; machines are shared
 
@@ -75,22 +81,23 @@ class Program:
         command: tuple[str, ...] = _COMMAND,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
-        script: Path | None = None,
+        host: Host | None = None,
     ):
-        """script: of Python, to run in place of the command, in a process that has torch imported."""
+        """host: on which it runs."""
         self.mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
         self._out, self._err, self._ranks = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
         self.started = time.monotonic()
         environment = {**inherited, _MARK: self.mark, **(env or {})}
+        words = (*command, *arguments)
         self.process: subprocess.Popen[bytes] | Fork
-        if script or (command == _COMMAND and not any(name.startswith(_READ_AT_START) for name in env or {})):
+        if _can_be_forked(words, env or {}):
             streams = [reduction.DupFd(file.fileno()) for file in (self._out, self._err, self._ranks)]
-            what = arguments, environment, cwd or os.getcwd(), streams, script
+            what = words[1:], environment, cwd or os.getcwd(), streams, host
             self.process = Fork(FORKS.Process(target=_be_the_command, args=what))
             return
         self.process = subprocess.Popen(
-            [*command, *arguments],
+            host.inside(*words) if host else words,
             env=environment,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -215,30 +222,41 @@ class Fork:
         self.send_signal(signal.SIGTERM)
 
 
+def _can_be_forked(words: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether it is Python with a script or a module known here, and a variable of its own is not read too early."""
+    if words[0] != sys.executable or any(n.startswith(_READ_AT_START) and not n.startswith(_READ_LATER) for n in env):
+        return False
+    first, second, *_ = [word for word in words[1:] if word != "-u"] + ["", ""]
+    return first.endswith(".py") or (first == "-m" and second in (_COMMAND[-1], TORCHRUN[-1]))
+
+
 def _be_the_command(
-    arguments: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any], script: Path | None
+    words: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any], host: Host | None
 ) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    if host:
+        host.enter()
     os.chdir(cwd)
     for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
         os.dup2(file, standard)
     ranks = streams[2].detach()
-    if script:
-        return _be(str(script), arguments, env, lambda: runpy.run_path(str(script), run_name="__main__"))
 
-    def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool) -> Fork:
-        assert tuple(command[:3]) == _COMMAND, command
+    def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool = True) -> Fork:
         assert start_new_session
-        process = multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(tuple(command[3:]), env, ranks))
+        assert _can_be_forked(command, {}), command
+        process = multiprocessing.get_context("fork").Process(target=_be_a_rank, args=(command[1:], env, ranks))
         rank = Fork(process)
         while rank.poll() is None and os.getsid(rank.pid) != rank.pid:
             time.sleep(0.001)  # until then the launcher would send signals to its own handlers, and to its own session
         return rank
 
     attempt.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment]
-    _be_paceline(arguments, env)
+    SubprocessHandler._popen = lambda self, args, env: popen(args, env)  # type: ignore[method-assign]
+    _be(words, env)
 
 
-def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str], ranks: int) -> None:
+def _be_a_rank(words: Sequence[str], env: dict[str, str], ranks: int) -> None:
     """The launcher has threads and handlers of signals, open files, and files that it will remove."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -249,22 +267,27 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str], ranks: int) -> N
             if file > 2 and (stat.S_ISREG(mode := os.fstat(file).st_mode) or stat.S_ISSOCK(mode)):
                 os.close(file)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    _be_paceline(arguments, env)
+    _be(words, env)
 
 
-def _be_paceline(arguments: tuple[str, ...], env: dict[str, str]) -> None:
-    _be("paceline", arguments, env, lambda: runpy.run_module("paceline", run_name="__main__", alter_sys=True))
-
-
-def _be(name: str, arguments: tuple[str, ...], env: dict[str, str], program: Callable[[], object]) -> None:
+def _be(words: Sequence[str], env: dict[str, str]) -> None:
+    """Runs what `python WORDS` runs, in a session of its own."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # else that of before
-    sys.argv = [name, *arguments]
-    sys.path[0] = ""
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words = words[1:]
+    sys.argv = list(words[1:] if words[0] == "-m" else words)
+    sys.path[0] = "" if words[0] == "-m" else str(Path(words[0]).absolute().parent)
     try:
-        program()
+        if words[0] != "-m":
+            runpy.run_path(words[0], run_name="__main__")
+        elif words[1] == TORCHRUN[-1]:
+            importlib.import_module(words[1]).main()  # run_module warns of one that is imported
+        else:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # which a forked process leaves out
 

@@ -27,7 +27,9 @@ from typing import Any
 from paceline.world.config import ParallelConfig
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "paceline.train.loop", "torch.distributed.fsdp", "torch._dynamo"])
+FORKS.set_forkserver_preload(
+    ["pytest", "paceline.train.loop", "torch.distributed.fsdp", "torch.distributed.run", "torch._dynamo"]
+)
 
 
 @dataclass(frozen=True)

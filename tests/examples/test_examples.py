@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import Ended, Program
+from program import TORCHRUN, Ended, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, README, GUIDE = ROOT / "examples", ROOT / "README.md", ROOT / "docs" / "guide" / "your-model.md"
@@ -23,11 +23,10 @@ PAIRS = list(MOST_LINES)
 
 def start(script: Path, *arguments: str, ranks: int = 0, cwd: Path, **env: str) -> Program:
     """Starts a script; with `ranks` under torchrun."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
+    python = (*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)) if ranks else (sys.executable,)
     cwd.mkdir(exist_ok=True)
-    return Program(
-        str(script), *arguments, command=(sys.executable, *torchrun), cwd=cwd, env={**env, "CUDA_VISIBLE_DEVICES": ""}
-    )
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
+    return Program(str(script), *arguments, command=python, cwd=cwd, env={**env, **hidden})
 
 
 def together(folder: Path, *runs: tuple[Path, int], **env: str) -> list[Ended]:

@@ -68,8 +68,8 @@ class Machine:
     def start(self) -> None:
         """Starts the command, as a person does on each host, the first time and after each loss."""
         wish = ("--hosts", self._addresses, "--min-hosts", "1", "--out", str(self.folder))
-        command = self.host.inside(sys.executable, "-m", "paceline", "train", *FLAGS, *wish)
-        self.program = self._stack.enter_context(Program(command=command, env={"PACELINE_FAULTS": PACE}))
+        program = Program("train", *FLAGS, *wish, env={"PACELINE_FAULTS": PACE}, host=self.host)
+        self.program = self._stack.enter_context(program)
 
     def lose(self, way: str) -> None:
         if way in ("power", "cable"):

@@ -1,14 +1,13 @@
 """The short form of the campaign with hosts: each is lost once and comes back; and what torchrun can do there."""
 
 import itertools
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import namespaces
 import pytest
 from hosts_campaign import Hit, make, undisturbed
-from program import TINY, Program, losses, rows, run, steps
+from program import COLD, TINY, TORCHRUN, Program, losses, rows, run, steps
 
 pytestmark = pytest.mark.lab
 
@@ -41,8 +40,8 @@ def test_a_signal_to_one_host_stops_the_run_and_both_can_resume_it(
             programs = []
             for host, folder in zip(two_hosts, folders, strict=True):
                 place = (*TINY, "--out", str(folder)) if verb == "train" else (str(folder),)
-                command = (sys.executable, "-m", "paceline", verb, *place, *more, "--hosts", addresses)
-                programs.append(stack.enter_context(Program(command=host.inside(*command))))
+                program = Program(verb, *place, *more, "--hosts", addresses, host=host)
+                programs.append(stack.enter_context(program))
             known = len(rows(folders[0] / "metrics.jsonl")) if verb == "resume" else 0
             programs[0].wait_for(lambda known=known: len(steps(folders[0])) > known + 3)
             programs[1].process.terminate()
@@ -85,7 +84,7 @@ def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
         "--rdzv-conf",
         "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3",
     )
-    torchrun = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", *at, *patience)
+    torchrun = (*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "1", *at, *patience)
     flags = (*TINY, "--train.steps", "60", "--checkpoint.every", "5", "--out", str(tmp_path / "run"))
     run("train", *flags[:-1], str(tmp_path / "straight")).require(0)
     slow = {"PACELINE_FAULTS": "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=100 attempt=any"}
@@ -93,13 +92,12 @@ def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
         programs = []
         for host in two_hosts:
             command = (*torchrun, "-m", "paceline", "train", *flags, "--parallel.interface", host.interface)
-            inside = host.inside(sys.executable, *command)
-            env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **slow}
-            programs.append(stack.enter_context(Program(command=inside, env=env)))
+            env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **COLD, **slow}
+            programs.append(stack.enter_context(Program(command=command, env=env, host=host)))
         programs[0].wait_for(lambda: len(steps(tmp_path / "run")) > 12)
         programs[1].kill_all()
         programs[0].wait_for(lambda: steps(tmp_path / "run")[-1]["world_size"] == 1)
-        programs.append(stack.enter_context(Program(command=inside, env=env)))
+        programs.append(stack.enter_context(Program(command=command, env=env, host=host)))
         programs[0].wait().require(0)
     sizes = [row["world_size"] for row in steps(tmp_path / "run")]
     assert [size for size, _ in itertools.groupby(sizes)] == [2, 1, 2]

@@ -4,11 +4,10 @@ import os
 import re
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
-from program import COLD, TINY, Program, digest, losses, rows, run
+from program import COLD, TINY, TORCHRUN, Program, digest, losses, rows, run
 
 from paceline.launch.signals import has_handler
 
@@ -59,7 +58,7 @@ def test_torchruns_own_restarts_go_on_with_the_folder_until_the_stop_that_was_as
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
+    torchrun = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2")
     address = ("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "paceline")
     with Program(
         *SAVING,

@@ -32,7 +32,7 @@ def start(job: dict, number: int, host: Host) -> Program:
     env = {item["name"]: item["value"] for item in container["env"]} | {"JOB_COMPLETION_INDEX": str(number)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return Program(
-        *container["command"], command=host.inside("env"), env={**env, "PACELINE_FAULTS": SLOW, "PATH": path}
+        *container["command"], command=("env",), env={**env, "PACELINE_FAULTS": SLOW, "PATH": path}, host=host
     )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ def launched(run: Path, *lives: list[str], **options: Any) -> Iterator[Program]:
     """A launcher, which needs torch, and ranks that do as `lives` says without it."""
     run.mkdir(exist_ok=True)
     plan = {"num_ranks": len(lives[0]), "lives": lives, **options}
-    with Program("launch", str(run), json.dumps(plan), script=STAND_IN) as program:
+    with Program("launch", str(run), json.dumps(plan), command=(sys.executable, str(STAND_IN))) as program:
         yield program
 
 

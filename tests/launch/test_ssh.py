@@ -35,7 +35,7 @@ def started(
 ) -> Program:
     """`paceline launch` on host a."""
     launch = ("launch", "--ssh", pair.ssh, "--hosts", hosts, *options, "--", "train", *train)
-    return Program(*launch, command=pair.hosts[0].inside(sys.executable, "-m", "paceline"), cwd=folder, env=ENV)
+    return Program(*launch, host=pair.hosts[0], cwd=folder, env=ENV)
 
 
 def end_of(program: Program) -> Ended:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from program import TINY, Ended, Program, losses, one_message, start_ranks, steps
+from program import TINY, TORCHRUN, Ended, Program, losses, one_message, start_ranks, steps
 
 import paceline
 
@@ -44,7 +44,7 @@ def test_a_local_rank_waits_for_local_rank_0_to_say_the_error(
     script.write_text("import sys\nfrom paceline.__main__ import main\nsys.exit(main())\n")
     world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     arguments = ("train", "--preset", "tiny", "--data.path", "no/such/folder", "--out", str(tmp_path / "run"))
-    with Program(*arguments, script=script, env=world | launcher) as program:
+    with Program(*arguments, command=(sys.executable, str(script)), env=world | launcher) as program:
         said = program.wait().require(2).err
     assert said.startswith(says)
     assert ("no/such/folder" in said) == bool(says)
@@ -63,7 +63,7 @@ def test_a_local_rank_that_alone_sees_an_error_says_it(tmp_path: Path) -> None:
         "    sys.exit(main())\n"
         "time.sleep(60)\n"
     )
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script))
     with Program("1", str(tmp_path / "run"), command=torchrun) as alone:
         said = alone.wait(60).err
     assert re.search(r"^rank 1: error: .*no/such/folder", said, re.MULTILINE), said
@@ -99,7 +99,7 @@ def test_versions_that_differ_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_torchrun_on_one_host_is_the_same_run(runs, tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
     with Program("-m", "paceline", "train", *TINY, "--out", str(tmp_path / "run"), command=torchrun) as program:
         ended = program.wait().require(0)
         program.wait_until_gone()

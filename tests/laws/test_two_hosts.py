@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from namespaces import Host
-from program import TINY, Ended, Program, losses, rows, run, steps
+from program import COLD, TINY, TORCHRUN, Ended, Program, losses, rows, run, steps
 
 pytestmark = pytest.mark.lab
 
@@ -24,13 +24,13 @@ def run_on(
     hosts: list[Host], folders: list[Path], rendezvous: dict[str, tuple[str, ...]], *flags: str, num_ranks: int = 1
 ) -> list[Ended]:
     """Starts torchrun on each host, the second one first, and returns how each ended. num_ranks: per host."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(num_ranks))
+    torchrun = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", str(num_ranks))
     with contextlib.ExitStack() as stack:
         programs = {}
         for host, folder in reversed(list(zip(hosts, folders, strict=True))):
             paceline = ("-m", "paceline", "train", *TINY, "--parallel.interface", host.interface, "--out", str(folder))
-            command = host.inside(*torchrun, *rendezvous[host.name], *paceline, *flags)
-            programs[host.name] = stack.enter_context(Program(command=command))
+            command = (*torchrun, *rendezvous[host.name], *paceline, *flags)
+            programs[host.name] = stack.enter_context(Program(command=command, host=host))
         return [programs[host.name].wait() for host in hosts]
 
 
@@ -93,12 +93,12 @@ def test_an_interface_that_one_host_lacks_is_refused_by_that_host(two_hosts, tmp
     at = ("--master-addr", first.address, "--master-port", str(PORT))
     rendezvous = {host.name: ("--node-rank", str(rank), *at) for rank, host in enumerate(two_hosts)}
     folders = [tmp_path / "a", tmp_path / "b"]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+    torchrun = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1")
     flags = ("-m", "paceline", "train", *TINY, "--parallel.interface", wrong.interface, "--out", str(folders[1]))
     waiting = ("-m", "paceline", "train", *TINY, "--parallel.interface", first.interface, "--out", str(folders[0]))
     with (
-        Program(command=first.inside(*torchrun, *rendezvous[first.name], *waiting)),
-        Program(command=second.inside(*torchrun, *rendezvous[second.name], *flags)) as refused,
+        Program(command=(*torchrun, *rendezvous[first.name], *waiting), host=first),
+        Program(command=(*torchrun, *rendezvous[second.name], *flags), host=second) as refused,
     ):
         ended = refused.wait(60)
     assert ended.status != 0
@@ -116,9 +116,9 @@ class Node:
     def __init__(self, hosts: list[Host], number: int, folder: Path, *flags: str, env: dict[str, str] | None = None):
         self.host, self._folder = hosts[number], folder
         at = ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{hosts[0].address}:{PORT}")
-        torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *at, *flags)
+        torchrun = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *at, *flags)
         program = (str(ALL_REDUCES), str(folder), self.host.interface, str(TIMEOUT_S))
-        self.program = Program(command=self.host.inside(sys.executable, *torchrun, *program), env=env)
+        self.program = Program(command=(*torchrun, *program), env=env, host=self.host)
 
     def ranks(self) -> dict[int, int]:
         """Rank -> pid on this host."""
@@ -216,7 +216,7 @@ def test_clocks_apart_are_refused_instead_of_training_alone(two_hosts, tmp_path:
     (late / "sitecustomize.py").write_text(CLOCK_BEHIND.replace("SECONDS", str(seconds)))
     with contextlib.ExitStack() as stack:
         nodes = []
-        for number, env in enumerate(({}, {"PYTHONPATH": str(late)})):
+        for number, env in enumerate((COLD, {"PYTHONPATH": str(late)})):
             folder = tmp_path / str(number)
             folder.mkdir()
             nodes.append(Node(two_hosts, number, folder, env=env))
@@ -241,8 +241,8 @@ def test_a_host_whose_name_is_loopback_is_told_to_name_its_interface(two_hosts, 
     world |= {"MASTER_ADDR": first.address, "MASTER_PORT": str(PORT)}
     with contextlib.ExitStack() as stack:
         for rank, host in enumerate(two_hosts):
-            command = host.inside(sys.executable, str(ALL_REDUCES), str(tmp_path), "", "20")
-            program = stack.enter_context(Program(command=command, env={**world, "RANK": str(rank)}))
+            command = (sys.executable, str(ALL_REDUCES), str(tmp_path), "", "20")
+            program = stack.enter_context(Program(command=command, env={**world, "RANK": str(rank)}, host=host))
         program.wait().require(2)
     said = [told(tmp_path, "error", rank)[0]["error"] for rank in (0, 1)]
     assert said[0] == said[1]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from program import Program
+from program import TORCHRUN, Program
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -608,7 +608,7 @@ world.say("ends", *map(float.hex, losses))
 def test_after_kill_9_at_any_moment_two_replicas_go_on_to_the_same_end(tmp_path: Path) -> None:
     """S2, D2: two replicas were two folders, and a kill between them resumed them at different steps."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "../script.py")
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "../script.py")
 
     def program(name: str) -> Program:
         (tmp_path / name).mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Program
+from program import TORCHRUN, Program
 
 PARENT = """\
 import json, os, sys
@@ -323,7 +323,7 @@ def test_a_rank_that_goes_another_way_is_named_with_its_line(ends: Ends, name: s
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TOGETHER["clean"].replace("print(", "world.say("))
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script))
     with Program(command=command) as program:
         ended = program.wait().require(0)
         program.wait_until_gone()

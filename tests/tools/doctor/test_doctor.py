@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from namespaces import Host, sh
-from program import Ended, Program, run
+from program import TORCHRUN, Ended, Program, run
 
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 
@@ -124,7 +124,7 @@ def on_both(
 ) -> list[Ended]:
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(Program(command=host.inside(*command), env=each, cwd=cwd))
+            stack.enter_context(Program(command=tuple(command), env=each, cwd=cwd, host=host))
             for host, command, each in zip(hosts, commands, env, strict=True)
         ]
         return [program.wait() for program in programs]
@@ -183,7 +183,7 @@ def test_a_path_that_loses_large_packets_and_a_host_that_is_missing(two_hosts: l
     said = " ".join(table.require().out.split())
     assert f"fix: ip link set dev {a.interface} mtu 14" in said
     assert "packets of 1500 bytes are lost" in said
-    with Program(command=a.inside(*DOCTOR, *listed(two_hosts), "--wait-s", "4"), cwd=tmp_path) as program:
+    with Program(command=(*DOCTOR, *listed(two_hosts), "--wait-s", "4"), cwd=tmp_path, host=a) as program:
         alone = program.wait().require(1)
     assert the(rows(alone, f"{b.address}:{PORT}"), "answers", "failure", "nothing listens") == (
         "start the same command there"
@@ -193,7 +193,7 @@ def test_a_path_that_loses_large_packets_and_a_host_that_is_missing(two_hosts: l
     b.cable("down")
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     torchrun |= {"MASTER_ADDR": a.address, "MASTER_PORT": "29500"}
-    with Program(command=b.inside(*DOCTOR, "--wait-s", "4"), env=torchrun, cwd=tmp_path) as program:
+    with Program(command=(*DOCTOR, "--wait-s", "4"), env=torchrun, cwd=tmp_path, host=b) as program:
         cut_off = rows(program.wait().require(1), b.name)
     the(cut_off, "rendezvous", "failure", f"no store at {a.address}:29500")
     the(cut_off, "memory", "ok")
@@ -201,7 +201,7 @@ def test_a_path_that_loses_large_packets_and_a_host_that_is_missing(two_hosts: l
 
 
 def test_torchrun_on_one_host_prints_one_table(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline", "doctor")
+    torchrun = (*TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", "doctor")
     with Program(command=torchrun, cwd=tmp_path) as program:
         assert program.wait().require().out.count("1 host in") == 1
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from program import Ended, Program, run
+from program import TORCHRUN, Ended, Program, run
 from ranks import run_ranks
 
 from paceline.cli.main import main
 from paceline.tools.learn.ring import contributors, ring_all_reduce, steps
 from paceline.world.runtime import World
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 _CELL = re.compile(r"((?: *-?\d+\.\d)*) +(empty|all|\d+(?:\+(?:\d+|\.\.))*) *([<>])?")
 
 
@@ -105,7 +104,7 @@ def test_alone_there_is_nobody_to_send_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_ranks", "elements"), [(2, 1), (5, 5)])
 def test_other_worlds_also_torchruns_show_what_they_did(num_ranks: int, elements: int, tmp_path: Path) -> None:
     arguments = ("learn", "ring", "--elements", str(elements))
-    command = (*TORCHRUN, "--nproc-per-node", str(num_ranks), "-m", "paceline")
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", str(num_ranks), "-m", "paceline")
     with Program(*arguments, command=command, cwd=tmp_path) as program:
         assert_lesson(program.wait().require(), num_ranks, elements)
 
