@@ -5,9 +5,10 @@ A `text` block right below a python block is what that one prints, word for word
 """
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from program import Program
 
 _BLOCK = re.compile(
     r"^```python(?: title=\"(needs .*?)\")?\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", flags=re.DOTALL | re.MULTILINE
@@ -31,20 +32,20 @@ for found in re.finditer({_BLOCK.pattern!r}, text, {int(_BLOCK.flags)}):
 def run_blocks(
     document: Path, folder: Path, preamble: Path | None = None, launcher: tuple[str, ...] = (), status: int = 0
 ) -> str:
-    """Runs them in this folder, after what a reader has already: `preamble`. launcher: words before the script, as of
+    """Runs them in this folder, after what a reader has already: `preamble`. launcher: words before the script, of
     torchrun. Returns what they printed; fails where a block raises, or prints other than what stands below it."""
     text = document.read_text()
     blocks = _BLOCK.findall(text)
     assert len(blocks) == text.count("```python"), "a block of another shape"
     runner = folder / "runner.py"
     runner.write_text(_RUNNER)
-    command = [sys.executable, *launcher, str(runner), str(document), str(preamble or "")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == status, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    command = (*(launcher or (sys.executable,)), str(runner), str(document), str(preamble or ""))
+    with Program(command=command, cwd=folder) as program:
+        out = program.wait(240).require(status).out
     expected = [printed for needs, _, printed in blocks if not needs]
-    for number, (printed, wanted) in enumerate(zip(done.stdout.split(_NEXT)[1:], expected, strict=False)):
+    for number, (printed, wanted) in enumerate(zip(out.split(_NEXT)[1:], expected, strict=False)):
         assert not wanted or printed == wanted, f"block {number + 1} prints\n{printed}\nand the page says\n{wanted}"
-    return done.stdout.replace(_NEXT, "")
+    return out.replace(_NEXT, "")
 
 
 def runnable_blocks(document: Path) -> int:

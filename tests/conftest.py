@@ -36,7 +36,15 @@ _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 _CACHE = pytest.StashKey[str]()
 
 # Begun first of the files, so that no process still has one of them to do when the others are done.
-_LONGEST = ("test_ends.py", "test_switches.py", "test_group.py", "test_readme.py", "test_coded.py", "test_prepare.py")
+_LONGEST = (
+    "test_ends.py",
+    "test_switches.py",
+    "test_group.py",
+    "test_readme.py",
+    "test_coded.py",
+    "test_prepare.py",
+    "test_slurm.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

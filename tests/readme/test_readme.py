@@ -1,8 +1,10 @@
 """What the README tells people to type works, word for word but for the size of the preset."""
 
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from blocks import run_blocks, runnable_blocks
+from program import TORCHRUN, Program
 
 from paceline.cli.main import _VERBS
 
@@ -41,8 +44,10 @@ def commands(document: Path, title: str = "") -> list[str]:
 def runnable(document: Path) -> list[str]:
     """Returns those that one machine can run, one after another: not the two hosts' (tests/laws), not make's (CI), not
     those for a second terminal (tests/tools/lab), those for a lab only where there can be one, and the README's only
-    once. `verify` runs from the README, and on two hosts in tests/tools/bench."""
+    once. What measures runs from the README and in tests/tools/bench, and two of the examples in tests/examples."""
     others = ["10.0.0.1", "lab set"]
+    if document != README:
+        others += ["bench link", "bench scaling", "examples/toy", "examples/gpt"]
     if not can_have_a_lab():
         made = [re.search(r"--out (\S+)", c) for c in commands(document) if "lab --hosts" in c]
         others += ["lab --hosts", "lab clean", *(found[1] for found in made if found)]  # nor what needs the runs of one
@@ -63,6 +68,16 @@ def can_have_a_lab() -> bool:
     """Asks without making one."""
     command = ("unshare", "--net", "--mount", "ip", "link", "add", "lab0", "type", "veth")
     return shutil.which("ip") is not None and subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def as_words(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Returns a command as words and the variables before it, so that it can be forked; what is a shell's stays one."""
+    words = shlex.split(command)
+    words = words[1:] if words[0] == "env" else words
+    env = dict(word.split("=", 1) for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+    first, *rest = words[len(env) :]
+    programs = {"paceline": (sys.executable, "-m", "paceline"), "python": (sys.executable,), "torchrun": TORCHRUN}
+    return ((*programs[first], *rest), env) if first in programs else (("bash", "-c", command), {})
 
 
 @pytest.mark.long
@@ -86,17 +101,16 @@ def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: 
         (tmp_path / name).write_text(text)
     records = [{"content": f"{i} {line}"} for i, line in enumerate(README.read_text().splitlines())]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     runs = runnable(document)
     assert runs or commands(document) or commands(document, "needs")
     for command in runs:
         smaller = re.sub("--preset (demo|lesson)", "--preset tiny", command)
-        smaller = smaller.replace("--rounds 2 --steps 8", "--rounds 1 --steps 5")
-        smaller = re.sub(r"bench link --preset tiny$", r"\g<0> --time-budget 8", smaller)
-        words = ("bash", "-c", smaller)  # as people type it: VARIABLE=value before a command, quotes
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        words, env = as_words(smaller.replace("--train.steps 200", "--train.steps 20"))
+        with Program(command=words, env={**path, **env}, cwd=tmp_path) as program:
+            ended = program.wait(240)
         wanted = 75 if "--train.stop-at-step" in command else 1 if command in commands(document, _FAILS) else 0
-        assert done.returncode == wanted, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert ended.status == wanted, f"{command}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
 
 
 PREAMBLES = Path(__file__).parent / "preambles"  # what a reader has who comes to a document's python blocks
@@ -113,7 +127,7 @@ def test_the_python_blocks_of_a_document_run_on_one_rank_and_on_two(document: Pa
     said = []
     for name, ranks in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks))
         said.append(run_blocks(document, tmp_path / name, PREAMBLES / f"{document.stem}.py", launcher))
     one, two = ([float(found) for found in re.findall(r"loss ([\d.]+)", out)] for out in said)
     assert one

@@ -37,7 +37,7 @@ MODELS = {  # by optimizer: tied embeddings and biases, or neither
     "adamw": ModelConfig(arch="gpt2", bias=True, **SHAPE),  # type: ignore[arg-type]
     "muon": ModelConfig(arch="llama", qk_norm=True, embed_mix=2, **SHAPE),  # type: ignore[arg-type]
 }
-NUM_STEPS, HALF, POISONED_STEP = 10, 5, 2
+NUM_STEPS, HALF, POISONED_STEP = 6, 3, 2
 MICRO_BATCH, NUM_MICRO_BATCHES = 2, 3  # on four ranks one has none
 NUM_TOKENS = MICRO_BATCH * NUM_MICRO_BATCHES * SHAPE["n_positions"]
 LR, WEIGHT_DECAY = 2e-3, 0.1
@@ -447,7 +447,8 @@ def compiled(world: World) -> list[list[float]]:
     for is_compiled in (True, False):
         model = build(MODELS["adamw"], 1, "cpu")
         if is_compiled:
-            model.compile_blocks()
+            for block in model.layers:
+                block.compile(backend="eager")
         optimizer = Adopted(OptimConfig(eps=EPS), model)
         sync = ShardedSync(model, world.group, 50_000, {}, list(model.layers))
         optimizer.adopt(sync.slices())
