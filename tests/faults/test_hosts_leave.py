@@ -73,6 +73,7 @@ def test_a_rank_that_dies_is_a_failure_and_all_hosts_hear_of_it(tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(120)
 def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
     two_hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:
@@ -82,7 +83,7 @@ def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
         "--max-restarts",
         "3",
         "--rdzv-conf",
-        "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3",
+        "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3",
     )
     torchrun = (*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "1", *at, *patience)
     flags = (*TINY, "--train.steps", "60", "--checkpoint.every", "5", "--out", str(tmp_path / "run"))

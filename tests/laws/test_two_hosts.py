@@ -37,7 +37,7 @@ def run_on(
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "strategy"), [("c10d", "ddp"), ("static", "zero")])
 def test_two_hosts_give_the_curve_of_one_process(runs, two_hosts, tmp_path: Path, way: str, strategy: str) -> None:
-    """And two ranks a host, that send over the link what one does."""
+    """And, of one way, two ranks a host, that send over the link what one does."""
     first = two_hosts[0]
     if way == "c10d":
         at = ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{first.address}:{PORT}")
@@ -72,6 +72,8 @@ def test_two_hosts_give_the_curve_of_one_process(runs, two_hosts, tmp_path: Path
     )  # what was saved is whole, in another world
     assert len(losses(stopped)) == 41
 
+    if way == "c10d":
+        return
     of_two = [tmp_path / f"{host.name}-2" / "run" for host in two_hosts]
     before = [host.received_bytes() for host in two_hosts]
     ends = run_on(two_hosts, of_two, rendezvous, *flags, num_ranks=2)

@@ -44,8 +44,9 @@ def commands(document: Path, title: str = "") -> list[str]:
 def runnable(document: Path) -> list[str]:
     """Returns those that one machine can run, one after another: not the two hosts' (tests/laws), not make's (CI), not
     those for a second terminal (tests/tools/lab), those for a lab only where there can be one, and the README's only
-    once. What measures runs from the README and in tests/tools/bench, and two of the examples in tests/examples."""
-    others = ["10.0.0.1", "lab set"]
+    once. What measures runs from the README and in tests/tools/bench, `verify` only there, and two of the examples in
+    tests/examples."""
+    others = ["10.0.0.1", "lab set", "paceline verify", "-- verify"]
     if document != README:
         others += ["bench link", "bench scaling", "examples/toy", "examples/gpt"]
     if not can_have_a_lab():
@@ -54,7 +55,7 @@ def runnable(document: Path) -> list[str]:
     kept = [c for c in commands(document) if not c.startswith("make") and not any(word in c for word in others)]
     if document == README:
         return kept
-    return [c for c in kept if not is_the_readmes(c, kept) and not c.endswith(" verify")]
+    return [c for c in kept if not is_the_readmes(c, kept)]
 
 
 def is_the_readmes(command: str, among: list[str]) -> bool:

@@ -612,7 +612,7 @@ def test_after_kill_9_at_any_moment_two_replicas_go_on_to_the_same_end(tmp_path:
 
     def program(name: str) -> Program:
         (tmp_path / name).mkdir(exist_ok=True)
-        return Program(command=command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path / name)
+        return Program(command=command, cwd=tmp_path / name)
 
     def newest() -> int:
         return max((int(path.name[5:]) for path in tmp_path.glob("killed/run/checkpoints/step-*")), default=0)

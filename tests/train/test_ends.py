@@ -246,8 +246,7 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(("nproc", "number", "status"), [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 75)])
 def test_a_signal_while_data_is_prepared(
     tmp_path: Path, long_text: Path, nproc: int, number: signal.Signals, status: int
 ) -> None:
