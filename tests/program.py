@@ -276,7 +276,7 @@ def _be(words: Sequence[str], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # else that of before
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # else it counts as a worker's process
+    multiprocessing.set_start_method(None, force=True)  # else that of the server
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         words = words[1:]
