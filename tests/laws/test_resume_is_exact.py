@@ -107,14 +107,12 @@ def test_worlds_of_2_then_3_then_1(runs, copy_of, flags: tuple[str, ...]) -> Non
     ("nproc", "number", "to"),
     [
         (2, signal.SIGTERM, "launcher"),
-        (2, signal.SIGUSR1, "launcher"),
         (2, signal.SIGUSR1, "rank 1"),
         (2, signal.SIGINT, "group"),
         (1, signal.SIGINT, "group"),
     ],
     ids=[
         "sigterm-to-launcher",
-        "sigusr1-to-launcher",
         "sigusr1-to-one-rank",
         "ctrl-c-of-ranks",
         "ctrl-c-of-one-process",

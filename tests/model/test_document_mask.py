@@ -173,7 +173,7 @@ def test_compiled_blocks_take_a_mask(tokens_BT: torch.Tensor, targets_BT: torch.
     model, compiled = (build(ROTARY["gqa"], 3, "cpu") for _ in range(2))
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for block in compiled.layers:
-            block.compile(backend="aot_eager")  # the graphs; what C++ makes of one is asked in test_gpt.py
+            block.compile(backend="aot_eager")  # the graphs; tests/train/test_switches.py asks what C++ makes of them
         for rows in (ROWS, [[12, 12, 24], [47, 1], [5, 43]]):
             expected = loss_and_gradients(model, model(tokens_BT, targets_BT, None, documents_of(rows)))
             found = loss_and_gradients(compiled, compiled(tokens_BT, targets_BT, None, documents_of(rows)))

@@ -107,7 +107,9 @@ def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: 
     assert runs or commands(document) or commands(document, "needs")
     for command in runs:
         smaller = re.sub("--preset (demo|lesson)", "--preset tiny", command)
-        words, env = as_words(smaller.replace("--train.steps 200", "--train.steps 20"))
+        if "lab --hosts" in command and " train " in command:  # whose hosts have less than a core
+            smaller = re.sub(r" --train.steps \d+", "", smaller).replace(" --out", " --train.steps 12 --out")
+        words, env = as_words(smaller)
         with Program(command=words, env={**path, **env}, cwd=tmp_path) as program:
             ended = program.wait(240)
         wanted = 75 if "--train.stop-at-step" in command else 1 if command in commands(document, _FAILS) else 0

@@ -125,11 +125,8 @@ class FullySharded(Strategy):
         return self.reduce()
 
     def not_finite(self) -> tuple[str | None, bool | None]:
-        bad = (
-            s.name
-            for s in self.slices()
-            if s.parameter.grad is not None and not bool(s.parameter.grad.isfinite().all())
-        )
+        gradients = ((part.name, part.parameter.grad) for part in self.slices())
+        bad = (name for name, grad in gradients if grad is not None and not bool(grad.isfinite().all()))
         return next(bad, None), self._sums.not_finite()
 
     def publish(self) -> None:
@@ -181,9 +178,10 @@ class _Whole:
         """ranks: those that hold the shards together."""
         self._group, self._ranks = group, ranks
         self._shards = [shard for shard in shards if shard.name in costs]
-        self._owners = ownership.assign([costs[shard.name] for shard in self._shards], len(ranks))
+        owners = ownership.assign([costs[shard.name] for shard in self._shards], len(ranks))
+        self._owned = [[n for n, owner in enumerate(owners) if owner == i] for i in self._places]  # shards, by place
         self._place = ranks.index(group.rank)
-        owned = [shard for shard, owner in zip(self._shards, self._owners, strict=True) if owner == self._place]
+        owned = [self._shards[n] for n in self._owned[self._place]]
         self._edges = [_edges(shard.shape, len(ranks)) for shard in owned]  # of each rank's rows
         weights = self._collected([shard.parameter.detach() for shard in self._shards])
         self.mine = [
@@ -207,9 +205,7 @@ class _Whole:
         rows = [
             [part[edges[i] : edges[i + 1]] for part, edges in zip(flat, self._edges, strict=True)] for i in self._places
         ]
-        theirs = [
-            [shard for shard, owner in zip(self._shards, self._owners, strict=True) if owner == i] for i in self._places
-        ]
+        theirs = [[self._shards[n] for n in owned] for owned in self._owned]
         sizes = [[shard.stop - shard.start for shard in shards] for shards in theirs]
         for shards, arrived in zip(theirs, self._exchanged(rows, sizes), strict=True):
             for shard, weight in zip(shards, arrived, strict=True):
@@ -217,7 +213,7 @@ class _Whole:
 
     def _collected(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns this rank's whole tensors, flat, from every rank's part of each."""
-        sends = [[part for part, owner in zip(parts, self._owners, strict=True) if owner == i] for i in self._places]
+        sends = [[parts[n] for n in owned] for owned in self._owned]
         sizes = [[edges[i + 1] - edges[i] for edges in self._edges] for i in self._places]
         return [torch.cat(rows) for rows in zip(*self._exchanged(sends, sizes), strict=True)]
 
@@ -272,11 +268,7 @@ class _Gather(_Collective):
         self._sizes, self._is_rounded = list(sizes), [dtype == self._sent_as for dtype in read_as]
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self._sent_as is None or output_tensor.dtype != torch.float32:
             return self._all_gather(output_tensor, input_tensor, group, async_op)

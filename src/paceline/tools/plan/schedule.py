@@ -308,8 +308,7 @@ CODEC_NS = {"exact": (0.0, 0.0), "bf16": (0.5, 0.4), "int8": (1.8, 1.8), "int4":
 
 def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str = "cpu") -> Path:
     """Returns the path that a config takes. parallel.strategy is resolved, not auto."""
-    per_host, rounds = job.num_ranks / job.num_hosts, parallel.sync_every or 1
-    strategy = parallel.strategy
+    strategy, rounds = parallel.strategy, parallel.sync_every or 1
     assert strategy != "auto"
     encode_ns, update_ns = CODEC_NS[parallel.wire] if job.num_ranks > 1 else (0.0, 0.0)
     flags = f"--parallel.strategy {strategy}" + (f" --parallel.sync-every {rounds}" if parallel.sync_every else "")
@@ -319,7 +318,7 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
         parallel.wire,
         32 if job.shares_memory else job.compute_bits,
         sync_every=rounds,
-        ranks_per_host=per_host,
+        ranks_per_host=job.num_ranks / job.num_hosts,
         passes=job.num_micro_batches,
         by_gloo=device == "cpu",
     )
