@@ -44,11 +44,11 @@ def commands(document: Path, title: str = "") -> list[str]:
 def runnable(document: Path) -> list[str]:
     """Returns those that one machine can run, one after another: not the two hosts' (tests/laws), not make's (CI), not
     those for a second terminal (tests/tools/lab), those for a lab only where there can be one, and the README's only
-    once. What measures runs from the README and in tests/tools/bench, `verify` only there, and two of the examples in
+    once. `verify` and what measures run from the README and in tests/tools/bench, two of the examples in
     tests/examples."""
-    others = ["10.0.0.1", "lab set", "paceline verify", "-- verify"]
+    others = ["10.0.0.1", "lab set"]
     if document != README:
-        others += ["bench link", "bench scaling", "examples/toy", "examples/gpt"]
+        others += ["bench link", "bench scaling", "paceline verify", "-- verify", "examples/toy", "examples/gpt"]
     if not can_have_a_lab():
         made = [re.search(r"--out (\S+)", c) for c in commands(document) if "lab --hosts" in c]
         others += ["lab --hosts", "lab clean", *(found[1] for found in made if found)]  # nor what needs the runs of one
