@@ -241,11 +241,11 @@ def test_a_calibrated_machine_prints_what_a_run_will_take_although_it_chose_its_
 
 
 def train_as_hosts(_: ParallelConfig, env: Environment, folder: Path, config: Config) -> int:
-    """Trains as one rank of a host of its own, of which the first one is calibrated, for far too fast a device."""
+    """Trains as one rank of a host of its own, of which the first one is calibrated."""
     import socket
 
     socket.gethostname = lambda: f"prediction-{env.rank}"
-    stored = [devices.store(config, 1, DEVICE.slower(1e-6))] if env.rank == 0 else []
+    stored = [devices.store(config, 1, DEVICE)] if env.rank == 0 else []
     try:
         return train(Request(config, folder, predict=predict_here), env)
     finally:
@@ -253,7 +253,7 @@ def train_as_hosts(_: ParallelConfig, env: Environment, folder: Path, config: Co
             path.unlink()
 
 
-def test_ranks_on_two_hosts_print_a_prediction_and_the_part_that_took_longer(tmp_path: Path) -> None:
+def test_ranks_on_two_hosts_print_a_prediction_with_their_link(tmp_path: Path) -> None:
     config = tiny(train__steps=12, parallel__strategy="zero", train__eval_every=-1)
     assert run_ranks(train_as_hosts, 2, tmp_path / "run", config, opened=False) == [0, 0]
     (event,) = events(tmp_path / "run", "prediction")
@@ -261,7 +261,6 @@ def test_ranks_on_two_hosts_print_a_prediction_and_the_part_that_took_longer(tmp
     (log,) = (path.read_text() for path in (tmp_path / "run" / "ranks").glob("rank-00000.log"))
     said = " ".join(log.split())
     assert "over a link of " in said
-    assert "more than predicted" in said
     assert "predicted: " not in (tmp_path / "run" / "ranks" / "rank-00001.log").read_text()
     compared = Summary(read_records(tmp_path / "run"))
     assert tables.part_columns(compared)[3] == "predicted, ms"
