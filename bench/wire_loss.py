@@ -48,7 +48,7 @@ SIZES = {  # layers, width, tokens of a sequence, sequences of a step, steps
     "tiny": (1, 64, 32, 4, 6),
     "small": (2, 128, 128, 16, 300),
     "demo": (4, 256, 128, 16, 100),
-    "lesson": (6, 384, 128, 8, 300),
+    "lesson": (6, 384, 128, 8, 96),
 }
 # At three times these rates two runs that differ by one rounding end 0.75% apart (standard deviation over seeds), at
 # these 0.08%: only so five seeds can show a difference of 0.2%.
