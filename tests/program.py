@@ -34,13 +34,14 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from namespaces import Host
 from ranks import FORKS
 
 from paceline.launch import attempt
+from paceline.tools.bench import runs
 
 _MARK = "PACELINE_TEST_MARK"
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -173,7 +174,7 @@ class Program:
 
     def _living(self) -> list[tuple[int, str]]:
         """Pid and rank, where it has one, of each process."""
-        forked = dict(line.split() for line in self._read(self._ranks).splitlines())
+        forked = dict(line.split(" ") for line in self._read(self._ranks).splitlines())
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(*_GONE):
@@ -221,6 +222,9 @@ class Fork:
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 def _can_be_forked(words: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether it is Python with a script or a module known here, and a variable of its own is not read too early."""
@@ -231,7 +235,7 @@ def _can_be_forked(words: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def _be_the_command(
-    words: tuple[str, ...], env: dict[str, str], cwd: Path | str, streams: list[Any], host: Host | None
+    words: Sequence[str], env: dict[str, str], cwd: Path | str, streams: list[Any], host: Host | None
 ) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -241,6 +245,7 @@ def _be_the_command(
     for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
         os.dup2(file, standard)
     ranks = streams[2].detach()
+    os.write(ranks, f"{os.getpid()} {env.get('RANK', '')}\n".encode())
 
     def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool = True) -> Fork:
         assert start_new_session
@@ -251,9 +256,26 @@ def _be_the_command(
             time.sleep(0.001)  # until then the launcher would send signals to its own handlers, and to its own session
         return rank
 
+    def popen_of_bench(command: Sequence[str], env: dict[str, str], stdout: IO[bytes], **how: Any) -> Any:
+        """From the server, since `verify` is in a world itself; it inherits no processors from there."""
+        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        if not _can_be_forked(command, changed):
+            return subprocess.Popen(command, env=env, stdout=stdout, **how)
+        streams = [reduction.DupFd(file) for file in (stdout.fileno(), stdout.fileno(), ranks)]
+        what = os.sched_getaffinity(0), command[1:], env, os.getcwd(), streams, None
+        return Fork(FORKS.Process(target=_be_the_command_on, args=what))
+
     attempt.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment]
+    runs.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=popen_of_bench, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
     SubprocessHandler._popen = lambda self, args, env: popen(args, env)  # type: ignore[method-assign]
     _be(words, env)
+
+
+def _be_the_command_on(cores: set[int], *what: Any) -> None:
+    os.sched_setaffinity(0, cores)
+    _be_the_command(*what)
 
 
 def _be_a_rank(words: Sequence[str], env: dict[str, str], ranks: int) -> None:
@@ -264,7 +286,7 @@ def _be_a_rank(words: Sequence[str], env: dict[str, str], ranks: int) -> None:
     os.write(ranks, f"{os.getpid()} {env['RANK']}\n".encode())
     for file in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the folder's own
-            if file > 2 and (stat.S_ISREG(mode := os.fstat(file).st_mode) or stat.S_ISSOCK(mode)):
+            if file not in (0, 1, 2, ranks) and (stat.S_ISREG(mode := os.fstat(file).st_mode) or stat.S_ISSOCK(mode)):
                 os.close(file)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     _be(words, env)

@@ -28,7 +28,14 @@ from paceline.world.config import ParallelConfig
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["pytest", "paceline.train.loop", "torch.distributed.fsdp", "torch.distributed.run", "torch._dynamo"]
+    [
+        "pytest",
+        "paceline.train.loop",
+        "paceline.tools.bench.verify",
+        "torch.distributed.fsdp",
+        "torch.distributed.run",
+        "torch._dynamo",
+    ]
 )
 
 

@@ -293,6 +293,8 @@ class Replica(ReplicatedModel):
             self.gradients.reveal()
         self.world.calls.reducing = None
         self.sync.reduce()
+        self.sync.weigh(0.0, 0.0)  # by which `local` averages
+        self.sync.skip()
         self.sync.publish()
 
     def _shared(self, source: Any, sharing: dict[str, Any], keep: bool = True) -> Share:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from paceline.base import ownership
@@ -74,6 +75,7 @@ class FullySharded(Strategy):
         for module in (*stages, model):
             fully_shard(module, mesh=mesh)
         names = {parameter: name for name, parameter in model.named_parameters()}
+        self._gathered: list[FSDPParam] = []
         for module in (*stages, model):
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
@@ -82,6 +84,7 @@ class FullySharded(Strategy):
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
             gathered = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
             if gathered is not None:
+                self._gathered += gathered.fsdp_params
                 order = [each.sharded_param for each in gathered.fsdp_params]
                 rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
                 sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
@@ -97,7 +100,7 @@ class FullySharded(Strategy):
         self._has_spread = False  # within this step's update
 
     def slices(self) -> list[ParamSlice]:
-        split = [mine for mine in self._shards if mine.start < mine.stop and not self._whole.has(mine)]
+        split = [mine for mine in self._shards if mine.start < mine.stop and mine not in self._whole.shards]
         return split + self._whole.mine
 
     def parts(self) -> Iterator[list[ParamSlice]]:
@@ -129,14 +132,17 @@ class FullySharded(Strategy):
         bad = (name for name, grad in gradients if grad is not None and not bool(grad.isfinite().all()))
         return next(bad, None), self._sums.not_finite()
 
+    def skip(self) -> None:
+        for each in self._gathered:  # it has the sum of passes that no last one followed
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+
     def publish(self) -> None:
         if not self._has_spread:
             self._whole.spread_weights()
         self._has_spread = False
-        for whole in self._whole.mine:
-            whole.parameter.grad = None
-        for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
-            parameter.grad = mine.parameter.grad = None
+        for parameter in (*self._parameters.values(), *(each.parameter for each in self._shards + self._whole.mine)):
+            parameter.grad = None
         self._sums.clear()
 
     def refresh(self) -> None:
@@ -176,26 +182,22 @@ class _Whole:
         self, group: DistributedGroup, ranks: Sequence[int], shards: Sequence[ParamSlice], costs: Mapping[str, float]
     ) -> None:
         """ranks: those that hold the shards together."""
-        self._group, self._ranks = group, ranks
-        self._shards = [shard for shard in shards if shard.name in costs]
-        owners = ownership.assign([costs[shard.name] for shard in self._shards], len(ranks))
+        self._group, self._ranks, self._places = group, ranks, range(len(ranks))
+        self.shards = [shard for shard in shards if shard.name in costs]
+        owners = ownership.assign([costs[shard.name] for shard in self.shards], len(ranks))
         self._owned = [[n for n, owner in enumerate(owners) if owner == i] for i in self._places]  # shards, by place
         self._place = ranks.index(group.rank)
-        owned = [self._shards[n] for n in self._owned[self._place]]
+        owned = [self.shards[n] for n in self._owned[self._place]]
         self._edges = [_edges(shard.shape, len(ranks)) for shard in owned]  # of each rank's rows
-        weights = self._collected([shard.parameter.detach() for shard in self._shards])
+        weights = self._collected([shard.parameter.detach() for shard in self.shards])
         self.mine = [
             ParamSlice(shard.name, shard.shape, 0, weight.numel(), nn.Parameter(weight.view(shard.shape)))
             for shard, weight in zip(owned, weights, strict=True)
         ]
 
-    def has(self, shard: ParamSlice) -> bool:
-        """Whether the shard's parameter has an owner."""
-        return shard in self._shards
-
     def collect_gradients(self) -> None:
         """Sets `.grad` of this rank's whole parameters from the shards' gradients of all ranks. Collective."""
-        gradients = self._collected(_gradients(self._shards))
+        gradients = self._collected(_gradients(self.shards))
         for whole, gradient in zip(self.mine, gradients, strict=True):
             whole.parameter.grad = gradient.view(whole.shape)
 
@@ -205,7 +207,7 @@ class _Whole:
         rows = [
             [part[edges[i] : edges[i + 1]] for part, edges in zip(flat, self._edges, strict=True)] for i in self._places
         ]
-        theirs = [[self._shards[n] for n in owned] for owned in self._owned]
+        theirs = [[self.shards[n] for n in owned] for owned in self._owned]
         sizes = [[shard.stop - shard.start for shard in shards] for shards in theirs]
         for shards, arrived in zip(theirs, self._exchanged(rows, sizes), strict=True):
             for shard, weight in zip(shards, arrived, strict=True):
@@ -217,17 +219,13 @@ class _Whole:
         sizes = [[edges[i + 1] - edges[i] for edges in self._edges] for i in self._places]
         return [torch.cat(rows) for rows in zip(*self._exchanged(sends, sizes), strict=True)]
 
-    @property
-    def _places(self) -> range:
-        return range(len(self._ranks))
-
     def _exchanged(
         self, sends: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]]
     ) -> list[tuple[torch.Tensor, ...]]:
         """Sends flat tensors, and returns those that arrive, of these sizes; by place, this rank's own included."""
-        if not self._shards:
+        if not self.shards:
             return [()] * len(sizes)
-        none = self._shards[0].parameter.detach().new_empty(0)
+        none = self.shards[0].parameter.detach().new_empty(0)
         packed = [torch.cat([none, *tensors]) for tensors in sends]
         arriving = [none.new_empty(sum(each)) for each in sizes]
         arriving[self._place] = packed[self._place]
