@@ -18,7 +18,9 @@ def losses(world: World, strategy: str, moment: str) -> list[float]:
     """The losses of two passes, of which an exception left the first one at this moment of its first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    replica = paceline.Replica(model, torch.optim.AdamW(model.parameters(), lr=1e-2), world, strategy=strategy)
+    rounds = {"sync_every": 2} if strategy == "local" else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    replica = paceline.Replica(model, optimizer, world, strategy=strategy, **rounds)
     x = torch.randn(24, 4)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
 
