@@ -13,6 +13,7 @@ saves all objects together.
 import contextlib
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Checkpoints(CheckpointFolder):
         _OPEN[folder.resolve()] = self
         self._is_own = False  # this run has restored from it, or saved to it
         self._problem: str | None = None  # of the last finished save
-        at_leaving(self._end)
+        at_leaving(partial(_end, folder.resolve()))
 
     def save_every(self, num_steps: int, val_loss: float | None = None) -> bool:
         """Saves if the number of steps made is a multiple of num_steps, or if a rank was asked to stop; returns whether
@@ -197,6 +198,12 @@ class Checkpoints(CheckpointFolder):
             del _OPEN[self.folder.resolve()]
             if self._lock is not None:
                 self._lock.release()
+
+
+def _end(folder: Path) -> None:
+    """Ends the object that has the folder then. An earlier one, and its model, are not kept until then."""
+    if (checkpoints := _OPEN.get(folder)) is not None:
+        checkpoints._end()
 
 
 def load_weights(folder: str | Path, name: str | None = None) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Generic, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -30,8 +31,16 @@ Named = tuple[str, nn.Parameter]
 _HANDLES: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 
 
-def hooked(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Calls the hook after each gradient of the parameter, until `release`."""
+def hooked(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
+    """Calls the method after each gradient of the parameter, until `release`, or until its object is gone."""
+    # torch keeps such hooks where Python's garbage collector does not look: one that leads back to the parameter would
+    # keep the model, and the optimizer's state, for ever.
+    weak = WeakMethod(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(parameter)
+
     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     _HANDLES.setdefault(parameter, []).append(handle)
 
@@ -98,9 +107,9 @@ class BucketStrategy(Strategy, Generic[B]):
         self._in_flight: deque[Transfer] = deque()
         self._launching = False
         self._num_launched = 0
-        for bucket in buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                hooked(parameter, self._make_hook(bucket, index))
+        self._places = {p: (bucket, index) for bucket in buckets for index, p in enumerate(bucket.parameters)}
+        for parameter in self._places:
+            hooked(parameter, self._on_gradient)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -149,15 +158,13 @@ class BucketStrategy(Strategy, Generic[B]):
     def _own_gradients(self) -> list[torch.Tensor]:
         return [bucket.flat[slice(*bucket.span)] for bucket in self.buckets]
 
-    def _make_hook(self, bucket: B, index: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(_: torch.Tensor) -> None:
-            bucket.take(index)
-            if self._launching:
-                bucket.num_missing -= 1
-                if bucket.num_missing == 0:
-                    self._launch_ready()
-
-        return on_gradient
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        bucket, index = self._places[parameter]
+        bucket.take(index)
+        if self._launching:
+            bucket.num_missing -= 1
+            if bucket.num_missing == 0:
+                self._launch_ready()
 
     def _launch_ready(self) -> None:
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].num_missing == 0:
