@@ -107,7 +107,9 @@ class BucketStrategy(Strategy, Generic[B]):
         self._in_flight: deque[Transfer] = deque()
         self._launching = False
         self._num_launched = 0
-        self._places = {p: (bucket, index) for bucket in buckets for index, p in enumerate(bucket.parameters)}
+        self._places: dict[torch.Tensor, tuple[B, int]] = {
+            parameter: (bucket, index) for bucket in buckets for index, parameter in enumerate(bucket.parameters)
+        }
         for parameter in self._places:
             hooked(parameter, self._on_gradient)
 
