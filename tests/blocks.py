@@ -17,6 +17,8 @@ _NEXT = "\x1e"  # between the outputs of two blocks
 
 _RUNNER = f"""
 import re, sys
+if "program" in sys.modules:  # this is a fork
+    sys.modules["program"].fork_what_runs()
 text, preamble, namespace = open(sys.argv[1]).read(), sys.argv[2], {{"__name__": "__main__"}}
 if preamble:
     exec(compile(open(preamble).read(), preamble, "exec"), namespace)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import psutil
@@ -196,8 +196,12 @@ class Fork:
     """A forked process, with what is used here, and by paceline's launcher, of a Popen."""
 
     def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-        self._process.start()
+        self._process, main = process, sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # else the server's fork runs a script that starts one, too
+        try:
+            self._process.start()
+        finally:
+            sys.modules["__main__"] = main
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -303,7 +307,7 @@ def _be(words: Sequence[str], env: dict[str, str]) -> None:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         words = words[1:]
     sys.argv = list(words[1:] if words[0] == "-m" else words)
-    sys.path[0] = "" if words[0] == "-m" else str(Path(words[0]).absolute().parent)
+    sys.path.insert(0, "" if words[0] == "-m" else str(Path(words[0]).absolute().parent))
     try:
         if words[0] != "-m":
             runpy.run_path(words[0], run_name="__main__")
@@ -326,6 +330,20 @@ def run(
         ended = program.wait(deadline_s)
         program.wait_until_gone()
     return ended
+
+
+def fork_what_runs() -> None:
+    """Makes `subprocess.run` fork what can be forked, in this process."""
+    in_a_process = subprocess.run
+
+    def run_a_fork(command: Sequence[str], *, capture_output: bool = False, text: bool = False, **how: Any) -> Any:
+        if how or not (capture_output and text and _can_be_forked(command, {})):
+            return in_a_process(command, capture_output=capture_output, text=text, **how)
+        with Program(command=tuple(command)) as program:
+            ended = program.wait()
+        return subprocess.CompletedProcess(command, ended.status, ended.out, ended.err)
+
+    subprocess.run = run_a_fork  # type: ignore[assignment]
 
 
 def start_ranks(
