@@ -1,6 +1,7 @@
 """The verbs of a World: the same answer on all ranks, for numbers and for tensors."""
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from paceline.base.errors import UserError
 from paceline.world.config import ParallelConfig
 from paceline.world.env import detect
 from paceline.world.runtime import World, open_world
@@ -30,9 +32,12 @@ def verbs(world: World, folder: Path) -> dict[str, Any]:
         "weighted tensor": world.mean(torch.tensor([1.0, rank]), weight=rank + 1),
         "nothing": world.mean(math.nan, weight=0),
         "nobody's nan": world.mean(torch.tensor([math.nan if rank else 1.0]), weight=int(rank == 0)),
+        "whole numbers": world.mean(torch.tensor([4, 6]) + rank, weight=rank),
+        "half, many tokens": world.mean(torch.tensor([10.0], dtype=torch.float16), weight=8192),
         "gather": world.gather(rank * 2),
         "gathered scalars": world.gather(torch.tensor(rank)),
         "gathered rows": world.gather(own),
+        "gathered rows of nothing": world.gather(torch.zeros(rank, 0)),
         "is as it was": torch.equal(table, given),
     }
     world.barrier()
@@ -58,9 +63,12 @@ def expected(size: int) -> dict[str, Any]:
         "weighted tensor": torch.tensor([1.0, sum(rank * (rank + 1) for rank in ranks) / weight]),
         "nothing": math.nan,
         "nobody's nan": torch.tensor([1.0]),
+        "whole numbers": torch.tensor([4.0, 6.0]) + (sum(r * r for r in ranks) / sum(ranks) if size > 1 else math.nan),
+        "half, many tokens": torch.tensor([10.0], dtype=torch.float16),
         "gather": [2.0 * rank for rank in ranks],
         "gathered scalars": [torch.tensor(rank) for rank in ranks],
         "gathered rows": [torch.full((rank, 2), float(rank), dtype=torch.float64) for rank in ranks],
+        "gathered rows of nothing": [torch.zeros(rank, 0) for rank in ranks],
         "is as it was": True,
         "came after the main one": True,
     }
@@ -78,7 +86,19 @@ def test_verbs_give_the_same_on_all_ranks(size: int, tmp_path: Path) -> None:
             if isinstance(wanted, float):
                 assert row[name] == pytest.approx(wanted, nan_ok=True), name
             else:
-                torch.testing.assert_close(row[name], wanted, msg=name)
+                torch.testing.assert_close(row[name], wanted, msg=name, equal_nan=True)
+
+
+def gathers_unlike(world: World) -> str:
+    with pytest.raises(UserError) as caught:
+        world.gather(torch.tensor([7] * world.rank))
+    return str(caught.value)
+
+
+def test_tensors_of_unlike_dtypes_are_refused_on_all_ranks_before_gloo_ends_one() -> None:
+    first, second = run_ranks(gathers_unlike, 2)
+    assert first == second
+    assert re.match(r"test_world.py:\d+: World.gather needs .* got by rank: float32 \[\], int64 \[\]\.", first)
 
 
 def test_one_rank_speaks(capfd: pytest.CaptureFixture[str]) -> None:

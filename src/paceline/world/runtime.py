@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
-from paceline.world.calls import Calls
+from paceline.base.units import dtype_name, listed
+from paceline.world.calls import Calls, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads, keep_freed_memory, own_facts
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
@@ -123,27 +124,36 @@ class World:
         weight = float(weight)
         if isinstance(value, torch.Tensor):
             total = math.fsum(row[0] for row in self.group.share([weight]))
-            mine = value.detach() * weight if weight else torch.zeros_like(value)
-            return self._reduced(mine, "sum") / (total or math.nan)
+            kind = torch.result_type(value, 1.0)  # float32 for integers, with weight 0, too
+            wide = torch.promote_types(kind, torch.float32)  # times a number of tokens float16 overflows
+            mine = value.detach().to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
+            return (self._reduced(mine, "sum") / (total or math.nan)).to(kind)
         rows = self.group.share([float(value) if weight else 0.0, weight])
         total = math.fsum(row[1] for row in rows)
         return math.fsum(row[0] * row[1] for row in rows) / total if total else math.nan
 
     def gather(self, value: Number) -> "list[Number]":
         """Returns the numbers or tensors of all ranks, by rank, on every rank. Tensors have the same dtype and shape,
-        except for the first dimension; they stay on their device."""
+        except for the first dimension; they stay on their device. Raises UserError on all ranks if they differ."""
         self.calls.record("World.gather")
         if not isinstance(value, torch.Tensor):
             return [row[0] for row in self.group.share([float(value)])]
-        rows = value.detach().reshape(1) if not value.dim() else value.detach()
-        lengths = [row[0] for row in self.group.share_integers([rows.shape[0]])]
-        width = rows.shape[1:].numel()
-        flat = torch.zeros(sum(lengths) * width, dtype=value.dtype, device=self.device)
-        borders = [sum(lengths[:rank]) * width for rank in range(self.world_size + 1)]
+        rows = value.detach().reshape(value.shape or (1,))
+        shape = rows.shape[1:]
+        kind = f"{dtype_name(rows.dtype)} {list(shape)}"
+        lengths, kinds = zip(*self.group.share_integers([len(rows), crc32(kind.encode())]), strict=True)
+        if len(set(kinds)) > 1:
+            raise mistake(
+                "World.gather needs one dtype, and one shape but for the first dimension, and got by rank: "
+                f"{listed(self.group.share_text(kind), 16)}. Give torch.tensor([]) the dtype of the others",
+                reach="world",
+            )
+        borders = [sum(lengths[:rank]) * shape.numel() for rank in range(self.world_size + 1)]
+        flat = torch.zeros(borders[-1], dtype=value.dtype, device=self.device)
         flat[borders[self.rank] : borders[self.rank + 1]] = rows.reshape(-1).to(self.device)
         self.group.start_all_gather(flat, borders).wait()
-        parts = [flat[a:b].view(-1, *rows.shape[1:]).to(value.device) for a, b in pairwise(borders)]
-        return [part.reshape(()) if not value.dim() else part for part in parts]
+        parts = torch.split(flat.view(sum(lengths), *shape).to(value.device), list(lengths))
+        return [part if value.dim() else part.reshape(()) for part in parts]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
