@@ -96,6 +96,10 @@ def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
         assert set(found) == {phase}
 
 
+def test_a_fault_of_the_first_attempt_does_not_end_a_later_one_of_fewer_ranks() -> None:
+    assert [len(faults.install(3, 4, 0, "rank=3 step=1")), faults.install(0, 2, 1, "rank=3 step=1")] == [1, []]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -115,6 +119,7 @@ def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
         ("seconds=-1", "seconds is '-1'; it must be a number, 0 or more"),
         ("step=0", "step is 0; the first one is 1"),
         ("rank=2", "rank is 2, in a world of 2; the last one is 1"),
+        ("rank=2 attempt=1", "rank is 2, in a world of 2"),
         ("attempt=last", "attempt is 'last'"),
         ("kind=nan phase=forward", "nan strikes at backward only, not at forward"),
         ("rank=0 step=1 phase=data; colour=red", "'colour=red'"),

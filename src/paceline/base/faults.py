@@ -116,12 +116,12 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
     step = _number(given, "step", draw.randint(1, max(1, _number(given, "within", 1))))
     if step < 1:
         raise UserError(f"{VARIABLE}: step is {step}; the first one is 1")
-    if rank >= world_size:
+    its_attempt = attempt if given.get("attempt") == "any" else _number(given, "attempt", 0)
+    if rank >= world_size and its_attempt >= attempt:  # an earlier attempt may have had more ranks
         raise UserError(f"{VARIABLE}: rank is {rank}, in a world of {world_size}; the last one is {world_size - 1}")
     seconds, times = _seconds(given.get("seconds", "1")), _number(given, "times", 1)
     fault = Fault(rank, step, phase, kind, seconds, times, given.get("mark", ""))
-    is_of_this_attempt = given.get("attempt") == "any" or _number(given, "attempt", 0) == attempt
-    return fault if is_of_this_attempt else None
+    return fault if its_attempt == attempt else None
 
 
 def _seconds(text: str) -> float:
