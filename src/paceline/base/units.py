@@ -9,8 +9,8 @@ _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 def count(value: float) -> str:
     """1234567 -> '1.23M'. For tokens, parameters, FLOPs."""
     for scale, suffix in _SI:
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{suffix}" if abs(value) < 1000 * scale else f"{value / scale:,.0f}{suffix}"
+        if abs(value) >= 0.9995 * scale:  # is shown as 1, not as 1e+03 of the suffix before
+            return f"{value / scale:.3g}{suffix}" if abs(value) < 999.5 * scale else f"{value / scale:,.0f}{suffix}"
     return f"{value:.3g}" if isinstance(value, float) and not float(value).is_integer() else f"{int(value)}"
 
 
