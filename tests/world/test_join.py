@@ -21,7 +21,7 @@ from ranks import FORKS
 from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError
-from paceline.world import handshake, join, runtime
+from paceline.world import handshake, join, peer, runtime
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
@@ -217,6 +217,16 @@ def test_ranks_of_different_backends_are_refused_before_a_process_group_starts(a
     assert [row[1] for row in rows] == ["UserError"] * 2
     says = r"rank 1 \(.*\) computes on cpu and would communicate by gloo, and rank 0 \(.*\) on cpu by nccl: "
     assert all(re.search(says, row[2]) and row[3] < 10 for row in rows), rows
+
+
+def test_containers_that_share_loopback_and_not_their_pids_may_meet_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of one pod do."""
+    here = join._facts(place(0, 2, 1), "lo", "gloo", "cpu")
+    readlink = os.readlink
+    monkeypatch.setattr(peer.os, "readlink", lambda path: "of another" if path.endswith("pid") else readlink(path))
+    other = join._facts(place(1, 2, 1), "lo", "gloo", "cpu")
+    assert here.peer.boot_id != other.peer.boot_id
+    assert handshake._difference([here, other]) == ""
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:

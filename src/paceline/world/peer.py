@@ -31,7 +31,7 @@ class Peer:
             is_there = psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
-        return is_there and self.boot_id == _boot_id() and self.born_ticks == start_ticks(self.pid)
+        return is_there and self.boot_id == _namespace("pid") and self.born_ticks == start_ticks(self.pid)
 
 
 def this_process(env: Environment) -> Peer:
@@ -40,27 +40,21 @@ def this_process(env: Environment) -> Peer:
         host=socket.gethostname(),
         pid=os.getpid(),
         local_rank=env.local_rank,
-        boot_id=_boot_id(),
+        boot_id=_namespace("pid"),
         born_ticks=start_ticks(os.getpid()),
     )
 
 
 def network_id() -> str:
     """Returns a text that is equal for processes that share loopback."""
-    return f"{_boot_id()} {_namespace('net')}"
-
-
-def _boot_id() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    return f"{boot} {_namespace('pid')}"
+    return _namespace("net")
 
 
 def _namespace(kind: str) -> str:
-    """This process's namespace: containers of one machine share the boot id, but not pids or loopback."""
+    """This kernel's boot and this process's namespace: containers of one machine share the boot id, but not always pids
+    or loopback."""
     try:
-        return os.readlink(f"/proc/self/ns/{kind}")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
     except OSError:
         return socket.gethostname()
