@@ -50,9 +50,10 @@ class LocalSync(BucketedSync):
         self.held = {"own": own, "outer": momentum}
         """In place: its own weights, and the anchor's momentum, if any."""
         whole = [Slice(name, 0, tensor.numel()) for name, tensor in own.items()]
+        none = [Slice(whole[0].name, 0, 0)]  # in some fragments, if there are fewer weights than steps of a round
         self._fragments = [
             _Fragment(*([_part(named, item) for item in items if named] for named in (own, self._anchor, momentum)))
-            for items in ownership.cut(whole, sync_every)
+            for items in (part or none for part in ownership.cut(whole, sync_every))
         ]
         self._num_steps = 0
         self._own_weight = self._weight = 0.0  # of this step
