@@ -174,6 +174,8 @@ def test_what_changes_no_horizon_supersedes_none() -> None:
         ("data", {"seq_len": 0}, r"data\.seq-len is 0"),
         ("parallel", {"port": 70000}, r"parallel\.port is 70000"),
         ("parallel", {"timeout_s": 0.0}, r"parallel\.timeout-s is 0"),
+        ("parallel", {"timeout_s": 1e10}, r"parallel\.timeout-s is 1.*; it must be between 1 and 1e\+09 seconds"),
+        ("parallel", {"step_timeout_s": float("inf")}, r"parallel\.step-timeout-s is inf; it must be between 1 and"),
         ("parallel", {"backend": "nccl", "device": "cpu"}, "nccl works on GPUs only"),
         ("checkpoint", {"keep": 1}, r"checkpoint\.keep is 1"),
         ("log", {"every": 0}, r"log\.every is 0"),

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from paceline.base.errors import UserError, require_at_least
 
 SHARDS_WEIGHTS = ("fsdp", "hsdp")
+_LONGEST_S = 1e9  # of a timeout: torch counts nanoseconds in 64 bits, some of twice as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,11 @@ class ParallelConfig:
                 )
         if not 0 <= self.port < 65536:
             raise UserError(f"parallel.port is {self.port}; a port lies between 1 and 65535 (0: choose a free one)")
-        require_at_least(self, "parallel.", timeout_s=1, step_timeout_s=1, bucket_mb=0.001 if self.bucket_mb else 0)
+        for name in ("timeout_s", "step_timeout_s"):
+            if not 1 <= (seconds := getattr(self, name)) <= _LONGEST_S:
+                name = name.replace("_", "-")
+                raise UserError(f"parallel.{name} is {seconds}; it must be between 1 and {_LONGEST_S:g} seconds")
+        require_at_least(self, "parallel.", bucket_mb=0.001 if self.bucket_mb else 0)
         require_at_least(self, "parallel.", expect_ranks=0, threads=0, check_every=0, sync_every=0)
         self.fixed_shares()
         self.check_wire()
