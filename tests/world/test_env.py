@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from paceline.base.errors import UserError
+from paceline.base.net import listen
 from paceline.world import env as world_env
 from paceline.world.env import (
     Environment,
@@ -249,6 +250,17 @@ def test_an_unresolvable_master_is_refused_early() -> None:
     with pytest.raises(UserError, match=r"MASTER_ADDR is 'no-such-host\.invalid'"):
         check_master(env)
     assert time.monotonic() - started < 60, "not the ranks' timeout"
+
+
+@pytest.mark.parametrize("name", ["node..cluster", "n" * 64])
+def test_what_cannot_be_a_hosts_name_is_refused_as_one_that_does_not_resolve(name: str) -> None:
+    env = Environment(rank=1, world_size=2, local_world_size=2, master_addr=name, master_port=29500)
+    with pytest.raises(
+        UserError, match=f"MASTER_ADDR is '{name}', which does not resolve on .*: it is no name of a host"
+    ):
+        check_master(env)
+    with pytest.raises(OSError, match="it is no name of a host"):
+        listen(name, 0)
 
 
 def test_a_master_whose_name_is_not_known_yet_is_waited_for(

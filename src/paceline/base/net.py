@@ -1,6 +1,7 @@
 """Listening on one address only. torch's own store listens on every interface, without authentication."""
 
 import socket
+from typing import Any
 
 from paceline.base.errors import UserError
 
@@ -9,9 +10,18 @@ _LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 2.0  # a connection to this very process takes far less
 
 
+def resolve(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Returns socket.getaddrinfo for TCP. Raises OSError if the name does not resolve, or cannot be one, as `a..b`."""
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "it is no name of a host") from None
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a TCP socket that listens on this address only; port 0: any free port. Raises UserError if it cannot."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """Returns a TCP socket that listens on this address only; port 0: any free port. Raises UserError if it cannot,
+    OSError if the name does not resolve."""
+    family, kind, protocol, _, address = resolve(host, port)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         # A port in TIME_WAIT from an earlier run counts as free.

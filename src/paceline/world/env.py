@@ -13,6 +13,7 @@ import psutil
 
 from paceline.base.clock import within
 from paceline.base.errors import UserError, nearest
+from paceline.base.net import resolve
 from paceline.world import kubernetes, slurm
 
 _RESOLVER_S = 3.0  # without a network a resolver may take far longer
@@ -219,7 +220,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _resolve(name: str, port: int) -> list[str]:
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    found = [str(entry[4][0]) for entry in resolve(name, port)]
     return list(dict.fromkeys(sorted(found, key=lambda address: ":" in address)))
 
 
