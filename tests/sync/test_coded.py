@@ -157,6 +157,21 @@ def unscaled(world: World) -> tuple[list[float], str]:
     return trained(replica, 6), overall(replica.state_dict())
 
 
+def dropped(world: World) -> list[bool]:
+    replica = made(world, "int4", "adamw")
+    trained(replica, 3)
+    before = wire_state(replica)
+    step = replica.step(Batch([torch.full((2, 9), 3)]), total=6.0)
+    for tokens in step:
+        step.backward(replica.model(tokens))
+    replica._drop_open_step()  # as the next loop does after an exception
+    return [torch.equal(tensor, before[item]) for item, tensor in wire_state(replica).items()]
+
+
+def test_a_step_that_an_exception_ended_changes_neither() -> None:
+    assert all(map(all, run_ranks(dropped, 2)))
+
+
 def test_what_messages_left_out_follows_the_loss_scale() -> None:
     """Scales are powers of two, so nothing rounds differently."""
     assert run_ranks(scaled, 2) == run_ranks(unscaled, 2)

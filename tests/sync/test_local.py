@@ -144,6 +144,28 @@ def test_ranks_train_as_the_definition_says(num_ranks: int, sync_every: int) -> 
     assert not torch.equal(found[0]["own"], found[1]["own"])
 
 
+def dropped(world: World) -> list[list[float]]:
+    net = network()
+    replica = Replica(net, inner(net), world, strategy="local", sync_every=4)
+    found = []
+    for is_dropped in (False, True):
+        step = replica.step(Batch([torch.ones(2 + world.rank, 3, dtype=torch.float64)]))
+        for x in step:
+            step.backward(loss_of(net, x), weight=len(x))
+        if is_dropped:
+            replica._drop_open_step()  # as the next loop does after an exception
+        else:
+            step.finish()
+        found.append(replica.sync.progress())
+    return found
+
+
+def test_a_step_that_an_exception_ended_has_no_weight_in_the_average() -> None:
+    for rank, (before, after) in enumerate(run_ranks(dropped, 2)):
+        assert before == [1.0, *[2.0 + rank, 5.0] * 4]
+        assert after == [1.0, *before[1:3], 0.0, 0.0, *before[5:]], "only the fragment under way is exchanged"
+
+
 # ---- whole runs ----
 
 STEPS, ROUND, LONG_ROUND, MIDDLE = 24, 4, 17, 14  # steps of a run, of rounds, and one amid a round

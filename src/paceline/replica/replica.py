@@ -293,7 +293,6 @@ class Replica(ReplicatedModel):
             self.gradients.reveal()
         self.world.calls.reducing = None
         self.sync.reduce()
-        self.sync.weigh(0.0, 0.0)  # by which `local` averages
         self.sync.skip()
         self.sync.publish()
 

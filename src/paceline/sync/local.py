@@ -81,6 +81,7 @@ class LocalSync(BucketedSync):
                 fragment.merge()
             fragment.own_weight += self._own_weight
             fragment.weight += self._weight
+        self._own_weight = self._weight = 0.0  # a step that an exception ends is not weighed
 
     def end_step(self) -> None:
         self._num_steps += 1
