@@ -2,9 +2,11 @@
 
 import _thread
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +58,13 @@ def test_a_verb_while_gradients_travel_is_refused_with_its_line() -> None:
         calls.record("World.mean")
     calls.record("Replica.step", replica)
     assert [verb for _, verb, _ in calls.last()] == ["Replica.step", "Replica.step"]
+
+
+def test_a_script_in_a_package_whose_name_begins_with_torch_is_a_script() -> None:
+    names: dict[str, Any] = {"place": place}
+    recipe = f"{Path(torch.__file__).parent}tune/recipe.py"
+    exec(compile("\n\nseen = place()", recipe, "exec"), names)
+    assert names["seen"] == "recipe.py:3"
 
 
 def test_a_thread_without_frames_of_the_script_names_the_main_threads_line() -> None:
