@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -71,6 +72,15 @@ def test_under_our_own_launcher_a_single_thread_is_the_users_wish(monkeypatch: p
 def test_an_omp_num_threads_that_means_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert choose_threads(0, 1)[0] == usable_cores()
+
+
+def test_two_hardware_threads_of_one_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm gives them to a task."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: "0-1" if {"cpu0", "cpu1"} & {*path.parts} else "2-3")
+    assert usable_cores() == 2
 
 
 def test_every_rank_has_at_least_one_thread() -> None:

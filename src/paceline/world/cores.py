@@ -7,12 +7,13 @@ from pathlib import Path
 
 import psutil
 
+from paceline.base.cores import physical_cores
+
 
 def usable_cores() -> int:
     """Returns the physical cores that this process may use, limited by its affinity mask and the cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, int(min(allowed, physical, cgroup_quota())))
+    machine = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return max(1, int(min(len(physical_cores()) or machine, machine, cgroup_quota())))
 
 
 def cgroup_quota() -> float:

@@ -18,6 +18,7 @@ import torch
 
 from paceline import __version__
 from paceline.base import units
+from paceline.base.cores import physical_cores
 from paceline.base.errors import nearest
 from paceline.config import Config
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
@@ -65,7 +66,7 @@ def versions(place: Place) -> Iterator[Verdict]:
 def cores(place: Place) -> Iterator[Verdict]:
     usable, machine, quota = usable_cores(), psutil.cpu_count(logical=False) or 1, cgroup_quota()
     threads, reason = choose_threads(place.config.parallel.threads, place.num_ranks)
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    allowed = len(physical_cores()) or machine
     seen = f"{usable} of {machine} cores; ranks: {place.num_ranks}, threads of each: {threads}"
     if quota < min(allowed, machine):
         yield warning(f"{seen}; the cgroup grants the time of {quota:.2g}", f"docker run --cpus {machine}")
