@@ -49,9 +49,11 @@ def record_status(code: int, consequence: str | None = None) -> int:
         sys.stdout.flush()
     path = Path(os.environ[STATUS_FOLDER]) / os.environ["RANK"]
     aside = path.with_name(f".{path.name}")  # renamed into place: the launcher may read meanwhile
-    aside.write_text(json.dumps(asdict(Status(code, consequence))))
-    os.replace(aside, path)
-    return EXIT_DONE if code == EXIT_RESUMABLE else code
+    with contextlib.suppress(OSError):  # a full disk: the launcher sees the exit status alone
+        aside.write_text(json.dumps(asdict(Status(code, consequence))))
+        os.replace(aside, path)
+        return EXIT_DONE if code == EXIT_RESUMABLE else code
+    return code
 
 
 def read_statuses(folder: Path) -> dict[int, Status]:

@@ -1,0 +1,21 @@
+"""A rank ends with its status, and tells it to the launcher where it can."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE
+from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses, record_status
+
+
+def test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "statuses"
+    for name, value in ((STATUS_FOLDER, str(folder)), (LAUNCHER, str(os.getppid())), ("RANK", "3")):
+        monkeypatch.setenv(name, value)
+    assert record_status(EXIT_RESUMABLE) == EXIT_RESUMABLE
+    folder.mkdir()
+    assert record_status(EXIT_RESUMABLE) == EXIT_DONE
+    assert read_statuses(folder) == {3: Status(EXIT_RESUMABLE)}
