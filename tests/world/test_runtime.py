@@ -1,6 +1,7 @@
 """Opening and closing: groups are gone after every way out, and a lost rank is noticed at once."""
 
 import os
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -87,6 +88,20 @@ def test_an_interface_in_gloos_own_variable_is_checked_as_ours_is() -> None:
     (said,) = run_ranks(opens_by_a_wrong_variable, 1, opened=False)
     assert said.startswith("GLOO_SOCKET_IFNAME is 'lo0', and this machine (")
     assert "has no such interface (did you mean 'lo'?); it has: " in said
+
+
+def leaves_three_times(config: ParallelConfig, env: Environment) -> list[str]:
+    for _ in range(3):
+        with open_world(replace(config, shared_memory=False), env) as world:
+            world.group.start_all_gather(torch.ones(10), [0, 5, 10]).wait()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(5.0)
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_no_thread_of_a_world_is_left() -> None:
+    assert run_ranks(leaves_three_times, 2, opened=False) == [["MainThread"]] * 2
 
 
 def test_a_process_group_is_gone_after_success() -> None:

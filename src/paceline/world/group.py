@@ -120,7 +120,8 @@ class DistributedGroup(Group):
         return self._memory.zeros(num_elements, like.dtype)
 
     def close(self) -> None:
-        """Ends the thread of shared memory; the process group is torch's."""
+        """Ends the group's threads; the process group is torch's."""
+        self._exchanges.close()
         if self._memory is not None:
             self._memory.close()
 

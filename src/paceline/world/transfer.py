@@ -117,7 +117,7 @@ class Background:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="transfers", daemon=True).start()
 
     def submit(self, call: Callable[[], None]) -> "Future[None]":
@@ -126,16 +126,20 @@ class Background:
         self._calls.put((call, future))
         return future
 
+    def close(self) -> None:
+        """Ends the thread, after the calls that were submitted."""
+        self._calls.put(None)
+
     def _run(self) -> None:
-        while True:
-            call, future = self._calls.get()
+        while (submitted := self._calls.get()) is not None:
+            call, future = submitted
             try:
                 call()
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
             self.cpu_s = time.thread_time()
-            del call, future  # free the transfer's tensors
+            del submitted, call, future  # free the transfer's tensors
 
 
 class Exchanges:
@@ -171,6 +175,12 @@ class Exchanges:
             done = self._threads[number].submit(partial(run, number, done))
         assert done is not None
         return done
+
+    def close(self) -> None:
+        """Ends the threads; a later exchange begins others."""
+        for thread in self._threads:
+            thread.close()
+        self._threads.clear()
 
     def cpu_s(self) -> float:
         """Returns the CPU time of the threads, with the sums that they compute."""
