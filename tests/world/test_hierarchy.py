@@ -75,6 +75,16 @@ def test_sums_are_those_of_hosts_in_rank_order_then_of_the_world_in_host_order(n
             np.testing.assert_array_equal(answers[rank][number][found], sum(of_hosts))
 
 
+def channels_last(world: World, names: str) -> float:
+    tensor = torch.ones(8, 16, 16, 16).contiguous(memory_format=torch.channels_last)  # a gradient of `naive`
+    DistributedGroup(world.device, 30.0, names).all_reduce(tensor)
+    return float(tensor.min())
+
+
+def test_a_tensor_that_is_not_contiguous_is_reduced_as_a_whole() -> None:
+    assert run_ranks(channels_last, 3, "aab") == [3.0] * 3
+
+
 def dies(world: World, names: str) -> None:
     """Rank 3 ends; the others say how long that took them to see."""
     group = DistributedGroup(world.device, 30.0, names)

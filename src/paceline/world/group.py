@@ -137,7 +137,8 @@ class DistributedGroup(Group):
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
         if op == "sum" and (own := self._in_memory(name, num_bytes, tensor, borders(tensor.numel(), [1] * self.size))):
             return own
-        if op == "sum" and self.hosts.has_levels and not self.is_queued and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS:
+        has_levels = self.hosts.has_levels and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS and tensor.is_contiguous()
+        if op == "sum" and has_levels and not self.is_queued:
             parts = self._parts(tensor.view(-1), borders(tensor.numel(), self.hosts.even_shares()))
             reduce, gather = self.hosts.reduce_scatter(self.rank, parts), self.hosts.all_gather(self.rank, parts)
             return self._exchange(name, [*reduce, *gather])
