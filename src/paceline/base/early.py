@@ -2,11 +2,11 @@
 
 import os
 import signal
-import sys
 from types import FrameType
 from typing import NoReturn
 
 from paceline.base.errors import EXIT_RESUMABLE
+from paceline.base.say import say
 from paceline.base.status import has_launcher
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -40,6 +40,5 @@ def _end(number: int, _: FrameType | None) -> NoReturn:
         os.kill(os.getpid(), signal.SIGTERM)
     is_interrupt = number == signal.SIGINT
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        text = "interrupted" if is_interrupt else stopped_early(signal.Signals(number).name)
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
+        say("interrupted" if is_interrupt else stopped_early(signal.Signals(number).name))
     os._exit(EXIT_INTERRUPTED if is_interrupt else EXIT_RESUMABLE)

@@ -1,4 +1,4 @@
-"""Prints lines of launchers and labs, which run on if the terminal is closed."""
+"""Prints lines of launchers, labs and signal handlers, which go on if the terminal is closed."""
 
 import contextlib
 import os
