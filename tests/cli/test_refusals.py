@@ -264,6 +264,10 @@ def test_more_ranks_than_memory_holds_are_refused(place: Path, verb: tuple[str, 
     assert f"({usable_cores()}) or GPUs" in ended.err
 
 
+def test_a_path_that_is_not_utf_8_is_shown_with_escapes(place: Path) -> None:
+    refused(place, "resume", "caf\udce9", says=("caf\\udce9 does not exist",))
+
+
 @pytest.mark.long
 def test_more_ranks_than_cores_are_warned_of(place: Path) -> None:
     too_many = usable_cores() + 1

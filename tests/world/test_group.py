@@ -29,7 +29,7 @@ from paceline.world.staged import StagedGroup
 OPS = {"sum": np.sum, "min": np.min, "max": np.max}
 SHAPES = [(1,), (7,), (3, 5), (1000,), (0,)]
 DTYPES = ["float32", "float64", "int64"]
-TEXTS = ["", "a", "déjà vu — 漢字 🚲", "line\nbreak", "x" * 5000]
+TEXTS = ["", "a", "déjà vu — 漢字 🚲", "line\nbreak", "x" * 5000, "of a path that is not UTF-8: \udce9"]
 INTEGERS = [2**53 + 1, -(2**63), 2**63 - 1, 0]
 JSON = {"text": "漢字 🚲", "list": [1, 2.5, None, True], "empty": {}, "big": 2**53 + 1, "nested": {"a": [[]]}}
 

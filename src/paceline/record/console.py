@@ -44,7 +44,7 @@ def print_error(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk: the exit status stays what it is
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode())
+        os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode(errors="backslashreplace"))
 
 
 class _Terminal(rich.console.Console):

@@ -101,11 +101,11 @@ class Group(ABC):
 
     def share_text(self, text: str) -> list[str]:
         """Returns every rank's text, by rank. Costs n-1 times the bytes of the longest."""
-        data = text.encode()
+        data = text.encode(errors="surrogatepass")  # a path need not be UTF-8
         longest = max(row[0] for row in self.share_integers([len(data)]))
         padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
         # No text contains NUL: all are JSON or messages, whose encoders escape it.
-        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._rows(padded)]
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="surrogatepass") for row in self._rows(padded)]
 
     def share_json(self, value: Any) -> list[Any]:
         """Returns every rank's JSON value, by rank. Costs as `share_text`."""
