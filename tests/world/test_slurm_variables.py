@@ -2,6 +2,7 @@
 
 import pytest
 
+from paceline.base.errors import UserError
 from paceline.world.env import Environment, detect
 from paceline.world.slurm import first_host, tasks_by_node, variables
 
@@ -38,6 +39,12 @@ def test_a_task_of_a_step_is_a_rank() -> None:
 )
 def test_nothing_else_is(env: dict[str, str]) -> None:
     assert variables(env) == {}
+
+
+def test_half_a_step_is_refused_naming_what_is_missing() -> None:
+    half = {name: value for name, value in STEP.items() if name not in ("SLURM_STEP_ID", "SLURM_NODEID")}
+    with pytest.raises(UserError, match=r"^SLURM_STEP_NODELIST is set, and SLURM_STEP_ID, SLURM_NODEID missing: "):
+        detect(half)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,24 @@ import re
 from collections.abc import Mapping
 from zlib import crc32
 
+from paceline.base.errors import UserError
+
+_OF_A_STEP = [f"SLURM_{name}" for name in ("STEP_TASKS_PER_NODE", "JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")]
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below the ports that Linux gives to connections
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
     """Returns torchrun's variables for this task of a step of several tasks; none outside of one, or if RANK or
-    WORLD_SIZE is set: the task may have started torchrun. MASTER_ADDR and MASTER_PORT stay as given."""
+    WORLD_SIZE is set: the task may have started torchrun. MASTER_ADDR and MASTER_PORT stay as given. Raises UserError
+    if some of Slurm's are missing."""
     num_tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if "SLURM_STEP_NODELIST" not in env or num_tasks == "1" or not {"RANK", "WORLD_SIZE"}.isdisjoint(env):
         return {}
+    if missing := [name for name in _OF_A_STEP if name not in env]:
+        raise UserError(
+            f"SLURM_STEP_NODELIST is set, and {', '.join(missing)} missing: pass all of Slurm's variables on to ranks "
+            "in a container, or start them with torchrun"
+        )
     tasks = tasks_by_node(env["SLURM_STEP_TASKS_PER_NODE"])
     step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"  # several steps of a job may share their first node
     return {
