@@ -68,7 +68,7 @@ def test_under_our_own_launcher_a_single_thread_is_the_users_wish(monkeypatch: p
     assert choose_threads(0, 1) == (1, "OMP_NUM_THREADS")
 
 
-@pytest.mark.parametrize("value", ["", "0", "many", "-2"])
+@pytest.mark.parametrize("value", ["", "0", "many", "-2", "²"])
 def test_an_omp_num_threads_that_means_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert choose_threads(0, 1)[0] == usable_cores()

@@ -27,7 +27,11 @@ def test_the_ranks_of_others_are_started_by_a_launcher() -> None:
 
 @pytest.mark.parametrize(
     ("env", "message"),
-    [({"PET_NNODES": "1:4"}, "PET_NNODES is '1:4'"), ({"JOB_COMPLETION_INDEX": "2"}, "PET_NODE_RANK is 2")],
+    [
+        ({"PET_NNODES": "1:4"}, "PET_NNODES is '1:4'"),
+        ({"PET_NNODES": "²"}, "PET_NNODES is '²'"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "PET_NODE_RANK is 2"),
+    ],
 )
 def test_a_place_that_cannot_be_is_refused(env: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -82,7 +82,7 @@ def choose_threads(wanted: int, local_world_size: int) -> tuple[int, str]:
         return wanted, "--parallel.threads"
     user = os.environ.get("OMP_NUM_THREADS", "")
     from_torchrun = user == "1" and "TORCHELASTIC_RUN_ID" in os.environ and "PACELINE_LAUNCHER" not in os.environ
-    if user.isdigit() and int(user) > 0 and not from_torchrun:
+    if user.isdecimal() and int(user) > 0 and not from_torchrun:
         return int(user), "OMP_NUM_THREADS"
     cores = usable_cores()
     return max(1, cores // local_world_size), f"{cores} cores / {local_world_size} local ranks"

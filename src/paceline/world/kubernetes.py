@@ -39,7 +39,7 @@ def read_pod(env: Mapping[str, str]) -> Pod | None:
         "PET_MASTER_PORT": env.get("PET_MASTER_PORT", _PORT),
     }
     for name, value in numbers.items():
-        if not value.isdigit():
+        if not value.isdecimal():
             raise UserError(
                 f"{name} is '{value}' beside PET_MASTER_ADDR; it must be a whole number (an Indexed Job's "
                 "JOB_COMPLETION_INDEX stands for PET_NODE_RANK). Start a world of another kind with torchrun"
@@ -48,7 +48,7 @@ def read_pod(env: Mapping[str, str]) -> Pod | None:
     if number >= num_pods:
         raise UserError(f"PET_NODE_RANK is {number} and PET_NNODES {num_pods}; pods count from 0 to PET_NNODES - 1")
     num_ranks = env.get("PET_NPROC_PER_NODE", "1")
-    return Pod(number, num_pods, num_ranks if num_ranks.isdigit() else "auto", env["PET_MASTER_ADDR"], port)
+    return Pod(number, num_pods, num_ranks if num_ranks.isdecimal() else "auto", env["PET_MASTER_ADDR"], port)
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
