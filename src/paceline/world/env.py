@@ -14,6 +14,7 @@ import psutil
 from paceline.base.clock import within
 from paceline.base.errors import UserError, nearest
 from paceline.base.net import resolve
+from paceline.base.units import plural
 from paceline.world import kubernetes, slurm
 
 _RESOLVER_S = 3.0  # without a network a resolver may take far longer
@@ -101,8 +102,8 @@ def check_size(num_ranks: int, expect_ranks: int) -> None:
     """Raises UserError if the world has another size than expect_ranks (0: any)."""
     if expect_ranks not in (0, num_ranks):
         raise UserError(
-            f"parallel.expect-ranks is {expect_ranks}, and this world has {num_ranks} "
-            f"rank{'s' if num_ranks > 1 else ''}; start them all, or change the number"
+            f"parallel.expect-ranks is {expect_ranks}, and this world has {plural(num_ranks, 'rank')}; start them all, "
+            "or change the number"
         )
 
 

@@ -79,7 +79,7 @@ def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) 
     root = PrefixStore(f"{_ROOT}/{_num_joined}", store)
     board, names = Board(root), [f"peer/{other}" for other in range(world_size)]
     env = Environment(rank=rank, world_size=world_size, local_world_size=world_size, master_addr="the open group")
-    board.post(names[rank], {"nonce": secrets.token_hex(12), **asdict(this_process(env))})
+    board.post(names[rank], {"nonce": secrets.token_hex(12), "peer": asdict(this_process(env))})
     try:
         root.wait(names, timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -87,7 +87,7 @@ def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) 
         raise RunError(f"rank {listed(missing, 16)} of {world_size} did not come to paceline.join in time") from error
     found = [board.read(name) for name in names]
     generation = found[0]["nonce"]
-    peers = [Peer(**{name: value for name, value in row.items() if name != "nonce"}) for row in found]
+    peers = [Peer(**row["peer"]) for row in found]
     here = [peer.rank for peer in peers if peer.boot_id == peers[rank].boot_id]
     peers = [replace(p, local_rank=sum(q.boot_id == p.boot_id for q in peers[: p.rank])) for p in peers]
     env = replace(env, local_rank=here.index(rank), local_world_size=len(here))
