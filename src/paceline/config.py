@@ -208,7 +208,7 @@ def from_toml(text: str, where: str, base: Config) -> Config:
                 raise UserError(f"{where}: {section} has no field '{raw_name}'{nearest(name, hints)}")
             changes[name] = checked(f"{where}: {section}.{name}", hints[name], value)
         given = given.replace(section, **changes)
-    is_sized = any(name in SIZE_FIELDS for values in document.values() for name in values)
+    is_sized = any(name.replace("-", "_") in SIZE_FIELDS for values in document.values() for name in values)
     if is_sized and "size" not in document.get("model", {}):
         given = given.replace("model", size="given")
     return supersede(base, given)

@@ -141,6 +141,12 @@ def test_a_horizon_that_is_given_takes_the_place_of_the_presets() -> None:
     assert (changed.train.global_batch_tokens, changed.train.global_batch_size) == (4096, 0)
 
 
+@pytest.mark.parametrize("name", ["n_layer", "n-layer"])
+def test_a_size_that_is_given_takes_the_place_of_one_that_is_chosen(name: str) -> None:
+    changed = from_toml(f'preset = "demo"\n[model]\n{name} = 9', "x", Config())
+    assert (changed.model.size, changed.model.n_layer) == ("given", 9)
+
+
 def test_two_horizons_given_together_stay_and_are_refused() -> None:
     both = from_toml("[train]\nsteps = 7\ntokens = 100", "x", Config())
     assert (both.train.steps, both.train.tokens) == (7, 100)
