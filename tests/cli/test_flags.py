@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import parse
+from paceline.cli.flags import base_config, parse, variant
 from paceline.config import Config
 
 
@@ -42,6 +42,24 @@ def test_values_of_all_kinds_are_taken() -> None:
     given = parsed("--delay", "-1.5", "--sources", "a", "b", "--open", "--kind=strong", "--train.max_skips", "4")
     assert (given.delay, given.sources, given.open, given.kind) == (-1.5, ("a", "b"), True, "strong")
     assert given.settings.train.max_skips == 4
+
+
+def over_demo(*words: str) -> Config:
+    return parse(Arguments, Arguments(settings=base_config(["--preset", "demo"])), words, "verb").settings
+
+
+def test_a_flag_replaces_the_presets_alternatives_for_every_verb_and_variant() -> None:
+    for found in (over_demo("--train.steps", "7"), variant("train.steps=7", over_demo(), "verb")):
+        assert (found.train.steps, found.train.time_budget) == (7, 0)
+    found = over_demo("--train.global_batch-tokens=4096")
+    assert (found.train.global_batch_tokens, found.train.global_batch_size) == (4096, 0)
+    assert over_demo().model.size == "auto"
+    for found in (over_demo("--model.n_layer", "9"), variant("model.n-layer=9", over_demo(), "verb")):
+        assert (found.model.size, found.model.n_layer) == ("given", 9)
+
+
+def test_of_a_flag_that_is_given_twice_the_last_counts() -> None:
+    assert base_config(["--preset", "demo", "--preset=tiny"]) == base_config(["--preset", "tiny"])
 
 
 @pytest.mark.parametrize(

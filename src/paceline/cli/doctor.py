@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
-from paceline.cli.flags import ModelFlags, base_config, parse, require_one_way
+from paceline.cli.flags import ModelFlags, base_config, parse
 from paceline.config import Config
 from paceline.launch.options import read_hosts
 from paceline.world.env import detect, interface_of
@@ -37,7 +37,6 @@ class DoctorArguments(ModelFlags):
 
 def main(arguments: list[str]) -> int:
     parsed = parse(DoctorArguments, DoctorArguments(settings=base_config(arguments)), arguments, "doctor")
-    require_one_way(arguments)
     require_at_least(parsed, "--", nproc=1, wait_s=1)
     config = parsed.settings
     has_config = dataclasses.replace(config, parallel=Config().parallel) != Config()

@@ -7,17 +7,18 @@ import io
 import itertools
 import shlex
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
-from paceline.config import ALTERNATIVES, SIZE_FIELDS, Config, checked, load_file, load_preset
+from paceline.config import ALTERNATIVES, SIZE_FIELDS, Config, checked, load_file, load_preset, supersede
 from paceline.data.config import Recipe
 
 T = TypeVar("T")
+_SIZE_FLAGS = {f"--{'train' if 'batch' in name else 'model'}.{name.replace('_', '-')}" for name in SIZE_FIELDS}
 TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of running
 
 
@@ -29,20 +30,30 @@ class Known(Exception):
 
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
-    """Returns an instance of the dataclass `kind` with flags applied over `default`. tyro answers --help. Raises
-    UserError for an unknown flag, naming the nearest, and for a missing value or one of a wrong type."""
+    """Returns an instance of the dataclass `kind` with flags applied over `default`. In its `settings`, a given flag
+    replaces the default's alternatives. tyro answers --help. Raises UserError for an unknown flag, naming the nearest,
+    for a missing value or one of a wrong type, and for alternatives that are given together."""
     known = _flags(default)
     if TELL_KNOWN in arguments:
         raise Known(known)
     words = _tied(arguments, known, verb)
-    printed = io.StringIO()
+    settings, over, printed = getattr(default, "settings", None), typing.cast(Any, default), io.StringIO()
+    if isinstance(settings, Config):
+        flags = set(map(flag_of, words))
+        _require_one_way(flags)
+        if not _SIZE_FLAGS.isdisjoint(flags):
+            over = dataclasses.replace(over, settings=settings.replace("model", size="given"))
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(kind, default=default, args=words, prog=f"paceline {verb}")
+            parsed: Any = tyro.cli(kind, default=over, args=words, prog=f"paceline {verb}")
     except SystemExit as left:
         if left.code != EXIT_USER:
             raise
-    raise UserError(f"{_without_box(printed.getvalue())}; `paceline {verb} --help` lists all options")
+        text = _without_box(printed.getvalue())
+        raise UserError(f"{text}; `paceline {verb} --help` lists all options") from None
+    if isinstance(settings, Config):
+        parsed = dataclasses.replace(parsed, settings=supersede(settings, parsed.settings))
+    return typing.cast(T, parsed)
 
 
 def run_verb(verb: str, verbs: Mapping[str, Callable[[list[str]], int]], arguments: list[str], usage: str) -> int:
@@ -141,9 +152,6 @@ def base_config(arguments: Sequence[str]) -> Config:
         config = load_preset(preset, config)
     if file := value_of("--config", arguments):
         config = load_file(Path(file), config)
-    words = {flag_of(word).split(".")[-1].replace("-", "_") for word in arguments if word.startswith("--")}
-    if not words.isdisjoint(SIZE_FIELDS):
-        config = config.replace("model", size="given")
     return config
 
 
@@ -172,9 +180,8 @@ def check_files(**paths: str) -> None:
             raise UserError("--plot needs plotly: pip install 'paceline[report]'")
 
 
-def require_one_way(arguments: Sequence[str]) -> None:
+def _require_one_way(words: Container[str]) -> None:
     """Raises UserError if two flags say the same thing in two ways."""
-    words = set(map(flag_of, arguments))
     for names in ALTERNATIVES:
         given = [flag for name in names if (flag := f"--train.{name.replace('_', '-')}") in words]
         if len(given) > 1:
@@ -199,8 +206,9 @@ def without(arguments: Sequence[str], *names: str) -> list[str]:
 
 
 def value_of(name: str, arguments: Sequence[str]) -> str:
-    words = iter(arguments)
+    """Returns the flag's last value, which is the one that counts; empty if it is not given."""
+    found, words = "", iter(arguments)
     for word in words:
         if flag_of(word) == name:
-            return word.split("=", 1)[1] if "=" in word else next(words, "")
-    return ""
+            found = word.split("=", 1)[1] if "=" in word else next(words, "")
+    return found

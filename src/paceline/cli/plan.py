@@ -16,13 +16,12 @@ from paceline.cli.flags import (
     base_config,
     check_files,
     parse,
-    require_one_way,
     value_of,
     variant,
     with_preset,
 )
 from paceline.cli.start import find_world, start_without_run
-from paceline.config import Config, supersede
+from paceline.config import Config
 from paceline.record.folder import find
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
@@ -68,12 +67,10 @@ def main(arguments: list[str]) -> int:
         words = with_preset(arguments, str(find(Path(run)).config), "--config")
     else:
         words = with_preset(arguments, "demo")
-    base = base_config(words)
-    parsed = parse(PlanArguments, PlanArguments(settings=base), words, "plan")
-    require_one_way(words)
+    parsed = parse(PlanArguments, PlanArguments(settings=base_config(words)), words, "plan")
     require_at_least(parsed, "--", price=0)
     check_files(plot=parsed.plot)
-    config = supersede(base, parsed.settings)
+    config = parsed.settings
     config.check()
     counts = _counts(parsed.ranks)
     variants = {text: variant(text, config, "plan") for text in parsed.vary} or {"": config}

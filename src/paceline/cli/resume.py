@@ -9,9 +9,9 @@ from typing import Annotated
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import parse, require_one_way
+from paceline.cli.flags import parse
 from paceline.cli.start import RankFlags, start
-from paceline.config import Config, from_toml, supersede
+from paceline.config import Config, from_toml
 from paceline.record import folder as run_folder
 from paceline.train.changes import changes, makes_another_run
 from paceline.train.request import Request
@@ -34,8 +34,7 @@ def main(arguments: list[str]) -> int:
     folder, stored = _stored(arguments)
     default = ResumeArguments(run=folder, settings=stored)
     parsed = parse(ResumeArguments, default, arguments, "resume")
-    require_one_way(arguments)
-    config = supersede(stored, parsed.settings)
+    config = parsed.settings
     refuse_other_run(stored, config)
     config.check()
     request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import base_config, parse, require_one_way
+from paceline.cli.flags import base_config, parse
 from paceline.cli.resume import refuse_other_run, stored_config
 from paceline.cli.start import RankFlags, start
-from paceline.config import Config, load_file, preset_names, supersede, with_size_of
+from paceline.config import Config, load_file, preset_names, with_size_of
 from paceline.data.config import DataConfig
 from paceline.record.folder import RunFolder, has_begun
 from paceline.train.request import Request
@@ -42,11 +42,10 @@ TrainArguments.__doc__ = f"{TrainArguments.__doc__} Presets: {', '.join(preset_n
 def main(arguments: list[str]) -> int:
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
-    require_one_way(arguments)
     given = parsed.init_from or parsed.settings.train.init_from
     source = Path(given).absolute() if given else None
     if source is None:
-        config = supersede(base, parsed.settings)
+        config = parsed.settings
         config.check()
     else:
         config = _fine_tuned(source, parsed, base, arguments)
@@ -93,8 +92,7 @@ def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: l
     if base.data.seq_len == DataConfig().seq_len:
         base = base.replace("data", seq_len=min(base.data.seq_len, model.n_positions))
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
-    config = supersede(base, parsed.settings)
-    config = dataclasses.replace(config, model=require_same_shape(source, config.model))
+    config = dataclasses.replace(parsed.settings, model=require_same_shape(source, parsed.settings.model))
     config = config.replace("train", init_from=str(source))  # a run that dies before a save begins with them again
     config.check()
     check_data(source, config.data, config.model.vocab_size)
