@@ -106,6 +106,9 @@ def test_a_wrong_job_is_found(path: tuple[str | int, ...], value: object) -> Non
         (("--name", "x_1", *TRAIN), "the job would be named 'x_1'"),
         (("--grace-s", "30", *TRAIN), "--grace-s is 30"),
         (("--nodes", "0", *TRAIN), "--nodes is 0"),
+        (("--nproc", "-3", *TRAIN), "--nproc is -3"),
+        (("--gpus", "-2", *TRAIN), "--gpus is -2"),
+        (("--failures", "-1", *TRAIN), "--failures is -1"),
     ],
 )
 def test_what_cannot_train_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

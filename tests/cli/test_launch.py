@@ -18,6 +18,8 @@ TRAIN = ("train", "--preset", "tiny", "--out", "x")
         (("--hosts", "a:2", "--", *TRAIN[:3]), "there is no run folder"),
         (("--hosts", "a:2", "--", *TRAIN, "--train.step", "3"), "did you mean '--train.steps'"),
         (("--hosts", "a:2", "--port", "0", "--", *TRAIN), "--port is 0"),
+        (("--hosts", "a:2", "--ssh", "ssh -o 'x", "--", *TRAIN), "ssh -o 'x (No closing quotation)"),
+        (("--hosts", "a:2", "--", *TRAIN, "--model.n-head", "3"), "not a multiple of model.n-head (3)"),
         (("--hosts", "a:2", "--ssh", "/nonexistent/ssh", "--", *TRAIN), "cannot run /nonexistent/ssh"),
     ],
 )

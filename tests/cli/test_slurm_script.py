@@ -33,6 +33,13 @@ def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
         (("--", "--preset", "tiny", "--out", "x", "--nproc", "2"), "Slurm starts the ranks"),
         (("--", "--preset", "tinny", "--out", "x"), "no preset is named 'tinny'"),
         (("--nodes", "0", "--", "--preset", "tiny", "--out", "x"), "--nodes is 0"),
+        (("--gpus-per-task", "-1", "--", "--preset", "tiny", "--out", "x"), "--gpus-per-task is -1"),
+        (
+            ("--sbatch=--comment=don't", "--", "--preset", "tiny", "--out", "x"),
+            "--comment=don't (No closing quotation)",
+        ),
+        (("--", "--preset", "tiny", "--model.n-head", "3", "--out", "x"), "not a multiple of model.n-head (3)"),
+        (("--", "--out", "x"), "the horizon of training is given by nothing"),
     ],
 )
 def test_what_cannot_train_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -162,9 +162,17 @@ class _Fields:
 
 def variant(text: str, config: Config, verb: str) -> Config:
     """Returns the config with the fields of one variant: 'parallel.strategy=zero train.seed=1'. Raises UserError."""
-    found = parse(_Fields, _Fields(settings=config), [f"--{word}" for word in shlex.split(text)], verb).settings
+    found = parse(_Fields, _Fields(settings=config), [f"--{word}" for word in shell_words(text)], verb).settings
     found.check()
     return found
+
+
+def shell_words(text: str) -> list[str]:
+    """Returns the words of a text as a shell reads them. Raises UserError if a quotation has no end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"these are no words of a shell: {text} ({error}); quote as in a shell") from None
 
 
 def check_files(**paths: str) -> None:

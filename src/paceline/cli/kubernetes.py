@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
     command = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
-    require_at_least(parsed, "--", nodes=1)
+    require_at_least(parsed, "--", nodes=1, nproc=0, gpus=0, failures=0)
     if parsed.grace_s <= _SAVE_S:
         raise UserError(f"--grace-s is {parsed.grace_s}; ranks have {_SAVE_S} s to save, so give more")
     out = PurePosixPath(command[command.index("--out") + 1])

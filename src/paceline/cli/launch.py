@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import base_config, flag_of, parse
+from paceline.cli.flags import flag_of, parse, shell_words
 from paceline.launch.options import DEFAULT_PORT, read_names
 
 _EXAMPLE = "paceline launch --hosts a:2,b:2 -- train --preset demo --out runs/x"
@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
     hosts = read_names(parsed.hosts, parsed.hostfile)
     command = arguments[place + 1 :]
     _check(command)
+    shell_words(parsed.ssh)
     if not 1 <= parsed.port < 1 << 16:
         raise UserError(f"--port is {parsed.port}; it must be from 1 to {(1 << 16) - 1}")
     if "RANK" in os.environ:
@@ -56,8 +57,7 @@ def _check(command: list[str]) -> None:
     if found := [flag for flag in map(flag_of, command) if flag in _OURS]:
         raise UserError(f"{found[0]} is for a command that is started on each host by hand; `launch` gives it itself")
     if command[0] == "train":
-        from paceline.cli.train import TrainArguments
+        from paceline.cli.train import checked_arguments
 
-        rest = command[1:]
-        if not parse(TrainArguments, TrainArguments(settings=base_config(rest)), rest, "train").out:
+        if not checked_arguments(command[1:]).out:
             raise UserError(f"there is no run folder: give --out, as in: {_EXAMPLE}")

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import base_config, parse, without
-from paceline.cli.train import TrainArguments
+from paceline.cli.flags import without
+from paceline.cli.train import checked_arguments
 
 
 def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -19,7 +19,7 @@ def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
     hint = f"the options of `paceline train` come after --, with --out: paceline {verb} -- --preset demo --out runs/x"
     if not flags:
         raise UserError(f"nothing to train: {hint}")
-    parsed = parse(TrainArguments, TrainArguments(settings=base_config(flags)), flags, "train")
+    parsed = checked_arguments(flags)
     if not parsed.out:
         raise UserError(f"there is no run folder: {hint}")
     if parsed.nproc != "1" or parsed.hosts or parsed.max_restarts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import require_at_least
-from paceline.cli.flags import parse
+from paceline.cli.flags import parse, shell_words
 from paceline.cli.scheduled import divided, train_command
 
 # SIGTERM goes to the tasks by scancel: srun itself answers one by killing them. A signal to the script ends its `wait`,
@@ -60,7 +60,7 @@ class Slurm:
 def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
     resources = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
     resources += f" --gpus-per-task={job.gpus_per_task}" if job.gpus_per_task else ""
-    resources += "".join(f"\n#SBATCH {option}" for option in shlex.split(job.sbatch))
+    resources += "".join(f"\n#SBATCH {option}" for option in shell_words(job.sbatch))
     numbers = {"nodes": job.nodes, "tasks_per_node": job.tasks_per_node, "save_before_s": job.save_before_s}
     words = {"name": shlex.quote(name), "resources": resources, "time": job.time, "command": shlex.join(command)}
     return _SCRIPT.format(**numbers, **words)
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Slurm, Slurm(), options, "slurm")
     command = train_command("slurm", flags, "starts the ranks: give --nodes and --tasks-per-node")
-    require_at_least(parsed, "--", nodes=1, tasks_per_node=1, save_before_s=1)
+    require_at_least(parsed, "--", nodes=1, tasks_per_node=1, gpus_per_task=0, cpus_per_task=0, save_before_s=1)
     name = Path(command[command.index("--out") + 1]).name
     print(batch_script(parsed, name, [sys.executable, "-m", "paceline", *command]), end="")
     return 0

@@ -220,7 +220,7 @@ def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> 
 
         num_gpus = count_gpus() if device in ("auto", "cuda") else 0
         return num_gpus or min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
-    if not nproc.isdigit() or not 1 <= int(nproc) <= 1024:
+    if not nproc.isdecimal() or not 1 <= int(nproc) <= 1024:
         raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to 1024, or auto")
     if int(nproc) > most:
         raise UserError(

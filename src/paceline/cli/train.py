@@ -39,6 +39,15 @@ class TrainArguments(RankFlags):
 TrainArguments.__doc__ = f"{TrainArguments.__doc__} Presets: {', '.join(preset_names())}."
 
 
+def checked_arguments(flags: list[str]) -> TrainArguments:
+    """Returns the options of a `paceline train` that starts elsewhere. Raises UserError for a config that it would
+    refuse; with --init-from the config is not checked, since that run's model may be known only there."""
+    parsed = parse(TrainArguments, TrainArguments(settings=base_config(flags)), flags, "train")
+    if not (parsed.init_from or parsed.settings.train.init_from):
+        parsed.settings.check()
+    return parsed
+
+
 def main(arguments: list[str]) -> int:
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
