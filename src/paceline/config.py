@@ -151,6 +151,13 @@ class Config:
         """Returns a copy with other values in one section."""
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})
 
+    def batch_in_sequences(self) -> "Config":
+        """Returns a copy with train.global-batch-tokens, if given, as train.global-batch-size: as a run stores it."""
+        tokens = self.train.global_batch_tokens
+        if not tokens:
+            return self
+        return self.replace("train", global_batch_size=max(1, round(tokens / self.data.seq_len)), global_batch_tokens=0)
+
     def model_of_data(self, vocab_size: int) -> ModelConfig:
         """Returns the model with what it takes from the data. vocab_size: of the data; 0: of text, whose tokenizer is
         trained."""

@@ -38,6 +38,27 @@ def test_a_longer_horizon_continues_a_complete_run_and_other_settings_are_refuse
     assert "--resume auto needs --out" in run(*FLAGS).require(2).err
 
 
+def test_the_same_command_with_a_batch_in_tokens_continues_and_the_horizon_may_have_another_unit(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "run"
+    command = (*FLAGS, "--out", str(out), "--train.global-batch-tokens", "640", "--train.tokens")
+    run(*command, "3840", "--train.stop-at-step", "3").require(75)
+    run(*command, "3840", "--train.stop-at-step", "5").require(75)
+    run(*command[:-1], "--train.steps", "8").require(0)
+    assert len(steps(out)) == 8
+    refused = run(*command[:-2], "1280", "--train.steps", "8").require(2).err
+    assert "--train.global-batch-size 20 would make it another run: it was started with 10" in refused
+
+
+def test_a_stop_is_of_one_attempt(tmp_path: Path) -> None:
+    command = (*FLAGS, "--out", str(tmp_path / "run"), "--train.steps", "8")
+    fault = {"PACELINE_FAULTS": "rank=0 step=6 kind=kill phase=update"}
+    run(*command, "--train.stop-at-step", "7", env=fault).require(-9)
+    run(*command).require(0)
+    assert len(steps(tmp_path / "run")) == 8
+
+
 def test_a_size_that_was_chosen_stays_in_restarts_and_when_the_same_command_has_another_horizon(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = (*FLAGS, "--out", str(out), "--model.size", "auto", "--train.time-budget")

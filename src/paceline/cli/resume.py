@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     folder, stored = _stored(arguments)
     default = ResumeArguments(run=folder, settings=stored)
     parsed = parse(ResumeArguments, default, arguments, "resume")
-    config = parsed.settings
+    config = parsed.settings.batch_in_sequences()
     refuse_other_run(stored, config)
     config.check()
     request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:
-    """Returns the run folder and its config without its stop or trace. Raises UserError if nothing can be resumed."""
+    """Returns the run folder and its config. Raises UserError if nothing can be resumed."""
     if any(argument in ("-h", "--help") for argument in arguments):
         return "RUN", Config()
     if not arguments or arguments[0].startswith("-"):
@@ -58,18 +58,20 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
         raise UserError(
             f"{found.config} says nothing of how long the run is, so it is not as it was written; {_CONFIG_IS_KEPT}"
         )
-    return arguments[0], stored.replace("train", stop_at_step=0, stop_after=0.0, profile=0)
+    return arguments[0], stored
 
 
 def stored_config(found: run_folder.RunFolder) -> Config:
-    """Returns a run's config. Raises UserError if its file is not as it was written."""
+    """Returns a run's config without stops and trace, which are of one attempt. Raises UserError if its file is not as
+    it was written."""
     try:
         text = found.config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {found.config}: {error}; {_CONFIG_IS_KEPT}") from None
     if not text.strip():
         raise UserError(f"{found.config} is empty; {_CONFIG_IS_KEPT}")
-    return from_toml(text, str(found.config), Config())
+    stored = from_toml(text, str(found.config), Config())
+    return stored.replace("train", stop_at_step=0, stop_after=0.0, profile=0)
 
 
 def refuse_other_run(stored: Config, config: Config) -> None:

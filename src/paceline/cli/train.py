@@ -11,7 +11,7 @@ from paceline.base.errors import UserError
 from paceline.cli.flags import base_config, parse
 from paceline.cli.resume import refuse_other_run, stored_config
 from paceline.cli.start import RankFlags, start
-from paceline.config import Config, load_file, preset_names, with_size_of
+from paceline.config import Config, load_file, preset_names, supersede, with_size_of
 from paceline.data.config import DataConfig
 from paceline.record.folder import RunFolder, has_begun
 from paceline.train.request import Request
@@ -85,6 +85,7 @@ def _continued(request: Request) -> Request:
             if (value := getattr(own, item.name)) != getattr(getattr(default, section.name), item.name)
         }
         config = config.replace(section.name, **given)
+    config = supersede(stored, config).batch_in_sequences()
     refuse_other_run(stored, config)
     config.check()
     return dataclasses.replace(request, config=config, is_restart=True)

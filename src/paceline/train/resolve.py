@@ -69,7 +69,8 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_p
     except UserError as error:
         error.reach = "world"
         raise
-    config = config.replace("train", global_batch_size=_global_batch(config, choices), global_batch_tokens=0)
+    config = config.batch_in_sequences()
+    config = config.replace("train", global_batch_size=_global_batch(config, choices))
     batch = config.train.global_batch_size
     tokens_per_step = batch * config.data.seq_len
     num_steps = _num_steps(config, tokens_per_step)
@@ -159,8 +160,6 @@ def _global_batch(config: Config, choices: list[Choice]) -> int:
     train, seq_len = config.train, config.data.seq_len
     if train.global_batch_size:
         return train.global_batch_size
-    if train.global_batch_tokens:
-        return max(1, round(train.global_batch_tokens / seq_len))
     # Power Lines (arXiv 2505.13738): the best batch grows as tokens^0.383; the factor makes it GPT-2 124M's 2^19 tokens
     # at a horizon of 1e10. Without a horizon in tokens: 20 a parameter (Chinchilla).
     parameters = cost.num_parameters(config.model).non_embedding
