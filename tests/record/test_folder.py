@@ -20,6 +20,7 @@ from paceline.record.folder import (
     create,
     find,
     find_own,
+    has_begun,
     is_own,
     last_event,
 )
@@ -172,6 +173,20 @@ def test_records_that_were_removed_are_begun_anew_and_without_a_folder_their_row
     assert rows(folder.metrics) == [{"step": 3}]
 
 
+def test_rows_that_a_long_failure_of_the_disk_cost_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.record.folder._MOST_UNWRITTEN_BYTES", 20)
+    said: list[str] = []
+    folder = RunFolder(tmp_path / "absent", on_trouble=said.append)
+    for step in range(1, 6):
+        folder.append_metrics({"step": step})
+    folder.path.mkdir()
+    folder.append_metrics({"step": 6})
+    folder.append_metrics({"step": 7})
+    folder.close()
+    assert [row["step"] for row in rows(folder.metrics)] == [1, 2, 7]
+    assert said[1] == f"{folder.metrics} can be written again, and lacks 4 rows"
+
+
 # ---- whose it is ----
 
 
@@ -232,6 +247,21 @@ def test_a_folder_whose_run_died_at_its_birth_is_new(tmp_path: Path) -> None:
     (folder.path / "notes.txt").touch()
     with pytest.raises(UserError, match=r"something else \(notes.txt\)"):
         check_new(folder.path)
+
+
+def test_a_folder_whose_run_was_killed_before_it_made_its_first_step_again_is_new(tmp_path: Path) -> None:
+    folder = create(tmp_path / "run")
+    folder.lock("job")
+    folder.write_setup("[train]\n", None)
+    folder.append_metrics({"step": 1})
+    assert has_begun(folder.path)
+    folder.forget_after(0)  # nothing was saved: another attempt begins with step 1
+    check_new(folder.path)
+    folder.append_metrics({"step": 1})
+    folder.config.unlink()
+    with pytest.raises(UserError, match=r"something else \(metrics.jsonl\)"):
+        check_new(folder.path)
+    folder.close()
 
 
 @pytest.mark.parametrize("content", ["config.toml", "checkpoints/step-00000001"])

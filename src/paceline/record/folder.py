@@ -26,18 +26,18 @@ from typing import Any
 
 import filelock
 
+from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
 from paceline.base.jsonl import Row, open_at_line_end, rows
-from paceline.base.units import listed
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
 _OWN = 0o600  # only the run's user may read its files
 _LEAST_FREE_BYTES = 50 << 20
 # What a run that ended before its first step leaves in its folder.
 _MADE_HERE = (
-    *("config.toml", "tokenizer.json", "events.jsonl", "ranks", "checkpoints", "lock", "lock.holder", "job"),
-    *("track", "tensorboard"),
+    *("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl", "ranks", "checkpoints"),
+    *("lock", "lock.holder", "job", "track", "tensorboard"),
 )
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
 
@@ -168,19 +168,26 @@ class _Appender:
         self._descriptor: int | None = None
         self._unwritten = b""
         self._is_failing = False
+        self._num_lost = 0  # rows for which there was no memory
 
     def append(self, line: str) -> str | None:
         """Writes the line. Returns a sentence when the disk begins to fail, and when it works again."""
         if len(self._unwritten) < _MOST_UNWRITTEN_BYTES:
             self._unwritten += line.encode() + b"\n"
+        else:
+            self._num_lost += 1
         try:
             self._write()
         except OSError as error:
-            sentence = f"{self._path} cannot be written ({error.strerror or error}); training continues, its rows wait"
-            was_failing, self._is_failing = self._is_failing, True
-            return None if was_failing else sentence
-        was_failing, self._is_failing = self._is_failing, False
-        return f"{self._path} can be written again, and has all rows" if was_failing else None
+            if self._is_failing:
+                return None
+            self._is_failing = True
+            return f"{self._path} cannot be written ({error.strerror or error}); training continues, its rows wait"
+        if not self._is_failing:
+            return None
+        what = f"lacks {units.plural(self._num_lost, 'row')}" if self._num_lost else "has all rows"
+        self._is_failing, self._num_lost = False, 0
+        return f"{self._path} can be written again, and {what}"
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -245,24 +252,26 @@ def check_new(path: Path) -> None:
                 f"`paceline resume {shlex.quote(str(path))}`, or choose another folder"
             )
         found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    unfinished = {f".{name}.new" for name in _MADE_HERE}  # base.files.replace leaves these if it is killed
-    if foreign := [name for name in found if name not in _MADE_HERE and name not in unfinished]:
+    own = {*_MADE_HERE, *(f".{name}.new" for name in _MADE_HERE)}  # .new: if base.files.replace was killed
+    if _has_rows(path):
+        own.remove("metrics.jsonl")
+    if foreign := [name for name in found if name not in own]:
         raise UserError(
-            f"--out is {path}, which holds files of something else ({listed(foreign)}); "
+            f"--out is {path}, which holds files of something else ({units.listed(foreign)}); "
             "name a folder that is empty or does not exist yet"
         )
     check_writable(path)
 
 
 def has_begun(path: Path) -> bool:
-    """Returns whether a run in this folder has made a step, or saved."""
-    return any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not _never_trained(path))
+    """Returns whether a run in this folder has made a step, or saved. One that was killed before may start again."""
+    was_killed_before = (path / "lock.holder").exists() and not _has_rows(path)
+    return any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not was_killed_before)
 
 
-def _never_trained(path: Path) -> bool:
-    """Whether a run of ours in this folder ended before its first step, so that the same command may start there."""
+def _has_rows(path: Path) -> bool:
     metrics = path / "metrics.jsonl"
-    return (path / "lock.holder").exists() and not (metrics.exists() and metrics.stat().st_size)
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def check_writable(path: Path) -> None:
