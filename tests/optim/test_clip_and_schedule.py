@@ -157,6 +157,10 @@ def test_the_timescale_in_epochs_is_the_references(batch_tokens: int, total_toke
         {"lr": -1.0},
         {"lr": math.nan},
         {"beta2": 1.5},
+        {"beta1": 1.0},  # 0 / 0 in the correction of the moment's bias
+        {"beta2": 1.0},
+        {"momentum": 1.0},
+        {"eps": 0.0},
         {"grad_clip": math.inf},
         {"warmup_steps": -1},
         {"decay_frac": 2.0},

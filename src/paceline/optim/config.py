@@ -66,6 +66,11 @@ class OptimConfig:
             if not (math.isfinite(value) and least <= value <= most):
                 limit = f"between {least} and {most}" if math.isfinite(most) else f"at least {least}"
                 raise UserError(f"optim.{name} is {value}; it must be {limit}")
+        for name in ("beta1", "beta2", "momentum"):
+            if getattr(self, name) == 1.0:
+                raise UserError(f"optim.{name} is 1.0, with which no gradient counts; it must be below 1")
+        if self.eps == 0.0:
+            raise UserError("optim.eps is 0.0, with which a weight whose gradient is 0 becomes NaN; it must be above 0")
         if not self.scale_with_batch:
             require_some_left(self.lr, self.weight_decay, is_scaled=False)
 
