@@ -35,6 +35,17 @@ def test_each_run_has_a_line_with_its_state_and_what_sets_it_apart(tmp_path: Pat
     assert [run["settings"] for run in runs if run["val_loss"] == 2.75 and run["step"] == 30] == [{"optim.lr": 0.1}]
 
 
+def test_a_long_name_is_whole_in_a_pipe_and_a_value_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    name = "gpt2-124m-modern-" * 5
+    made(tmp_path / name, 0.1, step=30, reason=COMPLETE)
+    with (tmp_path / name / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "loss": NaN, "tokens_per_s": NaN}\n')
+    lines = here("runs", str(tmp_path), cwd=tmp_path).require().out.splitlines()
+    assert [line.split()[:-1] for line in lines if name in line] == [[name, "ended", "30", "of", "30", "2.7500"]]
+    (run,) = json.loads(here("runs", str(tmp_path), "--json", cwd=tmp_path).require().out)
+    assert (run["loss"], run["tokens_per_s"]) == (None, None)
+
+
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in here("runs", str(tmp_path), cwd=tmp_path).require(2).err
     assert "cannot read" in here("runs", "nowhere", cwd=tmp_path).require(2).err

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,10 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse
 from paceline.record.folder import RunFolder
+from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
 
+_PIPE_WIDTH = 1000  # a table takes what it needs: a line for each run
 _NOT_COMPARED = ("data.path", "track.name")  # they differ between most runs, and say little
 
 
@@ -45,7 +49,8 @@ def main(arguments: list[str]) -> int:
 
     columns = ["run", "state", "step", "loss", "val loss", "tokens/s", "age"]
     shown = table("", columns, [[escape(printable(path.name)), *_cells(states[path])] for path in paths])
-    Console(highlight=False).print(shown)
+    shown.columns[0].overflow = "fold"  # a name is never cut
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(shown)
     for path in paths:
         facts = [states[path].why, *(f"{name} {value}" for name, value in settings[path].items())]
         if text := ", ".join(fact for fact in facts if fact):
@@ -97,8 +102,8 @@ def _as_json(path: Path, state: RunState, settings: dict[str, Any]) -> dict[str,
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    return value if isinstance(value, int | float) else None
+    value = number(row.get(name))
+    return value if math.isfinite(value) else None
 
 
 def _text(loss: float | None) -> str:
