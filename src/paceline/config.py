@@ -19,6 +19,7 @@ from paceline.optim.config import OptimConfig
 from paceline.record.config import LogConfig, TrackConfig
 from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 
+CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was made with, under "config"'
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
 
 
@@ -190,6 +191,17 @@ def load_file(path: Path, base: Config) -> Config:
     except UnicodeDecodeError:
         raise UserError(f"cannot read --config {path}: not a text file") from None
     return from_toml(text, str(path), base)
+
+
+def load_run(path: Path) -> Config:
+    """Returns the config of a run from its config.toml. Raises UserError if the file is not as it was written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}; {CONFIG_IS_KEPT}") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty; {CONFIG_IS_KEPT}")
+    return from_toml(text, str(path), Config())
 
 
 def from_toml(text: str, where: str, base: Config) -> Config:

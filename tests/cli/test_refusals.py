@@ -344,6 +344,10 @@ def test_a_run_folder_that_is_not_as_it_was_made_is_refused(bare_run: Path, plac
     for text, says in (("\n", "run/config.toml is empty"), ("[model]\n", "says nothing of how long the run is")):
         (bare_run / "config.toml").write_text(text)
         refused(place, "resume", "run", says=(says, "manifest.json has the config"))
+    (bare_run / "config.toml").write_bytes(b"\xff\xfe")
+    for command in (("resume", "run"), ("sample", "run"), ("export", "run", "--out", "x")):
+        refused(place, *command, says=("cannot read", "run/config.toml", "manifest.json has the config"))
+    refused(place, *TRAIN, "--init-from", "run", says=("cannot read", "manifest.json has the config"))
 
 
 def test_a_folder_that_is_no_run_is_refused(place: Path) -> None:

@@ -52,13 +52,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _num_parameters(run: Path) -> int:
-    from paceline.config import Config, from_toml
+    from paceline.config import load_run
     from paceline.model.cost import num_parameters
 
     try:
-        text = (run / "config.toml").read_text(encoding="utf-8")
-        return num_parameters(from_toml(text, str(run), Config()).model).total
-    except (UserError, OSError, ValueError, ArithmeticError):
+        return num_parameters(load_run(run / "config.toml").model).total
+    except (UserError, ValueError, ArithmeticError):
         return 0
 
 

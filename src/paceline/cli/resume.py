@@ -11,12 +11,10 @@ import tyro
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse
 from paceline.cli.start import RankFlags, start
-from paceline.config import Config, from_toml
+from paceline.config import CONFIG_IS_KEPT, Config, load_run
 from paceline.record import folder as run_folder
 from paceline.train.changes import changes, makes_another_run
 from paceline.train.request import Request
-
-_CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was made with, under "config"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +54,14 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
                 f"fine-tune it: paceline train --init-from {shlex.quote(arguments[0])}"
             )
         raise UserError(
-            f"{found.config} says nothing of how long the run is, so it is not as it was written; {_CONFIG_IS_KEPT}"
+            f"{found.config} says nothing of how long the run is, so it is not as it was written; {CONFIG_IS_KEPT}"
         )
     return arguments[0], stored
 
 
 def stored_config(found: run_folder.RunFolder) -> Config:
-    """Returns a run's config without stops and trace, which are of one attempt. Raises UserError if its file is not as
-    it was written."""
-    try:
-        text = found.config.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {found.config}: {error}; {_CONFIG_IS_KEPT}") from None
-    if not text.strip():
-        raise UserError(f"{found.config} is empty; {_CONFIG_IS_KEPT}")
-    stored = from_toml(text, str(found.config), Config())
-    return stored.replace("train", stop_at_step=0, stop_after=0.0, profile=0)
+    """Returns a run's config without stops and trace, which are of one attempt. Raises UserError as `load_run`."""
+    return load_run(found.config).replace("train", stop_at_step=0, stop_after=0.0, profile=0)
 
 
 def refuse_other_run(stored: Config, config: Config) -> None:

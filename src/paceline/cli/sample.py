@@ -9,7 +9,7 @@ import tyro
 
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
-from paceline.config import Config, from_toml
+from paceline.config import load_run
 from paceline.record import folder as run_folder
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         raise UserError("name the run folder: paceline sample RUN [options]")
     require_at_least(parsed, "--", tokens=0, temperature=0, top_k=0)
     found = run_folder.find(Path(parsed.run))
-    config = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config())
+    config = load_run(found.config)
     import torch
 
     from paceline.checkpoint import load

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UserError
-from paceline.config import Config, from_toml
+from paceline.config import load_run
 from paceline.data.cache import inspect_data
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset, is_dataset
@@ -37,7 +37,7 @@ def initial_model(source: Path) -> ModelConfig:
             f"--init-from is {source}, which is no run folder; make one of it first: paceline import {source} --out DIR"
         )
     found = run_folder.find(source)
-    return from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config()).model
+    return load_run(found.config).model
 
 
 def require_same_shape(source: Path, given: ModelConfig) -> ModelConfig:

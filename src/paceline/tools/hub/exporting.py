@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.base import units
 from paceline.base.files import sync, write_synced
 from paceline.checkpoint import load
-from paceline.config import Config, from_toml
+from paceline.config import load_run
 from paceline.data.tokenizer import FILE, Tokenizer
 from paceline.model.config import ModelConfig
 from paceline.record import folder as run_folder
@@ -31,7 +31,7 @@ def export_run(run: Path, out: Path, step: int | None, dtype: Dtype) -> list[str
     """
     check_out(out)
     found = run_folder.find(run)
-    model = from_toml(found.config.read_text(encoding="utf-8"), str(found.config), Config()).model
+    model = load_run(found.config).model
     tokenizer = Tokenizer.load(found.tokenizer) if found.tokenizer.exists() else None
     config = write_config(model, tokenizer.end_of_text if tokenizer else None, dtype)
     weights, problems = load.read_weights(found.checkpoints, step)
