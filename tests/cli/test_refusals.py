@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ import torch
 from in_process import here
 from program import Ended, run
 
+from paceline.cli.main import main
 from paceline.config import Config, load_preset, to_toml
 from paceline.world.cores import usable_cores
 
@@ -284,6 +285,22 @@ def test_more_ranks_than_cores_are_warned_of(place: Path) -> None:
     says = f"warning: --nproc is {too_many}, and there are {usable_cores()} cores: the ranks take turns"
     assert ended.out.splitlines()[0].startswith(says)
     assert ended.err == ""
+
+
+def test_a_warning_that_nobody_can_read_does_not_end_the_command(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("paceline.cli.start.usable_cores", lambda: 1)
+    monkeypatch.setattr("paceline.cli.start._start_ranks", lambda *arguments: 7)
+    kept, (reader, writer) = os.dup(1), os.pipe()
+    os.close(reader)
+    try:
+        os.dup2(writer, 1)
+        with open(1, "w", closefd=False) as stream, redirect_stdout(stream):
+            assert main([*TRAIN, "--nproc", "2", "--out", "run"]) == 7
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(writer)
 
 
 def tiny() -> Config:

@@ -67,22 +67,22 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if env.is_distributed:
         die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
+    from paceline.record.console import Console  # imports rich
 
     inspect_data(config.data, config.model.vocab_size)
     request, over = for_this_attempt(request, env)
+    say = Console(0).say  # not print(): a pipe whose reader is gone would end the command, as if it were done
     if over:
         if env.rank == 0:
-            print(f"{request.out} was asked to stop ({over}) and is saved: it is not started again", flush=True)
+            say(f"{request.out} was asked to stop ({over}) and is saved: it is not started again")
         else:
             time.sleep(_FIRST_S)
         return EXIT_RESUMABLE
     if env.rank == 0:
         _check_folder(request)
     if num_ranks > usable_cores():
-        text = (
-            f"--nproc is {num_ranks}, and there are {usable_cores()} cores: the ranks take turns, and steps get slower"
-        )
-        print(f"warning: {text}", flush=True)
+        cores = f"there are {usable_cores()} cores"
+        say(f"warning: --nproc is {num_ranks}, and {cores}: the ranks take turns, and steps get slower")
     if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
         gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.tools.plan.here import predict_here
