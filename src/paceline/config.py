@@ -119,6 +119,11 @@ class Config:
         """Raises UserError for any impossible value or combination. Needs no torch."""
         for section in dataclasses.fields(self):
             getattr(self, section.name).check()
+        for name, value in flatten(self).items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{name} is {value!r}, which is not UTF-8, as config.toml is; give another") from None
         shares = self.parallel.fixed_shares()
         if shares and sum(shares) != self.train.global_batch_size:
             raise UserError(

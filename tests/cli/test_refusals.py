@@ -110,6 +110,8 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
         ),
         ((*TRAIN, "--optim.lr", "1e9"), ("1e+09 times weight decay 0.1", "lower --optim.lr (1e-4")),
         ((*TRAIN, "--data.path", "missing"), ("data.path missing does not exist",)),
+        ((*TRAIN, "--data.path", "a\udcff"), ("data.path is 'a\\udcff', which is not UTF-8",)),
+        ((*TRAIN, "--data.mix", "a\udcff=1"), ("data.mix is ('a\\udcff=1',), which is not UTF-8",)),
         ((*TRAIN, "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'", "it has:", "lo")),
         ((*TRAIN, "--nproc", "2", "--parallel.interface", "nope0"), ("parallel.interface is 'nope0'",)),
         ((*TRAIN, "--parallel.backend", "nccl", "--parallel.device", "cpu"), ("parallel.backend nccl",)),

@@ -32,6 +32,20 @@ def test_what_is_said_holds_no_orders_to_the_terminal(tmp_path: Path, capfd: pyt
         assert "\x9b" not in text
 
 
+def test_a_path_that_is_not_utf8_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    console = Console(0)
+    console.open_log(tmp_path / "rank-\udcff.log")
+    console.say("said \udcff")
+    console.say(facts([("folder", "fact \udcff")]))
+    console.say(table("", ["run"], [["cell \udcff"]]))
+    console.log("logged \udcff")
+    console.close()
+    log = (tmp_path / "rank-\udcff.log").read_text()
+    for text in (capfd.readouterr().out, log):
+        assert all(f"{word} \\udcff\n" in text for word in ("said", "fact", "cell"))
+    assert "logged \\udcff\n" in log
+
+
 def test_a_pipe_gets_narrow_tables_and_whole_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = "a path that is to stay in one line: " + "/folder" * 30
     console = Console(0)

@@ -30,12 +30,15 @@ def own_log() -> Path | None:
     return _own_log
 
 
-# C0 and C1 controls and DEL, which a terminal acts on; without newline and tab.
+# C0 and C1 controls and DEL, which a terminal acts on, without newline and tab; and bytes of a path that are not UTF-8,
+# as Python holds them.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_ESCAPES |= {code: f"\\u{code:x}" for code in range(0xDC80, 0xDD00)}
 
 
 def printable(text: str) -> str:
-    """Returns the text with control characters, except newline and tab, as escapes: they could move the cursor."""
+    """Returns the text with what no terminal should get as escapes: control characters, except newline and tab, which
+    could move the cursor, and bytes that are not UTF-8."""
     return text.translate(_ESCAPES)
 
 
@@ -106,7 +109,7 @@ class Console:
         """Writes a line to this rank's log only."""
         if self._log is not None:
             with contextlib.suppress(OSError):
-                self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+                self._log.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
 
     def _show(self, what: Text | rich.table.Table, soft_wrap: bool = False) -> None:
         """Prints to the terminal, pipe or file; stops printing once that fails."""
@@ -202,7 +205,7 @@ def _plain(what: Text | rich.table.Table) -> str:
     out = io.StringIO()
     console = rich.console.Console(file=out, width=PLAIN_WIDTH, highlight=False)
     console.print(what, soft_wrap=isinstance(what, Text))
-    return without_trailing_blanks(out.getvalue())
+    return printable(without_trailing_blanks(out.getvalue()))
 
 
 def without_trailing_blanks(text: str) -> str:
@@ -226,7 +229,7 @@ def facts(rows: list[tuple[str, str]]) -> rich.table.Table:
     grid.add_column(justify="right")
     grid.add_column(overflow="fold")
     for name, text in rows:
-        grid.add_row(Text(name), Text(text))  # Text: brackets in a path are no markup
+        grid.add_row(Text(name), Text(printable(text)))  # Text: brackets in a path are no markup
     return grid
 
 
