@@ -202,6 +202,12 @@ def with_preset(arguments: Sequence[str], name: str, flag: str = "--preset") -> 
     return [*arguments] if is_named else [flag, name, *arguments]
 
 
+def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments before `--` and those after it."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
+
+
 def without(arguments: Sequence[str], *names: str) -> list[str]:
     kept: list[str] = []
     rest = iter(arguments)

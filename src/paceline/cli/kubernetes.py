@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from paceline.base.errors import UserError, require_at_least
-from paceline.cli.flags import parse
-from paceline.cli.scheduled import divided, train_command
+from paceline.cli.flags import divided, parse
+from paceline.cli.scheduled import train_command
 
 # A pod fails with 1 when another one is lost, and counts against backoffLimit; one that was evicted, or that has saved
 # and stopped (75), does not count. After 2 a new start would fail again. The names of pods are known before they are

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
-from paceline.cli.flags import parse
+from paceline.cli.flags import divided, parse
 
 if TYPE_CHECKING:
     from paceline.tools.lab.hosts import Layout
@@ -62,8 +62,7 @@ def _run(arguments: list[str]) -> int:
     from paceline.cli.main import main as paceline
 
     verbs = [*(verb for verb in _VERBS if verb != "lab"), "exec"]
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, command = arguments[:place], arguments[place + 1 :]
+    own, command = divided(arguments)
     if verb := next((word for word in own if word in verbs), ""):  # no option of a lab has such a value
         raise UserError(f"what the hosts are to run comes after `--`: paceline lab ... -- {verb} ...")
     parsed = parse(LabArguments, LabArguments(), own, "lab")

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import flag_of, parse, shell_words
+from paceline.cli.flags import divided, flag_of, parse, shell_words
 from paceline.launch.options import DEFAULT_PORT, read_names
 
 _EXAMPLE = "paceline launch --hosts a:2,b:2 -- train --preset demo --out runs/x"
@@ -35,10 +35,9 @@ class LaunchArguments:
 
 
 def main(arguments: list[str]) -> int:
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    parsed = parse(LaunchArguments, LaunchArguments(), arguments[:place], "launch")
+    own, command = divided(arguments)
+    parsed = parse(LaunchArguments, LaunchArguments(), own, "launch")
     hosts = read_names(parsed.hosts, parsed.hostfile)
-    command = arguments[place + 1 :]
     _check(command)
     shell_words(parsed.ssh)
     if not 1 <= parsed.port < 1 << 16:

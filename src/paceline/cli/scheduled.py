@@ -7,12 +7,6 @@ from paceline.cli.flags import without
 from paceline.cli.train import checked_arguments
 
 
-def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the arguments before `--` and those after it."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:place], arguments[place + 1 :]
-
-
 def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
     """Returns the words after `paceline` that begin the run of these flags, or continue it; --out is absolute. ranks:
     for the message, how the verb takes their number. Raises UserError for flags that `paceline train` refuses."""

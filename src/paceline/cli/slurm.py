@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import require_at_least
-from paceline.cli.flags import parse, shell_words
-from paceline.cli.scheduled import divided, train_command
+from paceline.cli.flags import divided, parse, shell_words
+from paceline.cli.scheduled import train_command
 
 # SIGTERM goes to the tasks by scancel: srun itself answers one by killing them. A signal to the script ends its `wait`,
 # so it waits again. A step ends with the highest status of its tasks: 75 if all have saved and stopped.

@@ -81,7 +81,7 @@ class ModelConfig:
         if self.n_embd % self.n_head:
             raise UserError(
                 f"model.n-embd is {self.n_embd}, not a multiple of model.n-head ({self.n_head}): "
-                f"try {_next_multiple(self.n_embd, self.n_head)}, or another number of heads"
+                f"try {math.ceil(self.n_embd / self.n_head) * self.n_head}, or another number of heads"
             )
         if self.n_head % self.num_kv_heads:
             divisors = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
@@ -127,7 +127,3 @@ def _flag(field: str) -> str:
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UserError(f"{_flag(field)} is {value!r}: use one of {', '.join(choices)}")
-
-
-def _next_multiple(value: int, divisor: int) -> int:
-    return math.ceil(value / divisor) * divisor
