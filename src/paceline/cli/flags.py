@@ -18,7 +18,6 @@ from paceline.config import ALTERNATIVES, SIZE_FIELDS, Config, checked, load_fil
 from paceline.data.config import Recipe
 
 T = TypeVar("T")
-_SIZE_FLAGS = {f"--{'train' if 'batch' in name else 'model'}.{name.replace('_', '-')}" for name in SIZE_FIELDS}
 TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of running
 
 
@@ -41,7 +40,7 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
     if isinstance(settings, Config):
         flags = set(map(flag_of, words))
         _require_one_way(flags)
-        if not _SIZE_FLAGS.isdisjoint(flags):
+        if any(flag.rpartition(".")[2].replace("-", "_") in SIZE_FIELDS for flag in flags):
             over = dataclasses.replace(over, settings=settings.replace("model", size="given"))
     try:
         with contextlib.redirect_stderr(printed):

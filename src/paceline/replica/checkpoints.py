@@ -73,7 +73,7 @@ class Checkpoints(CheckpointFolder):
         _OPEN[folder.resolve()] = self
         self._is_own = False  # this run has restored from it, or saved to it
         self._problem: str | None = None  # of the last finished save
-        at_leaving(partial(_end, folder.resolve()))
+        at_leaving(partial(_end_owner, folder.resolve()))
 
     def save_every(self, num_steps: int, val_loss: float | None = None) -> bool:
         """Saves if the number of steps made is a multiple of num_steps, or if a rank was asked to stop; returns whether
@@ -200,8 +200,8 @@ class Checkpoints(CheckpointFolder):
                 self._lock.release()
 
 
-def _end(folder: Path) -> None:
-    """Ends the object that has the folder then. An earlier one, and its model, are not kept until then."""
+def _end_owner(folder: Path) -> None:
+    """Ends the object that owns the folder by then. Named by folder, so that an earlier object is not kept alive."""
     if (checkpoints := _OPEN.get(folder)) is not None:
         checkpoints._end()
 
