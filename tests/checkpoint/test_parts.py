@@ -18,8 +18,10 @@ from paceline.base.errors import PacelineError
 from paceline.base.ownership import Slice, cut
 from paceline.checkpoint import load, publish
 from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.encode import decode, encode
 from paceline.checkpoint.manifest import Kind, check_cover, folder_name, read_manifest
 from paceline.checkpoint.save import Saver
+from paceline.checkpoint.writers import find_writers
 from paceline.world.group import LocalGroup
 from paceline.world.runtime import World
 from paceline.world.side import SideChannel
@@ -108,6 +110,11 @@ def test_parts_that_make_no_whole_make_no_checkpoint(tmp_path: Path, parts: list
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dict_comes_back_with_the_keys_that_it_had() -> None:
+    state = {(0, 1): 5, (("a", 2), None): {3: [1]}, 0.5: "half", True: None}
+    assert decode(*encode(state, "x")) == state
+
+
 # ---- ranks ----
 
 SHAPES = {"a.weight": (7, 9), "b.weight": (130,), "c.weight": (3,)}
@@ -144,6 +151,16 @@ def on_three_ranks(world: World, shared: str, full_disk: str, damaged: str) -> d
         except PacelineError as error:
             seen[name] = type(error).__name__, str(error), error.reach
     return seen
+
+
+def find_in_own(world: World, folder: str) -> list[int]:
+    return find_writers(world.group, Path(folder) / f"{world.rank}")[0]
+
+
+def test_a_rank_that_cannot_read_the_token_does_not_see_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1" / ".seen").mkdir(parents=True)  # reading it fails, as a file of another user does
+    assert run_ranks(find_in_own, 2, str(tmp_path)) == [[0], [0]]
 
 
 def make_saver(world: World, folder: str, channel: SideChannel) -> Saver:

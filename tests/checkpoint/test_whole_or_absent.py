@@ -1,8 +1,10 @@
 """A checkpoint is complete or absent: damage is found, older ones are fallen back on and it is said, no code runs."""
 
 import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
@@ -20,6 +22,7 @@ from saving import MANIFEST, OPTIMIZER, WEIGHTS, keep, put, reseal, save_by, wei
 from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import load
 from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.copies import take
 from paceline.checkpoint.manifest import Damaged, folder_name, list_steps, read
 from paceline.checkpoint.retention import set_aside
 from paceline.checkpoint.writers import save_complete
@@ -185,7 +188,7 @@ def test_another_format_is_said(tmp_path: Path) -> None:
     folder = keep(tmp_path, 7)
     for number in (1, 4):
         reseal(folder, format=number)
-        with pytest.raises(Damaged, match=f"format {number}, this paceline reads 3"):
+        with pytest.raises(Damaged, match=f"format {number}, this paceline reads 2 and 3"):
             read(folder)
 
 
@@ -396,6 +399,62 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_sets_the_later_ones_aside(t
     assert torch.equal(load.read_weights(tmp_path, 20)[0]["a.weight"], torch.zeros(2))
     assert list_steps(tmp_path) == [15, 20]
     assert set_aside(tmp_path, 20) == []
+
+
+def test_a_resume_that_dies_while_it_sets_aside_leaves_latest_on_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        keep(tmp_path, step, keep=3)
+    rename = os.rename
+
+    def dies_at_20(source: Path, target: Path) -> None:
+        if source.name == folder_name(20):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", dies_at_20)
+    with pytest.raises(KeyboardInterrupt):
+        set_aside(tmp_path, 10)
+    assert list_steps(tmp_path) == [10, 20]
+    assert (tmp_path / "latest").read_text() == "step-00000010\n"
+
+
+def test_an_old_one_that_cannot_be_removed_now_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, while another process has a file in it open."""
+
+    def busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    for step in (10, 20):
+        keep(tmp_path, step, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        keep(tmp_path, 30, keep=2)
+    assert list_steps(tmp_path) == [20, 30]
+    (tmp_path / folder_name(30) / WEIGHTS).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        read(keep(tmp_path, 30, keep=2))
+    assert list(tmp_path.glob(".*"))
+    keep(tmp_path, 40, keep=2)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_host_that_copies_keeps_the_best_too(tmp_path: Path) -> None:
+    """A checkpoint is saved and copied before its evaluation; the loss comes with the records."""
+    config, metrics = CheckpointConfig(keep=2, keep_best=True), tmp_path / "copy" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.touch()
+    for step, loss in {10: 3.0, 20: 4.0, 30: math.nan, 40: 5.0}.items():
+        keep(tmp_path / "checkpoints", step)
+        take(metrics.parent / "checkpoints", step, lambda name: (tmp_path / name).open("rb"), config)
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
+    assert list_steps(metrics.parent / "checkpoints") == [10, 30, 40]
+    assert (metrics.parent / "checkpoints" / "best").read_text() == "step-00000010\n"
 
 
 def test_saving_the_same_state_again_or_over_a_damaged_one_leaves_a_whole_one(tmp_path: Path) -> None:

@@ -118,6 +118,17 @@ def test_what_is_known_is_not_hashed_again(text: Path, cache: Path, monkeypatch:
         ensure(config)  # a file that was written to is looked at again
 
 
+def test_a_known_name_that_a_crash_cut_short_is_made_again(text: Path, cache: Path) -> None:
+    config = DataConfig(path=str(text), tokenizer_vocab=300)
+    first = ensure(config)
+    (known,) = (cache / ".known").iterdir()
+    for found in ("", first.name[:-1]):  # the first would be the cache itself
+        known.write_text(found)
+        assert ensure(config) == first
+        assert known.read_text() == first.name
+    assert folders(cache) == [first.name]
+
+
 def test_the_same_bytes_with_other_hash_seeds_and_thread_counts(text: Path, tmp_path: Path) -> None:
     found = []
     for number, threads in enumerate(("1", "2", "5")):

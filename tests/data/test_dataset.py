@@ -306,6 +306,10 @@ def test_what_is_a_data_set(folder: Path, tmp_path: Path) -> None:
     assert not is_dataset(tmp_path)
     assert not is_dataset(tmp_path / "nowhere")
     assert not is_dataset(folder / "index.json")
+    strange = tmp_path / ("x" * 300)  # fails as a folder that may not be entered, also for root
+    assert not is_dataset(strange)
+    with pytest.raises(UserError, match="can not be read: File name too long"):
+        Dataset.open(strange)
     (folder / ".preparing").mkdir()
     Dataset.open(folder)  # killed right after the index was written
     (tmp_path / "begun" / ".preparing").mkdir(parents=True)

@@ -199,6 +199,30 @@ def test_a_separator_makes_documents_of_a_file(tmp_path: Path) -> None:
     assert sorted(found["train"] + found["validation"]) == sorted(f"tale {i}\n" for i in range(300))
 
 
+@pytest.mark.parametrize(
+    ("names", "options", "says"),
+    [
+        (["a.jsonl"], {"separator": "###"}, ["--separator '###' has no effect here"]),
+        (["b.txt"], {"text_key": "text2"}, ["--text-key text2 has no effect here"]),
+        (["a.jsonl", "b.txt"], {"separator": "###", "text_key": "text2"}, []),
+    ],
+)
+def test_an_option_that_no_file_uses_is_said(
+    tmp_path: Path, names: list[str], options: dict[str, str], says: list[str]
+) -> None:
+    records = [json.dumps({"text": f"{i}", "text2": f"{i}"}) for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(records))
+    (tmp_path / "b.txt").write_text("a line\n" * 100)
+    recipe, lines = Recipe(tokenizer="bytes", **options), list[str]()
+    report = Quiet()
+    report.say = lines.append  # type: ignore[method-assign]
+    sources = gather([str(tmp_path / name) for name in names], [], recipe)
+    prepare(sources, recipe, tmp_path / "out", report, num_workers=1)
+    found = [line for line in lines if "has no effect" in line]
+    assert len(found) == len(says)
+    assert all(say in line for say, line in zip(says, found, strict=True))
+
+
 def test_validation_of_its_own(tmp_path: Path) -> None:
     for name in ("one", "two", "val"):
         (tmp_path / f"{name}.txt").write_text(name * 10)
@@ -206,8 +230,10 @@ def test_validation_of_its_own(tmp_path: Path) -> None:
     sources = gather([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")], [str(tmp_path / "val.txt")], recipe)
     prepare(sources, recipe, tmp_path / "out", Quiet(), num_workers=1)
     assert documents(tmp_path / "out") == {"train": ["one" * 10, "two" * 10], "validation": ["val" * 10]}
-    with pytest.raises(UserError, match=r"one\.txt is among the sources and under --validation"):
-        gather([str(tmp_path)], [str(tmp_path / "one.txt")], recipe)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for same in ("one.txt", "link/one.txt"):
+        with pytest.raises(UserError, match=r"one\.txt is among the sources and under --validation"):
+            gather([str(tmp_path)], [str(tmp_path / same)], recipe)
 
 
 def test_what_was_prepared_is_kept_and_another_recipe_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -226,6 +252,8 @@ def test_what_was_prepared_is_kept_and_another_recipe_is_refused(corpus: Path, t
     with pytest.raises(UserError, match="is not empty and holds no data set"):
         make([tmp_path / "a.txt"], tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+    with pytest.raises(UserError, match="File name too long; give an --out that can be written"):
+        make([tmp_path / "a.txt"], tmp_path / ("x" * 300))
 
 
 def broken(folder: Path) -> Path:
@@ -300,12 +328,15 @@ class Ends(Quiet):
 
 @pytest.fixture
 def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Index]:
-    """Prepares what is piped in, with a tokenizer that is trained on it."""
+    """Prepares what is piped in, with a tokenizer that is trained on it, or for validation beside a file."""
 
-    def prepare_piped(content: bytes, out: Path, report: Quiet | None = None, **options: Any) -> Index:
+    def prepare_piped(
+        content: bytes, out: Path, report: Quiet | None = None, *, beside: Path | None = None, **options: Any
+    ) -> Index:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
         recipe = Recipe(tokenizer="train:300", validation_frac=0.2, shard_tokens=100_000)
-        return prepare(gather(["-"], [], recipe), recipe, out, report or Quiet(), num_workers=1, **options)
+        sources = gather([str(beside)], ["-"], recipe) if beside else gather(["-"], [], recipe)
+        return prepare(sources, recipe, out, report or Quiet(), num_workers=1, **options)
 
     return prepare_piped
 
@@ -331,6 +362,17 @@ def test_standard_input_on_resume_is_the_same(piped: Callable[..., Index], tmp_p
     piped(last, tmp_path / "begun", restart=True)
     found = documents(tmp_path / "begun")
     assert sorted(found["train"] + found["validation"]) == sorted([*texts[:-1], texts[-1][:-1] + "!"])
+
+
+def test_standard_input_for_validation_on_resume_is_the_same(piped: Callable[..., Index], tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a line of text\n" * 1000)
+    out, beside, texts = tmp_path / "out", tmp_path / "train.txt", [f"document {i} " * 200 for i in range(1200)]
+    with pytest.raises(KeyboardInterrupt):
+        piped(lines_of(texts), out, Ends(KeyboardInterrupt, after_blocks=2), beside=beside)
+    with pytest.raises(UserError, match=r"standard input is not .* read before.*--restart"):
+        piped(lines_of(["x", *texts[1:]]), out, beside=beside)
+    piped(lines_of(texts), out, beside=beside)
+    assert documents(out)["validation"] == texts
 
 
 def test_standard_input_of_which_nothing_was_saved_may_be_another(piped: Callable[..., Index], tmp_path: Path) -> None:

@@ -166,6 +166,9 @@ def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "x").write_bytes(b"\0")
     (tmp_path / "latin1.txt").write_bytes("Müller".encode("latin-1"))
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "x.txt").write_text("text")
+    (tmp_path / "half" / "y").write_bytes(b"\0")
     for name, message in [
         ("nowhere", "does not exist"),
         ("nowhere*", "holds no text files, JSONL or Parquet"),
@@ -185,6 +188,7 @@ def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
         (["-", "x"], "give it alone"),
         (["~nobody-of-this-name/text"], "does not exist"),
         (["hub:nonsense"], "hub:ORG/NAME"),
+        ([str(tmp_path / "half"), str(tmp_path / "empty")], "empty holds no text files"),  # not what `half` has
     ]:
         with pytest.raises(UserError, match=message):
             find(specs)

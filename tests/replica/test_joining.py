@@ -52,6 +52,14 @@ ALONE = {
     "plain": JOIN + LEARN + "step(); world.say(world.rank, world.world_size, world.is_main)",
     "user error": JOIN + "raise paceline.UserError('that is no good')",
     "run error": JOIN + "raise paceline.RunError('the disk is gone')",
+    "wrong config": "import paceline\npaceline.join(paceline.ParallelConfig(device='gpu'))",
+    "signals in a thread": JOIN + LEARN + """import threading
+def steps():
+    try:
+        next(replica.steps(rows, batch_size=4, stop_on_signals=True))
+    except paceline.UserError as error:
+        print(error)
+thread = threading.Thread(target=steps); thread.start(); thread.join()""",
     "exception": "import atexit; atexit.register(print, 'handler')\n" + JOIN
     + "atexit.register(print, 'later handler')\nleft = open('left.txt', 'w'); left.write('words')\n[][1]",
     "status kept": JOIN + LEARN + "step(); sys.exit(75)",
@@ -196,6 +204,11 @@ def test_a_script_of_one_process_ends_with_a_status_and_a_message(tmp_path: Path
     ends = run(tmp_path, ALONE, 1)
     assert ends["plain", 0] == End(0, "0 1 True\n", "")
     assert ends["user error", 0] == End(2, "", "rank 0: error: that is no good\n")
+    wrong, thread = ends["wrong config", 0], ends["signals in a thread", 0]
+    assert (wrong.status, wrong.err.count("\n")) == (2, 1)
+    assert wrong.err.startswith("error: parallel.device is 'gpu'; it is one of auto, cpu, cuda, mps")
+    assert (thread.status, thread.err) == (0, "")
+    assert "signals reach the main thread alone" in thread.out
     assert ends["run error", 0] == End(1, "", "rank 0: error: the disk is gone\n")
     exception = ends["exception", 0]
     assert (exception.status, exception.out) == (1, "later handler\nhandler\n")

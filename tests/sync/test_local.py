@@ -191,6 +191,8 @@ def make_all(_: ParallelConfig, env: Environment, base: Path) -> list[str]:
         if env.rank == 0:
             shutil.copytree(base / name, base / f"middle-{sync_every}")
         made(name, resume=True, parallel__sync_every=sync_every)
+    made("last", train__stop_at_step=STEPS)
+    made("last", resume=True)
     os.environ["PACELINE_FAULTS"] = f"rank=1 step={MIDDLE} kind=flip"
     with pytest.raises(PacelineError) as raised:
         made("flipped")
@@ -216,6 +218,12 @@ def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(made, sync_
     assert end(resumed)["digest"] == end(straight)["digest"]
     assert end(resumed)["state_digests"] == end(straight)["state_digests"]
     assert len(set(end(straight)["state_digests"])) == 2, "each rank has moments of its own"
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_in_its_last_step_has_saved_the_average(made) -> None:
+    folder = made[0] / "last"
+    assert end(folder)["digest"] == end(made[0] / f"straight-{ROUND}")["digest"] == overall(load_weights(folder))
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import whole_runs
-from program import rows
+from program import losses, rows
 from whole_runs import events, status_of, words
 
 from paceline.base.errors import UserError
@@ -58,6 +58,18 @@ def test_a_change_that_keeps_the_sequences_is_taken_said_and_noted(
     assert "log.every" not in line, "a flag can have changed that"
     assert f"paceline sample '{run_folder}'" in said
     assert f"paceline resume '{run_folder}' --train.steps 12" in said
+
+
+@pytest.mark.parametrize(
+    "changes", [{"beta1": 0.5}, {"eps": 1e-3}, {"weight_decay": 5.0}, {"grad_clip": 0.01}], ids=str
+)
+def test_a_change_of_the_optimizer_has_its_effect(run_folder: Path, stopped: Path, changes: dict[str, float]) -> None:
+    unchanged = shutil.copytree(stopped, run_folder.parent / "unchanged")
+    assert resume(unchanged) == 0
+    assert resume(run_folder, **{f"optim__{name}": value for name, value in changes.items()}) == 0
+    (*before, last), (*others, changed) = losses(unchanged), losses(run_folder)
+    assert before == others
+    assert last != changed
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ Open = Callable[[str], Readable]  # a file in the other host's run folder, by it
 
 
 def take(checkpoints: Path, step: int, open_file: Open, config: CheckpointConfig) -> int:
-    """Copies the checkpoint of this step, prunes older ones, and returns its size in bytes when it is on the disk.
+    """Copies the checkpoint of this step, prunes older ones, and returns its size in bytes when it is on the disk. The
+    run's metrics.jsonl has been copied before.
 
     Like a save, it is complete or absent. Raises Damaged if bytes are not those in the manifest, and OSError; what
     `open_file` raises passes through. Nobody else may write into the folder meanwhile.
@@ -45,6 +46,8 @@ def take(checkpoints: Path, step: int, open_file: Open, config: CheckpointConfig
         shutil.rmtree(folder, ignore_errors=True)
         raise
     publish.put_in_place(checkpoints, folder, step)
+    if config.keep_best:
+        retention.take_losses(checkpoints)
     retention.prune(checkpoints, step, config)
     return mf.num_bytes(manifest)
 

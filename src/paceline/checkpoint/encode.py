@@ -23,15 +23,20 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the state that `encode` was given, with tuples as lists."""
+    """Returns the state that `encode` was given, with tuples as lists, except in keys."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
         if value.keys() == {_ARRAY}:
             return tensors[value[_ARRAY]].numpy()
         items = value[_PAIRS] if value.keys() == {_PAIRS} else value.items()
-        return {key: decode(item, tensors) for key, item in items}
+        return {_key(key): decode(item, tensors) for key, item in items}
     return [decode(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+def _key(value: Any) -> Any:
+    """JSON has made a list of a tuple; no other key can be one."""
+    return tuple(map(_key, value)) if isinstance(value, list) else value
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:

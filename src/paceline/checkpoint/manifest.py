@@ -89,7 +89,9 @@ def parse(raw: bytes, name: str) -> dict[str, Any]:
     with _as_damage(name, MANIFEST):
         manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] not in READABLE:
-            raise Damaged(f"{name}: format {manifest['format']}, this paceline reads {FORMAT}")
+            raise Damaged(
+                f"{name}: format {manifest['format']}, this paceline reads {' and '.join(map(str, READABLE))}"
+            )
         if seal(manifest) != raw:
             raise Damaged(f"{name}: {MANIFEST} is not as it was written (sha256 differs)")
         if folder_name(manifest["step"]) != name:

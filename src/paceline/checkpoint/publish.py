@@ -106,12 +106,14 @@ def publish(
 def put_in_place(checkpoints: Path, folder: Path, step: int) -> None:
     """Gives the folder of a complete checkpoint its name, and makes it the latest."""
     final = checkpoints / mf.folder_name(step)
-    if final.exists():  # a damaged checkpoint of this step
-        shutil.rmtree(retention.hide(final))
     faults.strike("save.rename", step)
+    # It is there if it is damaged or outdated, or if a crash came before `latest` named it.
+    replaced = retention.hide(final) if final.exists() else None
     os.rename(folder, final)
     sync(checkpoints)
     retention.point(checkpoints, "latest", final.name)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)  # the next save's `sweep` tries again
 
 
 def _manifest(step: int, records: Sequence[Record], names: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:

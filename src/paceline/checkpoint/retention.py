@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.base import faults
 from paceline.base.files import replace, sync
+from paceline.base.jsonl import rows
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
 
@@ -27,6 +28,16 @@ def mark(checkpoints: Path, step: int, val_loss: float) -> None:
     _point_to_best(checkpoints)
 
 
+def take_losses(checkpoints: Path) -> None:
+    """Records the losses of checkpoints evaluated after their save, from the run's metrics: a copy lacks the file that
+    `mark` wrote."""
+    found = (row for row in rows(checkpoints.parent / "metrics.jsonl") if row)
+    losses = {row["step"]: row["val_loss"] for row in found if isinstance(row.get("val_loss"), float)}
+    for step, manifest in _complete(checkpoints).items():
+        if step in losses and _val_loss(checkpoints, step, manifest) is None:
+            replace(checkpoints / mf.folder_name(step) / _LOSS, json.dumps(losses[step]).encode())
+
+
 def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     """Removes the complete checkpoints that the config does not keep. Damaged ones stay, and do not count. A checkpoint
     also stands for steps that were due while the disk was busy (`due_steps`)."""
@@ -39,7 +50,7 @@ def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
             hidden.append(hide(checkpoints / mf.folder_name(number)))
     faults.strike("save.prune", step)
     for folder in hidden:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # the next save's `sweep` tries again
 
 
 def hide(folder: Path) -> Path:
@@ -54,6 +65,8 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
     """For a run that resumes at `step`: renames later checkpoints to `superseded-NAME` and returns their names.
     `latest` then names this step, and `best`, if it exists, the best of those left."""
     later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
+    if later:  # first, so that a crash never leaves it on a folder that was renamed
+        point(checkpoints, "latest", mf.folder_name(step))
     for name in reversed(later):  # the newest first: a crash in between leaves no gap
         target, number = checkpoints / f"superseded-{name}", 1
         while target.exists():  # from an earlier resume at this step
@@ -61,7 +74,6 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
             target = checkpoints / f"superseded-{name}-{number}"
         os.rename(checkpoints / name, target)
     if later:
-        point(checkpoints, "latest", mf.folder_name(step))
         if (checkpoints / "best").exists():
             _point_to_best(checkpoints)
         sync(checkpoints)

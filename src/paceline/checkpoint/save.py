@@ -57,6 +57,7 @@ class _Job:
     facts: Mapping[str, Any]
     folder: Path  # of this attempt
     ready: torch.cuda.Event | None
+    replaces: bool
     began: float = field(default_factory=time.perf_counter)
 
     def strike(self, phase: str) -> None:
@@ -110,12 +111,14 @@ class Saver:
         tensors: Mapping[Kind, Mapping[Slice, torch.Tensor]],
         shapes: Mapping[str, tuple[int, ...]],
         facts: Mapping[str, Any],
+        replaces: bool = False,
     ) -> None:
         """Begins to save this rank's slices as they are now, and returns. They may change after `wait_copied`.
 
         Tensors have as many elements as their slices; optimizer state is named `parameter/moment`. `shapes`: those of
         all complete tensors, except state with its parameter's shape. `facts` go into the manifest. Unless all writers
-        together give every element once, there will be no checkpoint.
+        together give every element once, there will be no checkpoint. If there is a good one of this step, it stays
+        instead; with `replaces`, the same on all ranks, it stays until the new one is complete.
         """
         if self.is_busy:
             raise RuntimeError(f"the save of step {step} began while another was under way")
@@ -127,7 +130,7 @@ class Saver:
         folder = publish.unfinished_folder(self._checkpoints, step, f"{self._token}-{self._num_begun}")
         parts = {kind: dict(part) for kind, part in tensors.items()}
         ready = ready_event(tensor for part in parts.values() for tensor in part.values())
-        job = _Job(step, parts, dict(shapes), dict(facts), folder, ready)
+        job = _Job(step, parts, dict(shapes), dict(facts), folder, ready, replaces)
         self._copied = threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
@@ -178,7 +181,7 @@ class Saver:
         """The first writer: writes its files and those it receives, then publishes the checkpoint."""
         try:
             record, images = self._copy(job)
-            num_bytes = _num_bytes_if_good(self._checkpoints / mf.folder_name(job.step))
+            num_bytes = self._num_bytes_of_good(job)
             if num_bytes is None:
                 self._write(job, images)
         except Exception:
@@ -187,7 +190,7 @@ class Saver:
                 self._receive(None)
             raise
         if num_bytes is not None:
-            # `set_aside` has moved later checkpoints: the run resumed from this one, with the same state.
+            # The run resumed from this one, or a script saves a step again with the same state.
             self._receive(None)
             return num_bytes
         try:
@@ -211,7 +214,7 @@ class Saver:
         assert self._writer is not None
         try:
             record, images = self._copy(job)
-            num_bytes = _num_bytes_if_good(self._checkpoints / mf.folder_name(job.step))
+            num_bytes = self._num_bytes_of_good(job)
             if num_bytes is not None:
                 return num_bytes
             self._write(job, images)
@@ -286,6 +289,12 @@ class Saver:
         for name, image in images.items():
             shards.write_checked(job.folder / name, image, job.strike)
 
+    def _num_bytes_of_good(self, job: _Job) -> int | None:
+        """Returns the size of this step's checkpoint, which may stay, after verifying every byte; None: write it."""
+        with contextlib.suppress(mf.Damaged):
+            return None if job.replaces else mf.num_bytes(mf.read(self._checkpoints / mf.folder_name(job.step)))
+        return None
+
     def _make(self, folder: Path) -> None:
         """Makes the folder of this attempt. Raises OSError if the run folder is gone: no resume would find the save."""
         if not self._checkpoints.parent.is_dir():
@@ -302,13 +311,6 @@ def _shape(kind: Kind, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tupl
     if parameter not in shapes:
         raise ValueError(f"{name} belongs to no parameter of this model")
     return tuple(shapes[parameter])
-
-
-def _num_bytes_if_good(folder: Path) -> int | None:
-    """Returns the size of a checkpoint after verifying every byte; None if it is not good."""
-    with contextlib.suppress(mf.Damaged):
-        return mf.num_bytes(mf.read(folder))
-    return None
 
 
 def _lower_priority() -> None:

@@ -45,6 +45,10 @@ _CODES = {
 _BY_NAME = {dtype_name(dtype): dtype for dtype in _CODES}
 
 
+def can_store(dtype: torch.dtype) -> bool:
+    return dtype in _CODES
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype of a manifest's name, such as "float32". Raises ValueError for an unknown name."""
     if name not in _BY_NAME:

@@ -1,5 +1,6 @@
 """Who writes a checkpoint: the ranks that see rank 0's folder, on its host or through a shared disk; or one process."""
 
+import contextlib
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,9 @@ def find_writers(group: Group, folder: Path) -> tuple[list[int], str]:
         return token
 
     token = from_rank_0(group, write_token)
-    sees = path.exists() and path.read_text() == token
+    sees = False
+    with contextlib.suppress(OSError, ValueError):  # not there, or a file of another user
+        sees = path.read_text() == token
     writers = [rank for rank, row in enumerate(group.share_integers([int(sees)])) if row[0]]
     if group.rank == 0:
         path.unlink()

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import time
@@ -20,12 +21,13 @@ from paceline.data.config import DataConfig, Recipe
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
 from paceline.data.prepare import Report, prepare
-from paceline.data.shard import FORMAT_VERSION, INDEX, WORK
+from paceline.data.shard import FORMAT_VERSION, WORK, is_complete
 from paceline.data.sources import Sources, embedded
 from paceline.data.split import split_text
 from paceline.data.text import SLICE_BYTES
 from paceline.data.tokenizer import SETTINGS
 
+_NAME = re.compile(r"[^/]+-bpe\d+-[0-9a-f]{16}")  # of a folder in the cache
 _PARALLEL_BYTES = 64 << 20  # of text; starting workers for less costs more time than it saves
 _STALE_S = 7 * 24 * 3600.0  # an unfinished data set unchanged for this time is removed
 
@@ -68,11 +70,11 @@ def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Pat
     try:
         name = _name(sources, vocab_size, cache)
         final = cache / name
-        if _is_complete(final):  # before the lock, so that a read-only cache works
+        if is_complete(final):  # before the lock, so that a read-only cache works
             return final
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache, name, report):
-            if not _is_complete(final):
+            if not is_complete(final):
                 _remove_stale(cache)
                 _make(sources, vocab_size, final, report, num_workers)
     except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
@@ -116,17 +118,14 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
     report.say(f"data: {counts} in {units.duration(time.perf_counter() - began)}, kept in {final}")
 
 
-def _is_complete(folder: Path) -> bool:
-    return (folder / INDEX).is_file()
-
-
 def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
     """Returns the folder's name: corpus, vocabulary, and a hash of everything that the tokens depend on. Hashing
     gigabytes takes seconds, so the result is cached under a hash of the files' names, sizes and modification times."""
     stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
     known = cache / ".known" / _hash(vocab_size, *stamps)
     with suppress(OSError, UnicodeDecodeError):
-        return known.read_text(encoding="utf-8")
+        if _NAME.fullmatch(found := known.read_text(encoding="utf-8")):  # else a crash cut the file short
+            return found
     name = f"{sources.name[:60]}-bpe{vocab_size}-{_content_hash(sources, vocab_size)}"
     with suppress(OSError):  # a read-only cache: hashed each time
         known.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +167,7 @@ def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
 def _remove_stale(cache: Path) -> None:
     for lock_file in cache.glob(".*.lock"):
         folder = cache / lock_file.name[1 : -len(".lock")]
-        if not folder.is_dir() or _is_complete(folder) or time.time() - folder.stat().st_mtime < _STALE_S:
+        if not folder.is_dir() or is_complete(folder) or time.time() - folder.stat().st_mtime < _STALE_S:
             continue
         with suppress(filelock.Timeout), filelock.FileLock(lock_file, timeout=0):
             shutil.rmtree(folder, ignore_errors=True)

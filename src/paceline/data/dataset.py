@@ -18,7 +18,7 @@ import numpy.typing as npt
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
 from paceline.data import content, foreign
-from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRecord, read_index, reading
+from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRecord, is_complete, read_index, reading
 from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ def is_dataset(folder: Path | str) -> bool:
     """Whether the names of the folder's files are those of a data set; no file is read. Also true for an unfinished
     data set, which `open` refuses: its tokenizer.json must not be taken for text."""
     root = Path(os.path.expanduser(folder))
-    return (root / INDEX).is_file() or (root / WORK).is_dir() or foreign.find_foreign(root) is not None
+    return is_complete(root) or os.path.isdir(root / WORK) or foreign.find_foreign(root) is not None
 
 
 class Dataset:
@@ -72,10 +72,10 @@ class Dataset:
         beyond the vocabulary (see `content.require_known_ids`).
         """
         root = Path(os.path.expanduser(folder))
-        is_complete = (root / INDEX).is_file()
-        if not is_complete and (root / WORK).is_dir():
+        is_ours = is_complete(root)
+        if not is_ours and os.path.isdir(root / WORK):
             raise UserError(foreign.unfinished(root))
-        files = None if is_complete else foreign.find_foreign(root)
+        files = None if is_ours else foreign.find_foreign(root)
         opened = _open_prepared(root) if files is None else _open_foreign(root, files, vocab_size)
         if 0 < vocab_size < opened.vocab_size:
             raise UserError(

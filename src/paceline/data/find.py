@@ -56,12 +56,13 @@ def find(specs: Sequence[str], *, format: str = "auto") -> Sources:
     left_out: list[LeftOut] = []
     for spec in specs:
         found = list(_find(spec, format))
-        left_out += [file for file in found if isinstance(file, LeftOut)]
+        unread = [file for file in found if isinstance(file, LeftOut)]
         taken = [file for file in found if isinstance(file, SourceFile)]
         if not taken:
-            raise UserError(_nothing(spec, left_out))
+            raise UserError(_nothing(spec, unread))
+        left_out += unread
         for file in taken:
-            files.setdefault(file.path if hub.is_hub(file.path) else os.path.realpath(file.path), file)
+            files.setdefault(file.real_path, file)
     name = _name(specs[0]) + (f"-and-{len(specs) - 1}-more" if len(specs) > 1 else "")
     return Sources(name, tuple(files.values()), tuple(left_out))
 

@@ -34,13 +34,13 @@ from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
 from paceline.data.shard import (
     FORMAT_VERSION,
-    INDEX,
     SPLITS,
     TOKEN_BYTES,
     WORK,
     Index,
     SplitRecord,
     TokenizerRecord,
+    is_complete,
     read_index,
     write_index,
 )
@@ -82,28 +82,37 @@ def prepare(
     """
     recipe.check()
     request = _request(sources, recipe)
-    if (folder / INDEX).is_file():
+    if is_complete(folder):
         index = _same(folder, request)
         report.say(f"data: {folder} is prepared already")
         shutil.rmtree(folder / WORK, ignore_errors=True)  # of a process killed just after it wrote the index
         return index
     try:
         with _work_folder(folder) as work:
-            if (folder / INDEX).is_file():  # another process was faster
+            if is_complete(folder):  # another process was faster
                 return _same(folder, request)
-            for line in describe_left_out(sources):
+            for line in [*describe_left_out(sources), *_without_effect(sources, recipe)]:
                 report.say(f"data: {line}")
-            if recipe.validation_frac != Recipe().validation_frac and all(file.side for file in sources.files):
-                report.say(
-                    f"data: --validation-frac {recipe.validation_frac:g} has no effect here: text files are split by "
-                    "their names or at their ends, or by --validation"
-                )
             index = _make(sources, recipe, folder, work, report, num_workers, restart)
         shutil.rmtree(work)
         sync(folder)
         return index
     except OSError as error:
         raise UserError(_disk_message(folder, error)) from error
+
+
+def _without_effect(sources: Sources, recipe: Recipe) -> Iterator[str]:
+    """Yields a line for each option that was given and that no file uses."""
+    formats = {file.format for file in sources.files}
+    if recipe.validation_frac != Recipe().validation_frac and all(file.side for file in sources.files):
+        yield (
+            f"--validation-frac {recipe.validation_frac:g} has no effect here: text files are split by their names or "
+            "at their ends, or by --validation"
+        )
+    if recipe.separator and "text" not in formats:
+        yield f"--separator {recipe.separator!r} has no effect here: it separates documents of text files"
+    if recipe.text_key != Recipe().text_key and formats == {"text"}:
+        yield f"--text-key {recipe.text_key} has no effect here: it is for JSONL and Parquet, and all files are text"
 
 
 def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
@@ -168,7 +177,7 @@ def _make(
     """Returns the index, which is the last file written."""
     request = _request(sources, recipe)
     begun = {**request, "stamps": _hash([file.stamp for file in sources.files])}
-    is_piped = sources.files[0].path == STANDARD_INPUT
+    is_piped = any(file.path == STANDARD_INPUT for file in sources.files)
     tokenizer = None if restart else _begun_with(begun, folder, work)
     if tokenizer is None or (is_piped and not (work / PROGRESS).exists()):  # perhaps the tokenizer is another stream's
         tokenizer = None
@@ -261,7 +270,8 @@ def _choose_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Re
 
 
 def _sample(sources: Sources, recipe: Recipe) -> Iterator[str]:
-    """Yields text to learn merges from: all of it, or evenly spaced blocks of all training files."""
+    """Yields text to learn merges from: all of it, or evenly spaced blocks of all training files; of compressed ones,
+    which hold more than their size, perhaps only the first."""
     files = tuple(file for file in sources.files if file.side != "validation")
     total = sum(file.size for file in files)
     blocks = read_blocks(Sources(sources.name, files), recipe)
@@ -270,21 +280,23 @@ def _sample(sources: Sources, recipe: Recipe) -> Iterator[str]:
         for document in documents(block, recipe):
             yield from document.slices
             taken += sum(map(len, document.slices))
-        if taken > _SAMPLE_BYTES:  # compressed files hold more than their size
+        if taken > _SAMPLE_BYTES:
             return
 
 
 def _kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
     """Copies standard input to a file, since it is read more than once. Raises UserError if a preparation that has
     begun gets another stream."""
-    (piped, *held) = sources.files
     if is_begun:
         _require_same_stream(kept)
     else:
         with kept.open("wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
     size = kept.stat().st_size
-    return replace(sources, files=(replace(piped, path=str(kept), num_bytes=size), *held))
+    files = [
+        replace(file, path=str(kept), num_bytes=size) if file.path == STANDARD_INPUT else file for file in sources.files
+    ]
+    return replace(sources, files=tuple(files))
 
 
 def _require_same_stream(kept: Path) -> None:

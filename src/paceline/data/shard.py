@@ -14,6 +14,7 @@ Each document begins with the tokenizer's document token (llm.c's convention) an
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -91,6 +92,11 @@ def reading(what: object, advice: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what} can not be read: {error.strerror}{advice}") from error
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder has an index, which is written last."""
+    return os.path.isfile(folder / INDEX)  # unlike Path.is_file, False for a folder that may not be entered
 
 
 def version_for(vocab_size: int) -> int:

@@ -46,6 +46,11 @@ class SourceFile:
         return "standard input" if self.name == STANDARD_INPUT else printable(self.path)
 
     @property
+    def real_path(self) -> str:
+        """The path without links: the same file has the same."""
+        return os.path.realpath(self.path) if os.path.isabs(self.path) else self.path
+
+    @property
     def size(self) -> int:
         """Bytes as stored; 0 if unknown."""
         return self.num_bytes or 0

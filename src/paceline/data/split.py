@@ -40,7 +40,7 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
             )
         return found
     held = find(validation, format=recipe.format)
-    both = {file.path for file in found.files} & {file.path for file in held.files}
+    both = {file.real_path for file in found.files} & {file.real_path for file in held.files}
     if both:
         raise UserError(f"{min(both)} is among the sources and under --validation; it can be in one split only")
     files = [replace(file, side="train") for file in found.files]

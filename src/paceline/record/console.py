@@ -217,7 +217,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.T
     """Returns a small table: the first column left-aligned, the others right-aligned."""
     made = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
+        made.add_column(column, justify="left" if index == 0 else "right", overflow="fold")  # no word is cut
     for row in rows:
         made.add_row(*row)
     return made

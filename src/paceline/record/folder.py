@@ -324,7 +324,7 @@ def find(path: Path) -> RunFolder:
             what = "does not exist" if not path.exists() else "holds no config.toml, so it is not a run folder"
             advice = "name the folder that `paceline train` printed"
             if (path / "checkpoints").is_dir():
-                advice = "a script saved there, which reads it by replica.restore"
+                advice = "a script saved there, which resumes it by Checkpoints.restore"
             raise UserError(f"{path} {what}; {advice}")
     return RunFolder(path)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.record.balance import listed
@@ -197,8 +198,9 @@ class Split:
 
 
 def moved(micro_batch: Any, device: torch.device) -> Any:
-    """Returns the micro-batch with its tensors on the device; tuples, lists and mappings keep their type."""
-    if isinstance(micro_batch, torch.Tensor) or (hasattr(micro_batch, "to") and hasattr(micro_batch, "keys")):
+    """Returns the micro-batch with its tensors on the device; tuples and lists keep their type."""
+    knows_how = isinstance(micro_batch, torch.Tensor | PackedSequence) or hasattr(micro_batch, "keys")
+    if knows_how and hasattr(micro_batch, "to"):
         return micro_batch.to(device, non_blocking=True)
     if isinstance(micro_batch, tuple) and hasattr(micro_batch, "_fields"):
         return type(micro_batch)(*(moved(item, device) for item in micro_batch))

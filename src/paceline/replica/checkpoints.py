@@ -78,6 +78,8 @@ class Checkpoints(CheckpointFolder):
     def save_every(self, num_steps: int, val_loss: float | None = None) -> bool:
         """Saves if the number of steps made is a multiple of num_steps, or if a rank was asked to stop; returns whether
         it saved. Collective: call it after each step."""
+        if num_steps < 1:
+            raise mistake(f"save_every was given {num_steps} steps; it is at least 1")
         self._require_own()
         is_due = self._main.num_steps % num_steps == 0 or self._main.stop_reason is not None
         if is_due:
@@ -88,9 +90,9 @@ class Checkpoints(CheckpointFolder):
         """Starts to save a checkpoint named by the steps made; training continues meanwhile. Collective.
 
         val_loss: compared by keep_best. Waits for an earlier save. A failed save is printed and training continues;
-        only the failure of the last save fails the script. Called before `step.finish()`, it saves the state before
-        that step. Raises UserError if something cannot be saved or the folder is another run's, RunError if replicas
-        differ.
+        only the failure of the last save fails the script. Called before `step.finish()` of a step of `replica.steps`,
+        it saves the state before that step; in a loop of your own call it after the step. Raises UserError if something
+        cannot be saved or the folder is another run's, RunError if replicas differ.
         """
         self.world.calls.record("Checkpoints.save")
         self._require_own()
@@ -103,10 +105,10 @@ class Checkpoints(CheckpointFolder):
             take_rounding_of_rank_0([*states[1].values(), *buffers], self._group, self.world.device)
         content = f"{self._require_equal(states[1])} {states[0]}"
         facts = {"val_loss": None if val_loss is None else float(val_loss), "content": zlib.crc32(content.encode())}
-        if self.world.is_main:
-            self._make_room(facts)
-        self._group.barrier()  # a writer removes files that look unfinished
-        self.begin(self._main.num_steps, facts, states)
+        is_outdated = self.world.is_main and self._is_outdated(facts)
+        # Also a barrier: a writer removes files that look unfinished.
+        (replaces,), *_ = self._group.share_integers([int(is_outdated)])
+        self.begin(self._main.num_steps, facts, states, bool(replaces))
 
     def restore(self) -> int | None:
         """Restores all objects, the data position and the random generators from the newest complete checkpoint,
@@ -147,17 +149,15 @@ class Checkpoints(CheckpointFolder):
             if outcome.problem:
                 print_error(f"the checkpoint of step {outcome.step} could not be saved: {outcome.problem}")
 
-    def _make_room(self, facts: Mapping[str, Any]) -> None:
-        """If this step was saved before: with other values, sets that checkpoint aside; with the same values, keeps it
-        and records the validation loss."""
+    def _is_outdated(self, facts: Mapping[str, Any]) -> bool:
+        """Whether this step was saved before with other values. If with the same, records the validation loss there."""
         step = self._main.num_steps
         with contextlib.suppress(mf.Damaged, OSError):
-            there = mf.read_manifest(self.checkpoints / mf.folder_name(step))
-            if there.get("content") != facts["content"]:
-                earlier = [number for number in mf.list_steps(self.checkpoints) if number < step]
-                retention.set_aside(self.checkpoints, max(earlier, default=-1))
-            elif facts["val_loss"] is not None:
+            if mf.read_manifest(self.checkpoints / mf.folder_name(step)).get("content") != facts["content"]:
+                return True
+            if facts["val_loss"] is not None:
                 retention.mark(self.checkpoints, step, facts["val_loss"])
+        return False
 
     def _require_own(self) -> None:
         """Raises UserError on all ranks if the folder has checkpoints that this run did not restore. Collective."""
@@ -165,6 +165,7 @@ class Checkpoints(CheckpointFolder):
             raise mistake(f"{self.folder} was given to another paceline.Checkpoints since: save by that one")
         if self._is_own:
             return
+        self.world.calls.record("Checkpoints.save")
         steps = self._group.broadcast_json(mf.list_steps(self.checkpoints) if self.world.is_main else [])
         if steps:
             raise mistake(
@@ -187,7 +188,10 @@ class Checkpoints(CheckpointFolder):
                 "by its own data, or weights that the script changed on one rank, must be made equal",
                 reach="world",
             )
-        return str(sorted(mine.items()))
+        sharded = [each.weights() for each in self._replicas.values() if each.replica.sync.shards_weights]
+        own = {str(item): tensor for weights in sharded for item, tensor in weights.items()}
+        by_rank = self._group.share_json(digests(own, quick=True)) if sharded else []
+        return f"{sorted(mine.items())} {by_rank}"
 
     def _end(self) -> None:
         if _OPEN.get(self.folder.resolve()) is not self:

@@ -9,6 +9,7 @@ them. In another world, every rank begins with their average; with another strat
 moments.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
-from paceline.replica.updates import stored_as
+from paceline.replica.updates import LossScaler, stored_as
 from paceline.world.calls import mistake
 
 Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor]]  # reads from a checkpoint
@@ -94,8 +95,8 @@ class ReplicaContents:
             "groups": [[_settings(group) for group in optimizer.param_groups] for optimizer in replica.optimizers],
             "total_before": replica.total_before,
             "loss_factor": replica.sync.excess_factor,
-            "scaler": {"scale": replica.scaler.scale, "num_finite": replica.scaler.num_finite},
-            "positions": [_position(share, replica.begun_from) for share in replica.shares],
+            "scaler": dataclasses.asdict(replica.scaler),
+            "positions": [*(_position(s, replica.begun_from) for s in replica.shares), *replica.positions],
         }
 
     def check(self, where: str, kept: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -225,7 +226,8 @@ class ReplicaContents:
                     else:
                         group[key] = tuple(value) if isinstance(value, list) else value
         replica.num_steps, replica.total_before = kept["num_steps"], kept["total_before"]
-        replica.scaler.scale, replica.scaler.num_finite = kept["scaler"]["scale"], kept["scaler"]["num_finite"]
+        if replica.scaler.is_dynamic and kept["scaler"].get("is_dynamic"):  # else the dtype has changed
+            replica.scaler = LossScaler(**kept["scaler"])
         replica.positions = list(kept["positions"])
         for share in replica.shares:
             if replica.positions:

@@ -224,7 +224,9 @@ class DatasetShare(Share):
             yield micro_batch
 
     def _own_random_numbers(self, *parts: int | str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._loader.num_workers else super()._own_random_numbers(*parts)
+        """Draws inside depend on this rank and the parts alone; a single process uses the script's generators."""
+        is_outside = self._loader.num_workers or self._world.world_size == 1
+        return contextlib.nullcontext() if is_outside else generators.seeded(key(*parts))
 
     def peek(self, most: int | None = None) -> Any:
         size = min(self._split.micro_batch_size or 1, len(self.dataset), most or len(self.dataset))

@@ -16,6 +16,7 @@ from paceline.base.units import listed
 from paceline.checkpoint import load
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
+from paceline.checkpoint.shards import can_store
 from paceline.checkpoint.writers import find_writers, open_saver
 from paceline.replica import contents, generators
 from paceline.replica.contents import ReplicaContents, dtype_of
@@ -51,13 +52,14 @@ class CheckpointFolder:
         """Called in rank 0's writing thread when all parts are written, before the checkpoint is published."""
         self.writers, token = find_writers(self._group, folder)
         self._everyone_sees = len(self.writers) == self.world.world_size
+        self._shards_state = any(replica.sync.shards_state for replica in replicas.values())
         self.saver = open_saver(
             self._group,
             self.checkpoints,
             config,
             self.writers,
             token,
-            is_sharded=any(replica.sync.shards_state for replica in replicas.values()),
+            is_sharded=self._shards_state,
             before_publishing=lambda: self.before_publishing(),
         )
         for replica in replicas.values():
@@ -65,9 +67,10 @@ class CheckpointFolder:
 
     # ---- save ----
 
-    def begin(self, step: int, facts: Mapping[str, Any], states: _States | None = None) -> None:
+    def begin(self, step: int, facts: Mapping[str, Any], states: _States | None = None, replaces: bool = False) -> None:
         """Starts a save as of this step, with facts at the top of the manifest; no other may be under way. Collective.
-        states: of the other objects, if known. Raises UserError on all ranks if something cannot be saved."""
+        states: of the other objects, if known. replaces: see Saver.begin. Raises UserError on all ranks if something
+        cannot be saved."""
         objects, extras = self._states_of_others() if states is None else states
         mine: dict[Kind, dict[Slice, torch.Tensor]] = {"weights": {}, "optimizer": {}, "extra": {}}
         shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in extras.items()}
@@ -83,7 +86,8 @@ class CheckpointFolder:
             numbers |= own_numbers
         copies = {Slice(name, 0, tensor.numel()): tensor.reshape(-1).clone() for name, tensor in extras.items()}
         mine["extra"] = self._my_part(copies)
-        by_rank = self._gather_facts(shapes, numbers)
+        stored = {item.name: tensor.dtype for part in mine.values() for item, tensor in part.items()}
+        by_rank = self._gather_facts(shapes, numbers, stored)
         texts = [row["generators"] for row in by_rank if self._keeps_generators]
         manifest = {
             **facts,
@@ -95,18 +99,21 @@ class CheckpointFolder:
             "generators": texts[:1] if len(set(texts)) == 1 else texts,
         }
         shapes = {name: tuple(shape) for row in by_rank for name, shape in row["shapes"].items()}
-        self.saver.begin(step, mine, shapes, manifest)
+        self.saver.begin(step, mine, shapes, manifest, replaces=replaces)
 
-    def _gather_facts(self, shapes: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _gather_facts(
+        self, shapes: Mapping[str, Any], numbers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+    ) -> list[dict[str, Any]]:
         """Returns the facts of each rank's state. Collective. Raises UserError on all if a state cannot be saved."""
         states: generators.States | None = generators.states(self.world.device)
         problems = [each.replica.updates.not_kept() for each in self._replicas.values()]
+        problems += [f"{name} is of {dtype}" for name, dtype in dtypes.items() if not can_store(dtype)]
         if (begun := self._begun_from()) is not None:
             states = begun.states
             problems.append("" if states else "this step began before paceline.Checkpoints was made")
         mine = {
             "problem": next(filter(None, problems), ""),
-            "shapes": dict(shapes) if self.world.is_main or self._main.sync.shards_state else {},
+            "shapes": dict(shapes) if self.world.is_main or self._shards_state else {},
             "numbers": dict(numbers),
             "generators": generators.to_text(states) if self._keeps_generators and states else "",
         }

@@ -46,9 +46,7 @@ def join(config: ParallelConfig | None = None) -> World:
         if config not in (None, current.config):
             raise mistake("this process has joined with another ParallelConfig; leave that world first")
         return current.world
-    config = config or ParallelConfig()
-    config.check()
-    _Membership.current = membership = _Membership(config)
+    _Membership.current = membership = _Membership(config or ParallelConfig())
     try:
         return membership.enter()
     except BaseException:
@@ -79,6 +77,7 @@ class _Membership:
 
     def enter(self) -> World:
         sys.excepthook = self.on_exception
+        self.config.check()
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child imports its parent's script
             raise mistake(
                 "this is a worker process, which reads the script from its top: put what the script does "

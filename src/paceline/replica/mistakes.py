@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -202,7 +203,7 @@ def check_step(
             world,
         )
     if not any(row.weight for row in rows):
-        raise mistake("no rank had a micro-batch in this step", reach="world")
+        raise mistake("no rank had a micro-batch in this step, or all of their weights were 0", reach="world")
     if num_trained and len(unused) == num_trained:
         raise mistake(
             "no gradient of this step reached a parameter of the replica's model: its parameters were "
@@ -257,7 +258,11 @@ def warn_of_batch_norm(model: nn.Module, world: World) -> None:
 
 
 def digest_of(batch: object) -> int:
-    """Returns a hash of a micro-batch, at least 1; 0 if it has no tensor."""
+    """Returns a hash of an array, bytes, or the tensors of a micro-batch, at least 1; 0 if it has none."""
+    if isinstance(batch, np.ndarray | np.generic) and not batch.dtype.hasobject:
+        batch = batch.tobytes()
+    if isinstance(batch, bytes):
+        return zlib.crc32(batch) or 1
     found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors_in(batch)]
     return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
 

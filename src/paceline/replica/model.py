@@ -106,7 +106,7 @@ class ReplicatedModel:
         self.sync.wait_for_params()
         self.sync.release()
         release(self.model.parameters())
-        if not self.updates.release():
+        if not self.updates.release(self.sync.shards_state and self.world.world_size > 1):
             mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
         self.world.calls.replicas.discard(self)
 

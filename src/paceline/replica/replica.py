@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from paceline.base.errors import UserError
+from paceline.base.units import listed
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch
 from paceline.replica.model import ReplicatedModel
@@ -89,13 +91,13 @@ class Replica(ReplicatedModel):
         if strategy == "auto":
             strategy = "zero" if unequal_kinds(world.facts) or wire != "exact" else "ddp"
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire, sync_every=sync_every)
-        config.check_wire()
-        config.check_rounds()
+        config.check()
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         super().__init__(model, optimizers, world, config, _DTYPES[dtype], blocks, read_as, rounded_gradients)
         self.shares: list[Share] = []  # of the loaders given to `steps`, in the order of first use
         self.positions: list[dict[str, Any]] = []  # restored, for loaders that `steps` has not seen yet
-        self._by_source: dict[tuple[int, bool, str], tuple[Any, Share]] = {}  # holds the source, so its id stays unique
+        # Source, what it became, arguments. It holds the source, so that its id stays unique.
+        self._shared_before: dict[tuple[int, bool], tuple[Any, Share, dict[str, Any]]] = {}
         self._begun_from: BegunFrom | None = None
 
     # ---- training ----
@@ -166,9 +168,9 @@ class Replica(ReplicatedModel):
         `train`; if it returns a dict of means, so does this. Ranks have the shares of training, if those were given to
         `steps`. Runs in eval() without gradients and restores the random generators.
         """
-        if hasattr(source, "__getitem__"):  # a data set
+        if hasattr(source, "__getitem__") and not isinstance(source, IterableDataset):  # which torch gives one, too
             sharing.setdefault("shuffle", False)
-        if self.shares:
+        if self.shares and not isinstance(source, Share):
             sharing.setdefault("shares", self.shares[0].shares)
         sums: dict[str, float] = {}
         total = 0.0
@@ -183,7 +185,7 @@ class Replica(ReplicatedModel):
                     weight = float(one.num_rows or 1) if weight is None else weight
                     total += weight
                     for name, value in (found if isinstance(found, Mapping) else {_LOSS: found}).items():
-                        sums[name] = sums.get(name, 0.0) + float(value) * weight
+                        sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)  # 0: perhaps NaN
         # A rank without a micro-batch does not know the names.
         rows = self.world.group.share_json([sums, total])
         total = math.fsum(theirs for _, theirs in rows) or math.nan
@@ -194,6 +196,7 @@ class Replica(ReplicatedModel):
     def agree_to_stop(self) -> str | None:
         """Returns why to stop, or None; the same on all ranks. Collective. Call it during long work between steps, such
         as an evaluation; after each step `stop_reason` has it."""
+        self.world.calls.record("Replica.agree_to_stop")
         self.stop_reason = why_to_stop([row[0] for row in self.world.group.share([self.vote])])
         return self.stop_reason
 
@@ -298,18 +301,24 @@ class Replica(ReplicatedModel):
 
     def _shared(self, source: Any, sharing: dict[str, Any], keep: bool = True) -> Share:
         """Returns this rank's part of the source, made once for training and once for evaluation. Collective then.
-        keep: checkpoints store its position."""
+        keep: checkpoints store its position. Raises UserError for arguments that would have no effect."""
         if isinstance(source, Share):
+            if sharing:
+                raise mistake(f"{listed(list(sharing))} goes to paceline.share, which has made this source already")
             return source
-        key = id(source), keep, str(sharing.get("shares"))
-        known = self._by_source.get(key)
-        if known is None:
-            known = self._by_source[key] = (source, share(source, self.world, **sharing))
-            if keep:
-                self.shares.append(known[1])
-                if self.positions:
-                    known[1].load_state_dict(self.positions.pop(0))
-        return known[1]
+        key = id(source), keep
+        _, known, given = self._shared_before.get(key, (None, None, {}))
+        if known is not None and given == sharing:
+            return known
+        if known is not None and keep:
+            raise mistake(f"this source was shared with other arguments before: {given}. Give these, or make it anew")
+        made = share(source, self.world, **sharing)
+        self._shared_before[key] = source, made, sharing
+        if keep:
+            self.shares.append(made)
+            if self.positions:
+                made.load_state_dict(self.positions.pop(0))
+        return made
 
 
 def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | None]:

@@ -89,7 +89,8 @@ def share(
 
 
 def _check_shares(shares: Any, world: World) -> None:
-    is_wrong = isinstance(shares, str) or any(not isinstance(n, int) or n < 0 for n in shares)
+    is_wrong = isinstance(shares, str) or not isinstance(shares, Sequence)
+    is_wrong = is_wrong or any(not isinstance(n, int) or n < 0 for n in shares)
     if shares != "auto" and (is_wrong or (shares and (len(shares) != world.world_size or not any(shares)))):
         expected = f'"auto", or one number of samples for each of {world.world_size} ranks'
         raise mistake(f"shares is {shares!r}; it is {expected}")
@@ -177,7 +178,8 @@ def _of_function(function: Any, given: _Arguments) -> Share:
         facts = {"batch_size": size, "drop_last": bool(given.drop_last), "seed": given.seed}
         return LaneShare(function, given.world, given.split(size), given.collate_fn or default_collate, **facts)
     given.refuse("a function without parameters draws micro-batches itself", "shuffle", "drop_last", "collate_fn")
-    given.refuse("a function draws complete micro-batches; micro_batches= says how many in a step", "batch_size")
+    why = "a function draws complete micro-batches; micro_batches= says how many in a step"
+    given.refuse(why, "batch_size", "micro_batch_size")
     if given.micro_batches is None:
         raise mistake(
             f"{kind(function)} takes no parameters, so it draws a micro-batch a call: say micro_batches=, "

@@ -3,13 +3,12 @@ data sets.
 
 Random numbers while reading: torch seeds a DataLoader's workers, each rank's differently. Without workers, a single
 process draws from the script's global generators, as with a plain DataLoader. Several ranks draw different numbers, so
-that their augmentations differ, and the script's generators stay equal on all ranks.
+that their augmentations differ, and the script's generators stay equal on all ranks. Streams and lanes draw the same
+numbers at any number of ranks.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate, chain, count, islice
 from typing import Any
@@ -151,10 +150,6 @@ class Share:
         """Returns a micro-batch to look at."""
         raise NotImplementedError
 
-    def _own_random_numbers(self, *parts: int | str) -> AbstractContextManager[None]:
-        """Draws inside depend on this rank and the parts alone; a single process uses the script's generators."""
-        return contextlib.nullcontext() if self._world.world_size == 1 else generators.seeded(key(*parts))
-
     def _share_integers(self, *mine: int) -> list[list[int]]:
         self._world.calls.record("share")
         return self._world.group.share_integers(list(mine))
@@ -243,8 +238,8 @@ class LaneShare(Share):
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         size, rank = self.facts["batch_size"], self._world.rank
         lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self._split(size)]
-        for step in count(first):
-            with self._own_random_numbers(self.facts["seed"], "lanes", number, step, rank):
+        while True:
+            with generators.seeded(0):  # also on a rank without lanes
                 found = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]
             found = [samples for samples in found if samples]
             counts = self._share_integers(sum(map(len, found)), len(found))
@@ -266,16 +261,28 @@ class LaneShare(Share):
 
     def _open(self, lane: int, epoch: int, first: int) -> Iterator[Any]:
         """Opens the lane at step `first`: earlier samples are drawn and skipped."""
-        size = self.facts["batch_size"]
+        size, seed = self.facts["batch_size"], self.facts["seed"]
         known = inspect.signature(self.dataset).parameters
-        wanted = {"epoch": epoch, "seed": self.facts["seed"]}
-        samples = self.dataset(lane, size, **{name: wanted[name] for name in wanted if name in known})
+        wanted = {"epoch": epoch, "seed": seed}
+        with generators.seeded(key(seed, "lanes", epoch, lane)):
+            samples = self.dataset(lane, size, **{name: wanted[name] for name in wanted if name in known})
         if not isinstance(samples, Iterable):
             raise mistake(
                 f"{kind(self.dataset)}({lane}, {size}) gave a {kind(samples)}; a function that is shared "
                 "returns an iterator over the samples of its lane"
             )
-        return islice(iter(samples), first, None)
+        return islice(_seeded(iter(samples), seed, "lanes", epoch, lane), first, None)
+
+
+def _seeded(samples: Iterator[Any], *parts: int | str) -> Iterator[Any]:
+    """Each sample is drawn with generators seeded by the parts and its number: the same at any number of ranks, and
+    after a resume."""
+    for number in count():
+        with generators.seeded(key(*parts, number)):
+            found = list(islice(samples, 1))
+        if not found:
+            return
+        yield found[0]
 
 
 def kind(thing: Any) -> str:

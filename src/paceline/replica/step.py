@@ -49,6 +49,7 @@ class Step:
         replica.sync.is_one_pass = batch.passes == 1
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
         self._weight = 0.0  # of this rank's micro-batches so far
+        self._weight_before: float | None = None  # of the micro-batch's earlier mean loss
         self._loss_sum: torch.Tensor | None = None  # sum of losses times weights
         self._unweighted: set[int] = set()  # numbers of rows of micro-batches without a weight
         self._draws: list[torch.Tensor] = []  # for the whole batch, in the order of draws; reused by all micro-batches
@@ -101,8 +102,8 @@ class Step:
         """Makes a backward pass from the micro-batch's mean loss, a scalar.
 
         weight: number of items in the mean, such as unmasked tokens; None: the micro-batch's rows if known, else 1.
-        more: another backward of this micro-batch follows; the step's loss is the sum of both. is_sum: the loss is a
-        sum over `weight` items, not their mean.
+        more: another backward of this micro-batch follows; the step's loss is the sum of both means, which have one
+        weight. is_sum: the loss is a sum over `weight` items, not their mean.
 
         Communicates only during the last pass of the last micro-batch. Raises UserError for mistakes that would train
         wrongly.
@@ -110,6 +111,9 @@ class Step:
         replica, current = self._replica, self._require_micro_batch()
         mistakes.check_loss(loss, len(self), replica.num_steps == 0, replica.world)
         weight = self._weight_of(current, weight)
+        if not is_sum and self._weight_before not in (None, weight):
+            raise mistake(f"a micro-batch has means of weights {self._weight_before} and {weight}: give both the same")
+        self._weight_before = weight if more and not is_sum else None
         factor = float(current.is_real) if is_sum else weight
         is_last = current.is_last and not more
         self._clock.end("forward")
@@ -121,7 +125,8 @@ class Step:
         replica.world.calls.reducing = replica if is_last else None
         self._clock.end("backward")
         term = loss.detach() if is_sum else loss.detach().to(replica.exact_dtype) * weight
-        term = term if current.is_real else term * 0
+        if not current.is_real or not (weight or is_sum):
+            term = torch.zeros_like(term)  # not times 0: a mean over no items is not a number
         self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
         self._has_loss = True
         if is_last:

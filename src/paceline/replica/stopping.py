@@ -1,6 +1,7 @@
 """Stopping early: a signal or a time limit on any rank sets its stop flag; ranks all-gather the flags each step."""
 
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
 
@@ -8,6 +9,7 @@ import psutil
 
 from paceline.base.early import STOP_SIGNALS, stopped_early
 from paceline.base.errors import Stopped
+from paceline.world.calls import mistake
 
 _TIME_LIMIT = -1.0  # the vote of a rank that is past its time limit
 
@@ -36,6 +38,8 @@ class StopRequest:
         return _TIME_LIMIT if time.monotonic() >= self._deadline_s else 0.0
 
     def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            raise mistake("signals reach the main thread alone, and this is another: leave stop_on_signals=True out")
         for number in STOP_SIGNALS:
             if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)

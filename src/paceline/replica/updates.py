@@ -137,10 +137,9 @@ class Updates:
         finally:
             self._is_updating = False
 
-    def release(self) -> bool:
-        """Gives the optimizers the model's parameters back, with their state. Returns False if state was dropped,
-        because this rank has only a part of it."""
-        is_sharded = any(part.parameter.numel() < math.prod(part.shape) for part in self.slices)
+    def release(self, is_sharded: bool) -> bool:
+        """Gives the optimizers the model's parameters back, with their state. Returns False if state was dropped:
+        is_sharded: ranks have different ones, also where this rank's slices are whole parameters."""
         has_lost = False
         for optimizer, given in zip(self.optimizers, self._given, strict=True):
             if (handle := _HOOKS.pop(optimizer, None)) is not None:

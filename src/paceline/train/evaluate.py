@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from paceline.base.errors import UserError
 from paceline.data.plan import in_proportion
 from paceline.model.generate import generate
 from paceline.model.gpt import build
@@ -76,7 +77,8 @@ def _micro_batches(setup: Setup) -> Iterator[range]:
 
 
 def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
-    """Prints text from the trained model, on rank 0; the others wait at the end. Collective if weights are sharded."""
+    """Prints text from the trained model, on rank 0; the others wait at the end. Collective if weights are sharded. The
+    run is complete, so a prompt or a memory that allows no sample fails nothing."""
     if setup.data.blend.first.tokenizer_json is None:
         return
     on_host = {}
@@ -85,6 +87,13 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
             on_host[name] = tensor.cpu()
     if not setup.world.is_main:
         return
+    try:
+        _say_sample(setup, on_host)
+    except (UserError, torch.OutOfMemoryError) as error:
+        setup.console.say(f"no sample: {str(error).partition('. ')[0]}", style="yellow")
+
+
+def _say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     config, tokenizer = setup.config, setup.data.blend.first.tokenizer()
     prompt = config.train.sample_prompt
     start = tokenizer.prompt(prompt)
@@ -92,7 +101,7 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
         return  # a character vocabulary has no token to begin with
     # A fresh model, because compiled blocks would be compiled again for each length.
     model = build(config.model, config.train.seed, setup.world.device)
-    model.load_state_dict(on_host)
+    model.load_state_dict(weights)
     model.compute_dtype = product_dtype(setup.config.train.dtype)
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens = generate(

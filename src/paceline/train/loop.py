@@ -271,7 +271,7 @@ class Training:
         console, recorder = setup.console, setup.recorder
         if stop_reason:
             console.say(f"stopping at step {step} ({stop_reason}): saving")
-        if stop_reason is None:
+        if setup.share_done(self.progress) >= 1.0:  # also if it was stopped in its last step
             setup.replica.merge()
         self.saves.save_and_wait(self.progress)
         if stop_reason is None and config.train.eval_every >= 0 and self.progress.val_loss is None:

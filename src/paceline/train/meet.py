@@ -34,7 +34,7 @@ from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
-from paceline.train.resolve import Settings, chosen_dtype, resolve
+from paceline.train.resolve import Settings, chosen_dtype, out_of_memory, resolve
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import DeviceClock, peak_flops, product_dtype, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
@@ -117,7 +117,10 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         console.say(f"{predicted.announcement()}\n")
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
-    replica = make_replica(settings, world, console, is_new)
+    try:
+        replica = make_replica(settings, world, console, is_new)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, settings, world.facts[world.rank]) from error
     # One unnamed replica. No random generators are saved, since nothing here draws from a global one.
     checkpoints = CheckpointFolder(folder.path, config.checkpoint, {"": replica}, {}, keeps_generators=False)
     checkpoints.before_publishing = folder.sync

@@ -61,7 +61,11 @@ def _restore(setup: Setup) -> bool:
         setup.recorder.event("damaged checkpoint", problem=problem)
     changed = _require_same_run(setup, path, manifest)
     faults.strike("restore", manifest["step"] + 1)
+    groups = setup.replica.param_groups()
+    settings = [{name: group[name] for name in group.keys() - {"params", "step"}} for group in groups]
     checkpoints.take(path, manifest)
+    for group, own in zip(groups, settings, strict=True):
+        group.update(own)  # the config's, which may have been changed since
     progress.restore(manifest["progress"])
     progress.sequences = _restore_shares(setup, progress.sequences)
     reached = _forget_later_steps(setup)

@@ -74,7 +74,7 @@ class ParallelConfig:
             if not 1 <= (seconds := getattr(self, name)) <= _LONGEST_S:
                 name = name.replace("_", "-")
                 raise UserError(f"parallel.{name} is {seconds}; it must be between 1 and {_LONGEST_S:g} seconds")
-        require_at_least(self, "parallel.", bucket_mb=0.001 if self.bucket_mb else 0)
+        require_at_least(self, "parallel.", bucket_mb=1e-5 if self.bucket_mb else 0)
         require_at_least(self, "parallel.", expect_ranks=0, threads=0, check_every=0, sync_every=0)
         self.fixed_shares()
         self.check_wire()

@@ -1,0 +1,265 @@
+"""What a script gives to a replica, to its loops and to its checkpoints has an effect or is refused, and comes back."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import IterableDataset, TensorDataset
+
+from paceline.base.errors import UserError
+from paceline.replica.batch import Batch, moved
+from paceline.replica.checkpoints import Checkpoints, load_weights
+from paceline.replica.replica import Replica
+from paceline.replica.share import share
+from paceline.sync.replicas import overall
+from paceline.world.config import ParallelConfig
+from paceline.world.env import detect
+from paceline.world.runtime import World, open_world
+
+DATA = TensorDataset(torch.arange(32.0).view(8, 4) / 32, torch.ones(8, 1))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
+        yield world
+
+
+def made(world: World, optimizer: Any = torch.optim.SGD, **settings: Any) -> Replica:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    return Replica(model, optimizer(model.parameters(), lr=0.1), world, **settings)
+
+
+def train(replica: Replica, source: Any, steps: int, **sharing: Any) -> list[float]:
+    found = replica.steps(source, max_steps=replica.num_steps + steps, **sharing)
+    return [replica.train(step, lambda x, y: mse_loss(replica.model(x), y)).loss for step in found]
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+
+# ---- in one process ----
+
+
+def test_a_wrong_setting_is_refused(world: World) -> None:
+    with pytest.raises(UserError, match=r"wire is 'bfloat16'; it is one of exact, bf16"):
+        made(world, wire="bfloat16")
+    with pytest.raises(UserError, match="bucket-mb"):
+        made(world, bucket_mb=float("nan"))
+
+
+def test_arguments_beside_a_source_that_was_shared_are_refused(world: World) -> None:
+    replica = made(world)
+    shared = share(DATA, world, batch_size=4)
+    with pytest.raises(UserError, match=r"max_step goes to paceline\.share"):
+        train(replica, shared, 1, max_step=5)
+    train(replica, DATA, 1, batch_size=4)
+    with pytest.raises(UserError, match=r"shared with other arguments before: \{'batch_size': 4\}"):
+        train(replica, DATA, 1, batch_size=2)
+    train(replica, DATA, 1, batch_size=4)
+    with pytest.raises(UserError, match="micro_batch_size=4, and a function draws complete micro-batches"):
+        share(lambda: DATA[0], world, micro_batches=2, micro_batch_size=4)
+    with pytest.raises(UserError, match='shares is 3; it is "auto", or one number'):
+        share(DATA, world, batch_size=4, shares=3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="save_every was given 0 steps"):
+        Checkpoints.save_every(None, 0)  # type: ignore[arg-type]
+
+
+def test_a_stream_is_evaluated(world: World) -> None:
+    replica = made(world)
+    whole = replica.evaluate(DATA, lambda x, y: mse_loss(replica.model(x), y), batch_size=4)
+    assert replica.evaluate(Rows(), lambda x, y: mse_loss(replica.model(x), y), batch_size=4) == pytest.approx(whole)
+
+
+def test_a_mean_over_no_items_changes_no_loss(world: World) -> None:
+    """All labels of the second micro-batch are masked: torch's mean over none is not a number."""
+    model = nn.Linear(4, 3)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    labels = torch.tensor([0, 2, -100, -100])
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return cross_entropy(model(x), y), int((y >= 0).sum())
+
+    expected = float(cross_entropy(model(DATA.tensors[0][:2]), labels[:2]))
+    halves = [(DATA.tensors[0][first : first + 2], labels[first : first + 2]) for first in (0, 2)]
+    rows = TensorDataset(DATA.tensors[0][:4], labels)
+    assert replica.evaluate(rows, loss_of, batch_size=2) == pytest.approx(expected)
+    assert replica.train(Batch(halves), loss_of).loss == pytest.approx(expected)
+
+
+def test_means_of_one_micro_batch_have_one_weight(world: World) -> None:
+    replica = made(world)
+    step = replica.step(Batch([DATA.tensors[0]]))
+    for x in step:
+        step.backward(replica.model(x).mean(), weight=3, more=True)
+        with pytest.raises(UserError, match=r"means of weights 3\.0 and 8\.0"):
+            step.backward(replica.model(x).mean(), weight=8)
+        step.backward(replica.model(x).mean(), weight=3)
+    step.finish()
+
+
+def test_what_cannot_be_stored_is_refused_at_the_save(world: World, tmp_path: Path) -> None:
+    replica = made(world)
+    replica.model.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UserError, match=r"turns is of torch\.complex64, and cannot be kept"):
+        Checkpoints(tmp_path, net=replica).save()
+
+
+def test_a_loss_scale_is_restored_to_the_dtype_that_has_one(world: World, tmp_path: Path) -> None:
+    plain = made(world)
+    Checkpoints(tmp_path / "plain", net=plain).save()
+    scaled = made(world, dtype="float16")
+    Checkpoints(tmp_path / "plain", net=scaled).restore()
+    assert scaled.scaler.scale == 2.0**16
+    scaled.scaler.scale, scaled.scaler.num_finite = 8.0, 7
+    Checkpoints(tmp_path / "scaled", net=scaled).save()
+    again = made(world, dtype="float16")
+    Checkpoints(tmp_path / "scaled", net=again).restore()
+    assert (again.scaler.scale, again.scaler.num_finite) == (8.0, 7)
+    plain = made(world)
+    Checkpoints(tmp_path / "scaled", net=plain).restore()
+    assert plain.scaler.scale == 1.0
+
+
+def test_a_position_that_no_loop_has_taken_yet_is_saved_again(world: World, tmp_path: Path) -> None:
+    others = TensorDataset(DATA.tensors[0] * 2, DATA.tensors[1])
+    replica = made(world)
+    train(replica, DATA, 1, batch_size=2)
+    train(replica, others, 1, batch_size=2)
+    Checkpoints(tmp_path, net=replica).save()
+    expected = train(replica, others, 1, batch_size=2)
+    for _ in range(2):  # the second time from a save of a script that has used no loader since
+        replica = made(world)
+        checkpoints = Checkpoints(tmp_path, net=replica)
+        checkpoints.restore()
+        replica.num_steps += 1
+        checkpoints.save()
+    replica = made(world)
+    Checkpoints(tmp_path, net=replica).restore()
+    replica.steps(DATA, batch_size=2, max_steps=0)
+    list(replica.steps(DATA, batch_size=2, max_steps=0))
+    assert train(replica, others, 1, batch_size=2) == expected
+
+
+def test_a_step_is_replaced_when_the_new_save_of_it_is_complete(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full, or a kill, leaves the one before."""
+    replica, numbers = made(world), {"a": 1}
+    checkpoints = Checkpoints(tmp_path, net=replica, numbers=numbers)
+    checkpoints.save()
+    checkpoints.finish()
+    numbers["a"] = 2
+    with monkeypatch.context() as patched:
+        patched.setattr("paceline.checkpoint.publish.put_in_place", _full)
+        checkpoints.save()
+        checkpoints._finish_save()
+    numbers["a"] = 3
+    assert checkpoints.restore() == 0
+    assert numbers == {"a": 1}
+    numbers["a"] = 4
+    checkpoints.save()
+    checkpoints.finish()
+    numbers.clear()
+    checkpoints.restore()
+    assert numbers == {"a": 4}
+
+
+def _full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_packed_sequences_and_arrays(world: World) -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    there = moved((packed, torch.ones(1)), torch.device("meta"))
+    assert there[0].data.device.type == "meta"
+    assert there[0].batch_sizes.device.type == "cpu"
+
+
+# ---- on ranks ----
+
+
+def lane(number: int, num_lanes: int) -> Iterator[torch.Tensor]:
+    """Samples through a small buffer, in an order of the global generators."""
+    held = list(range(number, 40, num_lanes))
+    while held:
+        place = random.randrange(min(3, len(held)))
+        yield torch.tensor([held.pop(place) + float(np.random.rand()) + float(torch.rand(()))])
+
+
+def drawn(world: World, stop: int = 6) -> list[list[float]]:
+    """The batches of six steps, with a resume after `stop` of them."""
+    found: list[list[float]] = []
+    batches = share(lane, world, batch_size=4)
+    steps = iter(batches)
+    for _ in range(6):
+        if len(found) == stop:
+            state, batches = batches.state_dict(), share(lane, world, batch_size=4)
+            batches.load_state_dict(state)
+            steps = iter(batches)
+        rows = [float(row) for part in next(steps).draw() for row in part]
+        found.append([row for each in world.group.share_json(rows) for row in each])
+        random.random()  # the script draws, too
+    return found
+
+
+class Arrays(IterableDataset[Any]):
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._value] * 4)
+
+
+def on_two_ranks(world: World, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"lanes": drawn(world), "lanes resumed": drawn(world, 2)}
+    for value in (np.full(3, world.rank), bytes([world.rank])):
+        with pytest.raises(UserError, match="gives other samples"):
+            list(share(Arrays(value), world, batch_size=2, collate_fn=list))
+
+    # The optimizer's state of another strategy: some ranks have whole parameters of it.
+    for strategy in ("zero", "local"):
+        sync_every = 2 if strategy == "local" else 0
+        replica = made(world, torch.optim.Adam, strategy=strategy, sync_every=sync_every, bucket_mb=1e-4)
+        train(replica, DATA, 2, batch_size=4)
+        replica.merge()
+        replica = Replica(replica.model, replica.optimizers, world, strategy="ddp")
+        train(replica, DATA, 2, batch_size=4)
+        found[f"after {strategy}"] = overall(dict(replica.model.named_parameters()))
+
+    # A second replica shards its state, the first does not.
+    first = made(world)
+    second = made(world, torch.optim.Adafactor, strategy="zero")
+    train(second, DATA, 1, batch_size=4)
+    checkpoints = Checkpoints(f"{folder}/two", first=first, second=second)
+    checkpoints.save()
+    checkpoints.finish()
+
+    # With fsdp, weights that a script changed after a save of the same step.
+    replica = made(world, strategy="fsdp", blocks=())
+    checkpoints = Checkpoints(f"{folder}/fsdp", net=replica)
+    checkpoints.save()
+    with torch.no_grad():
+        for parameter in replica.model.parameters():
+            parameter.add_(1)
+    checkpoints.save()
+    checkpoints.finish()
+    found["fsdp"] = {name: tensor.tolist() for name, tensor in replica.state_dict().items()}
+    return found
+
+
+def test_on_two_ranks(world: World, tmp_path: Path) -> None:
+    one, other = run_ranks(on_two_ranks, 2, str(tmp_path))
+    assert one == other
+    assert one["lanes"] == one["lanes resumed"] == drawn(world) == drawn(world, 2)
+    assert {name: tensor.tolist() for name, tensor in load_weights(tmp_path / "fsdp").items()} == one["fsdp"]
