@@ -1,9 +1,12 @@
 """`paceline launch` refuses what no host could run, before it asks any."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from in_process import here
+from program import run
 
 TRAIN = ("train", "--preset", "tiny", "--out", "x")
 
@@ -25,3 +28,14 @@ TRAIN = ("train", "--preset", "tiny", "--out", "x")
 )
 def test_what_no_host_could_run_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in here("launch", *arguments, cwd=tmp_path).require(2).err
+
+
+def test_an_interpreter_that_is_named_from_the_login_folder_runs_the_command_elsewhere(tmp_path: Path) -> None:
+    """ssh is a shell here, which starts in this test's folder."""
+    (tmp_path / "below").mkdir()
+    ssh = """sh -c 'for last; do :; done; exec sh -c "$last"'"""
+    python = os.path.relpath(sys.executable, tmp_path)
+    flags = ("--hosts", "a:1", "--ssh", ssh, "--python", python, "--chdir", str(tmp_path / "below"))
+    env = {"SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 22"}
+    ended = run("launch", *flags, "--", "resume", "nowhere", env=env, cwd=tmp_path).require(2)
+    assert "a: error: nowhere does not exist" in ended.err

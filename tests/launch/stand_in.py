@@ -20,7 +20,7 @@ from paceline.base.status import record_status
 from paceline.launch.local import start_ranks
 from paceline.launch.place import OneHost
 
-_CODES = {"done": 0, "fail": 1, "user": 2, "saved": 75}
+_CODES = {"done": 0, "fail": 1, "hurt": 1, "user": 2, "saved": 75}
 
 
 def launch(run: Path, plan: dict[str, Any]) -> int:
@@ -64,7 +64,7 @@ def do(deed: str, heard: list[int]) -> int:
         os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGSTOP)
     if deed == "parent":
         subprocess.Popen(["sleep", "600"])
-    while deed in ("wait", "deaf", "parent") and not heard:
+    while deed in ("wait", "hurt", "deaf", "parent") and not heard:
         time.sleep(0.01)
     if heard:
         os.write(1, f"heard {signal.Signals(heard[0]).name}\n".encode())  # one write: ranks share the pipe

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ class Lab:
         self.runs = [base / name for name in "abc"[:num_hosts]]
         self.open: dict[int, Hosts] = {}
 
-    def start(self, node: int, *, job: str = "job", least: int = 1, timeout_s: float = 30.0) -> Hosts:
-        options = HostsOptions(tuple(("127.0.0.1", port) for port in self.ports), node, least, timeout_s)
+    def start(self, node: int, *, job: str = "job", least: int = 1, timeout_s: float = 30.0, port: int = 0) -> Hosts:
+        options = HostsOptions(tuple(("127.0.0.1", port) for port in self.ports), node, least, timeout_s, port)
         copy = partial(take, self.runs[node] / "checkpoints", config=CheckpointConfig())
         self.open[node] = Hosts(options, job, 1, self.runs[node], StopSignals(), copy)
         return self.open[node]
@@ -117,6 +118,41 @@ def test_three_hosts_without_one(tmp_path: Path) -> None:
     third.close()
 
 
+def test_a_host_that_failed_and_is_lost_is_one_host_of_the_three(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, 3)
+    first, second, third = (lab.start(node) for node in range(3))
+    lab.meet(0, 1, 2)
+    assert second.collect({}, {1: -9}) is None
+    until(lambda: first.order() == "fail")
+    with ThreadPoolExecutor() as pool:
+        collecting = pool.submit(first.collect, {}, {})
+        until(lambda: third.order() == "fail")
+        second.close()
+        until(lambda: 1 not in first._peers.alive())
+        time.sleep(0.2)  # the first one looks every 0.05 s
+        assert third.collect({}, {2: 0}) is None
+        collected = collecting.result(20)
+    assert collected is not None
+    assert collected.ends == {1: -9, 2: 0}
+    first.close()
+    third.close()
+
+
+def test_the_ranks_meet_at_the_port_that_is_given(lab: Lab) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lab.start(0, port=port)
+    lab.start(1, port=port)
+    assert [place.port for place in lab.meet(0, 1) if isinstance(place, Place)] == [port, port]
+
+
+def test_the_same_command_started_twice_leaves_the_first_one_its_mark(lab: Lab) -> None:
+    first = lab.start(0)
+    with pytest.raises(UserError, match="cannot listen"):
+        lab.start(0)
+    assert first._shares_folder(0, first._state.start)
+
+
 def test_the_newest_checkpoint_leads_and_the_other_host_gets_a_copy_of_it(lab: Lab) -> None:
     saved = lab.save(1, 20)
     lab.save(0, 10)
@@ -159,6 +195,25 @@ def test_a_ranks_failure_is_known_on_all_hosts_and_the_end_of_the_run(lab: Lab) 
         assert not ending.done(), "the other host has no copy yet"
         second.conclude(1)
         ending.result(20)
+
+
+def test_a_last_checkpoint_that_does_not_arrive_is_copied_again(lab: Lab) -> None:
+    lab.start(0)
+    second = lab.start(1)
+    lab.meet(0, 1)
+    second._copies.stop()
+    take, failures = second._copies._take, iter([OSError("its bytes were damaged")])
+
+    def fail_once(*arguments: Any) -> object:
+        for failure in failures:
+            raise failure
+        return take(*arguments)
+
+    second._copies._take = fail_once
+    lab.save(0, 20)
+    until(lambda: second._peers.alive()[0].step == 20)
+    second.conclude(0)
+    assert Records(lab.runs[1]).newest_checkpoint() == 20
 
 
 def test_the_run_ends_while_a_host_is_cut_off_and_that_host_takes_the_end(lab: Lab) -> None:
@@ -227,7 +282,7 @@ def test_a_damaged_or_unfinished_copy_is_absent(lab: Lab) -> None:
 
 def test_the_list_of_hosts() -> None:
     one_own = read_hosts("127.0.0.1:29400,127.0.0.1:29401", 1, 0, 5.0)
-    assert dataclasses.astuple(one_own) == ((("127.0.0.1", 29400), ("127.0.0.1", 29401)), 1, 2, 5.0)
+    assert dataclasses.astuple(one_own) == ((("127.0.0.1", 29400), ("127.0.0.1", 29401)), 1, 2, 5.0, 0)
     assert read_hosts("127.0.0.1, 127.0.0.2:1", 0, 1, 5.0).addresses == (("127.0.0.1", 29400), ("127.0.0.2", 1))
 
 
@@ -235,6 +290,10 @@ def test_the_list_of_hosts() -> None:
     ("text", "node", "least", "says"),
     [
         ("a:x,b:1", 0, 0, "write it as"),
+        ("a:²,b:1", 0, 0, "write it as"),
+        ("a:0,b:1", 0, 0, "write it as"),
+        ("a:99999,b:1", 0, 0, "write it as"),
+        ("a..b,127.0.0.1", 0, 0, "does not resolve: it is no name of a host"),
         ("127.0.0.1:1", 0, 0, "two or more hosts"),
         ("127.0.0.1:1,127.0.0.1:1", 0, 0, "each once"),
         ("127.0.0.1:1,127.0.0.1:2", -1, 0, "several are an address.*--node-rank"),

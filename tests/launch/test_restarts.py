@@ -150,8 +150,16 @@ def test_a_failure_that_a_rank_has_told_is_followed_by_the_way_out(tmp_path: Pat
 def test_restarts_are_counted(tmp_path: Path) -> None:
     with launched(tmp_path, ["5 kill"], ["6 fail"], ["7 kill"], max_restarts=1) as program:
         ended = program.wait().require(1)
-    assert "the run failed after 1 restarts" in ended.err
+    assert "the run failed after 1 restart;" in ended.err
     assert not (tmp_path / "life-2-rank-0.json").exists()
+
+
+def test_restarts_that_a_signal_prevented_are_not_counted(tmp_path: Path) -> None:
+    with launched(tmp_path, ["5 kill"], ["6 hurt"], max_restarts=3) as program:
+        wait_for_life(program, tmp_path, 1, 1)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait().require(1)
+    assert "the run failed after 1 restart;" in ended.err
 
 
 @pytest.mark.parametrize(("sent", "heard"), [("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGHUP"), ("SIGQUIT", "SIGTERM")])

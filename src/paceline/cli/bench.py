@@ -15,7 +15,7 @@ from paceline.cli.flags import ModelFlags, base_config, check_files, parse, run_
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
 from paceline.data.config import DataConfig
-from paceline.tools.lab.hosts import read_rate
+from paceline.tools.lab.hosts import MOST_HOSTS, read_rate
 
 _USAGE = """paceline bench loader [--data.path DIR]     what a rank's batches cost, in worlds of 1 to 1024
 paceline bench link [--nproc N]             latency and bandwidth between ranks, and how long a model's all-reduce takes
@@ -161,7 +161,7 @@ class ScalingArguments(ModelFlags):
     max_ranks: int = 0
     """Ranks of the largest world here; 0: one per core, at most 4; with --parallel.device cuda one per GPU."""
     hosts: int = 2
-    """Hosts of a lab, the last rows of the table (Linux, root); 0: none."""
+    """Hosts of a lab, the last rows of the table (Linux, root); 0: none. Ranks on several GPUs have none."""
     rate: str = "1gbit"
     """Rate of the lab's links; several give a row each: 1gbit,100mbit,unlimited."""
     cpu: str = ""
@@ -261,9 +261,9 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
 
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
     for name, least in (("steps", 5), ("rounds", 1), ("max-ranks", 0), ("hosts", 0)):  # 3 of warm-up, 2 to measure
-        value = getattr(parsed, name.replace("-", "_"))
-        if not least <= value <= 1024:
-            raise UserError(f"--{name} is {value}; it lies between {least} and 1024")
+        value, most = getattr(parsed, name.replace("-", "_")), MOST_HOSTS if name == "hosts" else 1024
+        if not least <= value <= most:
+            raise UserError(f"--{name} is {value}; it lies between {least} and {most}")
     check_files(json=parsed.json, markdown=parsed.markdown, plot=parsed.plot)
     if parsed.hosts == 1:
         raise UserError("--hosts is 1; a lab has 2 or more, and 0 leaves it out")

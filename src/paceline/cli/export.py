@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
 
 
@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
     parsed = parse(ExportArguments, ExportArguments(run="", out=""), arguments, "export")
     if not parsed.run or not parsed.out:
         raise UserError("give what to export and where to: paceline export RUN --out DIR")
+    require_at_least(parsed, "--", step=-1)
     from paceline.tools.hub.exporting import export_run
 
     step = parsed.step if parsed.step >= 0 else None

@@ -177,7 +177,17 @@ def _up_to(most: int, per_host: int) -> list[int]:
 
 
 def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
-    """Measures small models like these with each number of ranks at once."""
+    """Measures small models like these with each number of ranks at once. Raises UserError if they need more than one
+    kind of world."""
+    worlds = {
+        ParallelConfig(device="cpu", shared_memory=each.shared_memory, threads=each.threads)
+        for each in (config.parallel for config in configs)
+    }
+    if len(worlds) > 1:
+        raise UserError(
+            "--calibrate measures all variants in one world, and --vary has several values of parallel.threads or "
+            "parallel.shared-memory; calibrate once with each of them"
+        )
     env, _ = find_world("1", ParallelConfig())
     if not env.is_distributed:
         for count in counts:
@@ -190,8 +200,7 @@ def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -
     from paceline.world.runtime import open_world
 
     console = Console(env.rank)
-    parallel = ParallelConfig(device="cpu", shared_memory=configs[0].parallel.shared_memory)
-    with open_world(parallel, env) as world, console.progress(None, transient=True):
+    with open_world(worlds.pop(), env) as world, console.progress(None, transient=True):
         if world.device.type != "cpu" or len({peer.host for peer in world.peers}) > 1:
             raise UserError("--calibrate measures one machine's processors; start it once, from a plain shell", "world")
         console.advance(0, "measuring", f"{env.world_size} ranks at once")

@@ -146,7 +146,7 @@ def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions
             f"parallel.shares {parallel.shares} has one number for each rank, and with --min-hosts {found.least} their "
             "number may change; use --parallel.shares auto"
         )
-    return found
+    return dataclasses.replace(found, store_port=parallel.port)
 
 
 def _start_ranks(

@@ -37,7 +37,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Order:
-    command: list[str]
+    command: list[str]  # for the interpreter that runs the agent
     folder: str
     environment: dict[str, str]  # in addition to this host's own
 
@@ -76,7 +76,7 @@ def main() -> int:
         return EXIT_USER
     with StopSignals() as signals:
         command = subprocess.Popen(
-            order.command,
+            [sys.executable, *order.command],
             env={**os.environ, **order.environment},
             stdin=subprocess.DEVNULL,
             preexec_fn=partial(die_with_parent, os.getpid()),

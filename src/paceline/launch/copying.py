@@ -7,6 +7,7 @@ checkpoint without the rows before it.
 import contextlib
 import http.client
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.launch.peers import RECORDS, Peers, State
 Take = Callable[[int, Callable[[str], Any]], object]  # (step, open a file of the other host): copies a checkpoint
 
 _LOOK_EVERY_S = 0.25
+_LAST_TRIES = 5  # at the end of a run, when the leader waits for this host
 
 
 class Copies:
@@ -54,16 +56,21 @@ class Copies:
         """Copies what the leader has at the end of a run."""
         self.stop()
         self._stopped.clear()
-        self._copy(is_last=True)
+        for _ in range(_LAST_TRIES):
+            if self._copy(is_last=True):
+                return
+            time.sleep(_LOOK_EVERY_S)
+        say(f"{self._run} may lack the run's last checkpoint and records; the host that had rank 0 has them")
 
     def _run_thread(self) -> None:
         while not self._stopped.wait(_LOOK_EVERY_S):
             self._copy()
 
-    def _copy(self, is_last: bool = False) -> None:
+    def _copy(self, is_last: bool = False) -> bool:
+        """Returns whether this host has what the leader has."""
         source = self._source()
         if source is None:
-            return
+            return True
         node, state = source
         own = self._newest()
         is_new = state.step > (-1 if own is None else own)
@@ -73,12 +80,14 @@ class Copies:
             if is_new:
                 self._take(state.step, lambda name: _Stoppable(self._peers.open(node, name), self._stopped))
             self._problem = ""
+            return True
         except (FileNotFoundError, InterruptedError):
             pass  # superseded; or this host will lead
         except Exception as error:  # the disk is full, the host is gone, bytes were damaged: the next try may succeed
             if str(error) != self._problem:
                 self._problem = str(error)
                 say(f"the checkpoint of step {state.step} cannot be copied to {self._run}: {error}; trying again")
+        return False
 
     def _copy_records(self, node: int) -> None:
         self._run.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -46,9 +46,9 @@ class Hosts:
         self._records = Records(run)
         self._state = State(job=job, start=secrets.token_hex(8), num_ranks=num_ranks, step=-1)
         self._run = run
+        self._peers = Peers(options.addresses, options.node, run, self._own)  # first: another one may run here
         self._mark(options.node).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._mark(options.node).write_text(self._state.start)
-        self._peers = Peers(options.addresses, options.node, run, self._own)
         self._copies = Copies(self._peers, run, take, self._records.newest_checkpoint, self._source)
         self._posted_s = 0.0  # monotonic; when the latest roster began here
         self._saved_then, self._reached_then = -1, 0  # the newest checkpoint and the last step in the records then
@@ -151,7 +151,7 @@ class Hosts:
         states = {self._node: self._own(), **others}
         known: tuple[Failure, ...] = max((state.failures for state in states.values()), key=len)
         failures[:] = known
-        listener = listen(self._options.addresses[self._node][0], 0)
+        listener = listen(self._options.addresses[self._node][0], self._options.store_port)
         number = 1 + max(state.roster.number if state.roster else 0 for state in states.values())
         members = tuple(Member(node, state.start, state.num_ranks) for node, state in states.items())
         roster = Roster(secrets.token_hex(8), number, members, listener.getsockname()[1])
@@ -239,7 +239,7 @@ class Hosts:
             return None
         states: dict[int, State] = {}
         lost: dict[int, Member] = {}
-        while len(states) + len(lost) < len(roster.members) - 1:
+        while len(states.keys() | lost.keys()) < len(roster.members) - 1:
             alive = self._peers.alive()
             for member in roster.members[1:]:
                 if self._is_lost(member, alive):

@@ -195,7 +195,8 @@ class _Attempts:
                 say(way_out)
             return ended.status
         lines = [f"attempt {k}: {failed.what}, after step {failed.reached}" for k, failed in enumerate(self._failures)]
-        why = "three times in a row at the same step" if is_loop(self._failures) else f"after {self.most} restarts"
+        restarts = units.plural(len(lines) - 1, "restart")
+        why = "three times in a row at the same step" if is_loop(self._failures) else f"after {restarts}"
         saved = f". {way_out}" if way_out else ""
         logs = f"the logs of the ranks are in {self.run_folder / 'ranks'}"
         raise RunError(f"the run failed {why}; {logs}{saved}\n  " + "\n  ".join(lines))

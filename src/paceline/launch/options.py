@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import UserError
-from paceline.base.net import listen
+from paceline.base.net import listen, resolve
 
 Address = tuple[str, int]  # host, port
 
@@ -22,13 +22,14 @@ class HostsOptions:
     node: int
     least: int  # hosts, to train
     timeout_s: float  # to wait for hosts at the start, and for the least number later
+    store_port: int = 0  # of the ranks' store, on the host that has rank 0; 0: a free one
 
 
 def read_hosts(text: str, node: int, least: int, timeout_s: float) -> HostsOptions:
     """Reads 'ADDRESS[:PORT],ADDRESS[:PORT]'. node: this host's place in the list; -1: the address that it has. Raises
     UserError if the list cannot be used."""
     pairs = [word.strip().rpartition(":") if ":" in word else (word.strip(), "", "") for word in text.split(",")]
-    if not all(host and (port or str(DEFAULT_PORT)).isdigit() for host, _, port in pairs):
+    if not all(host and (not port or (port.isdecimal() and 0 < int(port) < 1 << 16)) for host, _, port in pairs):
         raise UserError(f"--hosts is '{text}'; write it as 10.0.0.1:{DEFAULT_PORT},10.0.0.2:{DEFAULT_PORT}")
     addresses = tuple((host, int(port or DEFAULT_PORT)) for host, _, port in pairs)
     if len(set(addresses)) < max(2, len(addresses)):
@@ -58,6 +59,7 @@ def _is_own(host: str) -> bool:
 def _require_reachable(addresses: tuple[Address, ...], node: int) -> None:
     name = addresses[node][0]
     try:
+        resolve(name, 0)  # gethostbyname raises UnicodeError for `a..b`
         address = ipaddress.ip_address(socket.gethostbyname(name))
     except OSError as error:
         raise UserError(f"--hosts has {name} for this host, which does not resolve: {error.strerror}") from None

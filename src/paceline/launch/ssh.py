@@ -176,7 +176,7 @@ def launch(hosts: Sequence[NamedHost], command: Sequence[str], ssh: Ssh) -> int:
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         for number, host in enumerate(hosts):
             own = [*place, "--node-rank", str(number)] if place else []
-            line = [ssh.python, "-m", "paceline", *command, "--nproc", host.num_ranks, *own]
+            line = ["-m", "paceline", *command, "--nproc", host.num_ranks, *own]
             connected[number].send(json.dumps(asdict(Order(line, ssh.folder, passed_on))))
         return _watch(connected, signals)
 

@@ -46,7 +46,7 @@ class ParallelConfig:
     threads: int = 0
     """CPU threads of a rank; 0: OMP_NUM_THREADS if the user set it, else the cores divided by the local ranks."""
     port: int = 0
-    """Port of the rendezvous under --nproc; 0: a free one."""
+    """Port of the rendezvous under --nproc and --hosts; 0: a free one."""
     bucket_mb: float = 0.0
     """MiB of gradients in one transfer. Smaller: they start earlier in backward, and with zero the next step's forward
     waits for less. Larger: fewer round trips. 0: 2 with zero on CPUs that do not share memory, else 10."""

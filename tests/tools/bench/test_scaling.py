@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from paceline.base.cores import physical_cores
 from paceline.base.status import environment_of_one, environment_of_rank
 from paceline.config import Config, load_preset
 from paceline.tools.bench import runs, scaling_show
-from paceline.tools.bench.scaling import Found, Sample, Setup, World
+from paceline.tools.bench.scaling import Found, Sample, Setup, World, _Bench
 from paceline.tools.bench.scaling_show import Row, tabulate
 
 
@@ -48,6 +49,21 @@ def test_a_gpu_beside_the_cores_has_a_row_and_no_ideal() -> None:
     assert rows["1 GPU"].tokens_per_s == 5000
     assert rows["1 GPU"].efficiency is None
     assert rows["1 rank"].efficiency == 1
+
+
+def test_what_cpus_are_measured_with_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def note(commands: Sequence[tuple[Sequence[str], object]], *_: object) -> None:
+        asked.extend(" ".join(command) for command, _ in commands)
+        raise runs.Failed
+
+    monkeypatch.setattr(runs, "run_at_once", note)
+    bench = _Bench(setup_of(), tmp_path, Found())
+    assert bench._bandwidth(World(ranks=2, batch=12)) is None
+    assert ["--parallel.device cpu" in command for command in asked] == [True, True]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert bench._gpu(1) == {}
 
 
 # ---- from figures to rows ----
@@ -239,6 +255,7 @@ def has_plotly() -> bool:
 
 REFUSALS = {
     "one host": (("--hosts", "1"), {}, "--hosts is 1; a lab has 2 or more, and 0 leaves it out"),
+    "hosts": (("--hosts", "27"), {}, "--hosts is 27; it lies between 0 and 26"),
     "steps": (("--steps", "3"), {}, "--steps is 3; it lies between 5 and 1024"),
     "rate": (("--rate", "1gbit,fast"), {}, "the rate 'fast' is none"),
     "plot": (("--plot", "x.png"), {}, "--plot is x.png; a plot is a page: give it a name that ends in .html"),

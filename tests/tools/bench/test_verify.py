@@ -115,6 +115,8 @@ def test_a_run_that_failed_fails_its_laws_in_its_own_words_and_leaves_the_others
     checks = (laws.check_replicas, laws.check_curve, laws.check_resume)
     open_verdict = (None, "not judged: the straight run failed")
     assert [check(failed) for check in checks] == [(False, failed.failures["straight"]), open_verdict, open_verdict]
+    of_one = Evidence(tmp_path, [seat()], failed.failures)
+    assert [law.check(of_one)[0] for law in laws.LAWS] == [True, False, None, None, None]
     assert laws.check_curve(left(tmp_path, alone="no memory")) == (False, "the run of one process failed: no memory")
     for name in ("stopped", "resumed"):
         assert laws.check_resume(left(tmp_path, **{name: "no memory"})) == (False, "no memory")

@@ -14,7 +14,7 @@ import pytest
 from namespaces import Host, sh
 from program import TORCHRUN, Ended, Program, run
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.lab, pytest.mark.long]
 
 HERE = Path(__file__).parent
 DOCTOR = (sys.executable, "-m", "paceline", "doctor", "--json")
@@ -111,7 +111,7 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
     assert "a smaller model" in the(found, "config", "failure", "of activations")
     assert "gpu-reset -i 0" in the(found, "driver", "failure", "GPU 0", "2 uncorrected")
     assert the(found, "driver", "warning", "GPU 1", "slowed by heat")
-    assert the(found, "driver", "warning", "process 4321") == "kill 4321"
+    assert the(found, "driver", "warning", "process 4321 (python, of a user) uses 69000 MiB") == "kill 4321"
     assert the(found, "driver", "ok", "GPU 2") == ""
     assert "pip install torch" in the(found, "driver", "warning", "shows 3 GPUs", "none")
 
@@ -206,6 +206,7 @@ def test_torchrun_on_one_host_prints_one_table(tmp_path: Path) -> None:
         assert program.wait().require().out.count("1 host in") == 1
 
 
+@pytest.mark.alone
 def test_a_lab_with_a_slow_host(tmp_path: Path) -> None:
     slow = ("lab", "--hosts", "3", "--cpu", "0.8,0.8,0.4", "--rate", "1gbit,1gbit,100mbit")
     command = (*slow, "--", "doctor", "--json", "--preset", "demo")
@@ -230,6 +231,7 @@ exec env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE "$0" "$@" > ../
 """
 
 
+@pytest.mark.alone
 def test_a_lab_with_a_slow_processor_and_a_folder_that_some_hosts_share(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     hosts = ("--hosts", "10.0.0.1,10.0.0.2,10.0.0.3")

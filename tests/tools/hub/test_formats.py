@@ -411,6 +411,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0}
 REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("llama", lambda f: edit(f, model_type="mistral"), "model_type is 'mistral'; paceline imports gpt2, llama, qwen3"),
+    ("llama", lambda f: edit(f, model_type=[]), r"model_type is \[\]; paceline imports"),
     ("llama", lambda f: edit(f, rope_parameters=ROPE), "rope_parameters is .*llama3"),
     ("llama", lambda f: edit(f, rope_parameters=None, rope_scaling={"type": "linear"}), "rope_scaling is .*linear"),
     ("llama", lambda f: edit(f, rope_parameters={"full_attention": PLAIN}), "rope_parameters differs by layer"),
@@ -435,6 +436,7 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("llama", lambda f: make_index(f, a="not.safetensors"), "not.safetensors cannot be read.*no such file"),
     ("qwen3", lambda f: edit(f, use_sliding_window=True), "use_sliding_window is True"),
     ("qwen3", lambda f: edit(f, layer_types=["full_attention", "sliding_attention"]), "layer_types is"),
+    ("qwen3", lambda f: edit(f, layer_types=3), "layer_types is 3"),
     ("gpt2", lambda f: edit(f, activation_function="relu"), "activation_function is 'relu'.*gelu_new.* or 'gelu'"),
     ("gpt2", lambda f: edit(f, tie_word_embeddings="false"), "tie_word_embeddings is 'false'.*True or False"),
     ("gpt2", lambda f: edit_tensors(f, lambda w: w.update({"score.weight": w[WTE].clone()})), "score.weight"),

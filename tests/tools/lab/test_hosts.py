@@ -36,6 +36,11 @@ def test_a_share_that_cannot_be_is_refused_with_what_it_was(text: str) -> None:
         read_share(text, 2)
 
 
+def test_a_group_that_the_kernel_does_not_make_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"could not make the cgroup .*/a of a host: No such file"):
+        Controller(tmp_path, tmp_path / "missing", 2).make("a", 0.5)
+
+
 def test_hosts_are_laid_out_one_after_the_other() -> None:
     hosts = lay_out(3, 2, "1gbit,100mbit,unlimited", "unlimited").hosts
     assert [(host.name, host.address, host.rate, list(host.ranks)) for host in hosts] == [

@@ -263,9 +263,10 @@ def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
     links = {"link_gbit": 0.9, "latency_us": 60.0}
     (tmp_path / "job.json").write_text(json.dumps({"ok": True, "cluster": {"hosts": 2, "ranks_per_host": 1, **links}}))
     assert read(tmp_path / "job.json") == Cluster(hosts=2, link_gbit=0.9, latency_us=60.0)
-    (tmp_path / "other.json").write_text('{"cluster": 3}')
-    with pytest.raises(UserError, match="is not what `paceline doctor --json` prints"):
-        read(tmp_path / "other.json")
+    for text, says in (("3", "is not what `paceline doctor --json` prints"), ("{}", "has an empty cluster")):
+        (tmp_path / "other.json").write_text(f'{{"cluster": {text}}}')
+        with pytest.raises(UserError, match=says):
+            read(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(

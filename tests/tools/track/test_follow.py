@@ -16,7 +16,10 @@ import pytest
 from program import DEADLINE_S, Program, one_message, rows, run
 from recorded import Recorded, losses, put_back, scalars, val_losses
 
-from paceline.tools.track.points import Position, Reader
+from paceline.record.config import TrackConfig
+from paceline.record.folder import RunFolder
+from paceline.tools.track.points import Point, Position, Reader
+from paceline.tools.track.prometheus import Prometheus
 
 MISSING = [name for name in ("wandb", "trackio", "mlflow") if importlib.util.find_spec(name) is None]
 
@@ -181,6 +184,28 @@ def test_prometheus_reads_the_newest_values_on_loopback_and_from_a_file(tmp_path
     assert float(values["paceline_steps_total"]) == 10
     assert float(values["paceline_stragglers_total"]) == 1
     assert abs(float(values["paceline_last_step_timestamp_seconds"]) - time.time()) < 60
+
+
+def test_prometheus_works_again_when_the_folder_of_its_file_is_there(tmp_path: Path) -> None:
+    made, file = Recorded(tmp_path / "run"), tmp_path / "later" / "node.prom"
+    made.steps(1, 10)
+    with a_used_port() as port:
+        pass
+    flags = ("--to", "prometheus", "--prometheus-port", str(port), "--prometheus-file", str(file))
+    with Program("track", str(made.folder.path), *flags) as program:
+        program.wait_for(lambda: "prometheus does not work now" in program._said())
+        file.parent.mkdir()
+        program.wait_for(file.exists)
+        made.end()
+        assert "prometheus works again" in program.wait().require().err
+    assert "\npaceline_checkpoints_total 1\n" in file.read_text(), "its only one, though the rows were sent twice"
+
+
+def test_the_last_step_ended_when_it_did_and_not_when_its_evaluation_did(tmp_path: Path) -> None:
+    sent = Prometheus(RunFolder(tmp_path), TrackConfig(prometheus_port=0), {})
+    rows = ({"loss": 1.0}, {"val_loss": 1.0})
+    sent.send([Point(index=n, step=1, time_s=5.0 + n, values={}, row=row) for n, row in enumerate(rows)])
+    assert b"\npaceline_last_step_timestamp_seconds 5.0\n" in sent.text
 
 
 @pytest.mark.skipif(not MISSING, reason="all libraries are installed")

@@ -95,6 +95,22 @@ def test_runs_appear_when_they_begin_and_are_only_read(tmp_path: Path) -> None:
     }
 
 
+def test_a_new_run_takes_the_place_of_the_oldest_of_32(tmp_path: Path) -> None:
+    def begin(number: int) -> None:
+        file = tmp_path / f"run-{number}" / "metrics.jsonl"
+        file.parent.mkdir()
+        file.write_text('{"step": 1, "loss": 2.0}\n')
+        os.utime(file, (1e9 + number, 1e9 + number))
+
+    runs = Runs(tmp_path)
+    for number in range(32):
+        begin(number)
+    assert [index for index, _ in runs.update()] == list(range(32))
+    begin(32)
+    assert [(index, view.name) for index, view in runs.update()] == [(0, "run-32")]
+    assert [view.name for view in runs.views] == [f"run-{number}" for number in range(1, 33)]
+
+
 def test_a_process_that_is_gone_or_silent_is_told_of(tmp_path: Path) -> None:
     made = Simulated(tmp_path / "run")
     made.steps(3)

@@ -241,7 +241,8 @@ class _Bench:
         report = self._folder() / "link.json"
         with contextlib.suppress(Failed):
             # On one host any two ranks will do, as loopback is the same for all.
-            self._run(replace(world, ranks=max(2, world.hosts)), *_PROBE, "--json", str(report))
+            probe = (*_PROBE, "--parallel.device", world.device, "--json", str(report))
+            self._run(replace(world, ranks=max(2, world.hosts)), *probe)
             return min(float(pair["bytes_per_s"]) for pair in json.loads(report.read_text())["pairs"])
         return None
 
@@ -277,9 +278,10 @@ class _Bench:
 
     def _gpu(self, place: int) -> dict[str, str]:
         """Returns the environment that shows a process only the GPU of this place."""
+        if self._setup.device != "cuda":
+            return {}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        shown = visible.split(",")[place] if visible else str(place)
-        return {"CUDA_VISIBLE_DEVICES": shown} if self._setup.device == "cuda" else {}
+        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[place] if visible else str(place)}
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:

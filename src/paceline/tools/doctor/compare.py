@@ -117,9 +117,11 @@ def _versions(node: int, reports: Reports) -> Iterator[Verdict]:
             continue
         seen = f"{name} {here}, and {there} on {_first(reports).host}"
         if name in ("torch", "paceline", "NCCL"):
-            yield failure(f"{seen}: a run refuses that", f"pip install {'torch' if name == 'NCCL' else name}=={there}")
+            package = "torch" if name == "NCCL" else name  # which brings NCCL
+            fix = "" if there == "none" else f"pip install {package}=={first[package]}"
+            yield failure(f"{seen}: a run refuses that", fix)
         else:
-            yield warning(seen, f"install {name} {there}")
+            yield warning(seen, "" if there == "none" else f"install {name} {there}")
 
 
 def _variables(node: int, reports: Reports) -> Iterator[Verdict]:
@@ -142,9 +144,9 @@ def _data(node: int, reports: Reports) -> Iterator[Verdict]:
 def _speed(node: int, reports: Reports) -> Iterator[Verdict]:
     for device, speed in reports[node].notes.get("flops", {}).items():
         alike = [
-            each.notes["flops"].get(device, 0.0)
+            each.notes.get("flops", {}).get(device, 0.0)
             for each in reports.values()
-            if each.notes.get("ranks", [{}])[0].get("processor") == reports[node].notes["ranks"][0]["processor"]
+            if (each.notes.get("ranks") or [{}])[0].get("processor") == reports[node].notes["ranks"][0]["processor"]
         ]
         if speed and speed < _LEAST_OF_BEST * max(alike):
             yield warning(

@@ -84,8 +84,8 @@ def driver(place: Place) -> Iterator[Verdict]:
     for gpu in gpus:
         place.notes["versions"]["driver"] = gpu[2]
         yield _gpu(gpu)
-    for pid, name, used in _ask("--query-compute-apps=pid,process_name,used_memory"):
-        yield warning(f"process {pid} ({name}) uses {used} MiB of a GPU", f"kill {pid}")
+    for pid, *name, used in _ask("--query-compute-apps=pid,process_name,used_memory"):  # a name may have commas
+        yield warning(f"process {pid} ({', '.join(name)}) uses {used} MiB of a GPU", f"kill {pid}")
     if gpus and not torch.cuda.is_available():
         yield warning(
             f"the driver shows {len(gpus)} GPUs, and torch {torch.__version__} none",

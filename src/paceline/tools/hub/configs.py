@@ -40,7 +40,7 @@ def read_config(found: Mapping[str, Any], where: str) -> ModelConfig:
     setting and value, for an architecture or a setting that we cannot compute."""
     reader = _Settings(found, where)
     kind = found.get("model_type")
-    if kind not in _FIXED:
+    if not isinstance(kind, str) or kind not in _FIXED:
         raise UserError(f"{where}: model_type is {kind!r}; paceline imports {', '.join(_FIXED)}")
     for name, accepted in {**_FIXED[kind], **_FIXED_IN_ALL}.items():
         reader.require(name, accepted)
@@ -114,7 +114,7 @@ def _read_llama(reader: _Settings, kind: str) -> ModelConfig:
             f"{width}/{num_heads} wide, so this model cannot be imported"
         )
     layer_types = reader.found.get("layer_types") or []
-    if set(layer_types) - {"full_attention"}:
+    if not isinstance(layer_types, list) or any(each != "full_attention" for each in layer_types):
         raise UserError(f"{reader.where}: layer_types is {layer_types!r}; paceline has full_attention only")
     return ModelConfig(
         arch="llama",

@@ -60,7 +60,10 @@ class Controller:
     def make(self, name: str, share: float | None) -> Path:
         """Makes the group of a host with this share, and returns its folder. Raises UserError on failure."""
         folder = self.top / name
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"could not make the cgroup {folder} of a host: {error.strerror}") from None
         set_share(folder, share)
         return folder
 

@@ -127,7 +127,8 @@ class _Case:
     """The config's model with another number of blocks, on all ranks."""
 
     def __init__(self, world: World, settings: Settings, num_blocks: int, console: Console):
-        config = settings.config.replace("model", n_layer=num_blocks)
+        # A plan adds the second forward pass of activation checkpoints itself.
+        config = settings.config.replace("model", n_layer=num_blocks).replace("train", activation_checkpoint=False)
         size = settings.plan.device_batch_size, config.data.seq_len
         self.num_tokens = size[0] * size[1]
         self._tokens = torch.randint(config.model.vocab_size, size, device=world.device)

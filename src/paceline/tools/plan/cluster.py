@@ -94,6 +94,11 @@ def read(path: Path) -> Cluster:
         raise UserError(f"--cluster {path} is not what `paceline doctor --json` prints; give that, or TOML") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"--cluster {path} is not TOML: {error}") from None
+    if path.suffix == ".json" and not document:
+        raise UserError(
+            f"--cluster {path} has an empty cluster: the doctor found hosts with different numbers of ranks, or no "
+            "device that works; give what it prints for hosts with equally many ranks"
+        )
     hints = typing.get_type_hints(Cluster)
     values: dict[str, typing.Any] = {}
     for raw_name, value in document.items():

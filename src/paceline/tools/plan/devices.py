@@ -165,7 +165,8 @@ def _path(config: Config) -> Path:
     shape = {**vars(model), "vocab_size": model.vocab_size or config.data.tokenizer_vocab}
     facts += [f"{name}={value}" for name, value in shape.items() if name not in ("n_layer", "n_positions", "size")]
     facts += map(str, (config.data.seq_len, train.device_batch_size, train.compile, config.optim.name))
-    facts += map(str, (config.parallel.strategy, config.parallel.wire, config.parallel.shared_memory))
+    parallel = config.parallel
+    facts += map(str, (parallel.strategy, parallel.wire, parallel.shared_memory, parallel.threads))
     return cache_dir() / "plan" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 

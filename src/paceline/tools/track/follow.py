@@ -37,8 +37,8 @@ _CAN_FORGET = ("prometheus", "tensorboard")  # the others have no way to replace
 
 
 class Tracker(Protocol):
-    """Where points go. Any exception means that a batch may not have arrived: the tracker is made anew, and gets the
-    same batch again."""
+    """Where points go. Any exception means that a batch may not have arrived: the tracker is made anew (but Prometheus,
+    which has all in memory and serves it), and gets the same batch again."""
 
     def send(self, points: Sequence[Point]) -> None: ...
     def close(self, is_failed: bool) -> None: ...
@@ -164,7 +164,8 @@ class _Follower:
         if not self._num_failures:
             _say(f"{self.name} does not work now{self.why}. It is tried again, and the run is not disturbed")
         self._num_failures += 1
-        self._tracker = None
+        if self.name != "prometheus":
+            self._tracker = None
         self.hurry.wait(min(_LONGEST_DELAY_S, 2.0 ** min(self._num_failures, 6)))
         if self.hurry.is_set():
             time.sleep(0.5)

@@ -46,6 +46,7 @@ class Prometheus:
         self._name, self._file = settings.name or folder.path.name, settings.prometheus_file
         self._row: Row = {}
         self._counts: dict[str, int] = {}
+        self._num_points = 0
         self._last_step_s = 0.0
         self.text = b""
         self._server = None
@@ -54,11 +55,15 @@ class Prometheus:
 
     def send(self, points: Sequence[Point]) -> None:
         for point in points:
+            if point.index < self._num_points:  # it comes again: the file could not be written
+                continue
+            self._num_points = point.index + 1
             if "event" in point.row:
                 self._counts[point.row["event"]] = self._counts.get(point.row["event"], 0) + 1
                 continue
             self._row = {**self._row, **point.row}
-            self._last_step_s = point.time_s
+            if "loss" in point.row:
+                self._last_step_s = point.time_s
         self.text = self._exposition().encode()
         if self._file:
             replace(Path(self._file).absolute(), self.text)

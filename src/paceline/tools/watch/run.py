@@ -170,22 +170,27 @@ _MARKS = ("config.toml", "metrics.jsonl", "events.jsonl")  # a folder with one o
 
 
 class Runs:
-    """The runs at a path, in the order in which they appeared: each keeps its colour."""
+    """The runs at a path, in the order in which they appeared. Each has an index, and so a colour, which it keeps until
+    it is no longer among the newest and a new run takes its place."""
 
     def __init__(self, path: Path):
         self.path = path.absolute()
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, tuple[int, Run]] = {}
 
     def update(self) -> list[tuple[int, RunView]]:
         """Reads what is new; returns index and view of the runs that changed."""
-        for path in self._found():
-            if path not in self._runs and len(self._runs) < _MOST_RUNS:
-                self._runs[path] = Run(path)
-        return [(index, run.view) for index, run in enumerate(self._runs.values()) if run.update()]
+        found = self._found()
+        for path in found:
+            if path not in self._runs:
+                index = len(self._runs)
+                if index == _MOST_RUNS:
+                    index, _ = self._runs.pop(next(known for known in self._runs if known not in found))
+                self._runs[path] = index, Run(path)
+        return [(index, run.view) for index, run in self._runs.values() if run.update()]
 
     @property
     def views(self) -> list[RunView]:
-        return [run.view for run in self._runs.values()]
+        return [run.view for _, run in self._runs.values()]
 
     @property
     def is_one(self) -> bool:
