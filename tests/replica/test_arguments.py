@@ -90,7 +90,7 @@ def test_a_mean_over_no_items_changes_no_loss(world: World) -> None:
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> Any:
         return cross_entropy(model(x), y), int((y >= 0).sum())
 
-    expected = float(cross_entropy(model(DATA.tensors[0][:2]), labels[:2]))
+    expected = cross_entropy(model(DATA.tensors[0][:2]), labels[:2]).item()
     halves = [(DATA.tensors[0][first : first + 2], labels[first : first + 2]) for first in (0, 2)]
     rows = TensorDataset(DATA.tensors[0][:4], labels)
     assert replica.evaluate(rows, loss_of, batch_size=2) == pytest.approx(expected)
