@@ -65,18 +65,18 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
     """For a run that resumes at `step`: renames later checkpoints to `superseded-NAME` and returns their names.
     `latest` then names this step, and `best`, if it exists, the best of those left."""
     later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
-    if later:  # first, so that a crash never leaves it on a folder that was renamed
-        point(checkpoints, "latest", mf.folder_name(step))
+    if not later:
+        return []
+    point(checkpoints, "latest", mf.folder_name(step))  # first: a crash never leaves it on a folder that was renamed
     for name in reversed(later):  # the newest first: a crash in between leaves no gap
         target, number = checkpoints / f"superseded-{name}", 1
         while target.exists():  # from an earlier resume at this step
             number += 1
             target = checkpoints / f"superseded-{name}-{number}"
         os.rename(checkpoints / name, target)
-    if later:
-        if (checkpoints / "best").exists():
-            _point_to_best(checkpoints)
-        sync(checkpoints)
+    if (checkpoints / "best").exists():
+        _point_to_best(checkpoints)
+    sync(checkpoints)
     return later
 
 

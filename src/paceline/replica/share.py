@@ -89,9 +89,9 @@ def share(
 
 
 def _check_shares(shares: Any, world: World) -> None:
-    is_wrong = isinstance(shares, str) or not isinstance(shares, Sequence)
-    is_wrong = is_wrong or any(not isinstance(n, int) or n < 0 for n in shares)
-    if shares != "auto" and (is_wrong or (shares and (len(shares) != world.world_size or not any(shares)))):
+    is_list = isinstance(shares, Sequence) and not isinstance(shares, str)
+    are_numbers = is_list and all(isinstance(n, int) and n >= 0 for n in shares)
+    if shares != "auto" and not (are_numbers and (not shares or (len(shares) == world.world_size and any(shares)))):
         expected = f'"auto", or one number of samples for each of {world.world_size} ranks'
         raise mistake(f"shares is {shares!r}; it is {expected}")
 

@@ -239,7 +239,7 @@ class LaneShare(Share):
         size, rank = self.facts["batch_size"], self._world.rank
         lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self._split(size)]
         while True:
-            with generators.seeded(0):  # also on a rank without lanes
+            with generators.seeded(0):  # on a rank without lanes, too, what numpy has cached is lost
                 found = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]
             found = [samples for samples in found if samples]
             counts = self._share_integers(sum(map(len, found)), len(found))
