@@ -15,7 +15,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def is_by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(cpu, "is_amd", lambda: request.param)
+    monkeypatch.setattr(cpu, "is_amd_with_avx512", lambda: request.param)
     monkeypatch.setattr(cpu, "has_wide_units", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     return bool(request.param)
@@ -77,7 +77,7 @@ def test_products_of_the_loss(is_by_onednn: bool) -> None:
 def test_a_weights_gradient_is_torchs_where_units_have_256_bits(
     monkeypatch: pytest.MonkeyPatch, is_wide: bool, capability: str
 ) -> None:
-    monkeypatch.setattr(cpu, "is_amd", lambda: True)
+    monkeypatch.setattr(cpu, "is_amd_with_avx512", lambda: True)
     monkeypatch.setattr(cpu, "has_wide_units", lambda: is_wide)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     layer = layers.Linear(8, 5, bias=False)
@@ -89,7 +89,7 @@ def test_a_weights_gradient_is_torchs_where_units_have_256_bits(
 
 @needs_onednn
 def test_only_float32_of_a_cpu_outside_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "is_amd", lambda: True)
+    monkeypatch.setattr(cpu, "is_amd_with_avx512", lambda: True)
     assert cpu.has_faster_mm(torch.ones(2))
     assert not cpu.has_faster_mm(torch.ones(2, dtype=torch.bfloat16))
     assert not cpu.has_faster_mm(torch.ones(2, device="meta"))

@@ -14,9 +14,9 @@ def cpu_name() -> str:
 
 
 @functools.cache
-def is_amd() -> bool:
-    """Whether AMD made this machine's processor."""
-    return "AMD" in cpu_name()
+def is_amd_with_avx512() -> bool:
+    """Whether this machine's processor is AMD's and has AVX-512: since Zen 4."""
+    return "AMD" in cpu_name() and "avx512f" in _said_of_cpu("flags").split()
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.base.cores import has_wide_units, is_amd
+from paceline.base.cores import has_wide_units, is_amd_with_avx512
 
 # This attention keeps its probabilities, H * T * T numbers a sequence, and gains little on longer sequences.
 _MAX_TOKENS = 1024
@@ -16,10 +16,10 @@ _QUERIES_AT_ONCE = 512  # later keys are skipped: a quarter of the work at T=102
 
 def has_faster_mm(x: Tensor) -> bool:
     """Whether `mm` multiplies matrices like x by oneDNN. In float32 torch calls MKL, which has no AVX-512 code for AMD:
-    98 GFLOP/s a core where oneDNN reaches 225 (docs/LOG.md, 2026-11-23)."""
+    98 GFLOP/s a core where oneDNN reaches 225 (docs/LOG.md, 2026-11-23). With AVX2 alone MKL is the faster one."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return is_amd() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return is_amd_with_avx512() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 
 import torch
 
-from paceline.base.cores import cpu_name, is_amd
+from paceline.base.cores import cpu_name, is_amd_with_avx512
 from paceline.base.errors import UserError
 from paceline.base.units import dtype_name
 from paceline.world.cores import free_memory, usable_cores
@@ -239,7 +239,7 @@ def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns a @ b of CPU tensors, by the kernel that models take (model/cpu.py)."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if a.dtype == torch.float32 and is_amd() and has_onednn:
+    if a.dtype == torch.float32 and is_amd_with_avx512() and has_onednn:
         return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], ""))
     return torch.mm(a, b)
 
