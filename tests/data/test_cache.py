@@ -189,6 +189,15 @@ def test_what_nobody_finished_for_a_week_is_swept_but_not_what_lives(text: Path,
         builder.communicate()
 
 
+def test_what_another_user_left_unfinished_stops_nobody(tmp_path: Path, cache: Path) -> None:
+    (cache / "theirs").mkdir(parents=True)
+    (cache / ".theirs.lock").mkdir()  # can not be opened, as another user's lock in a shared cache
+    os.utime(cache / "theirs", (0, 0))
+    (tmp_path / "one.txt").write_text("other text\n" * 100)
+    made = ensure(DataConfig(path=str(tmp_path / "one.txt"), tokenizer_vocab=300))
+    assert folders(cache) == sorted([made.name, "theirs"])
+
+
 def test_changed_text_or_vocabulary_gives_another_data_set(text: Path, cache: Path) -> None:
     config = DataConfig(path=str(text), tokenizer_vocab=300)
     first = ensure(config)
@@ -277,6 +286,14 @@ def test_records_are_not_trained_on_as_text(text: Path, cache: Path) -> None:
     (text / "more.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(UserError, match=r"more.jsonl.*paceline data prepare"):
         ensure(DataConfig(path=str(text)))
+
+
+def test_standard_input_is_no_text_to_train_on(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.txt").write_text("a line of text\n" * 50)
+    with (tmp_path / "one.txt").open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        with pytest.raises(UserError, match=r"data.path - .*not a plain text file.*paceline data prepare - --out DIR"):
+            ensure(DataConfig(path="-"))
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,8 +222,8 @@ def test_a_stream_shorter_than_a_sequence_is_refused_at_once(place: Path) -> Non
         blend.training(201, cache=place)
     with pytest.raises(UserError, match=r"validation split has 11 tokens.*data.seq-len 20"):
         blend.validation(20)
-    with pytest.raises(UserError, match=r"too few for one row of data.seq-len 900"):
-        blend.training(900, packing="bestfit", cache=place)
+    with pytest.raises(UserError, match=r"train split has 201 tokens.*data.seq-len 201"):
+        blend.training(201, packing="bestfit", cache=place)
 
 
 def test_fixed_sequences_are_spread_over_each_data_set_by_weight(place: Path) -> None:
@@ -292,6 +292,8 @@ def test_a_packing_is_made_once_and_a_damaged_one_is_refused(place: Path, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"can not be kept in .*file/packings: Not a directory"):
         ensure_packing(dataset, ROW_LEN, tmp_path / "file")
+    with pytest.raises(UserError, match=r"can not be kept in .*: File name too long"):  # as if not to be entered
+        ensure_packing(dataset, ROW_LEN, tmp_path / ("x" * 300))
 
 
 def test_what_only_our_own_data_knows(tmp_path: Path) -> None:
@@ -366,6 +368,21 @@ def test_a_rank_reads_as_much_in_any_world_and_the_wrapper_reads_for_all(place: 
         assert row.drawn_bytes_per_sequence == row.world_size * 2 * (SEQ_LEN + 1)
         assert row.cpu_us_per_sequence > 0
     assert report.rate.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_only_cuda_copies_while_the_caller_goes_on(one: Sequences, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On MPS the copy would read memory that was freed."""
+    (batch,) = Loader(one, BatchPlan(3, 3, 1), 0, 0).micro_batches(0)
+    asked: list[bool] = []
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        asked.append(non_blocking)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    batch.to(torch.device(kind))
+    assert asked == [kind == "cuda"] * 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -192,6 +192,10 @@ def _shorter(path: Path) -> None:
     np.save(path, np.load(path)[:-1])
 
 
+def _unclosed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"}", b" ", 1))  # of the header
+
+
 def _other_type(path: Path) -> None:
     np.save(path, np.load(path).astype(np.float64))
 
@@ -205,7 +209,7 @@ def _pickled(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows/row_first", "rows/document", "rows/length", "rows/totals"])
-@pytest.mark.parametrize("damage", [_cut, _empty, _shorter, _other_type, _scalar, _pickled, os.remove])
+@pytest.mark.parametrize("damage", [_cut, _empty, _shorter, _unclosed, _other_type, _scalar, _pickled, os.remove])
 def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     folder = tmp_path / "packing"
     save(pack(web_lengths(100), 2049), np.arange(100), folder)

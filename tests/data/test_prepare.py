@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -85,10 +86,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def child(sources: Path, out: Path, recipe: dict[str, Any], workers: int) -> "subprocess.Popen[bytes]":
+def child(sources: Path, out: Path, recipe: dict[str, Any], workers: int, **options: Any) -> "subprocess.Popen[bytes]":
     arguments = json.dumps([[str(sources)], str(out), recipe, workers])
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.Popen([sys.executable, "-c", CHILD, arguments], env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, arguments], env=environment, start_new_session=True, **options
+    )
 
 
 @pytest.mark.long
@@ -120,6 +123,26 @@ def test_any_number_of_workers_gives_the_same_bytes(corpus: Path, tmp_path: Path
         make([corpus], tmp_path / f"{workers}", workers=workers, **recipe)
     assert bytes_of(tmp_path / "1") == bytes_of(tmp_path / "4")
     assert ".preparing" not in bytes_of(tmp_path / "1")
+
+
+def test_ctrl_c_while_workers_start_is_the_parent_s_alone(corpus: Path, tmp_path: Path) -> None:
+    process = child(
+        corpus,
+        tmp_path / "out",
+        {"tokenizer": "bytes"},
+        2,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # `make test &` ignores it, inherited
+    )
+    starts = psutil.Process(process.pid)
+    while not any("spawn_main" in " ".join(worker.cmdline()) for worker in starts.children()):
+        assert process.poll() is None
+        time.sleep(0.005)
+    time.sleep(0.1)  # it imports
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert errors.count(b"Traceback") == 1
 
 
 def test_documents_of_every_kind_arrive_whole_and_once(tmp_path: Path) -> None:
@@ -197,6 +220,10 @@ def test_a_separator_makes_documents_of_a_file(tmp_path: Path) -> None:
     make([path], tmp_path / "out", separator="<|endoftext|>\n", validation_frac=0.1)
     found = documents(tmp_path / "out")
     assert sorted(found["train"] + found["validation"]) == sorted(f"tale {i}\n" for i in range(300))
+    path.write_bytes(b"\xa7".join(b"tale %d" % i for i in range(300)))  # in Latin-1, and typed so
+    make([path], tmp_path / "latin", separator="\udca7", format="text", validation_frac=0.1)
+    found = documents(tmp_path / "latin")
+    assert sorted(found["train"] + found["validation"]) == sorted(f"tale {i}" for i in range(300))
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,11 @@ def test_json_is_lines_or_a_text_or_refused(tmp_path: Path) -> None:
         "array.json": "text",
         "pretty.json": "text",
     }
+    long = json.dumps({"text": random.Random(1).randbytes(50_000).hex()})
+    for suffix, write in WRITERS.items():  # the first record is longer than what a decompressor gives at once
+        (tmp_path / f"long{suffix}").mkdir()
+        write(tmp_path / f"long{suffix}" / f"x.json{suffix}", f'{long}\n{{"text": "b"}}\n'.encode())
+        assert [file.format for file in find([str(tmp_path / f"long{suffix}")]).files] == ["jsonl"]
     assert documents(find([str(tmp_path / "lines.json"), str(tmp_path / "one.json")])) == ["a", "b", "a"]
     for name in ("array", "pretty"):
         with pytest.raises(UserError, match=rf"{name}\.json is one JSON value .* jq -c .*--format text"):
@@ -391,7 +396,8 @@ def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: 
     WRITERS[suffix](tmp_path / f"x.txt{suffix}", "|".join(expected).encode())
     separated = find([str(tmp_path / f"x.txt{suffix}")])
     assert documents(separated, separator="<|none|>") == ["|".join(expected)]
-    monkeypatch.setattr(blocks_module, "MAX_RECORD_BYTES", 1 << 20)
+    limit = 1 << (len(text.encode("utf-8", "replace")).bit_length() - 1)  # more than half of the longest record
+    monkeypatch.setattr(blocks_module, "MAX_RECORD_BYTES", limit)
     for some, options in ((sources, Recipe()), (separated, Recipe(separator="<|none|>"))):
         with pytest.raises(UserError, match=r"has a record of more than .* at byte \d+; cut it"):
             list(read_blocks(some, options))

@@ -111,7 +111,7 @@ def _read(file: SourceFile, stored: Stored, recipe: Recipe, start: Place) -> Ite
     if file.format == "jsonl":
         return _read_lines(file, content, start.line)
     if recipe.separator:
-        return _read_separated(file, content, recipe.separator.encode())
+        return _read_separated(file, content, recipe.separator.encode("utf-8", "surrogateescape"))
     return _read_slices(file, content, begins=start.offset <= file.start)
 
 
@@ -157,7 +157,7 @@ class _Content:
         data = self.look(BLOCK_BYTES)
         last, searched = data.rfind(end, 0, BLOCK_BYTES), BLOCK_BYTES
         while last < 0 and len(data) >= searched:
-            if searched > MAX_RECORD_BYTES:
+            if searched >= MAX_RECORD_BYTES:
                 raise UserError(
                     f"{self._file.where} has a record of more than {units.size(MAX_RECORD_BYTES)} at byte "
                     f"{self.offset}; cut it into several"

@@ -86,9 +86,9 @@ def _text_sources(path: str) -> Sources:
     """Plain text only; `data prepare` has options for other formats."""
     sources = find([path]) if path else embedded()
     for file in sources.files:
-        if file.format != "text" or file.compression:
+        if file.format != "text" or not file.is_seekable:
             raise UserError(
-                f"data.path {path} holds {file.name}, which is not plain text; make token shards of it first: "
+                f"data.path {path} holds {file.name}, which is not a plain text file; make token shards of it first: "
                 f"paceline data prepare {shlex.quote(path)} --out DIR, then --data.path DIR"
             )
     return replace(sources, files=split_text(sources.files))
@@ -167,7 +167,7 @@ def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
 def _remove_stale(cache: Path) -> None:
     for lock_file in cache.glob(".*.lock"):
         folder = cache / lock_file.name[1 : -len(".lock")]
-        if not folder.is_dir() or is_complete(folder) or time.time() - folder.stat().st_mtime < _STALE_S:
-            continue
-        with suppress(filelock.Timeout), filelock.FileLock(lock_file, timeout=0):
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # it is locked (Timeout is an OSError), another user's, or was removed meanwhile
+            if folder.is_dir() and not is_complete(folder) and time.time() - folder.stat().st_mtime >= _STALE_S:
+                with filelock.FileLock(lock_file, timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,8 @@ class DataConfig:
     empty: the embedded corpus, which is the Python standard library's own sources."""
 
     mix: tuple[str, ...] = ()
-    """Several of these instead of one, each PATH=WEIGHT: sequences are drawn in proportion to the weights."""
+    """Several data sets of one tokenizer instead of one, each PATH=WEIGHT: sequences are drawn in proportion to the
+    weights."""
 
     tokenizer_vocab: int = 4096
     """Vocabulary of the byte-pair encoding that is trained when text has to be tokenized."""

@@ -37,7 +37,8 @@ class Documents:
 
 def is_dataset(folder: Path | str) -> bool:
     """Whether the names of the folder's files are those of a data set; no file is read. Also true for an unfinished
-    data set, which `open` refuses: its tokenizer.json must not be taken for text."""
+    data set, which `open` refuses: its tokenizer.json must not be taken for text. Raises UserError for a folder that
+    may not be entered."""
     root = Path(os.path.expanduser(folder))
     return is_complete(root) or os.path.isdir(root / WORK) or foreign.find_foreign(root) is not None
 
@@ -247,7 +248,7 @@ def _listed(folder: Path, record: ShardRecord, tokenizer_sha256: str) -> Shard:
 def _load(path: Path) -> npt.NDArray[Any]:
     try:
         found: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged header can raise anything
         raise UserError(f"{path} can not be read: {error}; prepare the data anew") from error
     return found
 

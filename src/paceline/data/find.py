@@ -197,8 +197,12 @@ def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | 
 
 
 def _head(file: SourceFile, size: int = SNIFF_BYTES) -> bytes:
+    head = b""
     with open_stored(file) as stored:
-        return open_content(file, stored).read(size)
+        content = open_content(file, stored)
+        while len(head) < size and (more := content.read(size - len(head))):
+            head += more
+    return head
 
 
 def _first(head: bytes) -> bytes:

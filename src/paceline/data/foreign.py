@@ -11,6 +11,7 @@ import io
 import pickle
 import pickletools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,11 +37,11 @@ Files = dict[str, tuple[Path, ...]]  # the token files of a folder by split, sor
 
 
 def find_foreign(folder: Path) -> Files | None:
-    """Returns the token files in a folder, of at least one split; None if no file has such a name."""
-    try:
+    """Returns the token files in a folder, of at least one split; None if no file has such a name. Raises UserError for
+    a folder that may not be entered or listed."""
+    names: list[str] = []
+    with reading(folder), suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(path.name for path in folder.iterdir() if path.suffix == ".bin")
-    except OSError:
-        return None
     found = {
         split: tuple(folder / name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
         for split, patterns in _PATTERNS.items()

@@ -45,10 +45,11 @@ class MicroBatch:
         return replace(self._each(torch.Tensor.pin_memory), documents=documents)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on the device; copied asynchronously from pinned memory, which torch keeps until it is done."""
+        """The same on the device. CUDA copies asynchronously from pinned memory, which torch keeps until it is done;
+        MPS would read memory that was freed meanwhile (pytorch/pytorch#189690)."""
         if device == self.tokens.device:
             return self
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
         """The same with all but the documents changed."""

@@ -161,7 +161,7 @@ def load(folder: Path) -> tuple[Packing, Int64s]:
     """Returns what `save` wrote, mapped into memory. Raises UserError if files are missing or do not fit together."""
     try:
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _FILES]
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged header can raise anything
         raise UserError(f"the packing {folder} can not be read: {error}; delete it, and it is made anew") from error
     starts, row_first, document, length, totals = arrays
     found = [(array.dtype, array.ndim) for array in arrays]

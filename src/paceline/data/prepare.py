@@ -46,10 +46,9 @@ from paceline.data.shard import (
 )
 from paceline.data.sources import STANDARD_INPUT, Sources
 from paceline.data.split import validation_below
-from paceline.data.tokenizer import Tokenizer, resolve
+from paceline.data.tokenizer import FILE, Tokenizer, resolve
 from paceline.data.workers import Job, encode_all
 
-TOKENIZER = "tokenizer.json"
 _BEGUN = "begun.json"  # the request and the tokenizer
 _COPIED_BYTES = 1 << 20  # of standard input at a time
 _SAMPLE_BYTES = 64 << 20  # of text, enough to learn merges; of more text, every n-th block is read
@@ -84,7 +83,7 @@ def prepare(
     request = _request(sources, recipe)
     if is_complete(folder):
         index = _same(folder, request)
-        report.say(f"data: {folder} is prepared already")
+        report.say(f"data: {folder} is prepared already, from sources of the same names and sizes")
         shutil.rmtree(folder / WORK, ignore_errors=True)  # of a process killed just after it wrote the index
         return index
     try:
@@ -94,7 +93,7 @@ def prepare(
             for line in [*describe_left_out(sources), *_without_effect(sources, recipe)]:
                 report.say(f"data: {line}")
             index = _make(sources, recipe, folder, work, report, num_workers, restart)
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)  # another process may be opening the lock in it
         sync(folder)
         return index
     except OSError as error:
@@ -207,7 +206,7 @@ def _make(
         builder.close()
     _require_both(splits, builder.counts, recipe)
     assert tokenizer.end_of_text is not None  # _choose_tokenizer requires it
-    record = TokenizerRecord(TOKENIZER, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
+    record = TokenizerRecord(FILE, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
     origin = {**_origin(sources, builder.counts), **request}
     index = Index(sources.name, tokenizer.vocab_size, splits, record, TOKEN_BYTES, origin)
     sync(folder)
@@ -231,9 +230,9 @@ def _begun_with(request: dict[str, Any], folder: Path, work: Path) -> Tokenizer 
         raise UserError(
             f"{folder} was begun {_difference(found, request)}; ask for the same again, or --restart to begin anew"
         )
-    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    tokenizer = Tokenizer.load(folder / FILE)
     if tokenizer.sha256 != sha256:
-        raise UserError(f"{folder / TOKENIZER} was changed since this was begun; --restart begins anew")
+        raise UserError(f"{folder / FILE} was changed since this was begun; --restart begins anew")
     return tokenizer
 
 
@@ -262,7 +261,7 @@ def _choose_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Re
     tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
     if tokenizer.end_of_text is None:
         raise UserError(f"--tokenizer {recipe.tokenizer} has no token that begins a document; give --document-token")
-    replace_file(folder / TOKENIZER, tokenizer.json.encode())
+    replace_file(folder / FILE, tokenizer.json.encode())
     lengths = io.BytesIO()
     np.save(lengths, tokenizer.token_bytes(), allow_pickle=False)
     replace_file(folder / TOKEN_BYTES, lengths.getvalue())

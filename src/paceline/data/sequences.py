@@ -38,18 +38,13 @@ class PackedRows:
     """Sequence i is row i of a packing: beginnings of documents, one after the other."""
 
     def __init__(self, stream: TokenStream, folder: Path, seq_len: int) -> None:
-        """folder: from `ensure_packing`. Raises UserError if there is too little text for one row."""
+        """folder: from `ensure_packing`."""
         self._folder, self._stream, self._row_tokens = folder, stream, seq_len + 1
         self._packing, starts = packing.load(folder)
         # Plain arrays: slicing a memmap is slow.
         self._starts, self._first = np.asarray(starts), np.asarray(self._packing.row_first)
         self._document, self._length = np.asarray(self._packing.document), np.asarray(self._packing.length)
         self.num_sequences = self._packing.num_rows
-        if self.num_sequences < 1:
-            raise UserError(
-                f"the {stream.split} split has {stream.num_tokens} tokens, too few for one row of data.seq-len "
-                f"{seq_len}: give more text or a smaller --data.seq-len"
-            )
 
     @property
     def cropped_frac(self) -> float:
@@ -77,18 +72,18 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
     """Returns the folder of the training split's packing into rows of T+1 tokens, made first if missing.
 
     Any number of processes may call it at once: one packs, the others wait. The folder appears by one rename; its name
-    has the data's fingerprint and T. Raises UserError if the data's documents have no known beginnings, or the cache
-    cannot be written.
+    has the data's fingerprint and T. Raises UserError if the split is shorter than a row, the data's documents have no
+    known beginnings, or the cache cannot be written.
     """
     final = cache / "packings" / f"{dataset.fingerprint[:16]}-{seq_len}-{_PACKING_VERSION}"
-    if final.is_dir():
-        return final
-    documents = dataset.documents("train")
+    dataset.train.num_sequences(seq_len)  # raises for a short split; any other gives a row
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(final.with_name(f".{final.name}.lock")):
-            if not final.is_dir():
-                packing.save(packing.pack(documents.lengths, seq_len + 1), documents.starts, final)
+        if not final.is_dir():
+            documents = dataset.documents("train")
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(final.with_name(f".{final.name}.lock")):
+                if not final.is_dir():
+                    packing.save(packing.pack(documents.lengths, seq_len + 1), documents.starts, final)
     except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
         raise UserError(
             f"the packing of {dataset.folder} can not be kept in {final.parent}: "
@@ -139,7 +134,7 @@ class Sequences:
             raise ValueError(f"max_sequences is {max_sequences}; it is at least 1")
         parts, ids = [], []
         for number, (part, share) in enumerate(zip(self.parts, self.mixture.counts(max_sequences), strict=True)):
-            count = min(part.num_sequences, int(share))
+            count = min(part.num_sequences, share)
             ids.append(np.arange(count, dtype=np.int64) * part.num_sequences // max(1, count))
             parts.append(np.full(count, number, dtype=np.int64))
         return Places(np.concatenate(parts), np.concatenate(ids))

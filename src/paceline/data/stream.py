@@ -22,7 +22,7 @@ from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, read
 Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as stored
 
-MAX_OPEN_FILES = 256  # of all streams; a process may usually open 1024
+MAX_OPEN_FILES = 128  # of all streams; macOS lets a process open 256, Linux 1024
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
 
 

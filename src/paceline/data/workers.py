@@ -131,13 +131,13 @@ def encode_all(blocks: Iterator[Block], job: Job, num_workers: int) -> Iterator[
     waiting: deque[tuple[Block, Future[Encoded]]] = deque()
     try:
         for block in itertools.islice(blocks, num_workers * _BLOCKS_AHEAD):
-            waiting.append((block, pool.submit(_encode, block)))
+            waiting.append((block, _submit(pool, block)))
         while waiting:
             block, future = waiting.popleft()
             encoded = future.result()
             following = next(blocks, None)
             if following is not None:
-                waiting.append((following, pool.submit(_encode, following)))
+                waiting.append((following, _submit(pool, following)))
             yield block, encoded
     except BrokenProcessPool as error:
         message = "a worker that encodes text was killed, perhaps because memory ran out; try fewer --workers"
@@ -146,11 +146,20 @@ def encode_all(blocks: Iterator[Block], job: Job, num_workers: int) -> Iterator[
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
+    """Starts a worker, too, if all are busy, with SIGINT blocked from its first moment: Ctrl-C reaches all processes,
+    and the parent decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_encode, block)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _worker: BlockEncoder  # of this process, in a worker
 
 
 def _start_worker(job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core, without threads
     global _worker
