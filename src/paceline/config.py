@@ -217,7 +217,8 @@ def from_toml(text: str, where: str, base: Config) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} is not TOML: {error}") from None
     sections = [item.name for item in dataclasses.fields(Config)]
-    given = load_preset(str(document.pop("preset")), base) if "preset" in document else base
+    below = load_preset(str(document.pop("preset")), base) if "preset" in document else base
+    given = below
     for section, values in document.items():
         if section not in sections:
             raise UserError(f"{where}: no section [{section}]{nearest(section, sections)}")
@@ -235,7 +236,7 @@ def from_toml(text: str, where: str, base: Config) -> Config:
     is_sized = any(name.replace("-", "_") in SIZE_FIELDS for values in document.values() for name in values)
     if is_sized and "size" not in document.get("model", {}):
         given = given.replace("model", size="given")
-    return supersede(base, given)
+    return supersede(below, given)
 
 
 def checked(where: str, wanted: Any, value: Any) -> Any:

@@ -154,8 +154,10 @@ def test_a_writer_that_shows_no_life_is_given_up(tmp_path: Path, monkeypatch: py
 def test_a_checkpoint_of_this_step_that_is_whole_is_not_written_again(tmp_path: Path) -> None:
     state = {"a.weight/momentum": torch.ones(3, 4)}
     for config in (CheckpointConfig(), CheckpointConfig()):
+        (tmp_path / "latest").unlink(missing_ok=True)  # as after a kill just before it is written
         outcomes = save_by(2, tmp_path, 5, weights(5), state, NO_FACTS, config)
         assert [outcome.problem for outcome in outcomes] == [None, None]
+        assert (tmp_path / "latest").read_text().strip() == folder_name(5)
         inode = (tmp_path / folder_name(5)).stat().st_ino
     first = next((tmp_path / folder_name(5)).glob("weights-00001*"))
     assert (tmp_path / folder_name(5)).stat().st_ino == inode

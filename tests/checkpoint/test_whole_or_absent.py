@@ -20,7 +20,7 @@ import torch
 from saving import MANIFEST, OPTIMIZER, WEIGHTS, keep, put, reseal, save_by, weights
 
 from paceline.base.errors import RunError, UserError
-from paceline.checkpoint import load
+from paceline.checkpoint import load, publish
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.copies import take
 from paceline.checkpoint.manifest import Damaged, folder_name, list_steps, read
@@ -370,6 +370,13 @@ def test_what_was_asked_is_kept_and_no_more(tmp_path: Path, config: CheckpointCo
         assert best.read_text() == "step-00000030\n"
 
 
+def test_best_names_none_where_the_best_is_no_longer_kept(tmp_path: Path) -> None:
+    for step, keep_best in ((10, True), (20, False)):
+        config = CheckpointConfig(keep_best=keep_best)
+        save_by(1, tmp_path, step, weights(step), {}, {"val_loss": 1.0}, config)
+        assert (tmp_path / "best").exists() == keep_best
+
+
 def test_one_that_stands_for_others_is_kept_where_one_of_those_would_be(tmp_path: Path) -> None:
     """Those of 20, 30 and 40 were due while the disk was busy, and made later."""
     config = CheckpointConfig(keep=2, keep_every=20)
@@ -398,7 +405,9 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_sets_the_later_ones_aside(t
     put(tmp_path, 20, {"a.weight": torch.zeros(2)}, {}, {}, 2)
     assert torch.equal(load.read_weights(tmp_path, 20)[0]["a.weight"], torch.zeros(2))
     assert list_steps(tmp_path) == [15, 20]
+    (tmp_path / "latest").write_text("step-00000015\n")  # as after a kill just before it is written
     assert set_aside(tmp_path, 20) == []
+    assert (tmp_path / "latest").read_text() == "step-00000020\n"
 
 
 def test_a_resume_that_dies_while_it_sets_aside_leaves_latest_on_one_that_is_there(
@@ -418,6 +427,29 @@ def test_a_resume_that_dies_while_it_sets_aside_leaves_latest_on_one_that_is_the
         set_aside(tmp_path, 10)
     assert list_steps(tmp_path) == [10, 20]
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
+
+
+def test_a_save_that_dies_between_its_two_renames_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces one of the same step, which has lost its name by then."""
+    keep(tmp_path, 10)
+    new = shutil.copytree(keep(tmp_path, 20), publish.unfinished_folder(tmp_path, 20, "dead-1"))
+    rename = os.rename
+
+    def dies_at_the_second(source: Path, target: Path) -> None:
+        if source == new:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dies_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            publish.put_in_place(tmp_path, new, 20)
+    assert load.find(tmp_path)[0].name == folder_name(10)
+    keep(tmp_path, 20)
+    assert load.find(tmp_path)[0].name == folder_name(20)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_an_old_one_that_cannot_be_removed_now_does_not_fail_the_save(

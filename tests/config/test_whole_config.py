@@ -137,6 +137,8 @@ def test_a_horizon_that_is_given_takes_the_place_of_the_presets() -> None:
     changed = from_toml("[train]\nsteps = 7", "x", demo)
     assert (changed.train.steps, changed.train.time_budget) == (7, 0)
     changed.check()
+    above = from_toml('preset = "demo"\n[train]\nsteps = 7', "x", Config())
+    assert (above.train.steps, above.train.time_budget) == (7, 0)
     changed = from_toml("[train]\nglobal_batch_tokens = 4096", "x", demo)
     assert (changed.train.global_batch_tokens, changed.train.global_batch_size) == (4096, 0)
 

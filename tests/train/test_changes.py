@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ import whole_runs
 from program import losses, rows
 from whole_runs import events, status_of, words
 
-from paceline.base.errors import UserError
+from paceline.base.errors import RunError, UserError
 from paceline.config import Config
+from paceline.data.plan import BatchPlan
+from paceline.train.progress import Progress
+from paceline.train.restoring import _restore_shares
 
 
 def tiny(**changes: Any) -> Config:
@@ -101,6 +105,24 @@ def test_an_end_that_is_behind_is_refused_however_it_is_given(run_folder: Path) 
     assert resume(run_folder) == 0
     assert resume(run_folder) == 0, "a run that is complete stays so, and nobody is refused"
     assert len(events(run_folder, "end")) == 3
+
+
+def test_shares_by_speed_begin_equal_where_a_rank_had_no_sequence() -> None:
+    """As with equal shares in few micro-batches: its speed would stay unknown, and the shares as they are."""
+    plan = BatchPlan(12, 6, 3, (4, 4, 4))
+    setup: Any = SimpleNamespace(
+        settings=SimpleNamespace(plan=plan),
+        progress=Progress(step=5),
+        config=tiny(parallel__shares="auto"),
+        loader=SimpleNamespace(change=lambda first, plan: None),
+    )
+    for saved, expected in (([6, 4, 2], [6, 4, 2]), ([6, 6, 0], [4, 4, 4]), ([8, 4], [4, 4, 4]), (None, [4, 4, 4])):
+        assert _restore_shares(setup, saved) == expected
+
+
+def test_a_command_that_is_advised_is_quoted_for_a_shell(run_folder: Path) -> None:
+    with pytest.raises(RunError, match=re.escape(f"continue by `paceline resume '{run_folder}'`")):
+        status_of(run_folder, tiny(), "rank=0 step=6 phase=save.write kind=full", resume=True)
 
 
 def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(

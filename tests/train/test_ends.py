@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from program import COLD, TINY, Program, digest, losses, run, steps
 from ranks import run_ranks
 from whole_runs import STEPS, evaluations, events, saved, status_of, tiny, words
@@ -26,6 +27,7 @@ from paceline.config import Config
 from paceline.launch.signals import has_handler
 from paceline.train import evaluate as evaluate_module
 from paceline.train import loop as loop_module
+from paceline.train import meet as meet_module
 from paceline.train import saves as saves_module
 from paceline.train.loop import train
 from paceline.train.request import Request
@@ -88,6 +90,8 @@ def test_saves_come_by_the_clock_and_the_banner_says_when_the_first_does(
     assert events(tmp_path / "b", "checkpoint")[0]["step"] == 3
     status_of(tmp_path / "c", tiny(checkpoint__every=5))
     assert "every 5 steps, and at the end; the first at step 5" in words(capsys.readouterr().out)
+    status_of(tmp_path / "c", tiny(checkpoint__every=5, train__steps=STEPS + 1), resume=True)
+    assert "every 5 steps, and at the end; the newest 2 stay" in words(capsys.readouterr().out)
 
 
 def best_of(folder: Path) -> tuple[str, float]:
@@ -130,6 +134,18 @@ def test_the_best_is_marked_where_the_run_died_before_it_was(tmp_path: Path) -> 
     assert status_of(folder, tiny(checkpoint__keep_best=True, train__steps=STEPS + 2), resume=True) == 0
     assert best_of(folder)[1] == min(evaluations(folder).values())
     assert saved(folder)[0] == STEPS
+
+
+def test_the_best_is_kept_from_the_resume_on_that_asks_for_it(tmp_path: Path) -> None:
+    """It was saved and evaluated when nobody did."""
+    folder = tmp_path / "run"
+    changes = {"checkpoint__every": 1, "train__eval_every": 1, **GROWING}
+    assert status_of(folder, tiny(**changes, checkpoint__keep=9, train__stop_at_step=3)) == 75
+    assert status_of(folder, tiny(**changes, checkpoint__keep_best=True), resume=True) == 0
+    found = evaluations(folder)
+    best = min(found, key=lambda step: found[step])
+    assert best < 3
+    assert best_of(folder) == (f"step-{best:08d}", found[best])
 
 
 # ---- stopped at an evaluation ----
@@ -366,6 +382,53 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_before_them(
     assert events(folder)[-1]["event"] == "failed"
     assert status_of(folder, tiny(), resume=True) == 0
     assert [event["step"] for event in events(folder, "resume")] == [3]
+
+
+def test_where_the_state_before_them_cannot_be_saved_later_checkpoints_stay_for_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    faulty = "rank=0 step=4 kind=nan; rank=0 step=5 kind=nan; rank=0 step=3 phase=save.write kind=full"
+    with pytest.raises(RunError, match=r"up to step 5; .* is not saved: .*No space left on device"):
+        status_of(folder, tiny(train__max_skips=2, checkpoint__every=2), faulty)
+    assert saved(folder) == [2, 4]
+    assert (folder / "checkpoints/latest").read_text().strip() == "step-00000004"
+    assert status_of(folder, tiny(), resume=True) == 0
+
+
+# ---- memory, samples ----
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8")
+
+
+def fail(error: Exception) -> Callable[..., Any]:
+    def raises(*_: object, **__: object) -> None:
+        raise error
+
+    return raises
+
+
+def test_a_gpu_that_is_full_when_ranks_meet_says_what_needs_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meet_module, "make_replica", fail(FULL))
+    advice = r"allocate 2\.00 GiB\. This needs less, for the same losses: --train\.device-batch-size 1, "
+    with pytest.raises(RunError, match=advice):
+        status_of(tmp_path / "run", tiny())
+
+
+@pytest.mark.parametrize("error", [UserError("no id for this. More"), FULL], ids=["prompt", "memory"])
+def test_a_sample_that_fails_does_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(evaluate_module, "generate", fail(error))
+    config = tiny(train__steps=1, train__eval_every=-1, train__sample_tokens=1)
+    assert status_of(tmp_path / "run", config) == 0
+    assert f"no sample: {str(error).partition('. ')[0]} run folder" in words(capsys.readouterr().out)
+
+
+def test_a_seed_may_have_more_than_64_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(train__steps=1, train__eval_every=-1, train__sample_tokens=1, train__seed=1 << 64)
+    assert status_of(tmp_path / "run", config) == 0
+    assert "A sample (temperature" in capsys.readouterr().out
 
 
 # ---- slow, and no hang ----

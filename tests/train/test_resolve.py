@@ -47,6 +47,11 @@ def test_a_horizon_in_tokens_is_reached(tokens: int, num_steps: int) -> None:
     assert settings.num_steps == num_steps == math.ceil(tokens / settings.tokens_per_step)
 
 
+def test_a_horizon_of_less_than_a_token_is_one_step() -> None:
+    settings = settings_of([1e9], train__steps=0, train__tokens_per_param=1e-9, train__global_batch_size=0)
+    assert (settings.num_steps, settings.plan.global_batch_size) == (1, 1)
+
+
 @pytest.mark.parametrize(("batch", "ranks", "micro"), [(200, 2, 50), (64, 1, 64), (65, 1, 33), (3, 4, 1), (390, 3, 44)])
 def test_a_share_is_split_into_equal_micro_batches_of_at_most_4096_tokens(batch: int, ranks: int, micro: int) -> None:
     plan = settings_of([1e9] * ranks, train__global_batch_size=batch).plan

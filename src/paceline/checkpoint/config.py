@@ -16,7 +16,8 @@ class CheckpointConfig:
     keep: int = 2
     """Number of newest complete checkpoints to keep; at least 2, so that one remains if the other is damaged."""
     keep_every: int = 0
-    """Also keep those of steps that are multiples of this; 0: none."""
+    """Also keep those of steps that are multiples of this; 0: none. Give `every`, too: saves by time are rarely of such
+    a step."""
     keep_best: bool = False
     """Also keep the one with the lowest validation loss; the file `best` names it."""
     retry_s: float = 300.0

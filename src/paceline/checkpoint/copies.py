@@ -47,7 +47,7 @@ def take(checkpoints: Path, step: int, open_file: Open, config: CheckpointConfig
         raise
     publish.put_in_place(checkpoints, folder, step)
     if config.keep_best:
-        retention.take_losses(checkpoints)
+        retention.take_losses(checkpoints, retention.recorded_losses(checkpoints))
     retention.prune(checkpoints, step, config)
     return mf.num_bytes(manifest)
 

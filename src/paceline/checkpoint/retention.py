@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,29 @@ def mark(checkpoints: Path, step: int, val_loss: float) -> None:
     _point_to_best(checkpoints)
 
 
-def take_losses(checkpoints: Path) -> None:
-    """Records the losses of checkpoints evaluated after their save, from the run's metrics: a copy lacks the file that
-    `mark` wrote."""
-    found = (row for row in rows(checkpoints.parent / "metrics.jsonl") if row)
-    losses = {row["step"]: row["val_loss"] for row in found if isinstance(row.get("val_loss"), float)}
+def recorded_losses(checkpoints: Path) -> dict[int, float]:
+    """Returns step -> finite validation loss, from the metrics of the run that has these checkpoints."""
+    found = ((row.get("step"), row.get("val_loss")) for row in rows(checkpoints.parent / "metrics.jsonl") if row)
+    return {
+        step: loss for step, loss in found if isinstance(step, int) and isinstance(loss, float) and math.isfinite(loss)
+    }
+
+
+def take_losses(checkpoints: Path, losses: Mapping[int, float]) -> None:
+    """Records these losses (by step) of checkpoints evaluated after their save, where `mark` wrote no file: in a copy,
+    after a crash, or if the best was not kept so far. Updates `best`."""
     for step, manifest in _complete(checkpoints).items():
         if step in losses and _val_loss(checkpoints, step, manifest) is None:
             replace(checkpoints / mf.folder_name(step) / _LOSS, json.dumps(losses[step]).encode())
+    _point_to_best(checkpoints)
 
 
 def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     """Removes the complete checkpoints that the config does not keep. Damaged ones stay, and do not count. A checkpoint
     also stands for steps that were due while the disk was busy (`due_steps`)."""
     best = _point_to_best(checkpoints) if config.keep_best else None
+    if best is None:  # it may name one that is removed now
+        (checkpoints / "best").unlink(missing_ok=True)
     hidden = []
     for number, manifest in list(_complete(checkpoints).items())[: -config.keep]:
         steps = [number, *manifest.get("due_steps", [])]
@@ -65,8 +75,6 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
     """For a run that resumes at `step`: renames later checkpoints to `superseded-NAME` and returns their names.
     `latest` then names this step, and `best`, if it exists, the best of those left."""
     later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
-    if not later:
-        return []
     point(checkpoints, "latest", mf.folder_name(step))  # first: a crash never leaves it on a folder that was renamed
     for name in reversed(later):  # the newest first: a crash in between leaves no gap
         target, number = checkpoints / f"superseded-{name}", 1
@@ -93,7 +101,7 @@ def _point_to_best(checkpoints: Path) -> int | None:
 
 
 def _val_loss(checkpoints: Path, step: int, manifest: dict[str, Any]) -> float | None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return float(json.loads((checkpoints / mf.folder_name(step) / _LOSS).read_text()))
     return manifest.get("val_loss")
 

@@ -28,7 +28,7 @@ import torch
 from paceline.base import faults
 from paceline.base.ownership import Slice
 from paceline.checkpoint import manifest as mf
-from paceline.checkpoint import publish, shards
+from paceline.checkpoint import publish, retention, shards
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.publish import Record
@@ -192,6 +192,7 @@ class Saver:
         if num_bytes is not None:
             # The run resumed from this one, or a script saves a step again with the same state.
             self._receive(None)
+            retention.point(self._checkpoints, "latest", mf.folder_name(job.step))  # a crash may have come before
             return num_bytes
         try:
             try:

@@ -25,8 +25,11 @@ from paceline.world.runtime import World
 _HOST_COLUMNS = ["host", "ranks", "device", "processor", "instructions", "rounding", "threads", "free a rank", "dtype"]
 
 
-def start(console: Console, world: World, settings: Settings, data: TrainingData, peak: Peak, folder: str) -> None:
-    """Prints the world, the model, the data, the batch sizes, and each automatic choice with its flag."""
+def start(
+    console: Console, world: World, settings: Settings, data: TrainingData, peak: Peak, folder: str, is_new: bool
+) -> None:
+    """Prints the world, the model, the data, the batch sizes, and each automatic choice with its flag. is_new: nothing
+    was saved yet."""
     config, plan = settings.config, settings.plan
     model, optim, wire = config.model, config.optim, config.parallel.wire
     parameters = cost.num_parameters(model)
@@ -46,7 +49,7 @@ def start(console: Console, world: World, settings: Settings, data: TrainingData
         **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
         **_link(world, settings),
         "horizon": _horizon_text(settings, data),
-        "checkpoints": _saves_text(config),
+        "checkpoints": _saves_text(config, is_new),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
         if peak.flops_per_s
         else f"nothing known ({peak.source})",
@@ -173,11 +176,11 @@ def _horizon_text(settings: Settings, data: TrainingData) -> str:
     return f"{settings.num_steps} steps = {units.count(num_tokens)} tokens = {epochs} of this data"
 
 
-def _saves_text(config: Config) -> str:
+def _saves_text(config: Config, is_new: bool) -> str:
     saves = config.checkpoint
     when = "at the end only"
     if saves.every:
-        when = f"every {saves.every} steps, and at the end; the first at step {saves.every}"
+        when = f"every {saves.every} steps, and at the end" + (f"; the first at step {saves.every}" if is_new else "")
     elif saves.every_s:
         first = units.duration(saves.every_s)
         when = f"every {first} of training, and at the end; the first after {first}"

@@ -103,7 +103,7 @@ def _say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     model = build(config.model, config.train.seed, setup.world.device)
     model.load_state_dict(weights)
     model.compute_dtype = product_dtype(setup.config.train.dtype)
-    generator = torch.Generator().manual_seed(config.train.seed)
+    generator = torch.Generator().manual_seed(config.train.seed % (1 << 63))  # it takes 64 bits
     tokens = generate(
         model.eval(), start, config.train.sample_tokens, temperature=_SAMPLE_TEMPERATURE, top_k=50, generator=generator
     )

@@ -111,7 +111,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     if request.is_restart:
         banner.start_again(console, world, settings, folder.shown)
     else:
-        banner.start(console, world, settings, data, peak, folder.shown)
+        banner.start(console, world, settings, data, peak, folder.shown, is_new)
     predicted = request.predict(settings, world)
     if predicted is not None:
         console.say(f"{predicted.announcement()}\n")
@@ -267,7 +267,7 @@ _LOCAL = (
 def require_alike(group: Group, config: Config, blend: Blend) -> None:
     """Raises UserError on all ranks, naming them and their values, if data or configs differ. Collective."""
     mine = {
-        "data": f"{blend.name} {blend.fingerprint[:16]}",
+        "data": blend.fingerprint[:16],
         "data content (paceline data info DIR --verify says which shard)": blend.content_digest[:16],
         **{
             name: value

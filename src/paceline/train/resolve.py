@@ -163,7 +163,7 @@ def _global_batch(config: Config, choices: list[Choice]) -> int:
     # Power Lines (arXiv 2505.13738): the best batch grows as tokens^0.383; the factor makes it GPT-2 124M's 2^19 tokens
     # at a horizon of 1e10. Without a horizon in tokens: 20 a parameter (Chinchilla).
     parameters = cost.num_parameters(config.model).non_embedding
-    horizon = train.tokens or int((train.tokens_per_param or 20) * parameters)
+    horizon = train.tokens or max(1, int((train.tokens_per_param or 20) * parameters))
     tokens = 2**19 * (horizon / 1e10) ** 0.383
     batch = 2 ** max(0, round(math.log2(tokens / seq_len)))
     choices.append(
@@ -237,7 +237,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
     state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
     itemsize = item_bytes(config.train.dtype)
-    head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in _fixed_bytes, too
+    head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
     return rank.free_bytes * _MEMORY_SHARE - state - loss
 

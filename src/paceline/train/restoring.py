@@ -1,7 +1,6 @@
 """Resuming a run from a checkpoint, or beginning one."""
 
 import contextlib
-import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.errors import RunError, UserError
-from paceline.base.jsonl import rows
 from paceline.checkpoint import retention
 from paceline.config import to_toml
 from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
@@ -70,9 +68,6 @@ def _restore(setup: Setup) -> bool:
     progress.sequences = _restore_shares(setup, progress.sequences)
     reached = _forget_later_steps(setup)
     _take_val_losses(setup)
-    if setup.config.checkpoint.keep_best and progress.is_best and setup.world.is_main:
-        with contextlib.suppress(OSError):  # an earlier attempt may have died before marking this checkpoint
-            retention.mark(checkpoints.checkpoints, progress.step, progress.best_val_loss or 0.0)
     before, now = manifest["world_size"], setup.world.world_size
     facts = {
         "from_world_size": before,
@@ -92,9 +87,9 @@ def _restore(setup: Setup) -> bool:
 
 def _restore_shares(setup: Setup, saved: list[int] | None) -> list[int]:
     """Returns the sequences of the next step by rank: with parallel.shares auto those in force when the checkpoint was
-    saved, if the world has the same size."""
+    saved, if the world has the same size, and no rank had none: its speed would stay unknown."""
     plan, step = setup.settings.plan, setup.progress.step
-    if setup.config.parallel.shares == "auto" and saved and len(saved) == plan.world_size:
+    if setup.config.parallel.shares == "auto" and saved and all(saved) and len(saved) == plan.world_size:
         plan = plan.with_shares(saved)
     setup.loader.change(step, plan)
     return plan.num_sequences()
@@ -162,12 +157,11 @@ def _forget_later_steps(setup: Setup) -> int:
 
 def _take_val_losses(setup: Setup) -> None:
     """Takes validation losses from the records: a checkpoint is saved before its evaluation. Collective."""
-    progress, losses = setup.progress, dict[int, float]()
+    progress, checkpoints, losses = setup.progress, setup.folder.checkpoints, dict[int, float]()
     if setup.world.is_main:
         with contextlib.suppress(OSError):
-            for row in rows(setup.folder.metrics):
-                loss = row.get("val_loss") if row else None
-                if row and isinstance(loss, float) and math.isfinite(loss):
-                    losses[row["step"]] = loss
+            losses = retention.recorded_losses(checkpoints)
+            if setup.config.checkpoint.keep_best:
+                retention.take_losses(checkpoints, losses)
     best = min(losses.values(), default=progress.best_val_loss)
     progress.val_loss, progress.best_val_loss = setup.group.broadcast_json([losses.get(progress.step), best])

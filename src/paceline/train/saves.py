@@ -8,6 +8,7 @@ large part of the interval between saves.
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Iterator
 
@@ -82,7 +83,7 @@ class Saves:
         """Saves as of `progress` and waits until it is on the disk. Collective. If the disk fails, retries for
         checkpoint.retry-s, then raises RunError on all ranks.
 
-        Sets checkpoints of later steps aside, so that this one is the newest.
+        Then sets checkpoints of later steps aside, so that this one is the newest.
         """
         began_s, is_again = time.monotonic(), False
         while (problem := self._try(progress, is_again)) is not None:
@@ -91,7 +92,7 @@ class Saves:
             if is_over:
                 raise RunError(
                     f"training reached step {progress.step}, and its last checkpoint could not be saved: {problem}. "
-                    f"{newest}. Make room and continue by `paceline resume {self._setup.folder.shown}`",
+                    f"{newest}. Make room and continue by `paceline resume {shlex.quote(self._setup.folder.shown)}`",
                     reach="world",
                 )
             if not is_again:
@@ -159,15 +160,15 @@ class Saves:
         with self._disk_timeout():
             self._finish()
             self.report()
-            if self._setup.world.is_main and progress.step < self._progress.step:
-                with contextlib.suppress(OSError):  # if the disk fails here, the save reports it
-                    retention.set_aside(self._folder, progress.step)
             self._begin(progress)
             self._finish()
             outcome = self.report(is_again)
-            problem: str | None = self._group.broadcast_json(
-                outcome.problem if outcome else "its writer did not finish"
-            )
+            own = outcome.problem if outcome else "its writer did not finish"
+            # Not before: if this save fails, a resume needs the later ones.
+            if own is None and self._setup.world.is_main and progress.step < self._progress.step:
+                with contextlib.suppress(OSError):  # then a resume begins at a later one
+                    retention.set_aside(self._folder, progress.step)
+            problem: str | None = self._group.broadcast_json(own)
         return problem
 
     def _finish(self) -> None:
