@@ -12,7 +12,7 @@ from paceline.cli.flags import base_config, parse
 from paceline.cli.train import TrainArguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
-TRAIN = ("--", "--preset", "tiny", "--train.sample-prompt", "$(date)", "--out", "/runs/on")
+TRAIN = ("--", "--preset", "tiny", "--train.sample-prompt", "$(date) $$(x) 🚀", "--out", "/runs/on")
 FLAGS = ("--nodes", "2", "--gpus", "8", "--memory", "64Gi", "--volumes", "runs:/runs,corpora:/data")
 
 
@@ -31,7 +31,16 @@ def test_the_job_is_valid_and_repeats_one_command() -> None:
     for document in (service, job):
         validate(document, "1.37", strict=True)
     container = pod(job)["containers"][0]
-    command = ["--preset", "tiny", "--train.sample-prompt", "$$(date)", "--out", "/runs/on", "--resume", "auto"]
+    command = [
+        "--preset",
+        "tiny",
+        "--train.sample-prompt",
+        "$$(date) $$$$(x) 🚀",
+        "--out",
+        "/runs/on",
+        "--resume",
+        "auto",
+    ]
     assert container["command"] == ["paceline", "train", *command]
     env = {item["name"]: item["value"] for item in container["env"]}
     assert env == {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "on-0.on"}

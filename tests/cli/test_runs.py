@@ -1,8 +1,12 @@
 """`paceline runs`: a line for each run, and the settings in which they differ."""
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from in_process import here
 
 from paceline.record.folder import COMPLETE, create
@@ -49,3 +53,18 @@ def test_a_long_name_is_whole_in_a_pipe_and_a_value_that_is_no_number_is_left_ou
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in here("runs", str(tmp_path), cwd=tmp_path).require(2).err
     assert "cannot read" in here("runs", "nowhere", cwd=tmp_path).require(2).err
+
+
+def test_a_run_that_only_its_user_may_look_into_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "theirs"):
+        made(tmp_path / name, 0.1)
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if f"{os.sep}theirs{os.sep}" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    (run,) = json.loads(here("runs", str(tmp_path), "--json", cwd=tmp_path).require().out)
+    assert Path(run["run"]).name == "mine"

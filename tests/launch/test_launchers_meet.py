@@ -138,6 +138,11 @@ def test_a_host_that_failed_and_is_lost_is_one_host_of_the_three(tmp_path: Path)
     third.close()
 
 
+def test_a_new_run_folder_is_its_users_alone(lab: Lab) -> None:
+    lab.start(0)
+    assert [path.stat().st_mode & 0o777 for path in (lab.runs[0], lab.runs[0] / "ranks")] == [0o700, 0o700]
+
+
 def test_the_ranks_meet_at_the_port_that_is_given(lab: Lab) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

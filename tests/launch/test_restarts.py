@@ -219,3 +219,12 @@ def test_progress_is_read_from_records_that_a_crash_cut_short(tmp_path: Path) ->
     events.write_text('{"event": "start"}\n{"event": "resume", "step": 80}\n{"event": "end", "step": 89}\n')
     assert records.began_at() == 80
     assert Records(tmp_path).began_at() is None, "what was before is no attempt of this launcher"
+
+
+def test_progress_without_a_row_shows_in_checkpoints(tmp_path: Path) -> None:
+    """With --log.every 100 three failures at the steps 30, 60 and 90 are not failures at one step."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000030\n")
+    assert Records(tmp_path).last_step() == 30
+    (tmp_path / "metrics.jsonl").write_text('{"step": 31}\n')
+    assert Records(tmp_path).last_step() == 31

@@ -1,6 +1,7 @@
 """What a terminal is shown: text and no orders to it, lines no wider than they need to be."""
 
 import unicodedata
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ def test_control_characters_are_shown_as_escapes() -> None:
     left = {character for character in printable(ALL) if unicodedata.category(character) == "Cc"}
     assert left == {"\n", "\t"}
     assert all(character in printable(ALL) for character in ALL if unicodedata.category(character) != "Cc")
+    assert printable("half \ud83d, byte \udcff") == "half \\ud83d, byte \\udcff"
 
 
 def test_what_is_said_holds_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -62,3 +64,24 @@ def test_a_pipe_gets_narrow_tables_and_whole_lines(tmp_path: Path, capfd: pytest
     assert lines[-4:] == [line, "", "the last one", ""]
     assert not [text for text in lines if text != text.rstrip()]
     assert 80 <= max(len(text) for text in lines if text != line) <= 100
+
+
+def test_an_error_is_printed_though_standard_output_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115
+    full.write("said before")
+    with redirect_stdout(full):
+        print_error("error: told")
+    with suppress(OSError):
+        full.close()
+    assert capfd.readouterr().err == "error: told\n"
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, then, this is a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(0)
+    with console.progress(10):
+        console.advance(1, "step 1/10", "loss 2.5")
+        assert capfd.readouterr().out == "step 1/10  loss 2.5\n"

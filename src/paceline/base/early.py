@@ -10,8 +10,8 @@ from paceline.base.say import say
 from paceline.base.status import has_launcher
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
-_NAMES = ("SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM")  # SIGTERM last: a launcher looks for its handler
-STOP_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+# SIGTERM last: a launcher looks for its handler.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)
 
 
 def stopped_early(name: str) -> str:

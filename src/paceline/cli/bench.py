@@ -140,7 +140,7 @@ def _link(arguments: list[str]) -> int:
     if env.rank == 0:
         show(report, console)
         if parsed.json:
-            Path(parsed.json).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+            Path(parsed.json).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
         if parsed.plot:
             write_plot(report, Path(parsed.plot))
     return 0
@@ -216,7 +216,7 @@ def _scaling(arguments: list[str]) -> int:
     shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json, "plot": scaling_show.plot_html}
     for name, shape in shapes.items():
         if path := getattr(parsed, name):
-            Path(path).write_text(shape(setup, found))
+            Path(path).write_text(shape(setup, found), encoding="utf-8")
     for remark in scaling_show.remarks(setup, tables):
         console.say(remark, style="bold")
     return 0
@@ -255,7 +255,7 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
     console.say(compare.LEGEND, style="dim")
     for name, shape in {"markdown": compare.markdown, "json": compare.as_json}.items():
         if path := getattr(parsed, name):
-            Path(path).write_text(shape(setup, rows))
+            Path(path).write_text(shape(setup, rows), encoding="utf-8")
     return 0
 
 

@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
         config = config.replace("train", steps=1)  # the checks do not depend on the horizon
     config.check()
     env = detect()
+    if parsed.node_rank >= 0 and not parsed.hosts:
+        raise UserError("--node-rank belongs to a list of hosts; give it by --hosts")
     if parsed.hosts and env.is_distributed:
         raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
     if env.local_rank:  # local rank 0 examines the host

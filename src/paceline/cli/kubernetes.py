@@ -128,13 +128,13 @@ def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
         "name": name,
         "master": f"{name}-0.{name}",
         "image": job.image,
-        "command": [word.replace("$(", "$$(") for word in command],  # Kubernetes would put a variable's value there
+        "command": [word.replace("$", "$$") for word in command],  # in Kubernetes $(NAME) is a variable, and $$ is $
         "resources": {"limits": {resource: limit for resource, limit in limits.items() if limit}},
         "mounts": [*mounts, {"name": "shm", "mountPath": "/dev/shm"}],
         "volumes": [*volumes, memory],
     }
     numbers = {"nodes": job.nodes, "ranks": job.nproc or max(1, job.gpus), "grace_s": job.grace_s}
-    texts = {key: json.dumps(value) for key, value in written.items()}  # JSON is YAML
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in written.items()}  # JSON is YAML
     return (_JOB if job.kind == "job" else _TRAINJOB).format(failures=job.failures, **numbers, **texts)
 
 

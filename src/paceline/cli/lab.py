@@ -1,7 +1,5 @@
 """paceline lab"""
 
-import contextlib
-import io
 import os
 import shutil
 import sys
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
+from paceline.base.say import say
 from paceline.cli.flags import divided, parse
 
 if TYPE_CHECKING:
@@ -103,10 +102,8 @@ def _command(words: list[str], verbs: list[str]) -> list[str]:
 
 
 def _announce(layout: "Layout") -> None:
-    """Prints the hosts on standard error; standard output is rank 0's. A closed one does not end the lab."""
-    from rich.console import Console
-
-    from paceline.record.console import PLAIN_WIDTH, table, without_trailing_blanks
+    """Prints the hosts on standard error; standard output is rank 0's."""
+    from paceline.record.console import plain, table
     from paceline.tools.lab.hosts import rate_text
 
     rows = [
@@ -120,17 +117,10 @@ def _announce(layout: "Layout") -> None:
         ]
         for host in layout.hosts
     ]
-    text, is_terminal = io.StringIO(), os.isatty(2)  # we write it: if its reader is gone, rich would end the process
-    width = None if is_terminal else PLAIN_WIDTH
-    console = Console(file=text, force_terminal=is_terminal, highlight=False, width=width)
-    console.print(table("The lab", ["host", "address", "rate", "processors", "ranks"], rows))
+    say(plain(table("The lab", ["host", "address", "rate", "processors", "ranks"], rows)).removesuffix("\n"))
     if layout.is_crowded:
         cores = units.plural(layout.num_cores, "core")
-        console.print(
-            f"{len(layout.hosts)} hosts share {cores}: none is as fast as it would be alone\n", style="yellow"
-        )
-    with contextlib.suppress(OSError):
-        os.write(2, without_trailing_blanks(text.getvalue()).encode())
+        say(f"{len(layout.hosts)} hosts share {cores}: none is as fast as it would be alone\n")
 
 
 def _set(arguments: list[str]) -> int:

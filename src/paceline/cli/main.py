@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import keyword
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
+from paceline.base.say import discard_output
 from paceline.base.status import has_launcher, record_status
 
 _VERBS = {
@@ -48,13 +50,35 @@ _USAGE = """paceline: data-parallel training of GPT language models, from one la
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line, by default that of this process, and returns its exit status."""
+    _prepare_streams()
     try:
-        return record_status(_dispatch(sys.argv[1:] if arguments is None else arguments))
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # `paceline ... | head`
+            discard_output()
+
+
+def _prepare_streams() -> None:
+    """Opens /dev/null in place of closed standard streams (`>&-`): the next file would get their number, and with it
+    what is printed. A character that the encoding of standard output lacks is printed as an escape."""
+    while None in (sys.stdin, sys.stdout, sys.stderr) and (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], open(number, "w" if number else "r"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        return record_status(_dispatch(arguments))
     except KeyboardInterrupt:
         # With a launcher, that prints it for all its ranks.
         return _end("" if has_launcher() else "interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # `paceline ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:
+        discard_output()
         return EXIT_DONE
     except Exception as error:
         if os.environ.get("PACELINE_DEBUG") == "1":

@@ -191,6 +191,8 @@ def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -
     env, _ = find_world("1", ParallelConfig())
     if not env.is_distributed:
         for count in counts:
+            find_world(str(count), ParallelConfig())  # refuses more ranks than the memory here holds
+        for count in counts:
             if status := start_without_run(count, ["plan", *arguments], ParallelConfig()):
                 return status
         return EXIT_DONE

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
 from paceline.cli.start import RankFlags, start
 from paceline.config import CONFIG_IS_KEPT, Config, load_run
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
     folder, stored = _stored(arguments)
     default = ResumeArguments(run=folder, settings=stored)
     parsed = parse(ResumeArguments, default, arguments, "resume")
+    require_at_least(parsed, "--", step=-1)
     config = parsed.settings.batch_in_sequences()
     refuse_other_run(stored, config)
     config.check()

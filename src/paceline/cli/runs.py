@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def main(arguments: list[str]) -> int:
 
 def _find(folder: Path) -> list[Path]:
     try:
-        found = [path for path in (folder, *folder.iterdir()) if (path / "config.toml").is_file()]
+        # Not Path.is_file, which raises: only its user may look into a run folder, and others may share this one.
+        found = [path for path in (folder, *folder.iterdir()) if os.path.isfile(path / "config.toml")]
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}; name the folder that holds run folders") from None
     if not found:

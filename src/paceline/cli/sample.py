@@ -37,7 +37,11 @@ def main(arguments: list[str]) -> int:
     parsed = parse(SampleArguments, SampleArguments(run=""), arguments, "sample")
     if not parsed.run:
         raise UserError("name the run folder: paceline sample RUN [options]")
-    require_at_least(parsed, "--", tokens=0, temperature=0, top_k=0)
+    require_at_least(parsed, "--", tokens=0, temperature=0, top_k=0, step=-1)
+    if 0 < parsed.temperature < 1e-6:  # logits divided by it would become infinite
+        raise UserError(f"--temperature is {parsed.temperature}; give at least 1e-6, or 0 for the likeliest token")
+    if abs(parsed.seed) >= 1 << 63:
+        raise UserError(f"--seed is {parsed.seed}; it must be less than 2^63")
     found = run_folder.find(Path(parsed.run))
     config = load_run(found.config)
     import torch

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from paceline import __version__
 from paceline.base import units
@@ -22,6 +21,7 @@ from paceline.cli.flags import without
 from paceline.config import Config, flatten
 from paceline.launch.job import job_name
 from paceline.launch.options import HostsOptions, read_hosts
+from paceline.launch.place import LOOPBACK
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -33,7 +33,6 @@ _MOST_AUTOMATIC_RANKS = 4
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux
 _RUNS = Path("runs")
 _FIRST_S = 2.0  # torchrun ends all ranks as soon as one ends: rank 0 prints its message first
-_STORE_HOST = "127.0.0.1"  # where --nproc's ranks meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +154,26 @@ def _start_ranks(
     from paceline.launch.local import start_ranks
     from paceline.launch.place import OneHost, OneOfMany
 
-    out, config = request.out, request.config
+    out, job, config = request.out, request.job, request.config
     assert out is not None
-    options: dict[str, Any] = {"max_restarts": max_restarts, "interface": config.parallel.interface}
     if hosts is None:
-        return start_ranks(command, out, lambda _: OneHost(num_ranks, config.parallel.port), **options)
+        return start_ranks(command, out, lambda _: OneHost(num_ranks, config.parallel.port), max_restarts=max_restarts)
+    assert job is not None
     if isinstance(hosts, Pod):
         group = OneOfMany(num_ranks, hosts.number, hosts.num_pods, hosts.master_addr, hosts.master_port)
-        return start_ranks(command, out, lambda _: group, job=request.job or "", address="", **options)
+        return start_ranks(command, out, lambda _: group, job=job, address="")
     from paceline.checkpoint.copies import take
     from paceline.launch.hosts import Hosts
 
-    job, checkpoints = request.job, run_folder.RunFolder(out).checkpoints
-    assert job is not None
-    options |= {"job": job, "address": hosts.addresses[hosts.node][0]}
-    copy = partial(take, checkpoints, config=config.checkpoint)
-    return start_ranks(command, out, lambda signals: Hosts(hosts, job, num_ranks, out, signals, copy), **options)
+    copy = partial(take, run_folder.RunFolder(out).checkpoints, config=config.checkpoint)
+    return start_ranks(
+        command,
+        out,
+        lambda signals: Hosts(hosts, job, num_ranks, out, signals, copy),
+        max_restarts=max_restarts,
+        job=job,
+        address=hosts.addresses[hosts.node][0],
+    )
 
 
 def find_world(
@@ -188,7 +191,7 @@ def find_world(
         parallel.check_num_ranks(world_size)
     check_master(env, parallel.interface, parallel.timeout_s)
     if not env.is_distributed:
-        check_port(parallel.port, _STORE_HOST)
+        check_port(parallel.port, LOOPBACK)
     return env, num_ranks
 
 
@@ -200,7 +203,7 @@ def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelCo
     command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # a launcher looks for its run's records
         group = OneHost(num_ranks, parallel.port)
-        return start_ranks(command, Path(folder), lambda _: group, interface=parallel.interface)
+        return start_ranks(command, Path(folder), lambda _: group)
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from paceline.base.early import EXIT_INTERRUPTED
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
 from paceline.record import folder as run_folder
 from paceline.record.config import TrackConfig
@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     if not parsed.run:
         raise UserError("name the run folder: paceline track RUN --to tensorboard")
     parsed.check()
+    require_at_least(parsed, "--", give_up_after_s=0)
     folder = run_folder.find(Path(parsed.run))
     if not parsed.trackers:
         raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")

@@ -47,7 +47,8 @@ class Hosts:
         self._state = State(job=job, start=secrets.token_hex(8), num_ranks=num_ranks, step=-1)
         self._run = run
         self._peers = Peers(options.addresses, options.node, run, self._own)  # first: another one may run here
-        self._mark(options.node).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        run.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents of a new folder get no mode
+        self._mark(options.node).parent.mkdir(exist_ok=True, mode=0o700)
         self._mark(options.node).write_text(self._state.start)
         self._copies = Copies(self._peers, run, take, self._records.newest_checkpoint, self._source)
         self._posted_s = 0.0  # monotonic; when the latest roster began here
@@ -259,11 +260,8 @@ class Hosts:
     def host_of(self, rank: int) -> str:
         """Returns the name of the host that had this rank."""
         assert self._state.roster is not None
-        for member in self._state.roster.members:
-            if rank < member.num_ranks:
-                return self._name(member.node)
-            rank -= member.num_ranks
-        raise IndexError(rank)
+        nodes = [member.node for member in self._state.roster.members for _ in range(member.num_ranks)]
+        return self._name(nodes[rank])
 
     def conclude(self, status: int, message: str = "") -> None:
         """Ends the run: tells the others, and waits until each of them has the last checkpoint; or takes it."""

@@ -57,19 +57,19 @@ def start_ranks(
     *,
     max_restarts: int = 0,
     job: str = "",
-    interface: str = "",
     address: str = LOOPBACK,
 ) -> int:
     """Runs the command as the ranks of this host, of the run in this folder, and returns all ranks' common exit status.
 
     After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. job: names
-    all attempts; empty: a random name. Without an interface ranks use the one that has this address, if one is given.
+    all attempts; empty: a random name. address: of the interface that ranks use, unless their config or the user names
+    one; empty: the backend chooses.
 
     Raises UserError if loopback is down; RunError naming the rank that died without a message, or listing all attempts;
     KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
     """
     require_loopback()
-    if not interface and address and (name := _interface_of(address)):
+    if address and (name := _interface_of(address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if address != LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
@@ -296,5 +296,5 @@ def _sweep(place: Path) -> None:
 
 def _is_ours_and_old(folder: Path) -> bool:
     found = folder.lstat()
-    is_ours = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     return is_ours and time.time() - found.st_mtime > _YOUNG_S

@@ -98,7 +98,8 @@ class Peers:
 
     def heard_s(self, node: int) -> float:
         """Returns when that host was asked for its latest state, monotonic."""
-        return self._heard[node][1] if node in self._heard else float("-inf")
+        found = self._heard.get(node)  # once: another thread may remove it
+        return found[1] if found else float("-inf")
 
     def open(self, node: int, name: str) -> http.client.HTTPResponse:
         """Returns a file of that host's run folder, to read. Raises FileNotFoundError, OSError or HTTPException."""

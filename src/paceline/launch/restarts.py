@@ -22,8 +22,8 @@ class Failure:
 
 
 def delay_s(failures: list[Failure], begun_at: int, most: int) -> float | None:
-    """Returns the seconds until the next attempt; 0 if the last one came further than all before; None: no more.
-    begun_at: the step at which the first attempt began. most: the number of allowed restarts."""
+    """Returns the seconds until the next attempt; None: no more. 0 after the first attempt, and after one that came
+    further than all before. begun_at: the step at which the first attempt began. most: allowed restarts."""
     if len(failures) > most or is_loop(failures):
         return None
     furthest, idle = begun_at, 0
@@ -49,9 +49,10 @@ class Records:
         self.began_at()  # reads the events of earlier attempts
 
     def last_step(self) -> int:
-        """Returns the last step that has a row; 0 if none has."""
+        """Returns the last step that has a row or a checkpoint; 0 if none has. With log.every rows may be rarer."""
         rows = reversed(last_rows(self._metrics))
-        return next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
+        step = next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
+        return max(step, self.newest_checkpoint() or 0)
 
     def began_at(self) -> int | None:
         """Returns the step at which the latest attempt since the last call began or resumed; None: there was none."""

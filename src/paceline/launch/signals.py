@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
-_HANDLED = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_EVERY_S = 0.05
-_PATIENT = (signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT))
-_KNOWN_TO_RANKS = (*_PATIENT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+_PATIENT = (signal.SIGINT, signal.SIGUSR1)
+_KNOWN_TO_RANKS = (*_PATIENT, signal.SIGTERM, signal.SIGHUP)
 
 
 def has_handler(pid: int, number: signal.Signals) -> bool:
@@ -35,7 +34,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         for number in _HANDLED:
             before = signal.getsignal(number)
-            if number == getattr(signal, "SIGHUP", None) and before == signal.SIG_IGN:
+            if number == signal.SIGHUP and before == signal.SIG_IGN:
                 continue  # nohup
             self._previous[number] = before
             signal.signal(number, self._record)

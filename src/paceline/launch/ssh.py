@@ -63,7 +63,7 @@ class Ssh:
     port: int  # of each host's launcher
 
     def line(self, name: str) -> list[str]:
-        """Returns the command line that starts an agent. Raises UserError if there is no ssh."""
+        """Returns the command line that starts an agent."""
         options = [word for option in _OPTIONS for word in ("-o", option)]
         # Python needs it before it can read anything. The order has the rest: others can see command lines.
         path = os.environ.get("PYTHONPATH")

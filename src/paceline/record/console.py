@@ -19,6 +19,7 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.base.errors import UserError
+from paceline.base.say import discard_output
 
 PLAIN_WIDTH = 100  # of files, pipes and logs
 _terminal_fd = 2  # the terminal, also after a rank's stderr was redirected to its log
@@ -30,10 +31,10 @@ def own_log() -> Path | None:
     return _own_log
 
 
-# C0 and C1 controls and DEL, which a terminal acts on, without newline and tab; and bytes of a path that are not UTF-8,
-# as Python holds them.
+# C0 and C1 controls and DEL, which a terminal acts on, without newline and tab; and halves of characters, which also
+# stand for bytes of a path that are not UTF-8.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-_ESCAPES |= {code: f"\\u{code:x}" for code in range(0xDC80, 0xDD00)}
+_ESCAPES |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}
 
 
 def printable(text: str) -> str:
@@ -44,9 +45,10 @@ def printable(text: str) -> str:
 
 def print_error(text: str) -> None:
     """Writes an error to the terminal, from any rank, in one write, so that lines of ranks do not mix."""
-    with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk: the exit status stays what it is
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+            stream.flush()
+    with contextlib.suppress(OSError):
         os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode(errors="backslashreplace"))
 
 
@@ -55,7 +57,7 @@ class _Terminal(rich.console.Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        discard_output()
 
 
 class Console:
@@ -71,13 +73,15 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        return self._terminal.is_terminal
+        """Whether output goes to a terminal that can move its cursor, which one with TERM=dumb cannot."""
+        return self._terminal.is_terminal and not self._terminal.is_dumb_terminal
 
     def open_log(self, path: Path) -> None:
         """Copies all later output to this file, readable by its user only. Raises UserError if it cannot be written."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._log = open(path, "a", buffering=1, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+            opener = partial(os.open, mode=0o600)
+            self._log = open(path, "a", buffering=1, encoding="utf-8", opener=opener)  # noqa: SIM115
         except OSError as error:
             raise UserError(
                 f"cannot write the log of this rank, {path}: {error.strerror}; make room for it", reach="rank"
@@ -103,7 +107,7 @@ class Console:
             self._show(shown)
         if self._log is not None:
             with contextlib.suppress(OSError):  # a full disk does not stop training
-                self._log.write(_plain(shown))
+                self._log.write(plain(shown))
 
     def log(self, text: str) -> None:
         """Writes a line to this rank's log only."""
@@ -117,7 +121,7 @@ class Console:
         if self.is_terminal:
             self._try(partial(console.print, what, soft_wrap=soft_wrap))
         else:
-            self._try(partial(print, _plain(what), end="", flush=True))
+            self._try(partial(print, plain(what), end="", flush=True))
 
     def _try(self, show: Callable[[], None]) -> None:
         try:
@@ -200,7 +204,7 @@ class Reading:
         self._console.advance(done_bytes, share, "  ".join(filter(None, facts)), total_bytes)
 
 
-def _plain(what: Text | rich.table.Table) -> str:
+def plain(what: Text | rich.table.Table) -> str:
     """Formats for pipes, files and logs: tables of fixed width, lines not wrapped, no trailing blanks."""
     out = io.StringIO()
     console = rich.console.Console(file=out, width=PLAIN_WIDTH, highlight=False)

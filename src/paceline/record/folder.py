@@ -37,7 +37,7 @@ _LEAST_FREE_BYTES = 50 << 20
 # What a run that ended before its first step leaves in its folder.
 _MADE_HERE = (
     *("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl", "ranks", "checkpoints"),
-    *("lock", "lock.holder", "job", "track", "tensorboard"),
+    *("lock", "lock.holder", "job", "track", "tensorboard", ".seen"),
 )
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
 
@@ -136,7 +136,7 @@ class RunFolder:
 
     def has_saved(self) -> bool:
         """Returns whether the run recorded a checkpoint, or `checkpoints` is no longer a folder."""
-        if self.checkpoints.is_symlink() or (self.checkpoints.exists() and not self.checkpoints.is_dir()):
+        if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
             return True
         return any(event.get("event") == "checkpoint" for event in _events(self.path))
 
@@ -264,9 +264,11 @@ def check_new(path: Path) -> None:
 
 
 def has_begun(path: Path) -> bool:
-    """Returns whether a run in this folder has made a step, or saved. One that was killed before may start again."""
-    was_killed_before = (path / "lock.holder").exists() and not _has_rows(path)
-    return any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not was_killed_before)
+    """Returns whether a run in this folder has made a step, or saved. One that was killed before may start again.
+    Raises UserError if the path cannot be used."""
+    with _as_user_error(path):
+        was_killed_before = (path / "lock.holder").exists() and not _has_rows(path)
+        return any(path.glob("checkpoints/*")) or ((path / "config.toml").exists() and not was_killed_before)
 
 
 def _has_rows(path: Path) -> bool:

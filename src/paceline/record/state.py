@@ -98,7 +98,7 @@ def _how(folder: RunFolder, events: list[Row], last: Row) -> tuple[Kind, str]:
     # A resumed run takes the lock some seconds before it records that.
     begins_again = _written_s(folder.path / "lock.holder") > _written_s(folder.events)
     step_ms = last.get("step_ms")
-    fresh_s = max(_SILENT_S, 0.02 * step_ms if isinstance(step_ms, int | float) else 0.0)
+    fresh_s = max(_SILENT_S, 0.02 * step_ms if isinstance(step_ms, float) else 0.0)
     if (kind in ("", "imported") or begins_again) and is_running(folder, fresh_s):
         return "running", ""
     return (kind, why) if kind else ("stale", "no end is recorded, and its process is gone or silent")
