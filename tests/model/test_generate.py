@@ -92,3 +92,13 @@ def test_refusals(prompt: list[int], options: dict[str, float], word: str) -> No
     model = build(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_positions=4, vocab_size=8), 0, "cpu")
     with pytest.raises(UserError, match=word):
         next(generate(model, prompt, 1, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_diverged_has_no_text(temperature: float) -> None:
+    model = build(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_positions=4, vocab_size=8), 0, "cpu")
+    with torch.no_grad():
+        model.norm.weight.mul_(1e38)
+        model.head_weight.mul_(1e4)
+    with pytest.raises(UserError, match="logits are not finite"):
+        next(generate(model, [1], 1, temperature=temperature))

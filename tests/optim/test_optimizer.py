@@ -263,6 +263,22 @@ def test_adamw_by_any_runs_of_elements_is_adamw_of_the_whole(seed: int) -> None:
         torch.testing.assert_close(joined, tensor, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_parameter_without_a_gradient_stays_and_the_others_get_their_own(name: str) -> None:
+    model, plain = build(CONFIG, 0, "cpu"), build(CONFIG, 0, "cpu")
+    before = weights(model)
+    num_dims = 2 if name == "muon" else 1
+    idle = [n for n, p in model.named_parameters() if n.startswith("layers.0.") and p.ndim == num_dims]
+    for each in (model, plain):
+        gradients_for(each, 0)
+    for n, parameter in model.named_parameters():
+        parameter.grad = None if n in idle else parameter.grad
+    update(make(model, name), 1e-2)
+    update(make(plain, name), 1e-2)
+    for (n, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, before[n] if n in idle else other, msg=n)
+
+
 def test_an_optimizer_of_nothing_updates_nothing() -> None:
     for optimizer in make_optimizers(OptimConfig(name="muon"), [], lr=1.0, weight_decay=0.1, compute_dtype=FLOAT32):
         optimizer.step()

@@ -25,7 +25,7 @@ def has_faster_mm(x: Tensor) -> bool:
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns a @ b, in `out` if given, on any device and in any dtype. Both have one dtype."""
     is_faster = has_faster_mm(a_MK)
-    if is_faster and not a_MK.is_contiguous():  # oneDNN copies it, which takes what a product of 256 bits gains
+    if is_faster and not a_MK.is_contiguous():  # oneDNN copies it, which takes as long as units of 256 bits save
         is_faster = has_wide_units() and torch.backends.cpu.get_cpu_capability() != "AVX2"
     if not is_faster:
         return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)

@@ -29,7 +29,7 @@ def generate(
     temperature 0 takes the likeliest token. `generator`: on the CPU; None: a new one with seed 0. No global generator
     is used, so weights and seed determine the text. Keys and values are cached. When all n_positions are used,
     generation restarts with the latest half of them as the prompt. A longer prompt is cut to its last n_positions
-    tokens. Raises UserError for an empty prompt or a negative temperature.
+    tokens. Raises UserError for an empty prompt, a negative temperature, or logits that are not finite.
     """
     if not prompt:
         raise UserError("the prompt is empty: give at least one token to continue")
@@ -45,6 +45,8 @@ def generate(
     for _ in range(max_new_tokens):
         with sdpa_kernel(_ATTENTION):
             logits_V = model.logits(torch.tensor([unread], device=device), cache)[0, -1].cpu()
+        if not logits_V.isfinite().all():
+            raise UserError("the model's logits are not finite: training diverged; take an earlier checkpoint (--step)")
         token = _draw(logits_V, temperature, top_k, generator)
         yield token
         if token == stop:

@@ -183,7 +183,7 @@ class GPT(nn.Module):
         """Returns what a block's attention takes to stay inside documents, on the device."""
         if attends_by_document(device, self.compute_dtype, self.config.head_dim):
             return document_bounds(documents_BT.cpu()).to(device, non_blocking=True)
-        return document_mask(documents_BT.to(device, non_blocking=True), self.compute_dtype)
+        return document_mask(documents_BT.to(device, non_blocking=device.type == "cuda"), self.compute_dtype)
 
     def _run(self, block: nn.Module, *arguments: object) -> Tensor:
         """Calls the block; if checkpointed, only its input is kept. Dropout needs no generator state."""

@@ -71,7 +71,7 @@ class EmbeddingMix(nn.Module):
         for k, weight_C in enumerate(self.weight, 1):
             earlier_BTC = all_BSC[:, K - k : K - k + T]
             if documents_BT is not None:
-                documents_BT = documents_BT.to(x_BTC.device, non_blocking=True)
+                documents_BT = documents_BT.to(x_BTC.device, non_blocking=x_BTC.is_cuda)
                 is_same_BT = F.pad(documents_BT, (k, 0), value=-1)[:, :T] == documents_BT
                 earlier_BTC = earlier_BTC * is_same_BT[..., None]
             out_BTC = torch.addcmul(out_BTC, earlier_BTC, weight_C)

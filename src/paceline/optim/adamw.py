@@ -10,9 +10,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Updates tensors in place by their `.grad`. `param_groups` and `state` are as in torch.optim, except for `step`,
-    the number of updates made, which is one per group. The first update makes `state`. `embeddings`
-    are decayed, too, and their rate is `lr` times `lr_ratio`."""
+    """Updates tensors in place by their `.grad`; those without one stay. `param_groups` and `state` are as in
+    torch.optim, except for `step`, the number of updates made, which is one per group. The first update makes `state`.
+    `embeddings` are decayed, too, and their rate is `lr` times `lr_ratio`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class AdamW:
         """Updates those of its tensors that are in `part`. is_finite: a bool on the GPU; False: it changes nothing."""
         found_inf = None if is_finite is None else is_finite.logical_not().float()
         for group in self.param_groups:
-            tensors = [tensor for tensor in group["params"] if tensor in part]
+            tensors = [tensor for tensor in group["params"] if tensor in part and tensor.grad is not None]
             if not tensors:
                 continue
             for tensor in tensors:
@@ -60,7 +60,7 @@ class AdamW:
             count = torch.full((), group["step"], dtype=torch.float32, device=tensors[0].device)
             torch._fused_adamw_(
                 tensors,
-                [tensor.grad for tensor in tensors if tensor.grad is not None],
+                [tensor.grad for tensor in tensors],
                 [self.state[tensor]["exp_avg"] for tensor in tensors],
                 [self.state[tensor]["exp_avg_sq"] for tensor in tensors],
                 [],

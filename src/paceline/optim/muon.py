@@ -46,7 +46,7 @@ class Muon:
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for matrix in group["params"]:
-                if matrix in part:
+                if matrix in part and matrix.grad is not None:
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
                 gradients = torch.stack([cast(torch.Tensor, matrix.grad) for matrix in matrices])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import stat
 import sys
@@ -214,6 +215,22 @@ def test_equal_shares_of_unequal_ranks_name_the_remedy_and_ranks_alike_have_no_s
     assert "Shares of unequal ranks" not in text_of(unequal_run(tmp_path / "alike", [[6, 6]] * 4, (1050.0, 1000.0)))
 
 
+def test_a_rank_that_left_has_the_parts_of_the_steps_that_it_was_in(tmp_path: Path) -> None:
+    """Two ranks with steps of 100 ms; then the first alone, with steps of 300 ms."""
+    (tmp_path / "config.toml").touch()
+    rows = []
+    for step in range(1, 9):
+        forward = [30.0, 30.0] if step <= 4 else [230.0]
+        others = {"data": 10.0, "backward": 40.0, "exposed_comm": 10.0, "optim": 10.0}
+        by_rank = {f"rank_{part}_ms": [ms] * len(forward) for part, ms in others.items()}
+        row = {"step": step, "loss": 2.0, "tokens": step, "step_ms": sum(others.values()) + forward[0]}
+        rows.append({**row, **by_rank, "rank_forward_ms": forward, "world_size": len(forward)})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    bars = {trace["name"]: trace["x"] for trace in figures_of(make_page([tmp_path], {}))["run0-ranks"]["traces"]}
+    assert [bars["forward"][1], bars["other"][1]] == [30, 0]
+    assert sum(ms[0] for ms in bars.values()) == pytest.approx((3 * 100 + 4 * 300) / 7, rel=1e-3)
+
+
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)"><!--'
 
 
@@ -243,6 +260,16 @@ def test_nothing_from_a_run_folder_becomes_markup(tmp_path: Path) -> None:
     figures = json.dumps(figures_of(page))
     assert "<script" not in figures  # plotly would read tags in labels
     assert "&lt;/script&gt;" in figures
+
+
+def test_bytes_and_halves_of_characters_that_are_not_utf_8_are_shown_as_escapes(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"run\xff")
+    path.mkdir()
+    (path / "config.toml").touch()
+    (path / "events.jsonl").write_text(json.dumps({"event": "failed", "error": "\ud83d"}) + "\n")
+    said = text_of(make_page([path], {}))
+    assert r"run\udcff" in said
+    assert r"\ud83d" in said
 
 
 def test_several_runs_are_overlaid_and_told_apart(run: Path, tmp_path: Path) -> None:
@@ -279,7 +306,7 @@ def test_equal_curves_of_several_runs_all_show(tmp_path: Path) -> None:
 
 
 def test_runs_with_little_in_them_have_a_page_all_the_same(tmp_path: Path) -> None:
-    """Without a step; of older rows; too long to add up; with no finite value; one row that is being written."""
+    """Without a step; of older rows; too long to add up; with no finite value; without time; a row being written."""
     bare = {"step": 1, "loss": 2.0, "tokens": 10, "step_ms": 5.0}
     older = bare | {"tokens_per_s": 9.0, "world_size": 2, "rank_step_ms": [5, 5], "rank_compute_ms": [1, 4]}
     older |= {"data_ms": 1, "forward_ms": 1, "backward_ms": 1, "exposed_comm_ms": 1, "optim_ms": 1}
@@ -290,6 +317,7 @@ def test_runs_with_little_in_them_have_a_page_all_the_same(tmp_path: Path) -> No
         "older": ([older, older | {"step": 2}], "Rank 1 was the slowest in 100% of the steps"),
         "endless": ([older | {"step": step, "step_ms": 1.7e308} for step in (1, 2, 3)], "Loss went from 2.00 to 2.00"),
         "unknown": ([dict.fromkeys(older, None) | {"step": 1}], "No step has a finite loss"),
+        "still": ([dict.fromkeys(older, 0) | {"step": 1}], "Loss went from 0.00 to 0.00"),
     }
     for name, (rows, told) in kinds.items():
         path = tmp_path / name
@@ -301,6 +329,8 @@ def test_runs_with_little_in_them_have_a_page_all_the_same(tmp_path: Path) -> No
         assert told in text_of(page), name
         assert not re.search(r"\b(nan|inf)\b", text_of(page)), name
     assert "run0-links" in figures_of(make_page([tmp_path / "older"], {}))
+    one = figures_of(make_page([tmp_path / "bare"], {}))["loss"]["traces"]
+    assert [trace["mode"] for trace in one] == ["markers"], "a line of one point would not show"
 
 
 _VALUES = st.recursive(

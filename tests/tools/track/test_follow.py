@@ -2,15 +2,18 @@
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from program import DEADLINE_S, Program, one_message, rows, run
@@ -18,8 +21,10 @@ from recorded import Recorded, losses, put_back, scalars, val_losses
 
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
+from paceline.tools.track import follow
 from paceline.tools.track.points import Point, Position, Reader
-from paceline.tools.track.prometheus import Prometheus
+from paceline.tools.track.prometheus import Prometheus, _Server
+from paceline.tools.track.tensorboard import TensorBoard
 
 MISSING = [name for name in ("wandb", "trackio", "mlflow") if importlib.util.find_spec(name) is None]
 
@@ -243,3 +248,70 @@ def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(t
 def test_what_cannot_be_is_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     made = Recorded(tmp_path / "run")
     assert message in one_message([run("track", str(made.folder.path), *flags)])
+
+
+def test_values_of_a_wrong_type_count_as_missing(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    times = {"step_ms": None, "rank_compute_ms": [6.0, None, "x", 8.0]}
+    made.folder.append_metrics({"step": 1, "loss": 5.0, "tokens": 10**400, "lr": "x", **times})
+    made.end()
+    points, _ = Reader(made.folder, Position(), False).read(Position())
+    slowest, fastest = "time/slowest_rank_compute_ms", "time/fastest_rank_compute_ms"
+    assert [point.values for point in points if point.step] == [{"train/loss": 5.0, slowest: 8.0, fastest: 6.0}]
+
+
+def test_a_file_of_tensorboard_that_is_gone_is_not_filled_up_with_zeros(tmp_path: Path) -> None:
+    known: dict[str, Any] = {}
+    TensorBoard(RunFolder(tmp_path), TrackConfig(), known).close(False)
+    (tmp_path / "tensorboard" / known["file"]).unlink()
+    with pytest.raises(ValueError, match=r"lacks what was written there; remove .*track/tensorboard\.json"):
+        TensorBoard(RunFolder(tmp_path), TrackConfig(), known)
+
+
+def test_followers_stop_hurrying_when_another_attempt_of_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until_unhurried(follower: follow._Follower) -> None:
+        follower.hurry.wait(10)
+        for _ in range(500):
+            if not follower.hurry.is_set():
+                follower.has_everything = True
+                break
+            time.sleep(0.01)
+        follower.is_over = True
+
+    runs = itertools.cycle([False, True])
+    monkeypatch.setattr(follow, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(follow, "is_running", lambda folder: next(runs))
+    monkeypatch.setattr(follow._Follower, "run", until_unhurried)
+    assert follow.follow(RunFolder(tmp_path), TrackConfig(to="tensorboard"), 60.0) == 0
+
+
+def test_a_terminal_that_is_gone_ends_no_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = open(writer, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", gone)
+    follow._say("a tracker does not work now")
+    with contextlib.suppress(BrokenPipeError):
+        gone.close()
+
+
+def test_prometheus_serves_one_text_though_it_is_replaced_meanwhile() -> None:
+    class Shrinking:
+        lengths = itertools.count(100, -1)
+
+        @property
+        def text(self) -> bytes:
+            return b"x" * next(self.lengths)
+
+    with _Server(0, Shrinking()) as server:  # type: ignore[arg-type]
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_address[1]}/metrics") as answer:
+            assert answer.read() == b"x" * 100
+        server.shutdown()
+
+
+def test_prometheus_takes_a_name_that_is_not_utf_8() -> None:
+    sent = Prometheus(RunFolder(Path(os.fsdecode(b"run\xff"))), TrackConfig(prometheus_port=0), {})
+    sent.send([])
+    assert b'paceline_run_info{run="run?"} 1' in sent.text

@@ -81,7 +81,7 @@ def test_other_sites_and_other_methods_are_refused(server: PageServer, tmp_path:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
         assert status(server, "/", method, Cookie=server.cookie) == 501
     outside = ("/../pyproject.toml", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/secret.txt", "/runs/secret.txt")
-    for path in (*outside, f"{tmp_path}/runs/secret.txt", "/events/", "/page.html"):
+    for path in (*outside, f"{tmp_path}/runs/secret.txt", "/events/", "/page.html", "x://["):
         assert status(server, path, Cookie=server.cookie) == 404
 
 

@@ -37,7 +37,7 @@ _FROM_HUB = (CONFIG, "model*.safetensors", _INDEX, FILE, _VOCAB, _MERGES, _SPECI
 # it.
 _UNRESTRICTED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _YES = ("1", "y", "yes", "true")  # as torch reads it
-_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # prefixes of DDP and torch.compile, in any order
+_PREFIXES = re.compile(r"^(module\.|_orig_mod\.)*(transformer\.)?")  # of DDP, torch.compile, and GPT-2 in its model
 _NANOGPT_SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
@@ -73,7 +73,7 @@ def _read_folder(folder: Path) -> Source:
     model = read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
     theirs = _read_weights(folder)
     if model.arch == "gpt2":
-        theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+        theirs = _without_prefixes(theirs, str(folder))
     layout = tensors.gpt2_layout if model.arch == "gpt2" else tensors.llama_layout
     weights = tensors.from_theirs(model, layout, theirs, str(folder))
     return Source(model, weights, *_read_tokenizer(folder, model))
@@ -179,10 +179,15 @@ def _read_nanogpt(path: Path) -> Source:
     if not all(isinstance(tensor, Tensor) for tensor in theirs.values()):
         raise UserError(f"{path}: its `model` has more than tensors")
     model = _nanogpt_config(arguments, str(path))
-    plain = {_WRAPPERS.sub("", str(name)).removeprefix("transformer."): theirs[name] for name in theirs}
-    if len(plain) < len(theirs):
-        raise UserError(f"{path}: its `model` has tensors twice, with and without the prefixes of DDP or torch.compile")
+    plain = _without_prefixes(theirs, str(path))
     return Source(model, tensors.from_theirs(model, tensors.nanogpt_layout, plain, str(path)), None)
+
+
+def _without_prefixes(theirs: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    plain = {_PREFIXES.sub("", str(name)): tensor for name, tensor in theirs.items()}
+    if len(plain) < len(theirs):
+        raise UserError(f"{where} has tensors twice, with and without the prefix of a wrapper such as DDP")
+    return plain
 
 
 def _nanogpt_config(arguments: Mapping[str, Any], where: str) -> ModelConfig:

@@ -77,6 +77,8 @@ def from_theirs(model: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor]
     output layer differs from the embedding.
     """
     found = {name: tensor for name, tensor in theirs.items() if not _CONSTANTS.fullmatch(name)}
+    if model.n_layer > len(found):  # before there is a module for each
+        raise UserError(f"{where} has {len(found)} tensors, too few for the {model.n_layer} layers of its config")
     shapes = parameter_shapes(model)
     if model.tied:
         found = _without_tied_head(found, layout, where)

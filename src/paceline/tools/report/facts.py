@@ -165,11 +165,11 @@ class Summary:
 
     def parts(self) -> list[tuple[str, float]]:
         """Returns the mean milliseconds of each part of rank 0's step, `other` last; their sum is the mean step. Leaves
-        out the first step of each attempt. Empty if no row has all parts."""
+        out the first step of each attempt. Empty if no row has all parts, or they take no time."""
         step_ms = _mean(self.steps["step_ms"][self.steady])
         means = [(name, _mean(self.steps[column][self.steady])) for name, column, _ in PARTS]
         other_ms = step_ms - sum(ms for _, ms in means)
-        return [*means, ("other", other_ms)] if math.isfinite(other_ms) else []
+        return [*means, ("other", other_ms)] if step_ms > 0 and math.isfinite(other_ms) else []
 
     def parts_text(self) -> str:
         parts = self.parts()

@@ -35,7 +35,7 @@ def make_page(paths: Sequence[Path], num_parameters: Mapping[Path, int]) -> byte
         records = [read_run(path) for path in paths]
         names = _distinct([run.path for run in records])
         counts = [num_parameters.get(path, 0) for path in paths]
-        return _page(list(map(Summary, records, names, counts))).encode()
+        return _page(list(map(Summary, records, names, counts))).encode(errors="backslashreplace")
 
 
 def _page(runs: list[Summary]) -> str:
@@ -65,8 +65,8 @@ def _page(runs: list[Summary]) -> str:
         "tables": tables,
         "events": events,
         "balance": balance,
+        "rows_per_bucket": rows_per_bucket,
     }
-    environment.globals["rows_per_bucket"] = rows_per_bucket
     return environment.from_string(_asset("page.html")).render(
         policy=f"default-src 'none'; script-src {hash_of_plotly} {_hash(js)}; style-src 'unsafe-inline'; img-src data:",
         css=(resources.files("paceline.tools") / "look.css").read_text(encoding="utf-8") + _asset("page.css"),

@@ -193,7 +193,8 @@ def _curve(
     curve = in_buckets(run.steps[column], edges)
     xs = xs_of(run, middles(run.steps["step"], edges), scale)
     if not band or run.records.num_steps == len(edges) - 1:
-        return [line(name, xs, curve.mean, style, hovertemplate=f"%{{y:{digits}}}")]
+        mode = "lines" if run.records.num_steps > 1 else "markers"
+        return [line(name, xs, curve.mean, style, mode=mode, hovertemplate=f"%{{y:{digits}}}")]
     ink = style["color"].removesuffix(")")
     edge = {"hoverinfo": "skip", "showlegend": False, "connectgaps": True}
     thin = {"color": f"{ink} / 0.45)", "width": 0.75}

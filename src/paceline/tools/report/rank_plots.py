@@ -69,7 +69,8 @@ def _parts_by_rank(run: Summary) -> dict[str, Floats]:
         sums = np.where(known, values[run.steady], 0.0).sum(axis=0)
         return np.asarray(sums / np.maximum(known.sum(axis=0), 1))
 
-    step_ms = mean(np.fmax(run.steps["step_ms"][:, None], ranks["rank_step_ms"]))
+    step_ms = np.fmax(run.steps["step_ms"][:, None], ranks["rank_step_ms"])
+    step_ms = mean(np.where(np.isfinite(run.work_ms), step_ms, np.nan))  # of the steps that had this rank
     found = {name: mean(ranks[column]) for name, _, column in PARTS}
     if not all(np.isfinite(ranks[column]).any() for _, _, column in PARTS):
         found = {"forward, backward, data": mean(ranks["rank_compute_ms"])}

@@ -4,6 +4,7 @@ Each tracker has a thread, so that none waits for another. RUN/track/NAME.json s
 that is being sent: after kill -9 the same batch is sent again, and the tracker recognises it.
 """
 
+import contextlib
 import importlib.util
 import json
 import shlex
@@ -65,6 +66,8 @@ def follow(folder: RunFolder, settings: TrackConfig, give_up_after_s: float) -> 
         time.sleep(_LOOK_EVERY_S)
         if is_running(folder):
             ran_s = time.monotonic()
+            for follower in followers:
+                follower.hurry.clear()  # another attempt has begun
             continue
         for follower in followers:
             follower.hurry.set()
@@ -202,4 +205,5 @@ def _one_line(error: Exception) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"track: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(f"track: {text}", file=sys.stderr, flush=True)

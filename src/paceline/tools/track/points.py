@@ -13,7 +13,7 @@ from datetime import datetime
 from paceline.base.jsonl import Row, Tail
 from paceline.record.events import STARTS
 from paceline.record.folder import RunFolder
-from paceline.record.read import step_of
+from paceline.record.read import number, step_of
 
 _MOST = 200  # rows in a batch
 _MOST_TEXT = 400
@@ -112,8 +112,8 @@ class _Clock:
             return _time_s(row) or at.clock_s
         while at.attempts and step > at.attempts[0][0]:
             at.clock_s = max(at.clock_s, at.attempts.pop(0)[1])
-        ms = row.get("eval_ms" if "val_loss" in row else "step_ms")
-        if isinstance(ms, int | float):
+        ms = number(row.get("eval_ms" if "val_loss" in row else "step_ms"))
+        if math.isfinite(ms):
             num_steps = 1 if "val_loss" in row else max(1, step - self._step)  # a row may stand for several steps
             at.clock_s += num_steps * ms / 1e3
         self._step = step
@@ -123,12 +123,13 @@ class _Clock:
 def _values(row: Row) -> dict[str, float | str]:
     values: dict[str, float | str] = {}
     for name, value in row.items():
-        if isinstance(value, int | float) and math.isfinite(value) and name != "step":
+        if name != "step" and math.isfinite(number(value)):
             group = "eval" if "val_loss" in row else "time" if name.endswith("_ms") else "train"
             values[f"{group}/{name}"] = value
     by_rank = row.get("rank_compute_ms")
-    if isinstance(by_rank, list) and len(by_rank) > 1:
-        values |= {"time/slowest_rank_compute_ms": max(by_rank), "time/fastest_rank_compute_ms": min(by_rank)}
+    known = [ms for ms in map(number, by_rank) if math.isfinite(ms)] if isinstance(by_rank, list) else []
+    if len(known) > 1:
+        values |= {"time/slowest_rank_compute_ms": max(known), "time/fastest_rank_compute_ms": min(known)}
     return values
 
 

@@ -64,7 +64,7 @@ class Prometheus:
             self._row = {**self._row, **point.row}
             if "loss" in point.row:
                 self._last_step_s = point.time_s
-        self.text = self._exposition().encode()
+        self.text = self._exposition().encode(errors="replace")
         if self._file:
             replace(Path(self._file).absolute(), self.text)
 
@@ -101,15 +101,18 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, source: Prometheus):
         class Handler(QuietHandler):
+            timeout = 10.0  # of a client that sends or reads nothing
+
             def do_GET(self) -> None:
                 if self.path != "/metrics":
                     self.send_error(HTTPStatus.NOT_FOUND)
                     return
+                text = source.text  # another thread may replace it meanwhile
                 self.send_response(HTTPStatus.OK)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.send_header("Content-Length", str(len(source.text)))
+                self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(source.text)
+                self.wfile.write(text)
 
         super().__init__(("127.0.0.1", port), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()

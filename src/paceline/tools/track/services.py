@@ -59,16 +59,12 @@ class MLflow:
 
         self._client = MlflowClient()
         mark = known.setdefault("mark", uuid.uuid4().hex)  # finds a run that was made just before a crash
-        name = settings.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        tags = {"paceline.mark": mark}
+        project = settings.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        name, tags = settings.name or folder.path.name, {"paceline.mark": mark}
         runs = self._client.search_runs([experiment], f"tags.`paceline.mark` = '{mark}'")
-        run = (
-            runs[0]
-            if runs
-            else self._client.create_run(experiment, run_name=settings.name or folder.path.name, tags=tags)
-        )
+        run = runs[0] if runs else self._client.create_run(experiment, run_name=name, tags=tags)
         self._id = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         if not run.data.params:

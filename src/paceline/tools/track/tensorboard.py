@@ -14,8 +14,6 @@ from paceline.record.folder import RunFolder
 from paceline.record.state import read_config
 from paceline.tools.track.points import Point
 
-_FOLDER = "tensorboard"
-
 
 def _crc_table() -> list[int]:
     table = []
@@ -77,12 +75,15 @@ class TensorBoard:
 
     def __init__(self, folder: RunFolder, settings: TrackConfig, known: dict[str, Any]):
         self._known = known
-        parent = folder.path / _FOLDER
+        parent = folder.path / "tensorboard"
         parent.mkdir(exist_ok=True, mode=0o700)
         known.setdefault("file", f"events.out.tfevents.{int(time.time())}.{os.uname().nodename}.{os.getpid()}")
         self._file = os.fdopen(os.open(parent / known["file"], os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
-        if not known.get("bytes"):
-            known["bytes"] = 0
+        written_bytes = known.setdefault("bytes", 0)
+        if os.fstat(self._file.fileno()).st_size < written_bytes:
+            state = folder.path / "track" / "tensorboard.json"
+            raise ValueError(f"{parent} lacks what was written there; remove {state} to write all of it again")
+        if not written_bytes:
             config = "".join(f"    {name} = {value}\n" for name, value in read_config(folder.config).items())
             now = time.time()
             self._write(

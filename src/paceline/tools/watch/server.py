@@ -109,19 +109,19 @@ class _Handler(QuietHandler):
     timeout = 30.0
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        path, _, query = self.path.partition("?")
         if refusal := self._refusal():
             self._answer(*refusal)
-        elif _equal(parse_qs(url.query).get("token", [""])[0], self.server.token):
+        elif _equal(parse_qs(query).get("token", [""])[0], self.server.token):
             self.send_response(http.HTTPStatus.SEE_OTHER)
             self.send_header("Set-Cookie", f"{self.server.cookie}; HttpOnly; SameSite=Strict; Path=/")
             self._end("text/plain", {"Location": "/", "Content-Length": "0"})
         elif not any(_equal(each.strip(), self.server.cookie) for each in self.headers.get("Cookie", "").split(";")):
             self._answer(http.HTTPStatus.UNAUTHORIZED, "open the address that `paceline watch` printed")
-        elif url.path == "/events":
+        elif path == "/events":
             self._stream()
-        elif url.path in self.server.files:
-            kind, body = self.server.files[url.path]
+        elif path in self.server.files:
+            kind, body = self.server.files[path]
             self.send_response(http.HTTPStatus.OK)
             self._end(kind, {"Content-Length": str(len(body))}, body)
         else:
