@@ -58,7 +58,7 @@ def main() -> None:
     for step in tells.steps(loader, max_steps=options.steps):
         noises = []
         for (points,) in step:
-            noises.append(step.draw(torch.randn, NOISE).to(world.device))
+            noises.append(step.draw(torch.randn, NOISE))
             made = generator(noises[-1]).detach()
             step.backward(told_apart(discriminator(points), 1.0) + told_apart(discriminator(made), 0.0))
         told = step.finish()

@@ -1,6 +1,7 @@
 """What a script gives to a replica, to its loops and to its checkpoints has an effect or is refused, and comes back."""
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,15 @@ def test_a_mean_over_no_items_changes_no_loss(world: World) -> None:
     assert replica.train(Batch(halves), loss_of).loss == pytest.approx(expected)
 
 
+def test_an_only_micro_batch_that_a_script_draws_itself_weighs_its_rows(world: World) -> None:
+    replica = made(world)
+    for batch in share(DATA.tensors[0], world, batch_size=8):
+        step = replica.step(batch)
+        (x,) = batch.draw()
+        step.backward(replica.model(x).mean())
+        assert step.finish().weight == 8
+
+
 def test_means_of_one_micro_batch_have_one_weight(world: World) -> None:
     replica = made(world)
     step = replica.step(Batch([DATA.tensors[0]]))
@@ -106,6 +116,85 @@ def test_means_of_one_micro_batch_have_one_weight(world: World) -> None:
             step.backward(replica.model(x).mean(), weight=8)
         step.backward(replica.model(x).mean(), weight=3)
     step.finish()
+
+
+def test_what_has_no_effect_or_no_end_is_refused(world: World) -> None:
+    replica = made(world)
+    for total in (0, -1.0, float("nan")):
+        with pytest.raises(UserError, match=f"total is {total}; it is the weight of the global batch"):
+            replica.step(DATA.tensors[0], total=total)
+    with pytest.raises(UserError, match="epochs= has no effect: give max_steps="):
+        next(replica.steps(lambda: DATA[:2], micro_batches=2, epochs=1))
+
+
+def test_evaluations_read_the_same_samples_each_time_and_some_at_least(world: World) -> None:
+    epochs = []
+
+    def lane(number: int, num_lanes: int, epoch: int) -> Iterator[Any]:
+        epochs.append(epoch)
+        yield torch.rand(4)
+
+    replica = made(world)
+    first, second = (replica.evaluate(lane, lambda x: replica.model(x).mean(), batch_size=2) for _ in range(2))
+    assert first == second
+    assert epochs == [0] * 4
+    with pytest.raises(UserError, match="an evaluation got no sample"):
+        replica.evaluate(lambda lane, num_lanes: iter(()), lambda x: replica.model(x).mean(), batch_size=2)
+
+
+def test_gradients_of_two_replicas_are_not_on_their_way_at_once(world: World) -> None:
+    """A rank without a micro-batch sends each one's in `finish`."""
+    first, second = made(world), made(world)
+    one, other = (replica.step(DATA.tensors[0]) for replica in (first, second))
+    one.backward(first.model(DATA.tensors[0]).mean())
+    with pytest.raises(UserError, match=r"test_arguments.py:\d+: .*send gradients in different orders"):
+        other.backward(second.model(DATA.tensors[0]).mean())
+    one.finish()
+    other.backward(second.model(DATA.tensors[0]).mean())
+    other.finish()
+
+
+def test_two_losses_of_one_forward_pass_are_refused_with_what_to_write(world: World) -> None:
+    replica = made(world)
+    step = replica.step(DATA.tensors[0])
+    found = replica.model(DATA.tensors[0])
+    step.backward(found.mean(), more=True)
+    with pytest.raises(UserError, match="add up the losses of one forward pass"):
+        step.backward(found.square().mean())
+
+
+def test_sums_of_losses_in_bfloat16_are_added_exactly(world: World) -> None:
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    step = replica.step(Batch([torch.full((1, 1), number, dtype=torch.bfloat16) for number in (256.0, 1.0)]))
+    for x in step:
+        step.backward(model(x).sum(), weight=1, is_sum=True)
+    assert step.finish().loss == 128.5
+
+
+def test_a_signal_after_the_last_step_of_a_loop_ends_the_next_loop(world: World) -> None:
+    replica = made(world)
+    for step in replica.steps(DATA, batch_size=4, max_steps=1, stop_on_signals=True):
+        replica.train(step, lambda x, y: mse_loss(replica.model(x), y))
+        signal.raise_signal(signal.SIGUSR1)
+    try:
+        assert replica.stop_reason is None
+        assert len(train(replica, DATA, 3, batch_size=4, stop_on_signals=True)) == 1
+        assert replica.stop_reason == "SIGUSR1 on rank 0"
+    finally:
+        assert replica.stop is not None
+        replica.stop.__exit__(None, None, None)
+
+
+def test_a_stop_of_any_replica_is_saved(world: World, tmp_path: Path) -> None:
+    first, second = made(world), made(world)
+    checkpoints = Checkpoints(tmp_path, first=first, second=second)
+    train(first, DATA, 1, batch_size=4)
+    assert not checkpoints.save_every(1000)
+    second.stop_reason = "SIGTERM on rank 0"
+    assert checkpoints.save_every(1000)
+    checkpoints.finish()
 
 
 def test_what_cannot_be_stored_is_refused_at_the_save(world: World, tmp_path: Path) -> None:
@@ -179,11 +268,14 @@ def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_packed_sequences_and_arrays(world: World) -> None:
+def test_packed_sequences_and_sparse_tensors(world: World) -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     there = moved((packed, torch.ones(1)), torch.device("meta"))
     assert there[0].data.device.type == "meta"
     assert there[0].batch_sizes.device.type == "cpu"
+    adjacency = torch.eye(8).to_sparse()
+    replica = made(world)
+    assert replica.train((DATA.tensors[0], adjacency), lambda x, a: replica.model(torch.sparse.mm(a, x)).mean()).loss
 
 
 # ---- on ranks ----

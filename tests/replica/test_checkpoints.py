@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,10 +191,11 @@ def test_any_world_and_strategy_goes_on(saved: tuple[Path, dict[Any, Any]], worl
 
 
 def saved_where_rank_1_differs(world: World, folder: str) -> list[str]:
-    """What is said where weights differ, then where another object does, then by ranks that are equal again."""
+    """What is said where weights differ, then where another object does, by ranks that are equal again, and where one
+    has another tensor."""
     model = nn.Linear(4, 2)
     replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
-    average = {"weight": torch.zeros(3)}
+    average = {name: torch.zeros(3) for name in sorted(("weight", "bias"), reverse=world.is_main)}
     checkpoints = Checkpoints(folder, net=replica, average=average)
     replica.train(torch.ones(2, 4), lambda x: model(x).square().mean())
     said = []
@@ -207,6 +209,9 @@ def saved_where_rank_1_differs(world: World, folder: str) -> list[str]:
         except RunError as error:
             said.append(str(error))
         tensor.copy_(before)
+    average |= {"of rank 1": torch.zeros(2)} if world.rank else {}
+    with pytest.raises(RunError, match="nothing is saved: ranks have different tensors"):
+        checkpoints.save()
     return said
 
 
@@ -293,6 +298,15 @@ def test_checkpoints_that_are_made_in_the_middle_of_a_step_save_from_its_end_on(
         checkpoints.save()
     checkpoints._end()
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_restore_waits_for_the_save_that_is_under_way(world: World, tmp_path: Path) -> None:
+    script = Script(world, "adamw", "ddp")
+    checkpoints = script.checkpoints(tmp_path)
+    script.train(1)
+    checkpoints.before_publishing = lambda: time.sleep(0.2)
+    checkpoints.save()
+    assert checkpoints.restore() == 1
 
 
 def test_an_older_step_goes_on_and_what_it_saves_stays(world: World, tmp_path: Path) -> None:
@@ -398,6 +412,7 @@ def test_values_that_are_not_json_are_refused_with_the_line(world: World, tmp_pa
         with pytest.raises(UserError, match=r"test_checkpoints.py:\d+: metric cannot be kept"):
             checkpoints.save()
     assert not (tmp_path / "checkpoints").exists()
+    assert len(script.replica.copies) == 1, "earlier ones are kept alive"
 
 
 class StackingMuon(torch.optim.Optimizer):
@@ -517,7 +532,8 @@ def test_what_was_restored_from_one_folder_is_saved_in_another(world: World, tmp
         old.save()
 
 
-def test_odd_tensors_are_trained_and_kept(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_odd_tensors_are_trained_and_kept(world: World, tmp_path: Path, strategy: Any) -> None:
     """Double precision, memory formats, batch norms, a buffer without an element, a parameter without one."""
 
     def made(seed: int) -> Replica:
@@ -527,7 +543,7 @@ def test_odd_tensors_are_trained_and_kept(world: World, tmp_path: Path) -> None:
         model.register_buffer("none", torch.zeros(0, 3))
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
         model.register_parameter("exact", nn.Parameter(torch.ones(2, dtype=torch.float64)))
-        return Replica(model, torch.optim.AdamW(model.parameters(), lr=0.1), world)
+        return Replica(model, torch.optim.AdamW(model.parameters(), lr=0.1), world, strategy=strategy)
 
     def step(replica: Replica, seed: int) -> float:
         x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed))

@@ -122,6 +122,14 @@ step()""",
     "user error": JOIN + LEARN + "step()\nif world.rank == 1:\n    replica.train(rows, lambda x: model(x))\nstep()",
     "killed": JOIN + LEARN + "step()\nif world.rank == 0:\n    os.kill(os.getpid(), signal.SIGKILL)\nstep()",
     "asked to stop": JOIN + LEARN + STOPPING,
+    "last save fails beside another": JOIN + LEARN + """
+lost, beside = (paceline.Checkpoints(name, net=replica) for name in ('lost', 'beside'))
+beside.before_publishing = lambda: time.sleep(0.5)
+step()
+if world.is_main:
+    import shutil; shutil.rmtree('lost')
+world.barrier()
+lost.save(); beside.save()""",
     "takes its time": JOIN.replace("=20", "=2.5") + "time.sleep(4)\n" + LEARN + "time.sleep(4); step(); print(1)",
     "again": JOIN + LEARN + """step(); world.leave()
 assert not torch.distributed.is_initialized()
@@ -302,6 +310,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_saved(ends: Ends, folde
     for rank in range(2):
         assert ends["asked to stop", rank] == End(75, f"saved 7\n7 {reason} {reason}\n", "")
     assert (folder / "stopped/checkpoints/step-00000007/manifest.json").exists()
+
+
+@pytest.mark.long
+def test_a_save_that_fails_loses_no_other_at_the_end_of_a_script(ends: Ends, folder: Path) -> None:
+    failed = ends["last save fails beside another", 0]
+    assert failed.status == 1
+    assert "the last checkpoint could not be saved" in failed.err
+    assert (folder / "beside/checkpoints/step-00000001/manifest.json").exists()
 
 
 LONELY = {  # script -> verb and line of rank 0, of rank 1

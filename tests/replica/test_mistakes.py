@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.base.errors import UserError
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
+from paceline.replica.share import share
 from paceline.replica.step import Step
 from paceline.sync.replicas import overall
 from paceline.world.runtime import World
@@ -126,8 +127,11 @@ def start(world: World) -> Said:
         compiled.state_dict()  # <- prefix
     with noted(said, "no prefix"):
         assert set(replica.state_dict()) == set(net().state_dict())
+    with noted(said, "idle"):
+        share(list(range(4)), world, batch_size=4, micro_batch_size=4)  # <- idle
     with noted(said, "nothing wrong"):
         made(world)
+        share(list(range(4)), world, batch_size=4, micro_batch_size=2)
     return said | sharded(world)
 
 
@@ -165,12 +169,13 @@ START = {
     "elsewhere": ("0.weight is on meta", "model.to(world.device)"),
     "batch norm": ("1 batch norms normalise", "averaged over ranks"),
     "prefix": ("_orig_mod.", "replica.state_dict()"),
+    "idle": ("fewer micro-batches than the 2 ranks", "make the micro-batches smaller"),
     "fsdp frozen": ("0.weight, 0.bias is frozen",),
     "fsdp scalar": ("scale is a single number",),
     "fsdp again": ("the model is sharded already",),
     "fsdp uneven": ("ranks have [0, 1] micro-batches",),
 }
-ON_RANK_0 = {"other seeds", "other values", "no optimizer", "batch norm", "prefix"}  # warnings, once
+ON_RANK_0 = {"other seeds", "other values", "no optimizer", "batch norm", "prefix", "idle"}  # warnings, once
 
 
 def test_mistakes_before_the_first_step_are_named_with_their_line(ranks: list[tuple[Said, dict[str, Said]]]) -> None:

@@ -9,8 +9,11 @@ from torch import nn
 
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
-from paceline.world.runtime import World
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+from paceline.world.runtime import World, open_world
 
+STRATEGIES: tuple[Any, ...] = ("ddp", "zero", "naive")
 WEIGHTS = (3.0, 5.0, 1.0)  # of three micro-batches: on two ranks 4 and 5, and nobody knows 9 before the first backward
 
 
@@ -59,7 +62,7 @@ def plain() -> list[dict[str, torch.Tensor]]:
 
 
 def with_each_strategy(world: World) -> dict[str, list[dict[str, torch.Tensor]]]:
-    return {strategy: reduced(world, strategy) for strategy in ("ddp", "zero", "naive")}
+    return {strategy: reduced(world, strategy) for strategy in STRATEGIES}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -71,3 +74,24 @@ def test_gradients_are_those_of_the_global_batch_and_an_update_takes_what_was_ma
                 assert mine.keys() == other.keys()
                 for name, tensor in other.items():
                     torch.testing.assert_close(mine[name], tensor, msg=f"{strategy}, {number}: {name}")
+
+
+def test_a_gradient_that_a_script_sets_to_none_leaves_its_parameter_as_it_is() -> None:
+    """As in one process: neither momentum nor weight decay changes it."""
+    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
+        for strategy in STRATEGIES:
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            replica = Replica(model, optimizer, world, strategy=strategy)
+            weights = []
+            for number in range(3):
+                step = replica.step(micro_batch(number))
+                step.backward(model(micro_batch(number)).square().mean())
+                step.reduce()
+                if number == 1:
+                    model[2].weight.grad = None
+                step.finish()
+                weights.append({name: tensor.clone() for name, tensor in replica.state_dict().items()})
+            changes = [not torch.equal(weights[n]["2.weight"], weights[n + 1]["2.weight"]) for n in range(2)]
+            assert changes == [False, True], strategy
+            assert not torch.equal(weights[0]["2.bias"], weights[1]["2.bias"])

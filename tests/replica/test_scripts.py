@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
 from paceline.replica.share import share
 from paceline.sync.replicas import overall
@@ -54,8 +53,9 @@ def state(replica: Replica) -> Tensors:
 # ---- two models against each other ----
 
 
-def gan(world: World | None, strategy: Any = "ddp") -> Tensors:
-    """D on real and false rows by two losses, G's loss passes through D; noise by row; one optimizer each."""
+def gan(world: World | None, strategy: str = "ddp") -> Tensors:
+    """D on real and false rows by two losses, G's loss passes through D; noise by row; one optimizer each. strategy: of
+    both, or of G and of D."""
     g, d = net(1, 3, 4), net(2, 4, 1)
     optimizers = adam(g), adam(d)
     torch.manual_seed(5)
@@ -69,7 +69,10 @@ def gan(world: World | None, strategy: Any = "ddp") -> Tensors:
             optimizers[0].step()
             g.zero_grad(), d.zero_grad()
         return {**weights(g), **{f"d.{name}": tensor for name, tensor in weights(d).items()}}
-    g_replica, d_replica = (Replica(m, o, world, strategy=strategy) for m, o in zip((g, d), optimizers, strict=True))
+    strategies: Any = 2 * strategy.split(", ")
+    g_replica, d_replica = (
+        Replica(m, o, world, strategy=s) for m, o, s in zip((g, d), optimizers, strategies[:2], strict=True)
+    )
     for batch in share(loader(), world, micro_batch_size=2):
         noises = []
         step = d_replica.step(batch)
@@ -79,7 +82,9 @@ def gan(world: World | None, strategy: Any = "ddp") -> Tensors:
             step.backward(against(d(x), 1), more=True)
             step.backward(against(d(g(noise).detach()), 0))
         step.finish()
-        g_replica.train(Batch(noises), lambda noise: (against(d(g(noise)), 1), len(noise)))
+        d.requires_grad_(not g_replica.sync.shards_weights)
+        g_replica.train(batch.like(noises), lambda noise: against(d(g(noise)), 1))
+        d.requires_grad_(True)
     return {**state(g_replica), **{f"d.{name}": tensor for name, tensor in state(d_replica).items()}}
 
 
@@ -247,7 +252,7 @@ def again_plain(same_optimizer: bool) -> list[float]:
 
 Case = tuple[Callable[..., Tensors], Any]
 CASES: dict[str, Case] = {
-    "gan": (gan, ("ddp", "zero")),
+    "gan": (gan, ("ddp", "zero", "fsdp, ddp", "zero, fsdp")),
     "reduced": (reduced, ("ddp", "zero", "naive")),
     "uneven": (uneven, ("fsdp", "zero")),
     "adapted": (lambda world, strategy="ddp": trained(world, Adapted(), strategy), ("ddp", "zero")),

@@ -33,7 +33,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 100, 1600
 _OTHER_SPEED = 1.25
 
 Floats = NDArray[np.float64]
-Milliseconds = Sequence[float] | Floats
+Milliseconds = Sequence[float] | Floats  # by rank
 
 
 class Change(NamedTuple):
@@ -166,9 +166,7 @@ class Balancer:
         return np.asarray(1.2533 * deviation / middle)  # a median varies by sqrt(pi / 2) more than a mean
 
 
-def divide(
-    num_sequences: int, cost_ms: Sequence[float] | Floats, fixed_ms: Sequence[float] | Floats
-) -> tuple[int, ...]:
+def divide(num_sequences: int, cost_ms: Milliseconds, fixed_ms: Milliseconds) -> tuple[int, ...]:
     """Returns shares, at least 1 each, of which the longest fixed_ms + cost_ms * share is the shortest possible."""
     shares = [1] * len(cost_ms)
     ends = [(fixed + 2 * cost, rank) for rank, (cost, fixed) in enumerate(zip(cost_ms, fixed_ms, strict=True))]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from paceline.record.balance import listed
 from paceline.replica.balance import Balancer
 from paceline.replica.result import StepTimes
 from paceline.sync.strategy import Strategy
-from paceline.world.calls import mistake
+from paceline.world.calls import Calls, mistake
 from paceline.world.runtime import World
 
 _NONE = object()
+LOCKSTEP: WeakSet[Calls] = WeakSet()  # of worlds with an fsdp model, through which other replicas' steps may go, too
 
 
 StepOfPass = tuple[int, int]  # number of the pass, and of the step in it
@@ -83,7 +85,8 @@ class Batch:
     def passes_of(self, sync: Strategy, world: World) -> Iterator[Pass]:
         """Yields this rank's micro-batches; with fsdp then dummies, until all ranks have made equally many passes.
         Collective then, unless `passes` is known."""
-        count = self._count_passes(world) if sync.lockstep else len(self)
+        is_lockstep = sync.lockstep or (self.passes is not None and world.calls in LOCKSTEP)
+        count = self._count_passes(world) if is_lockstep else len(self)
         drawn = self.draw()
         for index in range(count):
             is_real = index < len(self)
@@ -169,7 +172,7 @@ class Split:
         if shares:
             size = self._given_size or num_rows
             return BatchPlan(num_rows, size, self._world_size, in_proportion(num_rows, shares))
-        size = self.micro_batch_size or -(-num_rows // self._world_size)
+        size = self._given_size or -(-num_rows // self._world_size)
         return BatchPlan(num_rows, size, self._world_size)
 
     def batch(self, draw: Callable[[], Any], num_rows: int, at: StepOfPass, stand_in: Callable[[], Any]) -> Batch:
@@ -201,7 +204,7 @@ def moved(micro_batch: Any, device: torch.device) -> Any:
     """Returns the micro-batch with its tensors on the device; tuples and lists keep their type."""
     knows_how = isinstance(micro_batch, torch.Tensor | PackedSequence) or hasattr(micro_batch, "keys")
     if knows_how and hasattr(micro_batch, "to"):
-        return micro_batch.to(device, non_blocking=True)
+        return micro_batch.to(device, non_blocking=device.type == "cuda")  # elsewhere the copy may outlive its source
     if isinstance(micro_batch, tuple) and hasattr(micro_batch, "_fields"):
         return type(micro_batch)(*(moved(item, device) for item in micro_batch))
     if isinstance(micro_batch, list | tuple):

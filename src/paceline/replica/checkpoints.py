@@ -28,6 +28,7 @@ from paceline.record.console import print_error
 from paceline.replica import contents
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.joining import at_leaving
+from paceline.replica.model import drop_abandoned_step
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import compared, digests, take_rounding_of_rank_0
 from paceline.world.calls import mistake, place
@@ -65,6 +66,7 @@ class Checkpoints(CheckpointFolder):
         for name, thing in others.items():
             contents.check_object(name, thing)
         world = next(iter(replicas.values())).world
+        drop_abandoned_step(world)
         world.calls.record("Checkpoints")
         if (earlier := _OPEN.get(folder.resolve())) is not None:  # an earlier object of this process
             earlier._end()
@@ -81,7 +83,8 @@ class Checkpoints(CheckpointFolder):
         if num_steps < 1:
             raise mistake(f"save_every was given {num_steps} steps; it is at least 1")
         self._require_own()
-        is_due = self._main.num_steps % num_steps == 0 or self._main.stop_reason is not None
+        replicas = [each.replica for each in self._replicas.values()]
+        is_due = self._main.num_steps % num_steps == 0 or any(replica.stop_reason for replica in replicas)
         if is_due:
             self.save(val_loss)
         return is_due
@@ -117,7 +120,9 @@ class Checkpoints(CheckpointFolder):
 
         Later checkpoints are set aside. Raises UserError if the checkpoint does not fit, RunError if none is complete.
         """
+        drop_abandoned_step(self.world)
         self.world.calls.record("Checkpoints.restore")
+        self._finish_save()
         found = self.find()
         if found is None:
             self._is_own = True
@@ -182,7 +187,9 @@ class Checkpoints(CheckpointFolder):
         for each in self._replicas.values():
             tensors |= each.on_all_ranks()
         mine = digests(tensors, quick=True)
-        if found := compared(mine, self._group):
+        is_same = len(set(self._group.share_text(" ".join(tensors)))) == 1
+        found = list(map(str, compared(mine, self._group))) if is_same else ["ranks have different tensors"]
+        if found:
             raise RunError(
                 f"{place()}: replicas are not equal, so nothing is saved: {found[0]}. A buffer that each rank changes "
                 "by its own data, or weights that the script changed on one rank, must be made equal",
@@ -200,6 +207,8 @@ class Checkpoints(CheckpointFolder):
             self.finish()
         finally:
             del _OPEN[self.folder.resolve()]
+            for each in self._replicas.values():
+                each.replica.copies.remove(self.saver.wait_copied)
             if self._lock is not None:
                 self._lock.release()
 

@@ -51,8 +51,9 @@ class ReplicaContents:
         return self._kept(self.replica.sync.weights())
 
     def constants(self) -> dict[Slice, torch.Tensor]:
-        """What no optimizer updates: all buffers and frozen parameters; equal on all ranks."""
-        named = {n: p for n, p in self.replica.model.named_parameters() if not p.requires_grad} | self.replica.buffers()
+        """What no optimizer updates: buffers, frozen parameters, and those without an element; equal on all ranks."""
+        parameters = self.replica.model.named_parameters()
+        named = {n: p for n, p in parameters if not (p.requires_grad and p.numel())} | self.replica.buffers()
         return {Slice(self._kept_name(name), 0, tensor.numel()): _flat(tensor) for name, tensor in named.items()}
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
@@ -125,12 +126,14 @@ class ReplicaContents:
         """Fills weights and buffers from the checkpoint. Collective."""
         replica = self.replica
         replica.wait_for_params()
+        replica.wait_copied()
         mine, constants = self.weights(), self.constants()
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         whole = self.on_all_ranks()
         targets = {
             item: mine[item] if item in mine and replica.sync.updates_slices else whole[item.name]
             for item in (*mine, *constants)
+            if item.num_elements
         }
         found = receive("weights", {item: target.dtype for item, target in targets.items()})
         for item, target in targets.items():

@@ -19,7 +19,7 @@ from paceline.data.order import ids_at
 from paceline.replica import generators
 from paceline.replica.batch import Batch, Split
 from paceline.replica.mistakes import digest_of
-from paceline.replica.sources import CPU, Collate, Drawn, Share, kind
+from paceline.replica.sources import Collate, Drawn, Share, kind
 from paceline.world.calls import mistake
 from paceline.world.group import Group
 from paceline.world.runtime import World
@@ -230,7 +230,7 @@ class DatasetShare(Share):
 
     def peek(self, most: int | None = None) -> Any:
         size = min(self._split.micro_batch_size or 1, len(self.dataset), most or len(self.dataset))
-        with generators.aside(CPU):
+        with generators.aside(generators.CPU):
             return self._loader.collate_fn([self.dataset[index] for index in range(size)])
 
 

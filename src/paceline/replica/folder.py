@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class CheckpointFolder:
         for name, thing in self._others.items():
             kept[name], own = contents.kept_of(name, thing, self._begun_from())
             tensors |= own
-        return kept, tensors
+        return kept, dict(sorted(tensors.items()))  # a dict may have another order on another rank
 
     def _my_part(self, tensors: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
         """Returns this rank's equal part of tensors that all ranks have; none if it does not see the folder."""
@@ -188,7 +189,8 @@ class CheckpointFolder:
             raise UserError(
                 f"{path} is of format {manifest['format']}, which an earlier paceline wrote and this one does not "
                 "resume. Resume with that version, or begin anew with its weights in another folder: `paceline train "
-                f"--init-from {self.folder}`, in a script paceline.load_weights({str(self.folder)!r})",
+                f"--init-from {shlex.quote(str(self.folder))}`, in a script "
+                f"paceline.load_weights({str(self.folder)!r})",
                 reach="world",
             )
         for name, each in self._replicas.items():

@@ -16,7 +16,7 @@ from paceline.base.seeds import key
 from paceline.world.group import Group
 
 States = tuple[Any, ...]
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _NUMPY = np.random.MT19937(0)  # replaces numpy's global generator inside `seeded`
 
 
@@ -70,14 +70,14 @@ def drawn_with(seed: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Yields the items of an iterator that draws from global generators seeded with `seed` while it starts and
     advances. Between items the script's own generators are in place."""
     with seeded(seed):
-        own = states(_CPU)
+        own = states(CPU)
     items: Iterator[Any] | None = None
     while True:
-        with aside(_CPU):
-            put_back(own, _CPU)
+        with aside(CPU):
+            put_back(own, CPU)
             items = begin() if items is None else items
             found = list(islice(items, 1))
-            own = states(_CPU)
+            own = states(CPU)
         if not found:
             return
         yield found[0]

@@ -52,6 +52,11 @@ class Gradients:
             with self.sync.accumulate(last=is_last):
                 loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise mistake(
+                    "an earlier backward pass has freed a part of this loss's graph: add up the losses of one forward "
+                    "pass, and detach() what an earlier step computed"
+                ) from error
             if "modified by an inplace operation" not in str(error):
                 raise
             raise mistake(

@@ -113,8 +113,9 @@ class _Membership:
                 self._close(error)
             return
         try:
-            for call in self.before_leaving:
-                call()
+            with contextlib.ExitStack() as calls:  # each is called, also if another fails
+                for call in self.before_leaving:
+                    calls.callback(call)
             if self.world.group.is_open:  # else the script has destroyed its process group
                 self.world.calls.record(LEAVE)
                 self.world.group.barrier()

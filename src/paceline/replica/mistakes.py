@@ -20,7 +20,7 @@ from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.replica.result import Exchanged
 from paceline.sync.replicas import differences
-from paceline.world.calls import caller, mistake
+from paceline.world.calls import Calls, caller, mistake
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
@@ -183,6 +183,16 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, 
         )
 
 
+def check_order(replica: object, calls: Calls) -> None:
+    """Raises UserError if another replica's gradients are on their way: a rank without a micro-batch sends its own in
+    `finish`, so in another order."""
+    if calls.reducing not in (None, replica):
+        raise mistake(
+            "the last step.backward of a step came between that of another replica and its step.finish(): call that "
+            "step.finish() first, or ranks would send gradients in different orders"
+        )
+
+
 def check_step(
     rows: Sequence[Exchanged], unused: Sequence[str], num_trained: int, is_first: bool, world: World
 ) -> None:
@@ -258,12 +268,13 @@ def warn_of_batch_norm(model: nn.Module, world: World) -> None:
 
 
 def digest_of(batch: object) -> int:
-    """Returns a hash of an array, bytes, or the tensors of a micro-batch, at least 1; 0 if it has none."""
+    """Returns a hash of an array, bytes, or the dense tensors of a micro-batch, at least 1; 0 if it has none."""
     if isinstance(batch, np.ndarray | np.generic) and not batch.dtype.hasobject:
         batch = batch.tobytes()
     if isinstance(batch, bytes):
         return zlib.crc32(batch) or 1
-    found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors_in(batch)]
+    dense = [each for each in tensors_in(batch) if each.layout == torch.strided and not each.is_nested]
+    found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in dense]
     return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
 
 

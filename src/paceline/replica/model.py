@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.base.errors import UserError
 from paceline.optim.clip import has_float64
 from paceline.replica import mistakes
+from paceline.replica.batch import LOCKSTEP
 from paceline.replica.gradients import Gradients
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
@@ -63,6 +65,8 @@ class ReplicatedModel:
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
         )
         self.sync = self.gradients.sync
+        if self.sync.lockstep:
+            LOCKSTEP.add(world.calls)
         self.updates.adopt(self.sync.slices())
 
         self.num_steps = 0  # updates made, including those before a restore
@@ -110,6 +114,21 @@ class ReplicatedModel:
             mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
         self.world.calls.replicas.discard(self)
 
+    def _drop_open_step(self) -> None:
+        """Clears the gradients if an exception ended an earlier loop, say in a notebook. Then collective."""
+        step, self.open_step = self.open_step, None
+        if step is None:
+            return
+        mistakes.warn(f"step {step.number} had no step.finish(): its gradients are dropped", self.world)
+        with contextlib.suppress(UserError):
+            self.gradients.reveal()
+        for parameter in self.gradients.trained.values():
+            parameter.grad = None
+        self.world.calls.reducing = None
+        self.sync.reduce()
+        self.sync.skip()
+        self.sync.publish()
+
     def _release_earlier(self) -> None:
         """Releases an earlier replica of this model or these optimizers, as when a notebook cell runs again."""
         parameters = set(self.model.parameters())
@@ -118,3 +137,10 @@ class ReplicatedModel:
             if has_mine or not parameters.isdisjoint(other.model.parameters()):
                 other.release()
         release(self.model.parameters())
+
+
+def drop_abandoned_step(world: World) -> None:
+    """Drops the step, if any, that an exception ended between its last backward pass and `finish`, before a notebook's
+    cell runs again. Then collective."""
+    if isinstance(world.calls.reducing, ReplicatedModel):
+        world.calls.reducing._drop_open_step()

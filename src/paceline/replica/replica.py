@@ -4,7 +4,6 @@ step.py does one step; here are the loops over steps, evaluation, and what a scr
 collects gradients, sync/ sums them over ranks, and updates.py updates this rank's part.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,11 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from paceline.base.errors import UserError
 from paceline.base.units import listed
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch
-from paceline.replica.model import ReplicatedModel
+from paceline.replica.model import ReplicatedModel, drop_abandoned_step
 from paceline.replica.result import StepResult
 from paceline.replica.share import Share, share
 from paceline.replica.step import Step
@@ -85,6 +83,7 @@ class Replica(ReplicatedModel):
 
         Raises UserError for mistakes that would stay silent (mistakes.py), and warns of probable ones.
         """
+        drop_abandoned_step(world)
         world.calls.record("Replica")
         if dtype not in _DTYPES:
             raise mistake(f"dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
@@ -122,8 +121,10 @@ class Replica(ReplicatedModel):
         loop after the current step, on all ranks; `stop_reason` says why. Then save, and leave with
         `sys.exit(paceline.EXIT_RESUMABLE)`, which asks for a restart.
         """
-        batches = self._shared(source, sharing)
         self._drop_open_step()
+        batches = self._shared(source, sharing)
+        if batches.is_endless and epochs is not None:
+            raise mistake("a function that draws has no end of a pass, so epochs= has no effect: give max_steps=")
         with self._stopping(stop_on_signals):
             while not self._is_over(batches, max_steps, epochs):
                 begun_at, is_from_the_top = self.num_steps, batches.step == 0
@@ -146,6 +147,8 @@ class Replica(ReplicatedModel):
                 "the step before had no step.finish(), and its gradients would be lost: call it once in "
                 "each step. After an exception make optimizer and Replica anew"
             )
+        if total is not None and not 0 < total < math.inf:
+            raise mistake(f"total is {total}; it is the weight of the global batch: a number of samples or tokens")
         self._begun_from = None
         self.open_step = Step(self, batch if isinstance(batch, Batch) else Batch([batch]), total)
         return self.open_step
@@ -164,9 +167,9 @@ class Replica(ReplicatedModel):
     def evaluate(self, source: Any, loss_of: Callable[..., Any], **sharing: Any) -> Any:
         """Returns the mean of `loss_of` over one pass of the source, shared by the ranks; the same on all. Collective.
 
-        source: as for `steps`; a data set is read in order, a function that draws is read for one step. loss_of: as for
-        `train`; if it returns a dict of means, so does this. Ranks have the shares of training, if those were given to
-        `steps`. Runs in eval() without gradients and restores the random generators.
+        source: as for `steps`; a data set is read in order; of a function that draws, one step. Each evaluation reads
+        the first pass. loss_of: as for `train`; if it returns a dict of means, so does this. Ranks have the shares
+        of training, if `steps` was given some. Runs in eval() without gradients and restores the random generators.
         """
         if hasattr(source, "__getitem__") and not isinstance(source, IterableDataset):  # which torch gives one, too
             sharing.setdefault("shuffle", False)
@@ -190,6 +193,8 @@ class Replica(ReplicatedModel):
         rows = self.world.group.share_json([sums, total])
         total = math.fsum(theirs for _, theirs in rows) or math.nan
         names = dict.fromkeys(name for found, _ in rows for name in found)
+        if not names:
+            raise mistake("an evaluation got no sample: its source is empty", reach="world")
         means = {name: math.fsum(found.get(name, 0.0) for found, _ in rows) / total for name in names}
         return means.get(_LOSS, means)
 
@@ -279,25 +284,16 @@ class Replica(ReplicatedModel):
         that follows."""
         if on_signals and self.stop is None:
             self.stop = StopRequest().__enter__()
+        is_at_end = False
         try:
             yield
+            is_at_end = True
         finally:
-            if on_signals and self.stop is not None and self.stop_reason is None:
+            # A flag that was set after the last step's exchange ends the next loop.
+            has_flag = self.stop_reason is not None or (is_at_end and self.vote != 0)
+            if on_signals and self.stop is not None and not has_flag:
                 self.stop.__exit__(None, None, None)
                 self.stop = None
-
-    def _drop_open_step(self) -> None:
-        """Clears the gradients if an exception ended an earlier loop, say in a notebook. Then collective."""
-        step, self.open_step = self.open_step, None
-        if step is None:
-            return
-        mistakes.warn(f"step {step.number} had no step.finish(): its gradients are dropped", self.world)
-        with contextlib.suppress(UserError):
-            self.gradients.reveal()
-        self.world.calls.reducing = None
-        self.sync.reduce()
-        self.sync.skip()
-        self.sync.publish()
 
     def _shared(self, source: Any, sharing: dict[str, Any], keep: bool = True) -> Share:
         """Returns this rank's part of the source, made once for training and once for evaluation. Collective then.
@@ -309,7 +305,7 @@ class Replica(ReplicatedModel):
         key = id(source), keep
         _, known, given = self._shared_before.get(key, (None, None, {}))
         if known is not None and given == sharing:
-            return known
+            return known if keep else known.rewound()
         if known is not None and keep:
             raise mistake(f"this source was shared with other arguments before: {given}. Give these, or make it anew")
         made = share(source, self.world, **sharing)

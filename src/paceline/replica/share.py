@@ -132,7 +132,14 @@ class _Arguments:
         if self.batch_size not in (None, batch_size):
             self.refuse(f"the DataLoader has batch_size={batch_size}, that of all ranks together", "batch_size")
         if self.shares != "auto":
-            return Split(self.world, self.micro_batch_size, batch_size, self.shares)
+            split = Split(self.world, self.micro_batch_size, batch_size, self.shares)
+            if batch_size and self.micro_batch_size and not self.shares and 0 in split.plan(batch_size).num_sequences():
+                warn(
+                    f"a step has fewer micro-batches than the {self.world.world_size} ranks, so the last ranks compute "
+                    "nothing: make the micro-batches smaller, or the batch larger",
+                    self.world,
+                )
+            return split
         if read_ahead is None or batch_size is None:
             self.refuse("this source's rows cannot move between ranks while it is read: give numbers", "shares")
         assert batch_size is not None

@@ -13,15 +13,12 @@ from functools import partial
 from itertools import accumulate, chain, count, islice
 from typing import Any
 
-import torch
-
 from paceline.base.seeds import key
 from paceline.replica import generators
 from paceline.replica.batch import Batch, Split, tensors_in
 from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
-CPU = torch.device("cpu")
 Drawn = dict[str, Any]  # random choices of one pass; JSON, the same on all ranks
 Collate = Callable[[list[Any]], Any]
 
@@ -78,6 +75,11 @@ class Share:
                 self.leave()
             raise
 
+    def rewound(self) -> "Share":
+        """Returns itself, before its first pass: each evaluation reads the same samples."""
+        self._pass, self.epoch, self.step, self._drawn, self._is_left = 0, 0, 0, None, False
+        return self
+
     def leave(self) -> None:
         """Called after `break`: the next pass starts anew. A checkpoint still has the position of this one."""
         self._is_left = self._drawn is not None
@@ -96,7 +98,7 @@ class Share:
             self.step += 1
             yield batch
             if number != self._iterator:
-                raise mistake("this pass lost its place: another one over the same batches was begun")
+                raise mistake("this pass lost its place, as another was begun or a checkpoint restored: begin it anew")
             batch.drain()
         self._pass, self.epoch, self.step, self._drawn = self._pass + 1, self.epoch + 1, 0, None
 
@@ -109,7 +111,7 @@ class Share:
         """Returns a sample micro-batch, to look at shapes, without using it up."""
         if self._last is not None:
             return self._last
-        with generators.aside(CPU):
+        with generators.aside(generators.CPU):
             return self._example()
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class FunctionShare(Share):
     def _equalise_generators(self) -> None:
         """Copies rank 0's global generators to all ranks. Collective."""
         self._world.calls.record("share")
-        generators.agree(self._world.group, CPU)
+        generators.agree(self._world.group, generators.CPU)
 
     def _draw(self, first: Any, mine: list[range]) -> Iterator[Any]:
         """Yields this rank's micro-batches of a step. All are drawn now, while the ranks' generators are equal; a

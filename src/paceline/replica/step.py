@@ -58,10 +58,11 @@ class Step:
         self._digest = mistakes.digest_of(batch.given[0]) if is_first and batch.given else 0
         self._is_iterating = False
         # The current pass. A script may call backward for its only micro-batch without iterating over the step.
-        only = Pass(None, None, num_rows(batch.given[0]) if batch.given else None, is_real=True, is_last=True)
+        rows = batch.rows[0] if batch.rows else None
+        only = Pass(None, rows, num_rows(batch.given[0]) if batch.given else None, is_real=True, is_last=True)
         self._current: Pass | None = only if len(batch) <= 1 else None
         self._has_loss = False  # the current micro-batch had a backward pass
-        self._stage = "backward"  # then "launched", "reduced", "over"
+        self._stage = "backward"  # then "launched", "reduced", "over"; "failed" until a pass has ended
         self._unused: Sequence[str] = ()
         self._rows = Rows([], [], [], [])  # by rank, after the all-gather
 
@@ -70,8 +71,8 @@ class Step:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the step has had a backward pass."""
-        return self._loss_sum is not None
+        """Whether the step has had a backward pass, or a part of one."""
+        return self._loss_sum is not None or self._stage == "failed"
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this rank's micro-batches, on its device, under autocast if the replica has a `dtype`; with fsdp then
@@ -105,8 +106,7 @@ class Step:
         more: another backward of this micro-batch follows; the step's loss is the sum of both means, which have one
         weight. is_sum: the loss is a sum over `weight` items, not their mean.
 
-        Communicates only during the last pass of the last micro-batch. Raises UserError for mistakes that would train
-        wrongly.
+        Communicates in the last micro-batch's last pass only. Raises UserError for mistakes that would train wrongly.
         """
         replica, current = self._replica, self._require_micro_batch()
         mistakes.check_loss(loss, len(self), replica.num_steps == 0, replica.world)
@@ -115,22 +115,23 @@ class Step:
             raise mistake(f"a micro-batch has means of weights {self._weight_before} and {weight}: give both the same")
         self._weight_before = weight if more and not is_sum else None
         factor = float(current.is_real) if is_sum else weight
-        is_last = current.is_last and not more
+        is_last, calls = current.is_last and not more, replica.world.calls
+        if is_last:
+            mistakes.check_order(replica, calls)
+            calls.reducing = replica
         self._clock.end("forward")
         fault = replica.at("backward")
         scaled = loss * (factor * replica.scaler.scale / self._divisor)
-        may_pass_others = replica.world.calls.num_replicas > 1 and not replica.sync.shards_weights
+        may_pass_others = calls.num_replicas > 1 and not replica.sync.shards_weights
+        self._stage = "failed"
         with replica.autocast(enabled=False):
             replica.gradients.backward(scaled, is_last=is_last, may_pass_others=may_pass_others, fault=fault)
-        replica.world.calls.reducing = replica if is_last else None
+        self._stage = "launched" if is_last else "backward"
         self._clock.end("backward")
-        term = loss.detach() if is_sum else loss.detach().to(replica.exact_dtype) * weight
-        if not current.is_real or not (weight or is_sum):
-            term = torch.zeros_like(term)  # not times 0: a mean over no items is not a number
+        term = loss.detach().to(replica.exact_dtype)
+        term = term * factor if factor else torch.zeros_like(term)  # not times 0: a mean over no items is not a number
         self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
         self._has_loss = True
-        if is_last:
-            self._stage = "launched"
         if not more:
             self._weight += weight
             self._current = None
@@ -140,8 +141,8 @@ class Step:
         step, also by a rank without a micro-batch.
 
         max_norm: gradients are shrunk to this global norm; 0: the norm is only measured. share: a few numbers of this
-        rank; `result.shared` has all ranks', without another collective. If a gradient is not finite, no rank updates.
-        Raises UserError on all ranks if micro-batches of different sizes would have equal weight.
+        rank, as many on each; `result.shared` has all ranks', without another collective. If a gradient is not finite,
+        no rank updates. Raises UserError on all ranks if micro-batches of different sizes would have equal weight.
         """
         replica, sync = self._replica, self._replica.sync
         replica.world.calls.record("Step.finish", replica)
@@ -149,6 +150,8 @@ class Step:
 
         # ---- sum over ranks, clip ----
         if self._stage == "reduced":  # the script may have changed them
+            dropped = [name for name, parameter in replica.gradients.trained.items() if parameter.grad is None]
+            self._unused = [*self._unused, *dropped]  # set to None by the script: unchanged, as in one process
             gradients, scale = sync.changed_gradients(), 1.0
             if share and not self._is_total_given:
                 self._rows = self._rows._replace(shared=replica.world.group.share(list(map(float, share))))
@@ -315,13 +318,15 @@ class Step:
                 f"step.{verb}() is inside the loop over the step's micro-batches, where a rank that has "
                 "fewer of them would call it less often: call it after that loop, once a step"
             )
-        if self._stage == "backward" and (self._loss_sum is not None or len(self)):
+        if self._stage in ("backward", "failed") and (self.is_begun or len(self)):
             raise mistake(
                 f"step.{verb}() came before the last micro-batch had its step.backward(loss): go through "
                 "all of `for ... in step` first"
             )
 
     def _require_micro_batch(self) -> Pass:
+        if self._stage == "failed":
+            raise mistake("a backward pass of this step failed and left a part of its gradients: begin another loop")
         if self._stage != "backward":
             raise mistake(
                 f"step.backward was called again after the last one of step {self.number}: say more=True to "

@@ -41,7 +41,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             raise mistake("signals reach the main thread alone, and this is another: leave stop_on_signals=True out")
         for number in STOP_SIGNALS:
-            if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) != signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -216,11 +216,9 @@ class RunningStatistics:
             return
         change = (self._flat() - self._before) * share if share else torch.zeros_like(self._before)
         self._group.all_reduce(change)
-        begin = 0
-        for tensor in self._means:
-            stop = begin + tensor.numel()
-            tensor.copy_((self._before[begin:stop] + change[begin:stop]).view_as(tensor))
-            begin = stop
+        means = torch.split(self._before + change, [tensor.numel() for tensor in self._means])
+        for tensor, mean in zip(self._means, means, strict=True):
+            tensor.copy_(mean.view_as(tensor))
         self.remember()
         for tensor in self._counts:  # batches seen: a rank without a micro-batch has seen fewer
             self._group.all_reduce(tensor, "max")
