@@ -19,6 +19,7 @@ from program import TORCHRUN, Program
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.base.errors import RunError, UserError
@@ -647,3 +648,27 @@ def test_after_kill_9_at_any_moment_two_replicas_go_on_to_the_same_end(tmp_path:
     assert first == second == done
     with program("straight") as straight:
         assert straight.wait(100).require(0).out.split()[-2:] == ended.out.split()[-2:]
+
+
+def losses_around_a_restore(world: World, path: str) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    replica = Replica(net, torch.optim.SGD(net.parameters(), lr=0.5), world, strategy="fsdp", blocks=[net[0]])
+    checkpoints = Checkpoints(path, net=replica)
+    rows = DataLoader(TensorDataset(torch.arange(32.0).view(8, 4) / 32), 4)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return (net(x) - 1).square().mean()
+
+    found = [replica.evaluate(rows, loss_of)]
+    checkpoints.save()
+    replica.train(torch.ones(2, 4), loss_of)
+    found.append(replica.evaluate(rows, loss_of))
+    checkpoints.restore()
+    return [*found, replica.evaluate(rows, loss_of)]
+
+
+def test_an_evaluation_after_a_restore_reads_the_restored_weights_with_fsdp(tmp_path: Path) -> None:
+    for before, trained, restored_loss in run_ranks(losses_around_a_restore, 2, str(tmp_path / "net")):
+        assert trained != before
+        assert restored_loss == before

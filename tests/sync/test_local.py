@@ -17,7 +17,7 @@ from torch import nn
 from paceline.base.errors import PacelineError, UserError
 from paceline.config import Config
 from paceline.replica.batch import Batch
-from paceline.replica.checkpoints import load_weights
+from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
 from paceline.tools.report.facts import Summary
@@ -164,6 +164,34 @@ def test_a_step_that_an_exception_ended_has_no_weight_in_the_average() -> None:
     for rank, (before, after) in enumerate(run_ranks(dropped, 2)):
         assert before == [1.0, *[2.0 + rank, 5.0] * 4]
         assert after == [1.0, *before[1:3], 0.0, 0.0, *before[5:]], "only the fragment under way is exchanged"
+
+
+def steps_made(replica: Replica, num_steps: int) -> None:
+    for _ in range(num_steps):
+        x = rows_of(replica.num_steps + POISONED + 1, replica.world.rank)
+        replica.train(Batch([x] if len(x) else []), lambda x: (loss_of(replica.model, x), float(len(x))))
+
+
+def goes_back(world: World, folder: Path) -> list[str]:
+    """Digests of this rank's own weights after eight steps: of the last three again, and at once."""
+    found = []
+    for is_again in (True, False):
+        net = network()
+        replica = Replica(net, inner(net), world, strategy="local", sync_every=4)
+        checkpoints = Checkpoints(folder / str(is_again), net=replica)
+        steps_made(replica, 5)
+        checkpoints.save()
+        if is_again:
+            steps_made(replica, 2)
+            checkpoints.restore()
+        steps_made(replica, 3)
+        found.append(overall(dict(net.named_parameters())))
+    return found
+
+
+def test_an_exchange_under_way_when_a_script_restores_has_no_effect(tmp_path: Path) -> None:
+    for again, at_once in run_ranks(goes_back, 2, tmp_path):
+        assert again == at_once
 
 
 # ---- whole runs ----

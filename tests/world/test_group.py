@@ -475,6 +475,24 @@ def test_an_error_of_this_rank_s_own_is_not_told_as_another_s() -> None:
     assert "PeerLost: rank 1 lost the other ranks during a barrier: Connection closed by peer" in other
 
 
+def exchanges_and_meets(world: World) -> list[str]:
+    """What is over when a barrier returns."""
+    seen: list[str] = []
+
+    def end() -> None:
+        time.sleep(0.3)
+        seen.append("an exchange")
+
+    world.group.start_exchange({}, {}, end)
+    world.group.barrier()
+    return seen
+
+
+def test_a_barrier_ends_the_exchanges_before_it() -> None:
+    """So a rank that leaves after it, and closes its connections, breaks no transfer."""
+    assert run_ranks(exchanges_and_meets, 2) == [["an exchange"]] * 2
+
+
 def policies(world: World) -> list[int]:
     tasks = Path("/proc/self/task").glob("*/comm")
     return [os.sched_getscheduler(int(task.parent.name)) for task in tasks if task.read_text().startswith("gloo")]

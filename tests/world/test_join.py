@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from multiprocessing.synchronize import Event, Semaphore
 from typing import Any
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import torch
 from ranks import FORKS
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from paceline.base.errors import PacelineError
 from paceline.world import handshake, join, peer, runtime
@@ -245,6 +246,23 @@ def test_what_another_program_left_in_the_store_is_refused(agents_store: TCPStor
     rows = Ranks(place(0, 2, store.port)).ended()
     assert rows[0][1] == "UserError"
     assert "holds 'hello/1' of another program" in rows[0][2]
+
+
+class ReadMeanwhile(HashStore):
+    """In which another rank reads and removes a key right after it was found."""
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = super().check(keys)
+        self.delete_key(keys[0])
+        return is_there
+
+
+def test_a_refusal_that_is_removed_while_rank_0_looks_for_it_keeps_nobody_waiting() -> None:
+    store = ReadMeanwhile()
+    store.set_timeout(timedelta(seconds=1))
+    board = handshake.Board(store)
+    board.post("refusal/nonce", "no")
+    handshake._wait_until_read(board, ["nonce"])  # to get it would raise, after the store's timeout
 
 
 def listening(world: World) -> list[tuple[str, int]]:

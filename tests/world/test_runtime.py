@@ -1,5 +1,6 @@
 """Opening and closing: groups are gone after every way out, and a lost rank is noticed at once."""
 
+import math
 import os
 import threading
 import time
@@ -73,6 +74,22 @@ def test_every_rank_knows_the_facts_of_all() -> None:
     other = replace(first[1], rounding="other", host="b")
     text = unequal_kinds((first[0], other))
     assert f"{first[0].kind} on rank 0 ({first[0].host}); {other.kind} on rank 1 (b)" == text
+
+
+def verbs_of_odd_values(world: World) -> tuple[bool, torch.Tensor, str]:
+    """The maximum where the last rank has no number; of a dtype that Gloo lacks; and what unlike tensors are told."""
+    last = world.rank == world.world_size - 1
+    short = world.max(torch.tensor([world.rank, 5], dtype=torch.int16))
+    with pytest.raises(UserError) as caught:
+        world.sum(torch.zeros(2, dtype=torch.int64 if last else torch.float32))
+    return math.isnan(world.max(math.nan if last else 1.0)), short, str(caught.value)
+
+
+def test_a_maximum_hides_no_nan_and_tensors_that_gloo_cannot_add_are_refused() -> None:
+    for is_nan, short, said in run_ranks(verbs_of_odd_values, 2):
+        assert is_nan
+        assert short.tolist() == [1, 5]
+        assert "World.sum needs one dtype and shape, and got by rank: float32 [2], int64 [2]" in said
 
 
 def opens_by_a_wrong_variable(config: ParallelConfig, env: Environment) -> str:

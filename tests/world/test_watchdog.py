@@ -4,6 +4,7 @@ Ranks are forked from a process that has torch imported: 10 ms each instead of t
 waiting, so the worlds that are to end by their timeout all stand still at the same time.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError
 from paceline.base.parent import start_ticks
+from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.group import LocalGroup
@@ -334,6 +336,28 @@ def test_who_is_slow_or_sleeps_for_a_while_is_left_alone(tmp_path: Path) -> None
     for ranks in worlds:
         ranks.end(time.monotonic() + 40)
         assert ranks.statuses() == [0, 0]
+
+
+@pytest.mark.parametrize("makes_calls", [True, False])
+def test_a_script_makes_progress_by_its_calls_though_each_look_finds_the_same_wait(
+    makes_calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without a micro-batch waits in one all-reduce after another, and computes for a millisecond between."""
+    group = SimpleNamespace(waiting_for="an all-reduce")
+    world: Any = SimpleNamespace(peers=[this_process(Environment())], rank=0, store=None, group=group, backend="gloo")
+    calls, seconds, ended = Calls(), itertools.count(), list[Any]()
+    watchdog = Watchdog(world, timeout_s=2.0, on_verdict=lambda _: None, calls=calls)
+
+    def looks_eight_times(_: float) -> bool:
+        if makes_calls:
+            calls.record("World.sum")
+        return next(seconds) > 8
+
+    monkeypatch.setattr(watchdog._closed, "wait", looks_eight_times)
+    monkeypatch.setattr(watchdog._clock, "now", lambda: float(next(seconds)))
+    monkeypatch.setattr(watchdog, "_end_if", ended.extend)
+    watchdog._watch()
+    assert bool(ended) != makes_calls
 
 
 # ---- a collective that has failed ----

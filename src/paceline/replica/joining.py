@@ -118,6 +118,8 @@ class _Membership:
                     calls.callback(call)
             if self.world.group.is_open:  # else the script has destroyed its process group
                 self.world.calls.record(LEAVE)
+                for replica in self.world.calls.replicas:
+                    replica.wait_for_params()  # what the script reads afterwards
                 self.world.group.barrier()
         except BaseException as failure:
             if self.is_rank():

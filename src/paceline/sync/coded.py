@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from paceline.base.ownership import Slice
-from paceline.sync.buckets import BucketStrategy, Named
+from paceline.sync.buckets import Named
 from paceline.sync.codec import Blocks
 from paceline.sync.zero import Layout, ShardedBucket, ShardedSync
 from paceline.world.group import Group, Transfer
@@ -100,11 +100,6 @@ class CodedBucket(ShardedBucket):
         self.values[slice(*self.span)] = self.master
         self.gathering = group.start_all_gather(self.values, self.borders)
 
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
     def _message(self, codec: Blocks, rank: int) -> torch.Tensor:
         start, stop = self._parts[rank]
         return torch.empty(codec.num_bytes(stop - start), dtype=torch.uint8, device=self.flat.device)
@@ -136,11 +131,10 @@ class CodedSync(ShardedSync):
     def skip(self) -> None:
         self._is_skipped = True
 
-    def publish(self) -> None:
-        is_skipped, self._is_skipped = self._is_skipped, False
-        BucketStrategy.publish(self)
-        if not is_skipped:
-            self._publish_rest()
+    def _publish_rest(self) -> None:
+        if not self._is_skipped:
+            super()._publish_rest()
+        self._is_skipped = False
 
     def refresh(self) -> None:
         for bucket in reversed(self.buckets):

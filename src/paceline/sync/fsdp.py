@@ -1,5 +1,4 @@
-"""The `fsdp` and `hsdp` strategies: weights, gradients and optimizer state are sharded, for models that do not fit on a
-device.
+"""The strategies `fsdp` and `hsdp` shard weights, gradients and optimizer state, for models too large for a device.
 
 torch's `fully_shard` (FSDP2; Zhao et al., arXiv 2304.11277) gathers a block's weights before the block runs and frees
 them afterwards. Here it sums gradients, and its shards become slices as in other strategies. It communicates in every
@@ -31,8 +30,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from paceline.base import ownership
+from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
+from paceline.sync.buckets import hooked
 from paceline.sync.strategy import Strategy
+from paceline.world.calls import mistake
 from paceline.world.group import DistributedGroup
 from paceline.world.side import all_gather_for_torch, all_reduce_for_torch, reduce_scatter_for_torch
 
@@ -71,12 +73,19 @@ class FullySharded(Strategy):
             self._holders = list(zip(*hosts, strict=True))
         else:
             mesh = init_device_mesh(device.type, (group.size,))
-        self._sums = _SumsBefore(group, mesh.size())
-        for module in (*stages, model):
+        self._sums = _SumsBefore(group)
+        self._modules = list(dict.fromkeys((*stages, model)))
+        before = dict(model.named_parameters())
+        for module in self._modules:
             fully_shard(module, mesh=mesh)
         names = {parameter: name for name, parameter in model.named_parameters()}
+        if torn := [name for name in names.values() if name not in before]:
+            raise mistake(
+                f"fsdp and hsdp shard each of the `blocks` by itself, and {listed(torn)} is a parameter that two of "
+                "them share, or one and the rest of the model: leave these modules out of `blocks`"
+            )
         self._gathered: list[FSDPParam] = []
-        for module in (*stages, model):
+        for module in self._modules:
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
             # A plain sum: Gloo lacks the default, a pre-scaled one.
@@ -84,11 +93,12 @@ class FullySharded(Strategy):
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
             gathered = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
             if gathered is not None:
+                gathered.reduce_scatter_unused_params = True  # else ranks that use different ones mix them
                 self._gathered += gathered.fsdp_params
                 order = [each.sharded_param for each in gathered.fsdp_params]
                 rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
                 sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
-                sharded.set_custom_all_gather(_Gather(group, mesh.size(), sizes, rounded))  # type: ignore[arg-type]
+                sharded.set_custom_all_gather(_Gather(group, sizes, rounded))  # type: ignore[arg-type]
             if self._between is not None:
                 sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
         self._parameters = {
@@ -98,6 +108,9 @@ class FullySharded(Strategy):
         ranks = hosts[self.copy] if len(hosts) > 1 else range(group.size)
         self._whole = _Whole(group, ranks, self._shards, unsplit_costs)
         self._has_spread = False  # within this step's update
+        self._sharded: dict[torch.Tensor, DTensor] = {}  # by gathered parameter
+        self._used: set[torch.Tensor] = set()  # gathered parameters for which this rank had a gradient in this step
+        self._sums_of_others: dict[DTensor, torch.Tensor | None] = {}  # for which it had none
 
     def slices(self) -> list[ParamSlice]:
         split = [mine for mine in self._shards if mine.start < mine.stop and mine not in self._whole.shards]
@@ -111,10 +124,20 @@ class FullySharded(Strategy):
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         cast(FSDPModule, self._model).set_requires_gradient_sync(last)
+        for each in self._gathered:
+            gathered = getattr(each, "_unsharded_param", None)  # made by the first forward pass
+            if gathered is not None and gathered not in self._sharded:
+                self._sharded[gathered] = cast(DTensor, each.sharded_param)
+                hooked(gathered, self._on_gradient)
         yield
+        for gathered, sharded in self._sharded.items() if last else ():
+            if gathered not in self._used:  # `.grad` shows what this rank used, as with other strategies
+                self._sums_of_others[sharded], sharded.grad = sharded.grad, None
 
     def reduce(self) -> list[torch.Tensor]:
         for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
+            if parameter.grad is None:
+                parameter.grad = self._sums_of_others.pop(parameter, None)
             gradient = parameter.grad
             local = torch.zeros_like(mine.parameter) if gradient is None else cast(DTensor, gradient).to_local()
             mine.parameter.grad = local.reshape(-1)
@@ -133,9 +156,8 @@ class FullySharded(Strategy):
         return next(bad, None), self._sums.not_finite()
 
     def skip(self) -> None:
-        for each in self._gathered:  # it has the sum of passes that no last one followed
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None
+        for gathered in self._sharded:  # it has the sum of passes that no last one followed
+            gathered.grad = None
 
     def publish(self) -> None:
         if not self._has_spread:
@@ -143,10 +165,16 @@ class FullySharded(Strategy):
         self._has_spread = False
         for parameter in (*self._parameters.values(), *(each.parameter for each in self._shards + self._whole.mine)):
             parameter.grad = None
-        self._sums.clear()
+        for kept in (self._sums, self._used, self._sums_of_others):
+            kept.clear()
+
+    def _on_gradient(self, gathered: torch.Tensor) -> None:
+        self._used.add(gathered)
 
     def refresh(self) -> None:
         self._whole.spread_weights()
+        for module in self._modules:  # a forward pass without gradients leaves the model's own weights gathered
+            cast(FSDPModule, module).reshard()
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return {}
@@ -238,17 +266,10 @@ class _Whole:
 
 
 class _Collective:
-    """A collective that `fully_shard` begins. Over Gloo, and if it has all ranks, it is the group's own: Gloo's
-    reduce-scatter sends twice the bytes, and its all-gather takes 1.5 times as long on a slow link unless ranks begin
-    at once (docs/LOG.md)."""
+    """A collective that `fully_shard` begins."""
 
-    def __init__(self, group: DistributedGroup, num_ranks: int) -> None:
-        """num_ranks: of those that hold all weights together."""
-        self._group, self._is_own = group, num_ranks == group.size and not group.is_queued
-
-    def _borders(self, flat: torch.Tensor) -> list[int]:
-        """Returns where each rank's elements begin, and the end."""
-        return [len(flat) // self._group.size * rank for rank in range(self._group.size + 1)]
+    def __init__(self, group: DistributedGroup) -> None:
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -257,11 +278,9 @@ class _Collective:
 class _Gather(_Collective):
     """torch's all-gather of a block's weights, which sends those in 16 bits that are read so."""
 
-    def __init__(
-        self, group: DistributedGroup, num_ranks: int, sizes: Sequence[int], read_as: Sequence[torch.dtype | None]
-    ) -> None:
+    def __init__(self, group: DistributedGroup, sizes: Sequence[int], read_as: Sequence[torch.dtype | None]) -> None:
         """sizes: elements of a rank's part of each parameter, in torch's order."""
-        super().__init__(group, num_ranks)
+        super().__init__(group)
         self._sent_as = next((dtype for dtype in read_as if dtype is not None and dtype.itemsize == 2), None)
         self._sizes, self._is_rounded = list(sizes), [dtype == self._sent_as for dtype in read_as]
 
@@ -269,7 +288,7 @@ class _Gather(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self._sent_as is None or output_tensor.dtype != torch.float32:
-            return self._all_gather(output_tensor, input_tensor, group, async_op)
+            return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
         # A float32 that is sent exactly is two numbers of 16 bits.
         packed = [
             part.to(self._sent_as) if is_rounded else part.view(self._sent_as)
@@ -277,22 +296,11 @@ class _Gather(_Collective):
         ]
         message = torch.cat(packed)
         arrived = message.new_empty(group.size() * len(message))
-        self._all_gather(arrived, message, group, async_op=False)
+        all_gather_for_torch(self._group, arrived, message, group, async_op=False)
         parts = torch.split(output_tensor.view(group.size(), -1), self._sizes, 1)
         columns = torch.split(arrived.view(group.size(), -1), [len(part) for part in packed], 1)
         for part, column, is_rounded in zip(parts, columns, self._is_rounded, strict=True):
             (part if is_rounded else part.view(self._sent_as)).copy_(column)
-        return None
-
-    def _all_gather(
-        self, output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        if not self._is_own:
-            return all_gather_for_torch(self._group, output, mine, group, async_op)
-        flat, rank = output.view(-1), self._group.rank
-        borders = self._borders(flat)
-        flat[borders[rank] : borders[rank + 1]].copy_(mine)
-        self._group.start_all_gather(flat, borders).wait()
         return None
 
 
@@ -300,8 +308,8 @@ class _SumsBefore(_Collective):
     """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
     gradient was not finite. Costs one read of the gradients."""
 
-    def __init__(self, group: DistributedGroup, num_ranks: int) -> None:
-        super().__init__(group, num_ranks)
+    def __init__(self, group: DistributedGroup) -> None:
+        super().__init__(group)
         self._sums: list[torch.Tensor] = []
 
     def __call__(
@@ -313,13 +321,7 @@ class _SumsBefore(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._sums.append(input_tensor.sum())
-        if not self._is_own:
-            return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
-        flat, rank = input_tensor.view(-1), self._group.rank
-        borders = self._borders(flat)
-        self._group.start_reduce_scatter(flat, borders).wait()
-        output_tensor.copy_(flat[borders[rank] : borders[rank + 1]].view_as(output_tensor))
-        return None
+        return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
 
     def not_finite(self) -> bool | None:
         """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""

@@ -98,8 +98,7 @@ class LocalSync(BucketedSync):
 
     def release(self) -> None:
         for fragment in self._fragments:
-            if fragment.transfer is not None:
-                fragment.transfer.wait()
+            fragment.finish()
 
     def _send_next(self) -> None:
         self._fragments[self._num_steps % len(self._fragments)].send(self._world)
@@ -129,7 +128,8 @@ class LocalSync(BucketedSync):
         return [float(self._num_steps), *(w for each in self._fragments for w in (each.own_weight, each.weight))]
 
     def begin_at_anchor(self) -> None:
-        """The own weights become the anchor's, and the momentum zero."""
+        """The own weights become the anchor's, and the momentum zero; exchanges under way have no effect."""
+        self.release()
         own, momentum = self.held["own"], list(self.held["outer"].values())
         torch._foreach_copy_(list(own.values()), [self._anchor[name] for name in own])
         if momentum:
@@ -160,11 +160,15 @@ class _Fragment:
         self._change = (self._sent - torch.cat(self.anchor)).mul_(share)
         self.transfer = group.start_all_reduce(self._change)
 
+    def finish(self) -> None:
+        """Waits for the exchange, if one is under way; the next one weighs later steps only."""
+        if self.transfer is not None:
+            self.transfer.wait()
+        self.transfer, self.own_weight, self.weight = None, 0.0, 0.0
+
     def merge(self, is_last: bool = False) -> None:
         """Waits for the exchange, and moves the anchor and this rank's weights. is_last: without momentum."""
-        assert self.transfer is not None
-        self.transfer.wait()
-        self.transfer, self.own_weight, self.weight = None, 0.0, 0.0
+        self.finish()
         sizes = [part.numel() for part in self.own]
         if self.momentum and not is_last:
             momentum = torch.cat(self.momentum).mul_(_OUTER_MOMENTUM).add_(self._change)

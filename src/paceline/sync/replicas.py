@@ -47,8 +47,11 @@ def _digest(tensor: torch.Tensor) -> int:
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's bytes as integers of 8 bytes, or of 4."""
     tensor = tensor.cpu() if tensor.device.type == "mps" else tensor  # whose integer kernels are untried here
-    words = tensor.detach().contiguous().reshape(-1).view(torch.int32)
-    return words.view(torch.int64) if words.numel() % 2 == 0 and words.storage_offset() % 2 == 0 else words
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:  # a view of a bucket; as it is it would have no such integers
+        flat = flat.clone()
+    words = flat.view(torch.int32)
+    return words.view(torch.int64) if words.numel() % 2 == 0 else words
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class ShardedBucket(Bucket):
             return
         self.gathering.wait()
         self.gathering = None
-        if self.is_rounded:
+        if self.message is not self.values:
             self.values.copy_(self.message)
             self.message = self.values
 

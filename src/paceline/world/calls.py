@@ -24,7 +24,7 @@ class Calls:
     """This rank's calls; entries are (number, verb, place)."""
 
     def __init__(self) -> None:
-        self._number = 0
+        self.number = 0  # of the last call
         self._last: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
         self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, which depends on this rank's garbage collector
         self.num_replicas = 0  # made so far: the same number on all ranks
@@ -38,8 +38,8 @@ class Calls:
                 f"{verb} was called between the last step.backward and step.finish, while gradients are on "
                 "their way: call it after step.finish()"
             )
-        self._number += 1
-        self._last.append((self._number, verb, place()))
+        self.number += 1
+        self._last.append((self.number, verb, place()))
 
     def last(self) -> list[tuple[int, str, str]]:
         return list(self._last)

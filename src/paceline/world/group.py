@@ -8,6 +8,7 @@ possible any more: the rank exits, and the others notice that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -97,11 +98,14 @@ class DistributedGroup(Group):
         self.is_queued = device.type == "cuda" and dist.get_backend() != "gloo"
         # CPU tensors beside NCCL: numbers and texts neither queue behind gradients nor block on the GPU.
         self._control = dist.new_group(backend="gloo") if self.is_queued else None  # None: the default group
+        if self._control is not None:
+            self._control.set_timeout(timedelta(seconds=timeout_s))  # torch gives it half an hour
         self.beside: list[dist.ProcessGroup] = []  # of some ranks, which torch's `fully_shard` uses
         self._blocked_in: str | None = None
         self._queued = Queued()
         self.hosts = Hosts.of(hosts or [""] * self.size)
         self._exchanges = Exchanges()
+        self._under_way: set[futures.Future[None]] = set()  # what threads of this process carry
         self._gloo, self._cpu_s = GlooThreads(), 0.0
         self._gloo.yield_to_compute()
         self._memory: SharedMemory | None = None
@@ -188,7 +192,12 @@ class DistributedGroup(Group):
 
     def barrier(self) -> None:
         with self._waiting("a barrier"):
+            self.finish()
             dist.barrier(group=self._control)
+
+    def finish(self) -> None:
+        """Waits for the exchanges that this rank has begun: torch's barrier knows nothing of them."""
+        futures.wait(self._under_way, self.timeout_s)
 
     def total(self, number: torch.Tensor) -> torch.Tensor:
         if not self.is_queued:
@@ -213,7 +222,8 @@ class DistributedGroup(Group):
         for each in (dist.group.WORLD, *self.beside):
             each.set_timeout(timedelta(seconds=2 * seconds if self.is_queued else seconds))
         self.timeout_s = seconds
-        self._exchanges.patience = (timedelta(seconds=seconds),)
+        # With a timeout NCCL would make the host wait for the GPU.
+        self._exchanges.patience = () if self.is_queued else (timedelta(seconds=seconds),)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
@@ -251,7 +261,7 @@ class DistributedGroup(Group):
         transfer = Transfer(self._clock)
         with lost_peers_named(self.rank, name):
             done = self._exchanges.begin(phases)
-        done.add_done_callback(lambda _: transfer.record_end())
+        self._follow(done, transfer)
         num_bytes = sum(tensor.nbytes for phase in phases for _, tensor in phase.sends)
         return self._counted(transfer, num_bytes, name, done.result)
 
@@ -261,8 +271,14 @@ class DistributedGroup(Group):
         done = self._memory and self._memory.start(name, flat, borders)
         if not done:
             return None
-        done.add_done_callback(lambda _: transfer.record_end())
+        self._follow(done, transfer)
         return self._counted(transfer, num_bytes, name, lambda: finish(done, self.timeout_s))
+
+    def _follow(self, done: "futures.Future[None]", transfer: Transfer) -> None:
+        """Records the end of a transfer that a thread carries."""
+        self._under_way.add(done)
+        done.add_done_callback(self._under_way.discard)
+        done.add_done_callback(lambda _: transfer.record_end())
 
     def _counted(self, transfer: Transfer, num_bytes: float, name: str, wait: Callable[[], object]) -> Transfer:
         def finish() -> None:

@@ -55,9 +55,12 @@ class Board:
     def post(self, name: str, value: Any) -> None:
         self._store.set(name, json.dumps(value))
 
+    def has(self, name: str) -> bool:
+        return bool(self._store.check([name]))
+
     def read(self, name: str) -> Any:
-        """Returns the value; None if there is none."""
-        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+        """Returns the value; None if there is none. Waits for it if another rank removes it meanwhile."""
+        return json.loads(self._store.get(name)) if self.has(name) else None
 
     def read_facts(self, name: str) -> Facts | None:
         """Raises UserError for anything else, such as facts of another version or another program's value."""
@@ -195,7 +198,7 @@ def _refuse(board: Board, error: PacelineError, nonces: list[str]) -> NoReturn:
 def _wait_until_read(board: Board, nonces: list[str]) -> None:
     """Waits until the refused processes have read why: the store may end with this one."""
     deadline = time.monotonic() + _READ_S
-    while time.monotonic() < deadline and any(board.read(f"refusal/{nonce}") for nonce in nonces):
+    while time.monotonic() < deadline and any(board.has(f"refusal/{nonce}") for nonce in nonces):
         time.sleep(0.02)
 
 

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline import __version__
 from paceline.base.clock import within
-from paceline.base.errors import RunError
+from paceline.base.errors import RunError, UserError
 from paceline.base.net import listen, require_loopback
 from paceline.base.units import listed
+from paceline.world.config import ParallelConfig
 from paceline.world.env import (
     Environment,
     interfaces_text,
@@ -92,6 +94,27 @@ def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) 
     peers = [replace(p, local_rank=sum(q.boot_id == p.boot_id for q in peers[: p.rank])) for p in peers]
     env = replace(env, local_rank=here.index(rank), local_world_size=len(here))
     return env, Joined(generation=generation, peers=tuple(peers), store=PrefixStore(generation, root))
+
+
+def backend_of_open_group(config: ParallelConfig, device: torch.device) -> str:
+    """Returns the backend that the open process group has for this rank's device: "gloo" or "nccl". Raises UserError if
+    it has none, or if the config asks for another backend or an interface."""
+    has = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # cpu:gloo,cuda:nccl
+    backend = has.get(device.type, "none")
+    asked = [f"backend {config.backend}"] * (config.backend not in ("auto", backend))
+    asked += [f"interface {config.interface}"] * bool(config.interface)
+    if asked:
+        raise UserError(
+            f"a process group of backend {backend} is open already, and paceline.join was asked for "
+            f"{', '.join(asked)}: give it to init_process_group, and nothing of it to join"
+        )
+    if backend not in ("gloo", "nccl"):
+        shown = ", ".join(f"{name} for {kind}" for kind, name in has.items())
+        raise UserError(
+            f"a process group with {shown} is open already, and this rank computes on {device.type}: give "
+            'init_process_group gloo or nccl for it, as in "cpu:gloo,cuda:nccl", or another device to join'
+        )
+    return backend
 
 
 def is_held(port: int) -> bool:

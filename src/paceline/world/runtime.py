@@ -27,7 +27,7 @@ from paceline.world.device import choose_device, choose_threads, keep_freed_memo
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
 from paceline.world.facts import RankFacts, gather_facts, warn_of_idle_gpus
 from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
-from paceline.world.join import Joined, is_held, join_open_group, join_world
+from paceline.world.join import Joined, backend_of_open_group, is_held, join_open_group, join_world
 from paceline.world.peer import Peer, this_process
 from paceline.world.staged import StagedGroup
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
@@ -140,19 +140,12 @@ class World:
             return [row[0] for row in self.group.share([float(value)])]
         rows = value.detach().reshape(value.shape or (1,))
         shape = rows.shape[1:]
-        kind = f"{dtype_name(rows.dtype)} {list(shape)}"
-        lengths, kinds = zip(*self.group.share_integers([len(rows), crc32(kind.encode())]), strict=True)
-        if len(set(kinds)) > 1:
-            raise mistake(
-                "World.gather needs one dtype, and one shape but for the first dimension, and got by rank: "
-                f"{listed(self.group.share_text(kind), 16)}. Give torch.tensor([]) the dtype of the others",
-                reach="world",
-            )
+        lengths = self._lengths_of_alike(rows, "one dtype, and one shape but for the first dimension")
         borders = [sum(lengths[:rank]) * shape.numel() for rank in range(self.world_size + 1)]
         flat = torch.zeros(borders[-1], dtype=value.dtype, device=self.device)
         flat[borders[self.rank] : borders[self.rank + 1]] = rows.reshape(-1).to(self.device)
         self.group.start_all_gather(flat, borders).wait()
-        parts = torch.split(flat.view(sum(lengths), *shape).to(value.device), list(lengths))
+        parts = torch.split(flat.view(sum(lengths), *shape).to(value.device), lengths)
         return [part if value.dim() else part.reshape(()) for part in parts]
 
     def barrier(self) -> None:
@@ -170,13 +163,26 @@ class World:
         if self.is_main:
             self.group.barrier()
 
+    def _lengths_of_alike(self, rows: torch.Tensor, needs: str) -> list[int]:
+        """Returns the first dimension of every rank's tensor. Raises UserError on all ranks if other dimensions or
+        dtypes differ: Gloo would abort a rank."""
+        kind = f"{dtype_name(rows.dtype)} {list(rows.shape[1:])}"
+        lengths, kinds = zip(*self.group.share_integers([len(rows), crc32(kind.encode())]), strict=True)
+        if len(set(kinds)) > 1:
+            raise mistake(
+                f"{self.calls.last()[-1][1]} needs {needs}, and got by rank: "
+                f"{listed(self.group.share_text(kind), 16)}. Make them alike; torch.tensor([]) is float32",
+                reach="world",
+            )
+        return list(lengths)
+
     def _reduced(self, value: Number, op: ReduceOp) -> Number:
         if not isinstance(value, torch.Tensor):
             found = [row[0] for row in self.group.share([float(value)])]
-            return math.fsum(found) if op == "sum" else max(found)
-        reduced = value.detach().to(self.device, copy=True).contiguous()
-        if reduced.dtype == torch.bool:
-            reduced = reduced.to(torch.int64 if op == "sum" else torch.uint8)
+            return math.fsum(found) if op == "sum" else max(found, key=lambda number: (math.isnan(number), number))
+        sent_as = {torch.bool: torch.int64 if op == "sum" else torch.uint8, torch.int16: torch.int32}  # as Gloo can
+        self._lengths_of_alike(value.detach().unsqueeze(0), "one dtype and shape")
+        reduced = value.detach().to(self.device, sent_as.get(value.dtype, value.dtype), copy=True).contiguous()
         self.group.all_reduce(reduced, op)
         return reduced.to(value.device)
 
@@ -251,6 +257,7 @@ def _open_group(
     try:
         group = _open_process_group(config, env, device, backend, joined)
         yield group, joined, backend
+        group.finish()
         clean = True
     finally:
         if dist.is_initialized():
@@ -260,7 +267,7 @@ def _open_group(
 @contextmanager
 def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -> Iterator[tuple[Group, Joined, str]]:
     """Yields the process group that the script opened. It stays open, with its own timeout."""
-    backend = _adopted_backend(config, device)
+    backend = backend_of_open_group(config, device)
     own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
@@ -278,27 +285,6 @@ def _make_group(device: torch.device, backend: str, config: ParallelConfig, join
     group = kind(device, config.timeout_s, [peer.host for peer in joined.peers])
     group.share_memory(joined.peers, config.shared_memory and device.type == "cpu")
     return group
-
-
-def _adopted_backend(config: ParallelConfig, device: torch.device) -> str:
-    """Returns the backend that the open process group has for this rank's device: "gloo" or "nccl". Raises UserError if
-    it has none, or if the config asks for another backend or an interface."""
-    has = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # cpu:gloo,cuda:nccl
-    backend = has.get(device.type, "none")
-    asked = [f"backend {config.backend}"] * (config.backend not in ("auto", backend))
-    asked += [f"interface {config.interface}"] * bool(config.interface)
-    if asked:
-        raise UserError(
-            f"a process group of backend {backend} is open already, and paceline.join was asked for "
-            f"{', '.join(asked)}: give it to init_process_group, and nothing of it to join"
-        )
-    if backend not in ("gloo", "nccl"):
-        shown = ", ".join(f"{name} for {kind}" for kind, name in has.items())
-        raise UserError(
-            f"a process group with {shown} is open already, and this rank computes on {device.type}: give "
-            'init_process_group gloo or nccl for it, as in "cpu:gloo,cuda:nccl", or another device to join'
-        )
-    return backend
 
 
 def _choose_backend(wanted: str, device: torch.device) -> str:

@@ -67,7 +67,7 @@ class Group(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Returns when every rank has called it, and the exchanges begun before are over."""
 
     @abstractmethod
     def take_traffic(self) -> Traffic:

@@ -60,7 +60,7 @@ class Watchdog:
     ):
         """world: may be a world of one, which can also hang. timeout_s: how long a rank may make no progress (inf: for
         ever); may be changed at any time. calls: of a script, which may take its time: there only waiting for others
-        counts as no progress.
+        in one and the same call counts as no progress.
 
         Then all ranks end within two seconds. In every living rank `log` gets the stacks of all threads, and
         on_verdict, in another thread, has half a second. The ranks to blame on this host are killed, because a stopped
@@ -71,8 +71,8 @@ class Watchdog:
         self._on_verdict, self._log, self._calls = on_verdict, log, calls
         self._is_nccl = world.backend == "nccl"  # a collective does not fail when another rank dies: the watchdog looks
         self._clock = AwakeClock()
-        self._place = ("start", 0)
-        self._seen: tuple[object, str | None, float] = (None, None, 0.0)  # place, wait, since when
+        self._place = ("start", 0, 0)  # section, step, how many were entered
+        self._seen: tuple[object, float] = (None, 0.0)  # what shows progress, and since when it is the same
         self._state: State = "runs"
         self._error = ""
         self._thread = 0  # the watched thread
@@ -98,7 +98,7 @@ class Watchdog:
 
     def enter(self, section: str, step: int) -> None:
         """Records progress: the watched thread enters a section of a step (0: none)."""
-        self._place = (section, step)  # a new tuple each time: its identity shows progress to the other thread
+        self._place = (section, step, self._place[2] + 1)  # as one tuple, for the other thread
 
     def find_missing(self) -> Verdict | None:
         """Returns who is missing after a collective of this rank failed: a rank of this host is known at once, others
@@ -128,10 +128,11 @@ class Watchdog:
     def _watch(self) -> None:
         """Ends this process if it must end; returns when the watchdog is closed."""
         while not self._closed.wait(self._beat_s() / 4):
-            now, place, wait = self._clock.now(), self._place, self._group.waiting_for
-            if place is not self._seen[0] or wait != self._seen[1]:
-                self._seen = (place, wait, now)
-            still_s = now - self._seen[2]
+            now, wait = self._clock.now(), self._group.waiting_for
+            progress = (self._place, self._calls and self._calls.number, wait)
+            if progress != self._seen[0]:
+                self._seen = (progress, now)
+            still_s = now - self._seen[1]
             self._beats.listens = self._state != "runs" or still_s > 3 * self._beat_s()
             self._obey()
             if self._beats.listens and wait is not None and self._is_nccl:
@@ -158,7 +159,7 @@ class Watchdog:
         )
 
     def _beat(self, number: int = 0) -> Beat:
-        section, step = self._place
+        section, step, _ = self._place
         calls = self._calls.last() if self._calls is not None else []
         if calls:
             section = " at ".join(calls[-1][1:])
@@ -170,7 +171,7 @@ class Watchdog:
             state=self._state,
             section=section,
             step=step,
-            still_s=round(self._clock.now() - self._seen[2], 3),
+            still_s=round(self._clock.now() - self._seen[1], 3),
             waits_for=self._group.waiting_for or ("a collective of torch's" if is_in_torch else None),
             stack=[
                 f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
