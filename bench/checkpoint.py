@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from side import show
+from side import show, show_header
 
 from paceline.base.ownership import Slice
 from paceline.checkpoint.config import CheckpointConfig
@@ -219,7 +219,7 @@ def main() -> None:
         figures["small"] = every_50_steps(Path(scratch), options.small_rounds) if options.small_rounds else {}
     dist.destroy_process_group()
     rounds = figures["rounds"]
-    print(f"{'':<44} {'min':>10} {'median':>10} {'max':>10}")
+    show_header()
     for name, rows in rounds.items():
         for figure in ("step_s", "call_s", "waited_s", "stall_s", "total_s", "until_done_s"):
             show(f"{name}: {figure}", [row[figure] for row in rows], "s")

@@ -5,11 +5,10 @@ rate and batch are the best of those tried (docs/LOG.md). Prints both validation
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from side import evaluations, run_paceline
 
 PLAIN = [
     *("--model.arch", "gpt2", "--model.no-qk-norm", "--train.dtype", "float32"),
@@ -20,10 +19,8 @@ PLAIN = [
 
 def curve(out: Path, flags: list[str]) -> list[tuple[float, float]]:
     """Trains the demo preset with these flags; returns (seconds of training, validation loss) of each evaluation."""
-    command = [sys.executable, "-m", "paceline", "train", "--preset", "demo", "--out", str(out), *flags]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(row["elapsed_s"], row["val_loss"]) for row in rows if "val_loss" in row]
+    run_paceline(out, ["--preset", "demo", *flags])
+    return [(row["elapsed_s"], row["val_loss"]) for row in evaluations(out)]
 
 
 def main() -> None:

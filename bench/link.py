@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from side import median_ms
+from side import median_ms, run
+
+from paceline.tools.bench.runs import PACELINE, training_rows
 
 MODEL = [
     *("--model.arch", "gpt2", "--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384"),
@@ -27,19 +29,11 @@ MODEL = [
 ]
 TRAINING = ["--train.eval-every", "-1", "--train.sample-tokens", "0", "--parallel.check-every", "0"]
 TURNS, TURN_S = 5, 3.0  # of iperf3
-WARM_UP_STEPS = 3
 
 
 def lab(rate: str, *command: str) -> str:
-    """Runs a command on two hosts and returns what it printed."""
-    line = [sys.executable, "-m", "paceline", "lab", "--hosts", "2", "--rate", rate, "--", *command]
-    done = subprocess.run(line, capture_output=True, text=True)
-    while "a lab runs already" in done.stderr:  # one at a time; somebody else's ends some time
-        time.sleep(1)
-        done = subprocess.run(line, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(line)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.stdout
+    """Runs a command on two hosts of a lab that is in nobody's way, and returns what it printed."""
+    return run([*PACELINE, "lab", "--hosts", "2", "--rate", rate, "--", *command], {"PACELINE_LAB": str(os.getpid())})
 
 
 def iperf_bytes_per_s(rate: str, scratch: Path) -> float:
@@ -74,8 +68,7 @@ def link_report(rate: str, scratch: Path, budget_s: float) -> dict[str, Any]:
 def training_comm_ms(rate: str, out: Path, steps: int) -> float:
     """The median `comm_ms` of a run."""
     lab(rate, "train", *MODEL, *TRAINING, "--train.steps", str(steps), "--out", str(out))
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return median_ms([row for row in rows if "step_ms" in row], WARM_UP_STEPS, "comm_ms")
+    return median_ms(training_rows(out), "comm_ms")
 
 
 def main() -> None:
@@ -89,7 +82,7 @@ def main() -> None:
     if options.as_host:
         be_a_host(options.as_host)
         return
-    found: dict[str, list[dict[str, float]]] = {rate: [] for rate in options.rates.split(",")}
+    found: dict[str, list[list[tuple[str, float]]]] = {rate: [] for rate in options.rates.split(",")}
     with tempfile.TemporaryDirectory() as name:
         for number in range(options.rounds):
             for rate, rounds in found.items():
@@ -103,32 +96,29 @@ def main() -> None:
                 print(f"round {number + 1}, {rate}: {rounds[-1]}", file=sys.stderr, flush=True)
     rates = list(found)
     print(f"{'medians of ' + str(options.rounds) + ' rounds (worst round)':<58}" + "".join(f"{r:>24}" for r in rates))
-    for label in found[rates[0]][0]:
+    for number, (label, _) in enumerate(found[rates[0]][0]):
         cells = []
         for rate in rates:
-            values = [row[label] for row in found[rate]]
-            is_ratio = label.rstrip().endswith("%")
-            worst = max(values, key=abs) if is_ratio else None
-            cells.append(f"{statistics.median(values):.1f}" + (f" ({worst:+.1f})" if worst is not None else ""))
+            values = [rows[number][1] for rows in found[rate]]
+            worst = f" ({max(values, key=abs):+.1f})" if label.endswith("%") else ""
+            cells.append(f"{statistics.median(values):.1f}{worst}")
         print(f"{label:<58}" + "".join(f"{cell:>24}" for cell in cells))
 
 
-def figures(iperf: float, report: dict[str, Any], comm_ms: float) -> dict[str, float]:
-    """The rows of the table, of one round; iperf in bytes a second."""
+def figures(iperf: float, report: dict[str, Any], comm_ms: float) -> list[tuple[str, float]]:
+    """Returns the rows of the table, of one round; iperf in bytes a second."""
     (pair,), model = report["pairs"], report["model"]
-    ms = {name: model[f"{name}_s"] * 1e3 for name in ("computed", "fitted", "predicted")}
-    return {
-        "iperf3, MB/s of payload": iperf / 1e6,
-        "bench link, each way while both are busy, MB/s": pair["bytes_per_s"] / 1e6,
-        "  against iperf3, %": 100 * (pair["bytes_per_s"] / iperf - 1),
-        "training, comm_ms": comm_ms,
-        "bench link, all-reduce computed from bytes, ms": ms["computed"],
-        "  against training, %": 100 * (ms["computed"] / comm_ms - 1),
-        "bench link, by the fit, ms": ms["fitted"],
-        "  against training,  %": 100 * (ms["fitted"] / comm_ms - 1),
-        "bench link, its prediction, ms": ms["predicted"],
-        "  against training,   %": 100 * (ms["predicted"] / comm_ms - 1),
-    }
+    rows = [
+        ("iperf3, MB/s of payload", iperf / 1e6),
+        ("bench link, each way while both are busy, MB/s", pair["bytes_per_s"] / 1e6),
+        ("  against iperf3, %", 100 * (pair["bytes_per_s"] / iperf - 1)),
+        ("training, comm_ms", comm_ms),
+    ]
+    ways = {"computed": "all-reduce computed from bytes", "fitted": "by the fit", "predicted": "its prediction"}
+    for name, what in ways.items():
+        ms = 1e3 * model[f"{name}_s"]
+        rows += [(f"bench link, {what}, ms", ms), ("  against training, %", 100 * (ms / comm_ms - 1))]
+    return rows
 
 
 if __name__ == "__main__":

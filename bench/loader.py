@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from side import show
+from side import show, show_header
 
 from paceline.data.blend import Blend
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
-from paceline.tools.bench.loader import measure
+from paceline.record.console import Console
+from paceline.tools.bench.loader import measure, worlds_table
 
 BATCH, SEQ_LEN, VOCAB = 8, 1024, 50257
 
@@ -61,7 +62,7 @@ def compare(checkout: Path, folder: Path, blend: Blend, rounds: int, batches: in
     for _ in range(rounds):
         for name, make in sides.items():
             times[name].append(us_a_batch(make, batches))
-    print(f"{'':<44} {'min':>10} {'median':>10} {'max':>10}")
+    show_header()
     for name, values in times.items():
         show(f"{name}, a batch", values, "us")
         show("", [BATCH * SEQ_LEN / us for us in values], "M tokens/s")
@@ -85,11 +86,7 @@ def main() -> None:
         blend = Blend.open([(folder, 1.0)], VOCAB)
         compare(options.checkout, folder, blend, options.rounds, options.batches)
         report = measure(blend, blend.training(SEQ_LEN, cache=folder), batch=BATCH)
-    print(f"\n{'':<10} {'CPU us a sequence':>20} {'bytes':>10} {'drawn: CPU us':>16} {'bytes':>12}")
-    for row in report.worlds:
-        own = f"{row.cpu_us_per_sequence:20.2f} {row.bytes_per_sequence:10.0f}"
-        drawn = f"{row.drawn_cpu_us_per_sequence:16.1f} {row.drawn_bytes_per_sequence:12.0f}"
-        print(f"world {row.world_size:<4} {own} {drawn}")
+    Console(0).say(worlds_table(report))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ attention's products count as overhead.
 """
 
 import argparse
-import os
 import pickle
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from side import median_ms, run_paceline, show
+from side import median_ms, run, run_paceline, show, show_header
 
 from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
@@ -48,13 +46,8 @@ def nanogpt_ms(folder: Path, threads: int) -> float:
     flags += ["--dataset=same", "--device=cpu", "--compile=False", "--eval_only=False", "--eval_interval=100000"]
     flags += ["--eval_iters=1", "--log_interval=1", f"--max_iters={STEPS}", "--gradient_accumulation_steps=1"]
     flags += ["--out_dir=out", "--always_save_checkpoint=False", "--bias=False"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, "train.py", *flags], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", done.stdout, flags=re.MULTILINE)]
-    if len(times) < STEPS:
-        sys.exit(f"nanoGPT ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    said = run([sys.executable, "train.py", *flags], {"OMP_NUM_THREADS": str(threads)}, folder)
+    times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", said, flags=re.MULTILINE)]
     return statistics.median(times[3:])
 
 
@@ -105,7 +98,7 @@ def main() -> None:
                 products = products_ms(choose_dtype(dtype, torch.device("cpu"))[0], dataset.vocab_size, options.threads)
                 shares[f"paceline {dtype}"].append(100 * products / median_ms(rows))
     tokens = SHAPES["batch_size"] * SHAPES["block_size"]
-    print(f"{'':<44} {'min':>10} {'median':>10} {'max':>10}")
+    show_header()
     for name, values in sides.items():
         show(f"{name}, {options.threads} threads, a step", values, "ms")
         show("", [tokens / ms * 1e3 for ms in values], "tokens/s")

@@ -12,7 +12,6 @@ All sides make the same updates from the same weights: how far these are apart a
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -20,10 +19,10 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from side import TWO_RANKS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +31,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
 from paceline.world.config import ParallelConfig
 
-MICRO_BATCH, SEQ_LEN, WORLD_SIZE = 4, 256, 2
+MICRO_BATCH, SEQ_LEN = 4, 256
 SHAPE = ModelConfig(arch="gpt2", n_layer=6, n_head=6, n_embd=384, n_positions=SEQ_LEN, vocab_size=4096)
 MAX_NORM = 1.0
 SIDES = {
@@ -147,14 +146,10 @@ def show(times: dict[str, list[list[float]]]) -> None:
 def be_a_rank(options: argparse.Namespace) -> None:
     """All sides on this rank; rank 0 prints."""
     world = paceline.join(ParallelConfig(device="cpu", threads=1, interface="lo"))
-    found = {}
     for num_micro_steps in options.accumulation:
         times = measure(world, num_micro_steps, options.rounds, max(2, options.steps // num_micro_steps))
-        found[num_micro_steps] = times
         if world.is_main:
             show(times)
-    if world.is_main and options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
@@ -162,13 +157,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="each has two turns of each side; at least 2")
     parser.add_argument("--steps", type=int, default=8, help="micro-steps in a turn, about")
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4], help="micro-steps in a step")
-    parser.add_argument("--json", default="", help="file for the times of each step")
     options = parser.parse_args()
     if "RANK" in os.environ:
         be_a_rank(options)
         return
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
-    sys.exit(subprocess.run([sys.executable, "-m", *launcher, str(Path(__file__).resolve()), *sys.argv[1:]]).returncode)
+    sys.exit(subprocess.run([*TWO_RANKS, __file__, *sys.argv[1:]]).returncode)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ all rows of an epoch in their random order. Both end with int64 tensors (batch, 
 turn, so that a machine whose speed drifts is fair to both.
 
 Cropped are the tokens that are in no row. nanochat is given the documents twice, and the second time counts: its buffer
-of 1,000 must fill first, and does so with the longest documents, which it takes last. What can not be avoided is what
+of 1,000 must fill first, and does so with the longest documents, which it takes last. What cannot be avoided is what
 documents longer than a row lose.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from side import show
+from side import show, show_header
 
 from paceline.data.blend import Blend
 from paceline.data.loader import Loader
@@ -143,15 +143,14 @@ def main() -> None:
 
 
 def report(sides: dict[str, list[tuple[float, float]]], packs: list[float], lengths: npt.NDArray[np.int64]) -> None:
-    print(f"{'':<44} {'min':>10} {'median':>10} {'max':>10}")
+    show_header()
     for name, found in sides.items():
         show(f"{name}, documents to batches", [rate / 1e6 for rate, _ in found], "million tokens/s")
         show("", [100 * cropped for _, cropped in found], "% of tokens cropped")
     unavoidable = np.maximum(0, lengths - SEQ_LEN - 1).sum() / lengths.sum()
-    print(f"{'of these can not be avoided':<44} {'':10} {100 * unavoidable:10.2f} {'':10}  % of tokens")
-    show(
-        "paceline, packing without reading", [len(lengths) / seconds / 1e6 for seconds in packs], "million documents/s"
-    )
+    print(f"{'of these cannot be avoided':<60} {'':10} {100 * unavoidable:10.2f} {'':10}  % of tokens")
+    rates = [len(lengths) / seconds / 1e6 for seconds in packs]
+    show("paceline, packing without reading", rates, "million documents/s")
     rates = [statistics.median(rate for rate, _ in found) for found in sides.values()]
     print(f"paceline gives {rates[1] / rates[0]:.1f} times nanochat's tokens/s")
 

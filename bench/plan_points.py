@@ -315,7 +315,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--points", type=int, default=60)
-    parser.add_argument("--no-lab", action="store_true", help="only points on one host")
     parser.add_argument("--for-s", type=float, default=1e9, help="start no point after so many seconds")
     parser.add_argument("--calibrate-as-hosts", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
@@ -325,7 +324,7 @@ def main() -> None:
         calibrate(config, given.calibrate_as_hosts, given.for_s, given.out)
         return
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    points = [point for point in draw(given.points) if not (given.no_lab and point.link)]
+    points = list(draw(given.points))
     # Its own peak: what wait4 says of a process is at least what its parent had, this one with torch and more.
     say_peak = "import paceline.cli.start, torch; print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     interpreter = subprocess.run([sys.executable, "-c", say_peak], stdout=subprocess.PIPE, check=True, text=True)

@@ -7,6 +7,7 @@ it proves the encoder and starts its workers, once, 1.4 s for 50,257 tokens. Sid
 """
 
 import argparse
+import itertools
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import time
 from pathlib import Path
 
 import psutil
-from side import show
+from side import run, show, show_header
 
 from paceline.data.sources import embedded
+from paceline.tools.bench.runs import PACELINE
 
 TIKTOKEN = """
 import sys, time, tiktoken
@@ -37,34 +39,24 @@ MB = 1e6
 
 
 def write_text(folder: Path, num_bytes: int, longest: int = 0) -> int:
-    """Writes files of about 1 MiB, and one of `longest` bytes; returns the bytes written."""
+    """Writes one file of at least `longest` bytes, if any, and others of about 1 MiB; returns the bytes written."""
     folder.mkdir(parents=True)
-    whole = "".join(path.read_text(errors="replace") for _, path in sorted(_sources()))
+    sources = sorted(embedded().files, key=lambda file: file.name)
+    whole = "".join(Path(file.path).read_text(errors="replace") for file in sources)
+    texts = (whole.replace("self", f"self{n}").replace("return", f"return_{n}") for n in itertools.count())
     written = number = 0
-    with (folder / "000-long.txt").open("w") as file:
-        while written < longest:
-            file.write(_varied(whole, number))
-            written, number = file.tell(), number + 1
-    if not longest:
-        (folder / "000-long.txt").unlink()
+    if longest:
+        with (folder / "000-long.txt").open("w") as file:
+            while written < longest:
+                file.write(next(texts))
+                written = file.tell()
+    text = ""
     while written < num_bytes:
-        text = _varied(whole, number)
-        for start in range(0, len(text), FILE_BYTES):
-            path = folder / f"{number:05d}-{start:09d}.txt"
-            path.write_text(text[start : start + FILE_BYTES])
-            written += path.stat().st_size
-            if written >= num_bytes:
-                break
-        number += 1
+        text = text or next(texts)
+        path = folder / f"{number:05d}.txt"
+        path.write_text(text[:FILE_BYTES])
+        text, number, written = text[FILE_BYTES:], number + 1, written + path.stat().st_size
     return written
-
-
-def _sources() -> list[tuple[str, Path]]:
-    return [(file.name, Path(file.path)) for file in embedded().files]
-
-
-def _varied(text: str, number: int) -> str:
-    return text.replace("self", f"self{number}").replace("return", f"return_{number}")
 
 
 PREPARE = """
@@ -122,19 +114,18 @@ def main() -> None:
         root = Path(scratch)
         size = write_text(root / "text", int(options.rate_mb * MB))
         write_text(root / "some", int(10 * MB))
-        train = [sys.executable, "-m", "paceline", "data", "prepare", str(root / "some"), "--out", str(root / "first")]
-        subprocess.run([*train, "--tokenizer", f"train:{options.vocab}"], check=True, stdout=subprocess.DEVNULL)
+        train = [*PACELINE, "data", "prepare", str(root / "some"), "--out", str(root / "first")]
+        run([*train, "--tokenizer", f"train:{options.vocab}"])
         tokenizer = root / "first" / "tokenizer.json"
         rates: dict[str, list[float]] = {"tiktoken": [], "one": [], "two": []}
         for number in range(options.rounds):
             command = [sys.executable, "-c", TIKTOKEN, str(tokenizer), str(root / "text")]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rates["tiktoken"].append(float(done.stdout) / MB)
+            rates["tiktoken"].append(float(run(command)) / MB)
             for name, workers in (("one", 1), ("two", 2)):
                 rate, _, _ = prepare(root / "text", root / f"{name}{number}", workers, tokenizer)
                 rates[name].append(rate)
                 shutil.rmtree(root / f"{name}{number}")
-        print(f"{'':<44} {'min':>10} {'median':>10} {'max':>10}")
+        show_header()
         for name, label in (
             ("tiktoken", "tiktoken, text in memory, one core"),
             ("one", "prepare --workers 1"),

@@ -18,14 +18,15 @@ import pickle
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from side import show
+from side import evaluations, run, show
+
+from paceline.tools.bench.runs import PACELINE
 
 CPU = ["--device=cpu", "--compile=False", "--log_interval=1", "--always_save_checkpoint=True", "--out_dir=out"]
 README = [
@@ -47,14 +48,11 @@ def prepare(text: str, folder: Path) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(itos), "itos": itos, "stoi": stoi}))
 
 
-def run(command: list[str], folder: Path) -> tuple[float, str]:
+def timed_run(command: list[str], folder: Path) -> tuple[float, str]:
     """Runs a command; returns its seconds and what it printed."""
     began_s = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    took_s = time.perf_counter() - began_s
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
-    return took_s, done.stdout
+    said = run(command, folder=folder)
+    return time.perf_counter() - began_s, said
 
 
 def nanogpt(checkout: Path, data: str, iterations: int, *, is_large: bool) -> tuple[float, float]:
@@ -62,16 +60,16 @@ def nanogpt(checkout: Path, data: str, iterations: int, *, is_large: bool) -> tu
     command = nanogpt_command(data, iterations, is_large=is_large)
     if is_large:
         command += [f"--eval_interval={iterations}"]  # where it saves
-    seconds, _ = run(command, checkout)
+    seconds, _ = timed_run(command, checkout)
     batches = 40 if is_large else 300
-    _, said = run([*command, "--init_from=resume", "--eval_only=True", f"--eval_iters={batches}"], checkout)
+    said = run([*command, "--init_from=resume", "--eval_only=True", f"--eval_iters={batches}"], folder=checkout)
     return seconds, float(re.findall(r"val loss ([\d.]+)", said)[-1])
 
 
 def nanogpt_seconds(checkout: Path, data: str, iterations: int, timed: int, *, is_large: bool) -> float:
     """Returns the seconds of its training, from a run of `timed` iterations: the others take their median each."""
     command = nanogpt_command(data, iterations, is_large=is_large)
-    seconds, said = run([*command, f"--max_iters={timed}", f"--eval_interval={timed + 1}"], checkout)
+    seconds, said = timed_run([*command, f"--max_iters={timed}", f"--eval_interval={timed + 1}"], checkout)
     times_ms = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", said, flags=re.MULTILINE)]
     return seconds + (iterations - timed) * statistics.median(times_ms[1:]) / 1e3
 
@@ -83,12 +81,11 @@ def nanogpt_command(data: str, iterations: int, *, is_large: bool) -> list[str]:
 
 def paceline(folder: Path, data: Path, seconds: float, seed: int, flags: list[str]) -> tuple[float, float]:
     """Returns (seconds of the process, the validation loss at its end)."""
-    command = [sys.executable, "-m", "paceline", "train", "--preset", "chars", "--data.path", str(data)]
+    command = [*PACELINE, "train", "--preset", "chars", "--data.path", str(data)]
     command += ["--out", str(folder), "--train.time-budget", str(seconds), "--train.seed", str(seed)]
     command += flags
-    took_s, _ = run(command, folder.parent)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return took_s, [row["val_loss"] for row in rows if "val_loss" in row][-1]
+    took_s, _ = timed_run(command, folder.parent)
+    return took_s, float(evaluations(folder)[-1]["val_loss"])
 
 
 def main() -> None:

@@ -34,6 +34,8 @@ from typing import Any
 
 import psutil
 
+from paceline.tools.bench.runs import PACELINE, training_rows
+
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus")
 TRAIN = ("--preset", "lesson", "--nproc", "2", "--train.steps", "100000", "--checkpoint.every", "0")
 WINDOW_S = 15.0  # half of the follower's time between batches to libraries
@@ -85,11 +87,6 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
         each.send_signal(number)
 
 
-def training_rows(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [row for line in lines if line.endswith("\n") and "loss" in (row := json.loads(line))]
-
-
 def position(run: Path, name: str) -> int:
     """Returns the step up to which a tracker has rows."""
     path = run / "track" / f"{name}.json"
@@ -112,10 +109,10 @@ def measure(scratch: Path, num_followers: int, num_pairs: int) -> Iterator[dict[
     env = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(scratch / "trackio")}
     env |= {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{server.server_port}"}
     with (scratch / "train.log").open("wb") as log:
-        train = subprocess.Popen([sys.executable, "-m", "paceline", "train", *TRAIN, *flags], env=env, stdout=log)
+        train = subprocess.Popen([*PACELINE, "train", *TRAIN, *flags], env=env, stdout=log)
     others: list[subprocess.Popen[bytes]] = []
     try:
-        wait_for(lambda: (run / "metrics.jsonl").exists() and len(training_rows(run)) > 5, train)
+        wait_for(lambda: len(training_rows(run)) > 5, train)
         trainers = family(psutil.Process(train.pid))
         (follower,) = [each for each in trainers if each.cmdline()[2:4] == ["paceline", "track"]]
         trainers = [each for each in trainers if each not in family(follower)]
@@ -143,7 +140,7 @@ def start_followers(run: Path, number: int, env: dict[str, str]) -> list[subproc
         folder.mkdir()
         for name in ("config.toml", "metrics.jsonl", "events.jsonl", "lock.holder"):
             (folder / name).symlink_to(run / name)
-        command = [sys.executable, "-m", "paceline", "track", str(folder), *trackers("--")]
+        command = [*PACELINE, "track", str(folder), *trackers("--")]
         found.append(subprocess.Popen(command, env={**env, "TRACKIO_DIR": f"{folder}/trackio"}))
     return found
 

@@ -6,16 +6,13 @@ accumulation 1 in each. The three sides run in turn. The fair ideal is two ranks
 """
 
 import argparse
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from side import median_ms, run_paceline, show
+from side import TWO_RANKS, median_ms, run, run_paceline, show, show_header
 
 MICRO_BATCH, SEQ_LEN = 8, 256
 
@@ -35,12 +32,10 @@ def paceline_rate(out: Path, ranks: int, micro_steps: int, steps: int) -> float:
 def ddp_rate(micro_steps: int, steps: int) -> float:
     """Returns tokens/s of two ranks of plain DistributedDataParallel."""
     script = str(Path(__file__).parent / "plain_ddp.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     # The same allocator settings as paceline's, so that what differs is the synchronisation.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
-    arguments = [*command, str(steps), str(MICRO_BATCH), str(micro_steps)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
-    times = [float(ms) for ms in re.findall(r"step_ms ([\d.]+)", done.stdout)]
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
+    said = run([*TWO_RANKS, script, str(steps), str(MICRO_BATCH), str(micro_steps)], environment)
+    times = [float(ms) for ms in re.findall(r"step_ms ([\d.]+)", said)]
     return 2 * MICRO_BATCH * micro_steps * SEQ_LEN / statistics.median(times[3:]) * 1e3
 
 
@@ -48,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(f"{'':<60} {'min':>8} {'median':>8} {'max':>8}")
+    show_header()
     for micro_steps, steps in ((4, 8), (1, 20)):
         rates: dict[str, list[float]] = {"one": [], "two": [], "ddp": [], "alone": []}
         with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:

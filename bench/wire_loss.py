@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side import TWO_RANKS
 
 import paceline
 from paceline.data.sources import embedded
@@ -175,8 +176,7 @@ def main() -> None:
     if "RANK" in os.environ:
         on_ranks(options)
         return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launcher, __file__, *sys.argv[1:]], check=True)
+    subprocess.run([*TWO_RANKS, __file__, *sys.argv[1:]], check=True)
     print("\n".join(table(rows_of(options.out))))
 
 

@@ -3,13 +3,12 @@
 Two ranks of one thread; 6 layers x 384 wide, T=256, micro-batches of 8, bfloat16. All sides live in the same two
 processes and take turns, a few steps each a round, so that what else the machine does meets all of them. A turn's first
 step warms caches and is left out; a turn ends when the weights of its last update have arrived. Bytes are those of the
-loopback interface's counter, both ranks together, headers included; run as root the bench has a network of its own
-(`unshare --net`), so that nobody else's bytes are in it.
+loopback interface's counter, both ranks together, headers included; our ranks share no memory, as if they were on two
+hosts. Run as root the bench has a network of its own (`unshare --net`), so that nobody else's bytes are in it.
 """
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -57,10 +56,10 @@ RATIOS = [
 
 
 class Side:
-    """One way to make a step: `step()` makes it, `settle()` returns when its weights have arrived."""
+    """One way to make a step: `step()` makes it, `wait()` returns when its weights have arrived."""
 
-    def __init__(self, step: Callable[[], object], settle: Callable[[], None], state_bytes: Callable[[], int]):
-        self.step, self.settle, self.state_bytes = step, settle, state_bytes
+    def __init__(self, step: Callable[[], object], wait: Callable[[], None], state_bytes: Callable[[], int]):
+        self.step, self.wait, self.state_bytes = step, wait, state_bytes
 
 
 def model_and_data(world: World) -> tuple[GPT, torch.Tensor]:
@@ -148,12 +147,12 @@ def sent_bytes() -> int:
 def turn(world: World, side: Side, steps: int) -> tuple[float, float]:
     """Returns (seconds, bytes on the wire) a step, the same on all ranks up to the clock."""
     side.step()
-    side.settle()
+    side.wait()
     world.group.barrier()
     started, sent = time.perf_counter(), sent_bytes()
     for _ in range(steps):
         side.step()
-    side.settle()
+    side.wait()
     world.group.barrier()
     return (time.perf_counter() - started) / steps, (sent_bytes() - sent) / steps
 
@@ -201,17 +200,14 @@ def show(num_micro_steps: int, rows: dict[str, Any], weight_bytes: int) -> None:
 
 def be_a_rank(options: argparse.Namespace) -> None:
     """All sides on this rank; rank 0 prints."""
-    found = {}
-    with open_world(ParallelConfig(device="cpu", threads=1, interface="lo"), detect()) as world:
+    config = ParallelConfig(device="cpu", threads=1, interface="lo", shared_memory=False)
+    with open_world(config, detect()) as world:
         weight_bytes = sum(p.numel() * 4 for p in build(SHAPE, 0, "cpu").parameters())
         for num_micro_steps in options.accumulation:
             rows = measure(world, options, num_micro_steps, options.sides)
-            found[num_micro_steps] = rows
             if world.is_main:
                 show(num_micro_steps, rows, weight_bytes)
                 sys.stdout.flush()
-        if world.is_main and options.json:
-            Path(options.json).write_text(json.dumps({"weight_bytes": weight_bytes, "accumulation": found}, indent=1))
 
 
 def main() -> None:
@@ -221,7 +217,6 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4], help="micro-steps in a step")
     parser.add_argument("--sides", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--bucket-mb", type=float, default=ParallelConfig().bucket_mb)
-    parser.add_argument("--json", default="", help="file for the figures of each turn")
     options = parser.parse_args()
     if "RANK" in os.environ:
         be_a_rank(options)

@@ -11,10 +11,11 @@ import pytest
 from program import Program, run
 
 from paceline.base.cores import physical_cores
+from paceline.base.errors import UserError
 from paceline.base.status import environment_of_one, environment_of_rank
 from paceline.config import Config, load_preset
-from paceline.tools.bench import runs, scaling_show
-from paceline.tools.bench.scaling import Found, Sample, Setup, World, _Bench
+from paceline.tools.bench import compare, runs, scaling_show
+from paceline.tools.bench.scaling import Found, Sample, Setup, World, _Bench, sequences_of
 from paceline.tools.bench.scaling_show import Row, tabulate
 
 
@@ -34,6 +35,21 @@ def test_each_world_is_measured_once_and_the_ideal_serves_both_kinds() -> None:
         ("2 hosts, 1gbit", 24),
         ("2 ranks apart", 24),  # each as if it were alone, for both kinds
     ]
+
+
+def test_a_batch_that_the_run_would_choose_is_refused() -> None:
+    unequal = compare.Setup(
+        config=Config(), variants={}, hosts=("a", "b"), cpu=("1.0", "0.5"), rate="1gbit", steps=5, rounds=1
+    )
+    for batch in (lambda: unequal.ideal, lambda: sequences_of(Config())):
+        with pytest.raises(UserError, match="the config names none"):
+            batch()
+
+
+def test_a_measured_run_saves_and_traces_nothing_and_tells_no_tracker() -> None:
+    config = Config().replace("train", profile=3).replace("track", to="wandb").replace("checkpoint", every_s=1.0)
+    found = runs.only_steps(config, 12)
+    assert (found.train.profile, found.track.to, found.checkpoint.every, found.checkpoint.every_s) == (0, "", 0, 0)
 
 
 def test_hosts_without_ranks_of_their_number_here_are_held_against_ranks_apart_all_the_same() -> None:

@@ -33,8 +33,8 @@ def calibrated_by_the_command(*_: object) -> str:
     with patch.object(calibrate, "measure", measured):
         assert main(["plan", "--preset", "tiny", "--calibrate", "--parallel.threads", "2"]) == 0
     config = load_preset("tiny", Config())
-    assert devices.find_calibration(config) is None
-    return devices.calibration(config.replace("parallel", threads=2)).devices[1].source
+    assert devices.find_calibration(config, 1) is None
+    return devices.calibration(config.replace("parallel", threads=2), 1).source
 
 
 def test_a_calibration_is_of_as_many_threads_as_the_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,13 @@ def test_a_run_gives_back_the_machines_that_it_ran_on(tmp_path: Path) -> None:
         assert again.step_s == pytest.approx(known.step_s, rel=0.03)
 
 
+def test_with_hsdp_the_ranks_of_a_host_divide_the_update(tmp_path: Path) -> None:
+    four = replace(TWO, ranks_per_host=2, speeds=())
+    planned = plan(CONFIG.replace("parallel", strategy="hsdp"), four, DEVICE)
+    found = read_run(recorded(tmp_path / "run", planned))
+    assert found.device.update["adamw"]["elements"] == pytest.approx(1e-9)
+
+
 def test_what_passes_hid_is_a_link_of_at_least_so_much(tmp_path: Path) -> None:
     fast = replace(TWO, link_gbit=100.0, speeds=())
     path = recorded(tmp_path / "run", plan(CONFIG, fast, replace(DEVICE, step_s=0.0)))

@@ -22,6 +22,7 @@ from paceline.record.predicted import Predicted
 from paceline.tools.plan import calibrate, devices
 from paceline.tools.plan.cluster import Cluster, read
 from paceline.tools.plan.failures import Failures
+from paceline.tools.plan.from_run import device_of_rank
 from paceline.tools.plan.plan import plan, rank_facts
 from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
 from paceline.tools.plan.work import memory_bytes
@@ -56,6 +57,8 @@ def test_a_step_of_one_bucket_is_that_of_the_pencil() -> None:
     assert step_s(ONE, strategy="zero") == pytest.approx(2 + 0.5 + 0.3 + 0.25 + 0.1 + 0.25)
     # A gather of 2 MB (0.25 s); the second overlaps with forward; a scatter of 4 MB, a last latency, half an update.
     assert step_s(ONE, strategy="fsdp") == pytest.approx(0.35 + 1 + 1 + 0.6 + 0.1 + 0.25)
+    # A host of one rank has all weights, and adds gradients as ddp does, after its only backward pass.
+    assert step_s(ONE, strategy="hsdp") == pytest.approx(2 + 1 + 0.2 + 0.5)
     assert step_s(replace(ONE, num_ranks=1, num_hosts=1)) == 2.5
 
 
@@ -150,7 +153,7 @@ def calibrated(world: World, config: Config) -> devices.Device:
 @pytest.mark.parametrize("strategy", ["zero", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_two_ranks_calibrate_a_device_that_plans_a_deeper_model(strategy: str) -> None:
     config = tiny(parallel__strategy=strategy)
-    first, second = run_ranks(calibrated, 2, config)
+    first, second = run_ranks(calibrated, 2, config.replace("parallel", shares="4,4,4"))
     assert replace(first, memory_bytes=0, peak_flops_per_s=0, copy_bytes_per_s=0) == replace(
         second, memory_bytes=0, peak_flops_per_s=0, copy_bytes_per_s=0
     )
@@ -216,7 +219,7 @@ def test_memory_is_that_of_a_real_run(arch: str, tmp_path: Path) -> None:
                   parallel__strategy="ddp")  # fmt: skip
     (measured,) = run_ranks(peak_bytes, 1, tmp_path / "run", config, opened=False)
     device = replace(H100, kind="cpu", dtype="float32" if config.train.dtype == "auto" else config.train.dtype)
-    facts = rank_facts(Cluster(), device)
+    facts = rank_facts(config, Cluster(), device)
     expected = memory_bytes(resolve(config, 512, facts), facts[0], 1, 1)
     assert measured == pytest.approx(sum(expected.values()), rel=0.15)
 
@@ -254,6 +257,7 @@ def test_a_variant_that_a_start_would_refuse_is_named_and_the_others_are_planned
     assert "NCCL adds gradients as they are" in found["refused"][0]["why"]
     table = here(*common, "parallel.strategy=ddp", refused, cwd=tmp_path).require()
     assert f"left out: {refused} on 16 ranks: parallel.wire is int8" in " ".join(table.out.split())
+    here(*common, f"{refused} parallel.backend=gloo", cwd=tmp_path).require()
     alone = here(*common, refused, cwd=tmp_path)
     assert alone.status == 2
     assert "NCCL adds gradients as they are" in alone.err
@@ -279,6 +283,7 @@ def test_what_the_doctor_measured_is_a_cluster(tmp_path: Path) -> None:
         ("hosts = 2\nlink_gbit = 1\nspeeds = [1]", "give one above 0 for each of the 2 hosts"),
         ("hosts = -1", "hosts is -1; it must be at least 1"),
         ("price = inf", "price is inf"),
+        ("jitter_frac = nan", "jitter_frac is nan"),
         ("hosts =", "is not TOML"),
     ],
 )
@@ -297,11 +302,11 @@ def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, mo
     slow = replace(H100, kind="cpu", name="here", source="measured here, 2 ranks")
     config = load_preset("tiny", Config())
     path = devices.store(config, 2, slow)
-    assert devices.calibration(config).device(4).forward["gpt2"]["products"] == 2 * slow.forward["gpt2"]["products"]
+    assert devices.calibration(config, 4).forward["gpt2"]["products"] == 2 * slow.forward["gpt2"]["products"]
     assert "here" in here("plan", "--preset", "tiny", cwd=tmp_path).require().out
     assert "here" in here("plan", "--preset", "tiny", "--model.n-layer", "9", cwd=tmp_path).require().out
     path.write_text(path.read_text()[:-40])
-    assert devices.find_calibration(config) is None
+    assert devices.find_calibration(config, 1) is None
 
 
 def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
@@ -322,6 +327,40 @@ def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
     generous = replace(expected, part_ms={"forward": 1e9})
     assert status_of(tmp_path / "other", tiny(train__steps=8), predict=lambda settings, world: generous) == 0
     assert "more than predicted" not in capfd.readouterr().out
+
+
+TWO_HOSTS = Cluster(device="H100", hosts=2, ranks_per_host=8, link_gbit=3200)
+
+
+def test_a_run_that_saves_at_its_end_only_loses_what_it_did_since_its_start() -> None:
+    config = load_preset("gpt2-124m", Config())
+    config = config.replace("checkpoint", every=0, every_s=0.0)
+    short, long = (plan(config.replace("train", steps=steps), TWO_HOSTS, H100) for steps in (1000, 10**9))
+    assert short.goodput_frac > 0.99
+    assert long.goodput_frac < 0.1
+
+
+def test_shares_of_other_ranks_are_refused_as_by_a_run() -> None:
+    config = load_preset("gpt2-124m", Config()).replace("parallel", shares="240,240")
+    with pytest.raises(UserError, match="is for 2 ranks, and 16 train"):
+        plan(config, TWO_HOSTS, H100)
+
+
+def test_a_gpu_of_the_table_is_as_fast_as_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "H100").mkdir()  # no run
+    config = load_preset("gpt2-124m", Config())
+    exact = device_of_rank(TWO_HOSTS, config.replace("train", dtype="float32"))
+    assert exact.peak_flops_per_s == 67e12
+    assert exact.forward["gpt2"]["products"] > 10 * H100.forward["gpt2"]["products"]
+    assert device_of_rank(TWO_HOSTS, config) == H100
+    with pytest.raises(UserError, match="computes on H100: plan does not know its speed with float8"):
+        plan(config.replace("train", dtype="float8"), TWO_HOSTS, H100)
+
+
+def test_the_ranks_of_a_planned_host_see_its_gpus() -> None:
+    """By which hsdp knows how many ranks divide the state."""
+    assert rank_facts(Config(), TWO_HOSTS, H100)[0].num_gpus == 8
 
 
 def test_without_failures_any_interval_only_costs_its_saves() -> None:

@@ -51,7 +51,6 @@ LEGEND = (
 class World:
     label: str
     config: Config
-    cpu: tuple[str, ...]  # shares of a core of its hosts, as for `paceline lab`
     is_apart: bool = False  # each host is a world of one, all at once
 
     @property
@@ -65,7 +64,7 @@ class Setup:
     config: Config
     variants: Mapping[str, Config]  # by label
     hosts: tuple[str, ...]  # their names in the lab
-    cpu: tuple[str, ...]  # by host
+    cpu: tuple[str, ...]  # by host: its share of a core, as for `paceline lab`
     rate: str
     steps: int
     rounds: int
@@ -77,16 +76,16 @@ class Setup:
 
     @property
     def ideal(self) -> World:
-        config = self.config.replace("parallel", shares="equal")
+        config, batch = self.config.replace("parallel", shares="equal"), sequences_of(self.config)
         if not self.has_shares:
-            part = max(1, sequences_of(self.config) // len(self.hosts))
+            part = max(1, batch // len(self.hosts))
             sizes = {"global_batch_size": part, "device_batch_size": min(self.config.train.device_batch_size, part)}
             config = config.replace("train", global_batch_tokens=0, layered_micro_batches=1, **sizes)
-        return World(label=f"{len(self.hosts)} hosts, no exchange", config=config, cpu=self.cpu, is_apart=True)
+        return World(label=f"{len(self.hosts)} hosts, no exchange", config=config, is_apart=True)
 
     @property
     def together(self) -> list[World]:
-        return [World(label=label, config=config, cpu=self.cpu) for label, config in self.variants.items()]
+        return [World(label=label, config=config) for label, config in self.variants.items()]
 
 
 def kinds_of_shares(config: Config) -> dict[str, Config]:
@@ -135,7 +134,7 @@ def measure(setup: Setup, console: Console) -> list[Row]:
 def _train(setup: Setup, world: World) -> list[Sample]:
     """Returns the sample of one run, or of each host's."""
     config = world.config.replace("parallel", device="cpu", check_every=0, interface="", expect_ranks=0)
-    lab = ("lab", "--hosts", str(len(world.cpu)), "--cpu", ",".join(world.cpu), "--rate", setup.rate, "--")
+    lab = ("lab", "--hosts", str(len(setup.hosts)), "--cpu", ",".join(setup.cpu), "--rate", setup.rate, "--")
     with tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
         folder = Path(scratch)
         for host, steps in _steps(setup, world).items():

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ from paceline.sync.buckets import backward_order, cut
 from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
 from paceline.tools.plan.schedule import Job, Prediction, paths, predict
+from paceline.train.resolve import resolve
 from paceline.world.device import DeviceClock
 from paceline.world.env import interface_of, transfer_address
 from paceline.world.group import Group
@@ -126,6 +127,7 @@ def measure(
     """Returns all measurements of this world's links, in about budget_s, and predictions of a training step.
     compute_ms: forward and backward of a step; 0: measured. say: receives what is being measured. Collective. Raises
     PeerLost if a rank dies."""
+    settings = resolve(config, config.data.tokenizer_vocab, world.facts)  # of text: no data is read
     # Gloo's messages start and end in host memory.
     messages = Stopwatch(world.group, torch.device("cpu") if world.backend == "gloo" else world.device)
     ranks = pairs_to_measure(world.peers)
@@ -142,9 +144,9 @@ def measure(
         collectives.append(_time_collective(watch, name, max_bytes, _COLLECTIVE_SHARE * budget_s))
     say("the model's gradients")
     slowest = min(pairs, key=lambda pair: pair.bytes_per_s)
-    model = _time_model(watch, config, collectives[0].fit, slowest.bytes_per_s, _MODEL_SHARE * budget_s)
+    model = _time_model(watch, settings.config, collectives[0].fit, slowest.bytes_per_s, _MODEL_SHARE * budget_s)
     say("the model's forward, backward and update")
-    job = measured_job(world, config, compute_ms, slowest.latency_s, slowest.bytes_per_s)
+    job = measured_job(world, settings, compute_ms, slowest.latency_s, slowest.bytes_per_s)
     versions = {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if world.backend == "nccl":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -291,14 +293,6 @@ def _collective(group: Group, name: str, flat: torch.Tensor) -> Run:
 # ---- a model ----
 
 
-def resolved_model(config: Config) -> ModelConfig:
-    """Returns the model's config. No data is read, so token shards need --model.vocab-size. Raises UserError for an
-    impossible model."""
-    model = config.model_of_data(config.data.tokenizer_vocab)
-    model.check()
-    return model
-
-
 def bucket_elements(model: ModelConfig, bucket_bytes: int) -> list[int]:
     """Returns the elements of each bucket, in the order of transfer, without memory for the model."""
     with torch.device("meta"):
@@ -307,8 +301,8 @@ def bucket_elements(model: ModelConfig, bucket_bytes: int) -> list[int]:
 
 
 def _time_model(watch: Stopwatch, config: Config, line: Fit, link: float, budget_s: float) -> ModelTimes:
-    """Times this model's all-reduce. link: bytes a second of the slowest pair, in one direction. Collective."""
-    elements = bucket_elements(resolved_model(config), config.parallel.bucket_bytes("cpu"))
+    """Times the all-reduce of strategy ddp. link: bytes a second of the slowest pair, in one direction. Collective."""
+    elements = bucket_elements(config.model, replace(config.parallel, strategy="ddp").bucket_bytes("cpu"))
     bucket_bytes = tuple(_ELEMENT_BYTES * count for count in elements)
     wire_bytes = bus_factor("all-reduce", watch.group.size) * sum(bucket_bytes)
     fitted_s = sum(map(line.seconds, bucket_bytes))

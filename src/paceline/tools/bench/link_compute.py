@@ -2,30 +2,26 @@
 
 import torch
 
-from paceline.config import Config
-from paceline.model.gpt import GPT, build
+from paceline.model.gpt import build
 from paceline.optim.optimizer import make_optimizers
 from paceline.tools.plan import work
 from paceline.tools.plan.schedule import Job, Stage
-from paceline.train.resolve import Settings, resolve
+from paceline.train.resolve import Settings
 from paceline.world.device import DeviceClock, product_dtype
 from paceline.world.runtime import World
 
 _ROUNDS = 3  # the fastest counts
 
 
-def measured_job(world: World, config: Config, compute_ms: float, latency_s: float, bytes_per_s: float) -> Job:
+def measured_job(world: World, settings: Settings, compute_ms: float, latency_s: float, bytes_per_s: float) -> Job:
     """Returns what the slowest rank computes in a step, and the link. compute_ms: forward and backward of a step as
     given; 0: one micro-batch and an update are measured. Collective."""
-    settings = resolve(config, config.data.tokenizer_vocab, world.facts)
-    model = build(settings.config.model, 0, world.device)
-    model.compute_dtype = product_dtype(settings.config.train.dtype)
-    num_micro_batches = max(settings.plan.num_micro_batches(rank) for rank in range(world.world_size))
+    num_micro_batches = settings.plan.passes
     if compute_ms:
         once_s = compute_ms / 1e3 / num_micro_batches
         forward_s, backward_s, update_s = once_s / 3, 2 * once_s / 3, 0.0
     else:
-        own = _fastest(model, settings, world.device)
+        own = _fastest(settings, world.device)
         forward_s, backward_s, update_s = (max(column) for column in zip(*world.group.share(own), strict=True))
     num_hosts = len({peer.host for peer in world.peers})
     return Job(
@@ -40,7 +36,10 @@ def measured_job(world: World, config: Config, compute_ms: float, latency_s: flo
     )
 
 
-def _fastest(model: GPT, settings: Settings, device: torch.device) -> list[float]:
+def _fastest(settings: Settings, device: torch.device) -> list[float]:
+    """Returns the seconds of forward, backward and update: one micro-batch."""
+    model = build(settings.config.model, 0, device)
+    model.compute_dtype = product_dtype(settings.config.train.dtype)
     size = settings.plan.device_batch_size, settings.config.data.seq_len
     tokens = torch.randint(settings.config.model.vocab_size, size, device=device)
     optimizers = make_optimizers(
@@ -76,4 +75,4 @@ def _stages(settings: Settings, forward_s: float, backward_s: float) -> tuple[St
     unit_s = forward_s / (config.n_layer * flops["block"] + flops["head"])
     forward = {"embed": 0.0, **{part: unit_s * count for part, count in flops.items()}}
     backward = {"embed": 0.0, "block": backward_s / config.n_layer, "head": 0.0}
-    return work.stages(config, work.PassTimes(forward=forward, backward=backward))
+    return work.stages(config, work.PassTimes(forward=forward, backward=backward, num_blocks=config.n_layer))

@@ -20,6 +20,7 @@ from paceline.record.console import table
 
 WORLDS = (1, 8, 64, 1024)
 _ROUNDS = 7  # worlds take turns in each, since a machine's speed may drift
+_SEED = 1337
 _DRAWN_SEQUENCES = 2048  # least number for the wrapper, which reads 1000 times as much in a world of 1024
 
 
@@ -55,7 +56,6 @@ def measure(
     sequences: Sequences,
     *,
     batch: int = 8,
-    seed: int = 1337,
     steps: int = 500,
     worlds: Sequence[int] = WORLDS,
     say: Callable[[str], None] = lambda _: None,
@@ -63,8 +63,8 @@ def measure(
     """Returns rates and costs of micro-batches of `batch` sequences, one a rank and step, in some seconds. `sequences`
     are `blend.training(...)`; after their end they begin again in another order."""
     say("bench: one rank")
-    rate = _rate(blend, Loader(sequences, BatchPlan(batch, batch, 1), 0, seed), steps)
-    loaders = [Loader(sequences, BatchPlan(batch * size, batch, size), size // 2, seed) for size in worlds]
+    rate = _rate(blend, Loader(sequences, BatchPlan(batch, batch, 1), 0, _SEED), steps)
+    loaders = [Loader(sequences, BatchPlan(batch * size, batch, size), size // 2, _SEED) for size in worlds]
     own: list[list[tuple[float, float]]] = [[] for _ in loaders]
     for number in range(_ROUNDS + 1):
         say(f"bench: worlds, round {number} of {_ROUNDS}")
@@ -74,7 +74,7 @@ def measure(
     for size, loader, costs in zip(worlds, loaders, own, strict=True):
         say(f"bench: drawing everything in a world of {size}")
         cpu_us, num_bytes = (statistics.median(values) for values in zip(*costs[1:], strict=True))
-        everything = Loader(sequences, BatchPlan(batch * size, batch, 1), 0, seed)
+        everything = Loader(sequences, BatchPlan(batch * size, batch, 1), 0, _SEED)
         drawn = _cost(blend, everything, max(1, _DRAWN_SEQUENCES // (batch * size)), batch, keep=loader.rank)
         rows.append(WorldCost(size, cpu_us, num_bytes, *drawn))
     return LoaderReport(blend.name, batch, sequences.seq_len, rate, tuple(rows))

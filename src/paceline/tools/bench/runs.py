@@ -31,10 +31,12 @@ class Failed(Exception):
 
 
 def only_steps(config: Config, steps: int, **train: Any) -> Config:
-    """Returns the config of a run of so many steps and no evaluation or earlier checkpoint. train: other fields."""
-    nothing = {"tokens": 0, "tokens_per_param": 0.0, "time_budget": 0.0, "stop_at_step": 0, "stop_after": 0.0}
-    config = config.replace("train", steps=steps, eval_every=-1, sample_tokens=0, init_from="", **nothing, **train)
-    return config.replace("checkpoint", every=0, keep_best=False).replace("log", every=1)
+    """Returns the config of a run of so many steps, without evaluation, checkpoint before the end, trace or tracker.
+    train: other fields."""
+    zero = ("tokens", "tokens_per_param", "time_budget", "stop_at_step", "stop_after", "sample_tokens", "profile")
+    config = config.replace("train", steps=steps, eval_every=-1, init_from="", **dict.fromkeys(zero, 0), **train)
+    config = config.replace("checkpoint", every=0, every_s=0.0, keep_best=False)
+    return config.replace("log", every=1).replace("track", to="")
 
 
 def in_turn(todo: Sequence[T], rounds: int, console: Console, describe: Callable[[T], str]) -> Iterator[T]:

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from paceline.base import units
 from paceline.base.cores import physical_cores
 from paceline.base.errors import RunError, UserError
@@ -38,7 +36,7 @@ from paceline.record.console import Console
 from paceline.tools.bench import runs
 from paceline.tools.bench.runs import Failed
 from paceline.world.cores import usable_cores
-from paceline.world.device import choose_device
+from paceline.world.device import choose_device, count_gpus
 from paceline.world.env import interface_of
 
 Kind = Literal["strong", "weak"]
@@ -123,7 +121,7 @@ def setup_here(
 ) -> Setup:
     """Returns the worlds to measure on this machine; max_ranks 0: one a core, at most 4, or one a GPU. Raises UserError
     if the devices or the batch are too small."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus, batch = count_gpus(), sequences_of(config)
     wanted, cores = config.parallel.device, usable_cores()
     is_cuda = wanted == "cuda" or (wanted == "auto" and num_gpus > 1)
     most = max_ranks or (max(1, num_gpus) if is_cuda else min(cores, _USUAL_RANKS))
@@ -144,9 +142,9 @@ def setup_here(
         **more,
     )
     most = max(most, setup.hosts * setup.host_ranks)
-    if "strong" in kinds and setup.batch < most:
+    if "strong" in kinds and batch < most:
         raise UserError(
-            f"a step has {setup.batch} sequences (--train.global-batch-size), too few for {most} ranks; give at least "
+            f"a step has {batch} sequences (--train.global-batch-size), too few for {most} ranks; give at least "
             "one to each, or measure --kind weak alone"
         )
     return setup
@@ -156,7 +154,7 @@ def setup_here(
 class Sample:
     """One run of a world: medians of its steps after the warm-up."""
 
-    tokens_per_s: float  # the only value for separate ranks
+    tokens_per_s: float = 0.0  # the only value for separate ranks
     step_ms: float = 0.0
     comm_ms: float = 0.0  # with a collective under way on rank 0
     exposed_ms: float = 0.0  # of which a rank waited; mean over ranks
@@ -165,7 +163,14 @@ class Sample:
 
 
 def sequences_of(config: Config) -> int:
-    return config.train.global_batch_size or max(1, round(config.train.global_batch_tokens / config.data.seq_len))
+    """Returns the sequences of a step. Raises UserError if the config leaves them to the run."""
+    batch = config.batch_in_sequences().train.global_batch_size
+    if not batch:
+        raise UserError(
+            "bench scaling compares worlds by the same batch, and the config names none; give "
+            "--train.global-batch-size, the sequences of a step"
+        )
+    return batch
 
 
 # ---- measuring ----

@@ -1,14 +1,11 @@
 """Shows the measurements of `paceline bench scaling`: rows, tables, sentences, JSON, and a plot."""
 
-import importlib
 import json
-import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import rich.table
@@ -16,6 +13,7 @@ import torch
 
 from paceline import __version__
 from paceline.base import units
+from paceline.base.cores import cpu_name
 from paceline.record.console import table
 from paceline.tools.bench.scaling import WARM_UP_STEPS, Found, Kind, Sample, Setup, World
 from paceline.world.cores import usable_cores
@@ -36,7 +34,7 @@ _INK = {"ideal": "#000000", "separate runs at once": "#999999", "one world": "#0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Sample):
     """One world against its ideal: medians over the rounds. If it could not be measured, only `problem` is valid."""
 
     kind: Kind
@@ -47,16 +45,10 @@ class Row:
     batch: int
     shares_cores: bool
     problem: str = ""
-    tokens_per_s: float = 0.0
     rounds_tokens_per_s: tuple[float, ...] = ()
     ideal_tokens_per_s: float = 0.0
     efficiency: float | None = None  # of the ideal, a fraction; None: other kind of device
     machine: float | None = None  # the separate ranks, of the ideal
-    step_ms: float = 0.0
-    comm_ms: float = 0.0
-    exposed_ms: float = 0.0
-    spread_ms: float = 0.0
-    comm_bytes: float = 0.0
     link_bytes_per_s: float | None = None
 
     @property
@@ -253,15 +245,17 @@ def document(setup: Any, **results: Any) -> str:
 
 def plot_html(setup: Setup, found: Found) -> str:
     """Returns a self-contained page with a plot for each kind: tokens/s over ranks, and the ideal line."""
-    objects = importlib.import_module("plotly.graph_objects")  # an optional extra
+    from plotly import graph_objects as go  # type: ignore[import-untyped, unused-ignore]
+    from plotly import subplots
+
     tables = tabulate(setup, found)
     titles = [_title(setup, kind) for kind in tables]
-    figure = importlib.import_module("plotly.subplots").make_subplots(cols=len(tables), subplot_titles=titles)
+    figure = subplots.make_subplots(cols=len(tables), subplot_titles=titles)
     for column, rows in enumerate(tables.values(), start=1):
         for name, points in _lines(rows).items():
             style = {"color": _INK[name], "dash": {"ideal": "dash", "separate runs at once": "dot"}.get(name, "solid")}
             ranks, tokens_per_s = zip(*points, strict=True)
-            line = objects.Scatter(name=name, x=ranks, y=tokens_per_s, line=style, showlegend=column == 1)
+            line = go.Scatter(name=name, x=ranks, y=tokens_per_s, line=style, showlegend=column == 1)
             figure.add_trace(line, row=1, col=column)
         figure.update_xaxes(title_text="ranks", rangemode="tozero", tickvals=[row.ranks for row in rows], col=column)
     figure.update_yaxes(title_text="tokens a second", rangemode="tozero")
@@ -288,7 +282,4 @@ def command_line() -> str:
 
 
 def machine() -> str:
-    cores, info = usable_cores(), Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{[*names, platform.machine()][0]}, {units.plural(cores, 'core')}, torch {torch.__version__}"
+    return f"{cpu_name()}, {units.plural(usable_cores(), 'core')}, torch {torch.__version__}"

@@ -98,7 +98,7 @@ def _show(verdicts: list[Verdict], world_size: int, seconds: float, console: Con
     if num_failed:
         console.say(f"{num_failed} of {len(judged)} checks failed ({took})", style="bold")
     else:
-        still = f"; {num_open} could not be judged in a world of one" if num_open else ""
+        still = f"; {num_open} could not be judged" if num_open else ""
         console.say(f"{len(judged) - num_open} of {len(judged)} checks passed ({took}){still}", style="bold")
     for law, (passed, _) in judged:
         if passed is False:

@@ -20,10 +20,10 @@ from paceline.data.cache import cache_dir
 from paceline.record.console import Console
 from paceline.replica.batch import Batch
 from paceline.sync.replicas import overall
+from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
-from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import peak_flops, product_dtype
 from paceline.world.group import Group
 from paceline.world.runtime import World
@@ -39,6 +39,8 @@ _STEP_S = 5e-4  # for reading data and writing records
 def measure(world: World, config: Config, console: Console, seconds: float = _ROUNDS_S) -> Device:
     """Returns a rank's device for this config, as all ranks of this world found it at once, in about so many seconds.
     Collective; one host."""
+    if config.parallel.fixed_shares():  # maybe of another number of ranks
+        config = config.replace("parallel", shares="equal")
     settings = resolve(config, config.data.tokenizer_vocab, world.facts)
     cases = [_Case(world, settings, depth, console) for depth in _DEPTHS]
     allocating, first = ([case.once() for case in cases] for _ in range(2))
@@ -53,8 +55,7 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
     latency_s, bytes_per_s = link(world.group, world.world_size)
     arch, optimizer, num_tokens = settings.config.model.arch, settings.config.optim.name, cases[0].num_tokens
     dtype = product_dtype(settings.config.train.dtype)
-    is_divided = settings.config.parallel.strategy in ("zero", *SHARDS_WEIGHTS)
-    num_shards = world.world_size if is_divided else 1
+    num_shards = Cluster(ranks_per_host=world.world_size).num_shards(settings.config.parallel.strategy)
     return Device(
         name=cpu_name(),
         kind="cpu",

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.base.errors import UserError, nearest
 from paceline.config import checked
 from paceline.tools.plan import devices
+from paceline.tools.plan.schedule import num_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,7 @@ class Cluster:
 
     def num_shards(self, strategy: str) -> int:
         """Returns how many ranks divide the optimizer's state."""
-        if strategy == "hsdp":
-            return self.ranks_per_host
-        return self.num_ranks if strategy in ("zero", "fsdp") else 1
+        return num_shards(strategy, self.num_ranks, self.ranks_per_host)
 
     def of_ranks(self, num_ranks: int) -> "Cluster":
         """Returns so many ranks of such hosts, on as few hosts as hold them. Raises UserError if hosts would have
@@ -62,10 +61,10 @@ class Cluster:
         """Raises UserError for an impossible value."""
         for item in fields(self):
             values = getattr(self, item.name)
+            least = {"hosts": 1, "ranks_per_host": 1, "jitter_frac": -1}.get(item.name, 0)
             for value in values if isinstance(values, tuple) else (values,):
-                least = 1 if item.name in ("hosts", "ranks_per_host") else 0
-                if isinstance(value, float | int) and item.name != "jitter_frac":
-                    _require(item.name, value, least)
+                if isinstance(value, float | int) and not (math.isfinite(value) and value >= least):
+                    raise UserError(f"the cluster's {item.name} is {value}; it must be at least {least}")
         if self.num_ranks > 1 << 20:
             raise UserError(f"the cluster has {self.num_ranks} ranks; plan at most {1 << 20}")
         if self.hosts > 1 and not self.link_gbit:
@@ -75,11 +74,6 @@ class Cluster:
             )
         if self.speeds and (len(self.speeds) != self.hosts or min(self.speeds) <= 0):
             raise UserError(f"speeds are {list(self.speeds)}; give one above 0 for each of the {self.hosts} hosts")
-
-
-def _require(name: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and value >= least):
-        raise UserError(f"the cluster's {name} is {value}; it must be at least {least}")
 
 
 def read(path: Path) -> Cluster:

@@ -80,16 +80,16 @@ def device_names() -> list[str]:
     return [name for name in _table() if name not in ("efficiency", "spread")]
 
 
-def gpu(name: str, *, compiled: bool) -> Device:
-    """Returns a GPU of the table; compiled: torch.compile fuses elementwise operations. Raises UserError for another
-    name."""
+def gpu(name: str, *, compiled: bool, dtype: str = "auto") -> Device:
+    """Returns a GPU of the table, for matrix products of this dtype; compiled: torch.compile fuses elementwise
+    operations. Raises UserError for another name."""
     if name not in device_names():
         raise UserError(
             f"no device is named '{name}'{nearest(name, device_names())}; there are: {', '.join(device_names())}, "
             f"and {THIS}: this machine, after the same command with --calibrate"
         )
     facts, share = _table()[name], _table()["efficiency"]
-    peak = gpu_peak(name.replace("-", " "), "bfloat16").flops_per_s
+    peak = gpu_peak(name.replace("-", " "), "bfloat16" if dtype == "auto" else dtype).flops_per_s
     assert peak is not None
     byte_s = 1 / (share["memory"] * 1e9 * facts["bandwidth_gb_s"])
     moved = 1.0 if compiled else share["eager_bytes"]
@@ -129,28 +129,6 @@ def gpu(name: str, *, compiled: bool) -> Device:
 # ---- this machine ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """What was measured here for a config, by number of ranks at once: a rank has its part of the cores."""
-
-    devices: Mapping[int, Device] = field(default_factory=dict)
-
-    def device(self, num_ranks: int) -> Device:
-        """Returns one of so many ranks on this machine. More ranks than were measured share what those had."""
-        measured = max(count for count in self.devices if count <= num_ranks or count == min(self.devices))
-        found, sharing = self.devices[measured], num_ranks / measured
-        if sharing <= 1:
-            return found
-        return replace(
-            found.slower(sharing),
-            step_s=found.step_s * sharing,
-            exchange=scaled(found.exchange, sharing),
-            inner_bytes_per_s=found.inner_bytes_per_s / sharing,
-            peak_flops_per_s=found.peak_flops_per_s / sharing,
-            memory_bytes=found.memory_bytes / sharing,
-        )
-
-
 def _path(config: Config) -> Path:
     """The file of this machine and this config: its name has everything that was measured, but the number of blocks."""
     import torch  # takes a second, and planning for other machines does without
@@ -172,8 +150,7 @@ def _path(config: Config) -> Path:
 
 def store(config: Config, num_ranks: int, device: Device) -> Path:
     """Writes what was measured, complete or not at all; returns the file. Raises UserError if it cannot."""
-    path, known = _path(config), find_calibration(config)
-    devices = {**(known.devices if known else {}), num_ranks: device}
+    path, devices = _path(config), {**stored(config), num_ranks: device}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps({ranks: asdict(each) for ranks, each in devices.items()}, indent=1).encode())
@@ -182,20 +159,41 @@ def store(config: Config, num_ranks: int, device: Device) -> Path:
     return path
 
 
-def calibration(config: Config) -> Calibration:
-    """Returns what was measured on this machine. Raises UserError if nothing was, or the file is damaged."""
-    found = find_calibration(config)
+def stored(config: Config) -> dict[int, Device]:
+    """Returns what was measured on this machine for a config, by number of ranks at once: a rank has its part of the
+    cores. Empty: nothing, or nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        found = json.loads(_path(config).read_text()).items()
+        return {int(ranks): Device(**device) for ranks, device in found}
+    return {}
+
+
+def find_calibration(config: Config, num_ranks: int) -> Device | None:
+    """Returns one of so many ranks on this machine; None if nothing was measured. More ranks than were measured share
+    what those had."""
+    known = stored(config)
+    if not known:
+        return None
+    measured = max(count for count in known if count <= num_ranks or count == min(known))
+    found, sharing = known[measured], num_ranks / measured
+    if sharing <= 1:
+        return found
+    return replace(
+        found.slower(sharing),
+        step_s=found.step_s * sharing,
+        exchange=scaled(found.exchange, sharing),
+        inner_bytes_per_s=found.inner_bytes_per_s / sharing,
+        peak_flops_per_s=found.peak_flops_per_s / sharing,
+        memory_bytes=found.memory_bytes / sharing,
+    )
+
+
+def calibration(config: Config, num_ranks: int) -> Device:
+    """Returns one of so many ranks on this machine. Raises UserError if nothing was measured that can be read."""
+    found = find_calibration(config, num_ranks)
     if found is None:
         raise UserError(
             "nothing was measured for this config on this machine yet: give the same command with --calibrate first "
             "(about 15 seconds for each number of ranks), or describe another device: --cluster FILE.toml"
         )
     return found
-
-
-def find_calibration(config: Config) -> Calibration | None:
-    """Returns what was measured on this machine; None: nothing, or nothing that can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        stored = json.loads(_path(config).read_text()).items()
-        return Calibration(devices={int(ranks): Device(**device) for ranks, device in stored})
-    return None

@@ -23,7 +23,7 @@ from paceline.record.read import step_of
 from paceline.tools.plan import devices, work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
-from paceline.tools.plan.plan import job_of, path_for, rank_facts, shape_of, waiting_s
+from paceline.tools.plan.plan import job_of, path_for, rank_facts, shape_of, update_s, waiting_s
 from paceline.tools.plan.schedule import predict
 from paceline.train.resolve import Settings, resolve
 
@@ -51,9 +51,9 @@ def device_of_rank(cluster: Cluster, config: Config) -> Device:
     if cluster.device == devices.THIS:
         if cluster.hosts > 1:  # whose ranks share no memory
             config = config.replace("parallel", shared_memory=False)
-        return devices.calibration(config).device(cluster.ranks_per_host)
-    if not Path(cluster.device).is_dir():
-        return devices.gpu(cluster.device, compiled=config.train.compile)
+        return devices.calibration(config, cluster.ranks_per_host)
+    if cluster.device in devices.device_names() or not Path(cluster.device).is_dir():
+        return devices.gpu(cluster.device, compiled=config.train.compile, dtype=config.train.dtype)
     found = read_run(Path(cluster.device))
     for section, name in (("model", "arch"), ("optim", "name"), ("train", "dtype"), ("train", "compile")):
         was, wanted = (getattr(getattr(each, section), name) for each in (found.config, config))
@@ -137,11 +137,12 @@ class _Reader:
         )
         known = self._known_gpu()
         shown = replace(known, **self._facts(), traced=()) if known else self._cpu()
-        settings = resolve(self.config, self.config.model.vocab_size, rank_facts(cluster, shown))
+        settings = resolve(self.config, self.config.model.vocab_size, rank_facts(self.config, cluster, shown))
         shares = tuple(int(count) for count in self.steps["sequences"][-1])
         if self.config.parallel.shares == "auto" and sum(shares) == settings.plan.global_batch_size:
             settings = replace(settings, plan=settings.plan.with_shares(shares))
-        device = replace(self._timed(settings, shown, rank), jitter_frac=jitter[0])
+        num_shards = cluster.num_shards(self.config.parallel.strategy)
+        device = replace(self._timed(settings, shown, rank, num_shards), jitter_frac=jitter[0])
         return self._linked(settings, cluster, device, rank, jitter)
 
     def _facts(self) -> dict[str, Any]:
@@ -166,7 +167,8 @@ class _Reader:
         """Returns the table's device of this name, whose rates have the right proportions."""
         words = set(str(self.ranks[0]["processor"]).replace("-", " ").split())
         name = next((each for each in devices.device_names() if words.issuperset(each.replace("-", " ").split())), None)
-        return devices.gpu(name, compiled=self.config.train.compile) if name else None
+        train = self.config.train
+        return devices.gpu(name, compiled=train.compile, dtype=train.dtype) if name else None
 
     def _cpu(self) -> Device:
         """A device whose time goes into FLOPs, all alike."""
@@ -181,7 +183,7 @@ class _Reader:
             **self._facts(),
         )
 
-    def _timed(self, settings: Settings, shown: Device, rank: int) -> Device:
+    def _timed(self, settings: Settings, shown: Device, rank: int, num_shards: int) -> Device:
         """Returns the device with rates by which this rank's passes and update take what they took."""
         model, optimizer = self.config.model, self.config.optim.name
         num_sequences = settings.plan.num_sequences()[rank]
@@ -190,29 +192,27 @@ class _Reader:
             num_sequences * float(self.mean(name)[rank] / self.mean("sequences")[rank]) / 1e3
             for name in ("forward_ms", "backward_ms")
         )
-        update_s = float(self.mean("optim_ms")[rank]) / 1e3
-        rates, parts = (shown.forward[model.arch], shown.backward[model.arch]), {"embed": 1, "head": 1}
-        parts["block"] = model.n_layer
-        shape, first, second, again = replace(shape_of(settings, shown), checkpoint=False), 0.0, 0.0, 0.0
-        for micro_batch in settings.plan.micro_batches(rank):
-            found = work.pass_times(shape, len(micro_batch) * shape.seq_len, *rates)
-            first += sum(count * found.forward[part] for part, count in parts.items())
-            second += sum(count * found.backward[part] for part, count in parts.items())
-            again += self.config.train.activation_checkpoint * model.n_layer * found.forward["block"]
-        num_shards = 1 if self.config.parallel.strategy in ("ddp", "naive", "local") else len(self.hosts)
-        update = work.seconds(work.update_units(model, optimizer), shown.update[optimizer])
+        optim_s = float(self.mean("optim_ms")[rank]) / 1e3
+        rates = shown.forward[model.arch], shown.backward[model.arch]
+        shape = replace(shape_of(settings, shown), checkpoint=False)
+        sizes = [len(each) * shape.seq_len for each in settings.plan.micro_batches(rank)]
+        found = [work.pass_times(shape, size, *rates) for size in sizes]
+        first, second = sum(each.forward_s for each in found), sum(each.backward_s for each in found)
+        recomputed = model.n_layer * self.config.train.activation_checkpoint
+        again = recomputed * sum(each.forward["block"] for each in found)
+        update = num_shards * optim_s / update_s(settings, shown)
         who = f"rank {rank} on {self.hosts[rank]}, mean of the middle half of {len(self.steps['step_ms'])} steps"
         traced = (
             ("forward of a step in the run", f"{1e3 * forward_s:.4g} ms", f"{who}, {tokens:,.0f} tokens"),
             ("backward of a step in the run", f"{1e3 * backward_s:.4g} ms", who),
-            ("optimizer in the run", f"{1e3 * update_s:.4g} ms", f"{who}, of 1/{num_shards} of the weights"),
+            ("optimizer in the run", f"{1e3 * optim_s:.4g} ms", f"{who}, of 1/{num_shards} of the weights"),
             ("fixed", f"{1e3 * shown.step_s:.4g} ms", "data and the rest of a step, rank 0's mean"),
         )
         return replace(
             shown,
             forward={model.arch: devices.scaled(rates[0], forward_s / first)},
             backward={model.arch: devices.scaled(rates[1], (backward_s - forward_s * again / first) / second)},
-            update={optimizer: devices.scaled(shown.update[optimizer], num_shards * update_s / update)},
+            update={optimizer: devices.scaled(shown.update[optimizer], update)},
             traced=traced,
         )
 
@@ -228,7 +228,7 @@ class _Reader:
         speeds = ", ".join(f"{each:.3g}" for each in cluster.speeds)
         traced = [("speeds of the hosts", speeds or "1", "passes, means")]
         if len(self.hosts) > 1:
-            job = job_of(settings, settings.plan, cluster, device)
+            job = job_of(settings, cluster, device)
             path = path_for(settings, job, device)
 
             def seconds(rate: float) -> float:

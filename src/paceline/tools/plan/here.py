@@ -7,11 +7,10 @@ from typing import Any
 from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.record.predicted import Predicted
-from paceline.tools.plan import work
 from paceline.tools.plan.calibrate import link
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device, find_calibration
-from paceline.tools.plan.plan import plan, shape_of, total_s
+from paceline.tools.plan.plan import pass_times, plan
 from paceline.train.resolve import Settings
 from paceline.world.runtime import World
 
@@ -56,9 +55,7 @@ def _calibrated(config: Config, num_ranks: int, *, is_across: bool) -> Device | 
         alone = {"shared_memory": True, "wire": "exact"}
         tried += [alone | {"strategy": name} for name in (config.parallel.strategy, "auto", "ddp")]
     for values in tried:
-        known = find_calibration(config.replace("parallel", **values))
-        if known:
-            device = known.device(num_ranks)
+        if device := find_calibration(config.replace("parallel", **values), num_ranks):
             return replace(device, exchange={}) if "wire" in values else device
     return None
 
@@ -74,11 +71,7 @@ def _across(settings: Settings, world: World, own: Device | None, per_host: int)
     if len(devices) < len(found):
         return None
     latency_s, bytes_per_s = link(world.group, len(found), _PROBE_ROUNDS, _PROBE_S)
-    model, arch = settings.config.model, settings.config.model.arch
-    seconds = [
-        total_s(work.pass_times(shape_of(settings, each), 1, each.forward[arch], each.backward[arch]), model)
-        for each in devices
-    ]
+    seconds = [pass_times(settings, each, 1).total_s for each in devices]
     device = devices[seconds.index(min(seconds))]
     cluster = Cluster(
         hosts=len(found),

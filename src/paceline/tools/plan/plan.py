@@ -7,15 +7,13 @@ failures (failures.py). Every number is a closed form or that simulation; `expla
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from paceline.base import units
 from paceline.config import Config
-from paceline.data.plan import BatchPlan, in_proportion
+from paceline.data.plan import in_proportion
 from paceline.model import cost
-from paceline.model.config import ModelConfig
 from paceline.tools.plan import work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
@@ -91,50 +89,59 @@ class Plan:
 def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", vocab_size: int = 0) -> Plan:
     """Returns the prediction. vocab_size: the data's, where the config does not say. Raises UserError as a start of the
     run would."""
-    facts = rank_facts(cluster, device)
+    config.parallel.check_num_ranks(cluster.num_ranks)
+    facts = rank_facts(config, cluster, device)
     flops_per_s = 0.0
     if config.model.size == "auto":  # a run times the given shape, too
         given = plan(config.replace("model", size="given"), cluster, device, vocab_size=vocab_size)
         flops_per_s = given.mfu * device.peak_flops_per_s * cluster.num_ranks
     settings = resolve(config, vocab_size or config.data.tokenizer_vocab, facts, flops_per_s)
-    batch_plan = _with_auto_shares(settings, cluster)
-    job = job_of(settings, batch_plan, cluster, device)
+    if config.parallel.shares == "auto":  # a run comes to shares in proportion to the speeds
+        speeds = [cluster.speed(rank) for rank in range(cluster.num_ranks)]
+        shares = in_proportion(settings.plan.global_batch_size, speeds)
+        settings = replace(settings, plan=settings.plan.with_shares(shares))
+    num_shards = cluster.num_shards(settings.config.parallel.strategy)
+    job = job_of(settings, cluster, device)
     step = predict(job, path_for(settings, job, device))
     waited_s = waiting_s(cluster, device, step)
-    failures = _failures(cluster, device, settings)
+    failures = _failures(cluster, device, settings, num_shards)
     parts = {
         "forward": step.forward_s,
         "backward": step.backward_s,
         "exposed communication": step.exposed_s + waited_s,
         "optimizer": step.update_s,
         "fixed": device.step_s,
-        **_between_steps(settings, cluster, device, failures, step.step_s + waited_s),
+        **_between_steps(settings, device, failures, step.step_s + waited_s),
     }
-    interval_s = settings.config.checkpoint.every * step.step_s or settings.config.checkpoint.every_s or math.inf
+    step_s, saves = sum(parts.values()), settings.config.checkpoint
+    run_s = settings.num_steps * step_s if settings.num_steps else settings.config.train.time_budget
+    interval_s = min(run_s, saves.every * step_s or saves.every_s or math.inf)  # the end of a run saves, too
     has_failures = not math.isinf(failures.between_s)
     alone = sum(cluster.speed(rank) for rank in range(0, cluster.num_ranks, cluster.ranks_per_host))
-    alone *= cluster.ranks_per_host * _alone_tokens_per_s(settings, batch_plan, cluster, device)
+    alone *= cluster.ranks_per_host * _alone_tokens_per_s(settings, device)
     return Plan(
         label=label,
         settings=settings,
         cluster=cluster,
         device=device,
-        memory=memory_bytes(settings, facts[0], len(facts), cluster.num_shards(settings.config.parallel.strategy)),
+        memory=memory_bytes(settings, facts[0], len(facts), num_shards),
         parts=parts,
         step=step,
         alone_tokens_per_s=alone,
         goodput_frac=failures.goodput_frac(interval_s) if has_failures else 1.0,
         best_interval_s=failures.best_interval_s if has_failures else math.inf,
         bound=_bound(parts, settings, device, waited_s),
-        explained=_explained(settings, job, step, device, failures, waited_s),
+        explained=_explained(settings, job, step, device, failures, waited_s, num_shards),
     )
 
 
-def rank_facts(cluster: Cluster, device: Device) -> list[RankFacts]:
+def rank_facts(config: Config, cluster: Cluster, device: Device) -> list[RankFacts]:
+    is_gpu, backend = device.kind == "cuda", config.parallel.backend
+    usual_backend = "nccl" if is_gpu else "gloo"
     facts = RankFacts(
         host="planned",
         device=device.kind,
-        backend="nccl" if device.kind == "cuda" else "gloo",
+        backend=usual_backend if backend == "auto" else backend,
         processor=device.name,
         instructions="",
         rounding="",
@@ -143,17 +150,11 @@ def rank_facts(cluster: Cluster, device: Device) -> list[RankFacts]:
         free_bytes=device.memory_bytes,
         dtype=device.dtype,
         dtype_reason=f"a {device.name} has units for it",
-        shares_memory=device.kind == "cpu" and cluster.hosts == 1 < cluster.num_ranks,
+        num_gpus=cluster.ranks_per_host if is_gpu else 0,
+        why_no_float8="" if device.dtype == "float8" else "plan does not know its speed with float8",
+        shares_memory=not is_gpu and cluster.hosts == 1 < cluster.num_ranks,
     )
     return [facts] * cluster.num_ranks
-
-
-def _with_auto_shares(settings: Settings, cluster: Cluster) -> BatchPlan:
-    """The plan that shares auto would come to: in proportion to the speeds."""
-    if settings.config.parallel.shares != "auto":
-        return settings.plan
-    speeds = [cluster.speed(rank) for rank in range(cluster.num_ranks)]
-    return settings.plan.with_shares(in_proportion(settings.plan.global_batch_size, speeds))
 
 
 # ---- a step ----
@@ -170,34 +171,42 @@ def shape_of(settings: Settings, device: Device) -> work.Shape:
     )
 
 
-def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: Device) -> Job:
+def pass_times(settings: Settings, device: Device, num_sequences: int) -> work.PassTimes:
+    """Returns the times of a micro-batch of so many sequences."""
+    shape, arch = shape_of(settings, device), settings.config.model.arch
+    return work.pass_times(shape, num_sequences * shape.seq_len, device.forward[arch], device.backward[arch])
+
+
+def update_s(settings: Settings, device: Device) -> float:
+    """Returns the seconds in which one rank updates all weights."""
+    optimizer = settings.config.optim.name
+    return work.seconds(work.update_units(settings.config.model, optimizer), device.update[optimizer])
+
+
+def job_of(settings: Settings, cluster: Cluster, device: Device) -> Job:
     """Returns the step for the simulation: rank 0's stages, and how the other ranks' loads differ."""
-    arch, optim, shape = settings.config.model.arch, settings.config.optim, shape_of(settings, device)
     sizes: dict[tuple[float, tuple[int, ...]], None] = {}
     for rank in range(cluster.num_ranks):
-        if batch_plan.shares or rank % cluster.ranks_per_host == 0 or rank == cluster.num_ranks - 1:
-            parts = tuple(map(len, batch_plan.micro_batches(rank)))
-            sizes[cluster.speed(rank), parts] = None
+        if settings.plan.shares or rank % cluster.ranks_per_host == 0 or rank == cluster.num_ranks - 1:
+            micro_batches = tuple(map(len, settings.plan.micro_batches(rank)))
+            sizes[cluster.speed(rank), micro_batches] = None
     (speed, mine), *others = sizes
     own = device.slower(1 / speed)
-    times = partial(work.pass_times, shape, forward=own.forward[arch], backward=own.backward[arch])
-    reference = times(tokens=max(mine, default=1) * shape.seq_len)
-    one_s = total_s(reference, shape.model)
+    reference = pass_times(settings, own, max(mine, default=1))
     slower = []
-    for other_speed, parts in others:
-        all_s = sum(total_s(times(tokens=size * shape.seq_len), shape.model) for size in parts)
-        slower.append(Load(len(parts), all_s * speed / other_speed / (len(parts) * one_s) if parts else 1.0))
-    update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
+    for other_speed, theirs in others:
+        all_s = sum(pass_times(settings, own, size).total_s for size in theirs) * speed / other_speed
+        slower.append(Load(len(theirs), all_s / (len(theirs) * reference.total_s) if theirs else 1.0))
     slowest = min(cluster.speeds or (1.0,))
     parallel, is_across = settings.config.parallel, cluster.hosts > 1
     sends_nothing = parallel.shared_memory and parallel.wire == "exact" and device.kind == "cpu" and not is_across
     # NCCL gathers fsdp's weights in a ring of all ranks. Elsewhere those of a host send as one.
     is_ring = parallel.strategy == "fsdp" and device.kind == "cuda"
-    exchange = work.seconds({"blocks": shape.model.n_layer, "ends": 1.0}, device.exchange) if device.exchange else None
+    parts = {"blocks": float(settings.config.model.n_layer), "ends": 1.0}
     return Job(
-        stages=work.stages(shape.model, reference),
+        stages=work.stages(settings.config.model, reference),
         num_micro_batches=len(mine),
-        update_s=update_s / slowest,
+        update_s=update_s(settings, device) / slowest,
         num_ranks=cluster.num_ranks,
         num_hosts=cluster.hosts if is_across and not is_ring else cluster.num_ranks,
         latency_s=cluster.latency_us * 1e-6 if is_across else device.inner_latency_s,
@@ -205,7 +214,7 @@ def job_of(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: 
         bytes_per_s=cluster.link_gbit / 8 * 1e9 * device.outer_frac if is_across else device.inner_bytes_per_s,
         compute_bits=8 * settings.item_bytes,
         inner_bytes_per_s=device.inner_bytes_per_s,
-        exchange_s=None if exchange is None else exchange / slowest,
+        exchange_s=work.seconds(parts, device.exchange) / slowest if device.exchange else None,
         is_across=is_across,
         shares_memory=sends_nothing and parallel.strategy in ("ddp", "zero"),
         slower=tuple(slower),
@@ -217,11 +226,6 @@ def path_for(settings: Settings, job: Job, device: Device) -> Path:
     return path_of(settings.config.parallel, job, is_layered=is_layered, device=device.kind)
 
 
-def total_s(times: work.PassTimes, model: ModelConfig) -> float:
-    once = {"embed": 1, "block": model.n_layer, "head": 1}
-    return sum(count * (times.forward[part] + times.backward[part]) for part, count in once.items())
-
-
 def waiting_s(cluster: Cluster, device: Device, step: Prediction) -> float:
     """What the slowest of n ranks takes longer than the mean one: the expected maximum of n normal times (Blom)."""
     if cluster.num_ranks == 1:
@@ -231,65 +235,64 @@ def waiting_s(cluster: Cluster, device: Device, step: Prediction) -> float:
     return frac * most * (step.forward_s + step.backward_s)
 
 
-def _between_steps(
-    settings: Settings, cluster: Cluster, device: Device, failures: Failures, step_s: float
-) -> dict[str, float]:
+def _between_steps(settings: Settings, device: Device, failures: Failures, step_s: float) -> dict[str, float]:
     """Seconds a step of checks, saves and evaluations. Without failures a save costs its copy."""
-    config = settings.config
+    config, num_ranks = settings.config, settings.plan.world_size
     total = 4.0 * cost.num_parameters(config.model).total
-    every = config.parallel.check_every if cluster.num_ranks > 1 else 0
+    every = config.parallel.check_every if num_ranks > 1 else 0
     save_every = config.checkpoint.every or (config.checkpoint.every_s / step_s if config.checkpoint.every_s else 0)
-    evaluations = max(0, config.train.eval_every)
-    times = work.pass_times(shape_of(settings, device), config.data.seq_len, device.forward[config.model.arch], {})
-    forward_s = times.forward["embed"] + config.model.n_layer * times.forward["block"] + times.forward["head"]
-    sequences = config.train.eval_sequences / cluster.num_ranks
+    evaluate_every = max(0, config.train.eval_every)
+    evaluation_s = config.train.eval_sequences / num_ranks * pass_times(settings, device, 1).forward_s
     return {
         "checks": _DIGEST_PASSES * total / device.copy_bytes_per_s / every if every else 0.0,
         "saves": failures.save_s / max(1.0, save_every) if save_every and math.isinf(failures.between_s) else 0.0,
-        "evaluations": sequences * forward_s / evaluations if evaluations else 0.0,
+        "evaluations": evaluation_s / evaluate_every if evaluate_every else 0.0,
     }
 
 
-def _failures(cluster: Cluster, device: Device, settings: Settings) -> Failures:
+def _failures(cluster: Cluster, device: Device, settings: Settings, num_shards: int) -> Failures:
     hours = cluster.mtbf_hours or device.mtbf_hours
     total = cost.num_parameters(settings.config.model).total
-    part = cluster.num_shards(settings.config.parallel.strategy)
     return Failures(
         between_s=hours * 3600 / cluster.num_ranks if hours else math.inf,
-        save_s=cluster.save_s or 12.0 * total / part / device.copy_bytes_per_s,
+        save_s=cluster.save_s or 12.0 * total / num_shards / device.copy_bytes_per_s,
         restart_s=cluster.restart_s,
     )
 
 
-def _alone_tokens_per_s(settings: Settings, batch_plan: BatchPlan, cluster: Cluster, device: Device) -> float:
+def _alone_tokens_per_s(settings: Settings, device: Device) -> float:
     """One device of speed 1 that trains the same batch alone."""
-    shape, arch, optim = shape_of(settings, device), settings.config.model.arch, settings.config.optim
-    size = min(batch_plan.device_batch_size, batch_plan.global_batch_size)
-    once = work.pass_times(shape, size * shape.seq_len, device.forward[arch], device.backward[arch])
-    count = batch_plan.global_batch_size / size
-    update_s = work.seconds(work.update_units(shape.model, optim.name), device.update[optim.name])
-    return settings.tokens_per_step / (count * total_s(once, shape.model) + update_s + device.step_s)
+    batch = settings.plan.global_batch_size
+    size = min(settings.plan.device_batch_size, batch)
+    passes_s = batch / size * pass_times(settings, device, size).total_s
+    return settings.tokens_per_step / (passes_s + update_s(settings, device) + device.step_s)
 
 
-def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waiting_s: float) -> str:
+def _work(settings: Settings, device: Device, tokens: int) -> list[tuple[str, work.Rates, dict[str, work.Units]]]:
+    """Returns of both passes their names, the device's rates, and the work of a micro-batch by part."""
+    shape, arch = shape_of(settings, device), settings.config.model.arch
+    return [
+        ("forward", device.forward[arch], work.forward_units(shape, tokens)),
+        ("backward", device.backward[arch], work.backward_units(shape, tokens)),
+    ]
+
+
+def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waited_s: float) -> str:
     """Returns what takes most of the step, in words: of compute its kind of work, of communication its cause."""
-    shape, model = shape_of(settings, device), settings.config.model
     found = {
         "optimizer": parts["optimizer"],
-        "slowest rank": waiting_s,
-        "link": parts["exposed communication"] - waiting_s,
+        "slowest rank": waited_s,
+        "link": parts["exposed communication"] - waited_s,
         "data and records": parts["fixed"],
         **{name: parts[name] for name in ("checks", "saves", "evaluations")},
     }
     sequences = sum(map(len, settings.plan.micro_batches(0)))
-    rates = device.forward[model.arch], device.backward[model.arch]
-    made = work.forward_units(shape, sequences * shape.seq_len), work.backward_units(shape, sequences * shape.seq_len)
-    for rate, by_part in zip(rates, made, strict=True):
+    for _, rates, by_part in _work(settings, device, sequences * settings.config.data.seq_len):
         for part, amounts in by_part.items():
+            times = settings.config.model.n_layer if part == "block" else 1
             for kind, amount in amounts.items():
                 name = work.KINDS[kind]
-                times = model.n_layer if part == "block" else 1
-                found[name] = found.get(name, 0.0) + times * amount * rate.get(kind, 0.0)
+                found[name] = found.get(name, 0.0) + times * amount * rates.get(kind, 0.0)
     most = max(found, key=lambda name: found[name])
     return f"{most} {found[most] / sum(parts.values()):.0%}"
 
@@ -298,50 +301,43 @@ def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waiti
 
 
 def _explained(
-    settings: Settings, job: Job, step: Prediction, device: Device, failures: Failures, waiting_s: float
+    settings: Settings, job: Job, step: Prediction, device: Device, failures: Failures, waited_s: float, num_shards: int
 ) -> tuple[Explained, ...]:
-    config, arch = settings.config, settings.config.model.arch
-    shape = shape_of(settings, device)
-    tokens = max(map(len, settings.plan.micro_batches(0)), default=0) * config.data.seq_len
+    optimizer = settings.config.optim.name
+    tokens = max(map(len, settings.plan.micro_batches(0)), default=0) * settings.config.data.seq_len
     rows: list[Explained] = [("device", device.name, device.source), *device.traced]
-    for name, rates, made in (
-        ("forward", device.forward[arch], work.forward_units(shape, tokens)),
-        ("backward", device.backward[arch], work.backward_units(shape, tokens)),
-    ):
-        for part, amounts in made.items():
-            terms = [
-                f"{units.count(amount)} {kind} x {rates.get(kind, 0.0) * 1e9:.3g} ns"
-                for kind, amount in amounts.items()
-                if amount * rates.get(kind, 0.0)
-            ]
-            text = f"{1e3 * work.seconds(amounts, rates):.4g} ms"
-            rows.append((f"{name} of {part}, a micro-batch of {units.count(tokens)} tokens", text, " + ".join(terms)))
+    for name, rates, by_part in _work(settings, device, tokens):
+        for part, amounts in by_part.items():
+            what = f"{name} of {part}, a micro-batch of {units.count(tokens)} tokens"
+            rows.append((what, _ms(work.seconds(amounts, rates)), _terms(amounts, rates)))
     count, flags = job.num_micro_batches, step.path.flags
     wire = f"{job.num_elements / 1e6:.4g}M elements x ({step.path.bits.gradient:g} + {step.path.bits.weight:g}) bits"
-    rows += [
-        ("forward", f"{1e3 * step.forward_s:.4g} ms", f"{count} x (embed, {len(job.stages) - 2} blocks, head)"),
-        ("backward", f"{1e3 * step.backward_s:.4g} ms", f"{count} micro-batches, the same stages"),
+    collective = f"a collective takes {1e6 * job.hop_s:.3g} us + its bytes / rate"
+    update = _terms(work.update_units(settings.config.model, optimizer), device.update[optimizer])
+    update += f", / {num_shards} ranks" if num_shards > 1 else ""
+    between = "none" if math.isinf(failures.between_s) else f"every {units.duration(failures.between_s)}"
+    lost = f"a save takes {failures.save_s:.3g} s, a restart {failures.restart_s:.4g} s; best interval: Young, Daly"
+    return (
+        *rows,
+        ("forward", _ms(step.forward_s), f"{count} x (embed, {len(job.stages) - 2} blocks, head)"),
+        ("backward", _ms(step.backward_s), f"{count} micro-batches, the same stages"),
         ("sent by a host", units.size(step.wire_bytes), f"{wire} x (n-1)/n, n = {job.num_hosts}; {flags}"),
-        (
-            "link",
-            f"{job.bytes_per_s / 1e6:.4g} MB/s",
-            f"a collective takes {1e6 * job.hop_s:.3g} us + its bytes / rate",
-        ),
-        ("exposed communication", f"{1e3 * (step.exposed_s + waiting_s):.4g} ms", "simulated, schedule.py"),
-        ("of it, the slowest rank", f"{1e3 * waiting_s:.4g} ms", f"expected maximum of {job.num_ranks} normal times"),
-        (
-            "optimizer",
-            f"{1e3 * step.update_s:.4g} ms",
-            " + ".join(
-                f"{units.count(amount)} {kind} x {device.update[config.optim.name].get(kind, 0.0) * 1e9:.3g} ns"
-                for kind, amount in work.update_units(config.model, config.optim.name).items()
-            )
-            + ("" if config.parallel.strategy in ("ddp", "naive", "local") else f", / {job.num_ranks} ranks"),
-        ),
-        (
-            "failures",
-            "none" if math.isinf(failures.between_s) else f"every {units.duration(failures.between_s)}",
-            f"a save takes {failures.save_s:.3g} s, a restart {failures.restart_s:.4g} s; best interval: Young, Daly",
-        ),
-    ]
-    return tuple(rows)
+        ("link", f"{job.bytes_per_s / 1e6:.4g} MB/s", collective),
+        ("exposed communication", _ms(step.exposed_s + waited_s), "simulated, schedule.py"),
+        ("of it, the slowest rank", _ms(waited_s), f"expected maximum of {job.num_ranks} normal times"),
+        ("optimizer", _ms(step.update_s), update),
+        ("failures", between, lost),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _terms(amounts: work.Units, rates: work.Rates) -> str:
+    """Returns the sum behind a time, as text."""
+    return " + ".join(
+        f"{units.count(amount)} {kind} x {rates[kind] * 1e9:.3g} ns"
+        for kind, amount in amounts.items()
+        if amount * rates.get(kind, 0.0)
+    )

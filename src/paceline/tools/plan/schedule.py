@@ -14,7 +14,6 @@ from paceline.sync.wire import WireBits, wire_bits
 from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 
 Kind = Literal["exact", "rounding", "another algorithm"]
-GOAL_FRAC = 0.97  # of the speed that a link without cost would give
 _STEPS = 4  # until steps repeat
 
 
@@ -49,7 +48,7 @@ class Job:
     bytes_per_s: float  # each way
     burst_s: float = 0.0  # of the rate, which a shaped link saves up in a pause and then sends at once
     compute_bits: int = 16  # of the compute dtype
-    inner_bytes_per_s: float = math.inf  # each way, between the ranks of a host, where hosts have several
+    inner_bytes_per_s: float = 1e15  # each way, between the ranks of a host; JSON has no infinity
     # Of a step, measured between ranks of one host over a link of inner_bytes_per_s: all but passes and the update.
     # With sharded weights the stages' times have their gathers then. None: not measured.
     exchange_s: float | None = None
@@ -58,9 +57,23 @@ class Job:
     slower: tuple[Load, ...] = ()  # other ranks' loads; num_micro_batches is that of rank 0
 
     @property
+    def loads(self) -> tuple[Load, ...]:
+        """Of rank 0, and of the ranks that differ from it."""
+        return Load(self.num_micro_batches), *self.slower
+
+    @property
+    def micro_batch_s(self) -> float:
+        return sum(stage.forward_s + stage.backward_s for stage in self.stages)
+
+    @property
     def compute_s(self) -> float:
         """All micro-batches of a step."""
-        return self.num_micro_batches * sum(stage.forward_s + stage.backward_s for stage in self.stages)
+        return self.num_micro_batches * self.micro_batch_s
+
+    @property
+    def slowest(self) -> float:
+        """How many of rank 0's micro-batches take as long as those of the slowest rank."""
+        return max(load.num_micro_batches * load.slowness for load in self.loads)
 
     @property
     def ideal_s(self) -> float:
@@ -142,20 +155,25 @@ class _Link:
         return self.free_s
 
 
+def num_shards(strategy: str, num_ranks: int, ranks_per_host: int) -> int:
+    """Returns how many ranks divide the optimizer's state."""
+    return {"zero": num_ranks, "fsdp": num_ranks, "hsdp": ranks_per_host}.get(strategy, 1)
+
+
 def predict(job: Job, path: Path) -> Prediction:
     """Returns the duration of a step once steps repeat."""
     embeddings = sum(sum(stage.elements) for stage in job.stages if stage.is_embedding)
     ends = embeddings + (sum(job.stages[-1].elements) if len(job.stages) > 1 else 0)
     wire_bytes = path.bits.bytes_sent(job.num_hosts, job.num_elements, embeddings, ends)
-    is_whole = path.strategy in ("ddp", "naive", "local")  # each rank updates all weights
-    update_s = job.update_s if is_whole else job.update_s / job.num_ranks
+    per_host = job.num_ranks // job.num_hosts if job.is_across else job.num_ranks
+    update_s = job.update_s / num_shards(path.strategy, job.num_ranks, per_host)
     if job.exchange_s is not None and not (job.is_across and path.strategy == "local"):
         step_s = _measured_step_s(job, path, update_s, wire_bytes)
     elif path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
-        step_s = max(_passes_s(job) + update_s, (wire_bytes > 0) * job.hop_s + wire_bytes / job.bytes_per_s)
-    elif path.strategy == "hsdp" and job.num_ranks > job.num_hosts > 1:
-        inner = replace(job, num_hosts=1, num_ranks=job.num_ranks // job.num_hosts, burst_s=0.0)
-        update_s = job.update_s / inner.num_ranks
+        sent_s = job.hop_s + wire_bytes / job.bytes_per_s if wire_bytes else 0.0
+        step_s = max(job.slowest * job.micro_batch_s + update_s, sent_s)
+    elif path.strategy == "hsdp" and job.is_across:
+        inner = replace(job, num_hosts=1, num_ranks=per_host, burst_s=0.0)
         step_s = _sharded_step_s(inner, between=job) + update_s
     elif path.strategy in SHARDS_WEIGHTS:
         step_s = _sharded_step_s(job) + update_s
@@ -176,7 +194,7 @@ def _measured_step_s(job: Job, path: Path, update_s: float, wire_bytes: float) -
     """A step whose exchange was measured on one host. Over a slower link what it takes of the processor stays, but for
     the share of the bytes for which ranks only wait."""
     assert job.exchange_s is not None
-    own_s = _passes_s(job) + update_s
+    own_s = job.slowest * job.micro_batch_s + update_s
     if not job.is_across:
         return own_s + job.exchange_s
     if path.strategy in SHARDS_WEIGHTS:  # on CPUs its collectives overlap with nothing
@@ -187,19 +205,6 @@ def _measured_step_s(job: Job, path: Path, update_s: float, wire_bytes: float) -
     played_s = _Play(job, replace(path, encode_s=0.0, update_codec_s=0.0), update_s).step_s()
     waiting_frac = (played_s - own_s) * job.bytes_per_s / wire_bytes
     return played_s + job.exchange_s * (1 - min(1.0, max(0.0, waiting_frac)))
-
-
-def _passes_s(job: Job) -> float:
-    """All micro-batches of the slowest rank."""
-    return max(load.num_micro_batches * load.slowness for load in _loads(job)) * _once_s(job)
-
-
-def _loads(job: Job) -> tuple[Load, ...]:
-    return Load(job.num_micro_batches), *job.slower
-
-
-def _once_s(job: Job) -> float:
-    return sum(stage.forward_s + stage.backward_s for stage in job.stages)
 
 
 class _Play:
@@ -218,7 +223,7 @@ class _Play:
         begun = 0.0
         for _ in range(_STEPS):
             begun = self.now
-            ends, readies = zip(*(self._compute(load) for load in _loads(self.job)), strict=True)
+            ends, readies = zip(*(self._compute(load) for load in self.job.loads), strict=True)
             self._reduce([max(times) for times in zip(*readies, strict=True)])
             self.now = max(*ends, self.link.free_s) + self.job.hop_s
             if self.path.strategy == "zero":
@@ -260,7 +265,7 @@ def _sharded_step_s(job: Job, between: Job | None = None) -> float:
     """fsdp: each stage's weights are gathered while the stage before computes, in forward and backward of every
     micro-batch; ranks wait for each other inside every pass. Gradients are scattered in the last one. between: the
     hosts of hsdp, which then add up what each of them has."""
-    slowest = max(load.num_micro_batches * load.slowness for load in _loads(job)) / max(1, job.num_micro_batches)
+    slowness = job.slowest / max(1, job.num_micro_batches)
     now, link = 0.0, _Link(job)
     for number in range(job.num_micro_batches):
         begun, is_last = now, number == job.num_micro_batches - 1
@@ -269,9 +274,9 @@ def _sharded_step_s(job: Job, between: Job | None = None) -> float:
                 elements = sum(stage.elements)
                 num_bytes = elements * (32 if stage.is_embedding else job.compute_bits) / 8
                 if elements:
-                    link.send(max(begun, now - slowest * stage.backward_s), job.transfer_s(num_bytes))
+                    link.send(max(begun, now - slowness * stage.backward_s), job.transfer_s(num_bytes))
                 pass_s = stage.forward_s if stages is job.stages else stage.backward_s
-                now = max(now, link.free_s) + slowest * pass_s
+                now = max(now, link.free_s) + slowness * pass_s
                 if scatters and elements:
                     across_s = 2 * (between.hop_s + between.transfer_s(4 * elements)) if between else 0.0
                     link.send(now, job.transfer_s(4 * elements) + across_s)
@@ -343,8 +348,3 @@ def paths(job: Job) -> list[Path]:
         found += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
     rounds = [ParallelConfig(strategy="local", sync_every=steps) for steps in (8, 32)]
     return found + [path_of(parallel, job, is_layered=False) for parallel in rounds]
-
-
-def first_good(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Returns the first path that reaches the goal; None: none does."""
-    return next((found for found in predictions if found.efficiency_frac >= GOAL_FRAC), None)

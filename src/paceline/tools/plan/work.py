@@ -93,10 +93,24 @@ def seconds(units: Units, rates: Rates) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTimes:
-    """Seconds of a micro-batch by part: embed, block, head."""
+    """Seconds of a micro-batch by part: embed, one block, head."""
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
+    num_blocks: int
+
+    @property
+    def forward_s(self) -> float:
+        """Of the whole model."""
+        return sum(self.forward.values()) + (self.num_blocks - 1) * self.forward["block"]
+
+    @property
+    def backward_s(self) -> float:
+        return sum(self.backward.values()) + (self.num_blocks - 1) * self.backward["block"]
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
 
 
 def pass_times(shape: Shape, tokens: int, forward: Rates, backward: Rates) -> PassTimes:
@@ -104,12 +118,12 @@ def pass_times(shape: Shape, tokens: int, forward: Rates, backward: Rates) -> Pa
     second = {part: seconds(units, backward) for part, units in backward_units(shape, tokens).items()}
     if shape.checkpoint:
         second["block"] += first["block"]
-    return PassTimes(forward=first, backward=second)
+    return PassTimes(forward=first, backward=second, num_blocks=shape.model.n_layer)
 
 
 def stages(model: ModelConfig, times: PassTimes) -> tuple[Stage, ...]:
     sizes = cost.parameter_sizes(model)
-    parts = [("embed", sizes.embed), *[("block", sizes.block)] * model.n_layer, ("head", sizes.head)]
+    parts = [("embed", sizes.embed), *[("block", sizes.block)] * times.num_blocks, ("head", sizes.head)]
     return tuple(  # backward finishes a stage's last parameters first
         Stage(times.forward[part], times.backward[part], elements[::-1], part == "embed") for part, elements in parts
     )
