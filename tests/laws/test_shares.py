@@ -12,7 +12,7 @@ import paceline
 pytestmark = pytest.mark.long
 
 # Rank 1 is slow in every step, so that auto changes the shares.
-SLOW = {"PACELINE_FAULTS": "rank=1 step=3 phase=data kind=sleep seconds=0.06 times=60"}
+SLOW = {"PACELINE_FAULTS": "rank=1 step=3 phase=data kind=sleep seconds=0.15 times=60"}
 LONG = ("--train.steps", "60")
 
 
