@@ -128,7 +128,7 @@ class Step:
             replica.gradients.backward(scaled, is_last=is_last, may_pass_others=may_pass_others, fault=fault)
         self._stage = "launched" if is_last else "backward"
         self._clock.end("backward")
-        term = loss.detach().to(replica.exact_dtype)
+        term = loss.detach().to(torch.promote_types(loss.dtype, torch.float32) if is_sum else replica.exact_dtype)
         term = term * factor if factor else torch.zeros_like(term)  # not times 0: a mean over no items is not a number
         self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
         self._has_loss = True
