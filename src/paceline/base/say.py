@@ -1,4 +1,4 @@
-"""Printing that goes on if the terminal, or the reader of a pipe, is gone."""
+"""Printing that continues if the terminal, or the reader of a pipe, is gone."""
 
 import contextlib
 import os
