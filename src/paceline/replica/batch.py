@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -14,11 +13,10 @@ from paceline.record.balance import listed
 from paceline.replica.balance import Balancer
 from paceline.replica.result import StepTimes
 from paceline.sync.strategy import Strategy
-from paceline.world.calls import Calls, mistake
+from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
 _NONE = object()
-LOCKSTEP: WeakSet[Calls] = WeakSet()  # of worlds with an fsdp model, through which other replicas' steps may go, too
 
 
 StepOfPass = tuple[int, int]  # number of the pass, and of the step in it
@@ -85,7 +83,7 @@ class Batch:
     def passes_of(self, sync: Strategy, world: World) -> Iterator[Pass]:
         """Yields this rank's micro-batches; with fsdp then dummies, until all ranks have made equally many passes.
         Collective then, unless `passes` is known."""
-        is_lockstep = sync.lockstep or (self.passes is not None and world.calls in LOCKSTEP)
+        is_lockstep = sync.lockstep or (self.passes is not None and world.calls.has_lockstep)
         count = self._count_passes(world) if is_lockstep else len(self)
         drawn = self.draw()
         for index in range(count):

@@ -11,7 +11,6 @@ from torch import nn
 from paceline.base.errors import UserError
 from paceline.optim.clip import has_float64
 from paceline.replica import mistakes
-from paceline.replica.batch import LOCKSTEP
 from paceline.replica.gradients import Gradients
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
@@ -65,8 +64,7 @@ class ReplicatedModel:
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
         )
         self.sync = self.gradients.sync
-        if self.sync.lockstep:
-            LOCKSTEP.add(world.calls)
+        world.calls.has_lockstep |= self.sync.lockstep
         self.updates.adopt(self.sync.slices())
 
         self.num_steps = 0  # updates made, including those before a restore

@@ -28,6 +28,7 @@ class Calls:
         self._last: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
         self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, which depends on this rank's garbage collector
         self.num_replicas = 0  # made so far: the same number on all ranks
+        self.has_lockstep = False  # one of them was fsdp, through whose model other replicas' losses may pass, too
         self.reducing: object | None = None  # the replica whose gradients are being reduced
 
     def record(self, verb: str, owner: object | None = None) -> None:
