@@ -203,6 +203,7 @@ def test_waits_grow_while_nothing_is_gained() -> None:
     assert delays(20, 15, 18, 16, 17) == [0, 1, 2, 4, 8]
     assert delays(20, 15, 18, 21, 15) == [0, 1, 2, 0, 1]
     assert delays(*[20, 15] * 5)[-1] == 60
+    assert delays(*[20, 15] * 600, most=2000)[-1] == 60
     assert delays(20, 20, 20) == [0, 1, None]
     assert delays(10, 10, 10) == [0, 1, None], "no step at all"
     assert delays(20, 30, 40, most=2) == [0, 0, None]

@@ -1,5 +1,6 @@
 """What a script gives to a replica, to its loops and to its checkpoints has an effect or is refused, and comes back."""
 
+import math
 import random
 import signal
 from collections.abc import Iterator
@@ -116,6 +117,16 @@ def test_means_of_one_micro_batch_have_one_weight(world: World) -> None:
             step.backward(replica.model(x).mean(), weight=8)
         step.backward(replica.model(x).mean(), weight=3)
     step.finish()
+
+
+def test_a_total_is_what_the_weights_add_up_to(world: World) -> None:
+    replica = made(world)
+    step = replica.step(DATA.tensors[0], total=len(DATA))
+    step.backward(replica.model(DATA.tensors[0]).mean())
+    before = replica.state_dict()
+    with pytest.raises(UserError, match=rf"total= is {len(DATA)}, and the weights .* add up to 1: gradients"):
+        step.finish()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in replica.state_dict().items())
 
 
 def test_what_has_no_effect_or_no_end_is_refused(world: World) -> None:
@@ -318,6 +329,18 @@ def on_two_ranks(world: World, folder: str) -> dict[str, Any]:
     for value in (np.full(3, world.rank), bytes([world.rank])):
         with pytest.raises(UserError, match="gives other samples"):
             list(share(Arrays(value), world, batch_size=2, collate_fn=list))
+
+    # Losses that overflow both ways, and a total that is only this rank's.
+    replica = made(world)
+    step = replica.step(Batch([DATA.tensors[0]]))
+    step.backward(replica.model(DATA.tensors[0]).mean() + (math.inf if world.is_main else -math.inf))
+    assert math.isnan(step.finish().loss)
+    assert math.isnan(world.mean(math.inf if world.is_main else -math.inf))
+    step = replica.step(DATA.tensors[0], total=len(DATA))
+    step.backward(replica.model(DATA.tensors[0]).mean(), weight=len(DATA))
+    with pytest.raises(UserError, match=r"total= is 8, and the weights given to step.backward add up to 16"):
+        step.finish()
+    replica._drop_open_step()
 
     # The optimizer's state of another strategy: some ranks have whole parameters of it.
     for strategy in ("zero", "local"):

@@ -70,6 +70,8 @@ def main(arguments: list[str]) -> int:
     parsed = parse(PlanArguments, PlanArguments(settings=base_config(words)), words, "plan")
     require_at_least(parsed, "--", price=0)
     check_files(plot=parsed.plot)
+    if parsed.calibrate and (shown := [f"--{name}" for name in ("json", "plot", "explain") if getattr(parsed, name)]):
+        raise UserError(f"{units.listed(shown)} show a plan, and --calibrate only measures: plan afterwards")
     config = parsed.settings
     config.check()
     counts = _counts(parsed.ranks)

@@ -5,6 +5,7 @@ backward passes outside the replica, by the step (step.py).
 """
 
 import gc
+import math
 import warnings
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.base.sums import exact_sum
 from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.replica.result import Exchanged
@@ -222,6 +224,17 @@ def check_step(
         )
     if unused and is_first:
         warn(f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated", world)
+
+
+def check_total(rows: Sequence[Exchanged], total: float) -> None:
+    """Raises UserError on all ranks if the weights of a step's micro-batches do not add up to the total given."""
+    found = exact_sum(row.weight for row in rows)
+    if not math.isclose(found, total, rel_tol=1e-4):
+        raise mistake(
+            f"the step's total= is {total:g}, and the weights given to step.backward add up to {found:g}: gradients "
+            "would be too small or too large by their ratio. Give the sum, or leave total= out",
+            reach="world",
+        )
 
 
 def passes_others(loss: torch.Tensor, own: Collection[nn.Parameter]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from paceline.base.sums import exact_sum
 from paceline.base.units import listed
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch
@@ -191,11 +192,11 @@ class Replica(ReplicatedModel):
                         sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)  # 0: perhaps NaN
         # A rank without a micro-batch does not know the names.
         rows = self.world.group.share_json([sums, total])
-        total = math.fsum(theirs for _, theirs in rows) or math.nan
+        total = exact_sum(theirs for _, theirs in rows) or math.nan
         names = dict.fromkeys(name for found, _ in rows for name in found)
         if not names:
             raise mistake("an evaluation got no sample: its source is empty", reach="world")
-        means = {name: math.fsum(found.get(name, 0.0) for found, _ in rows) / total for name in names}
+        means = {name: exact_sum(found.get(name, 0.0) for found, _ in rows) / total for name in names}
         return means.get(_LOSS, means)
 
     def agree_to_stop(self) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from paceline.base.sums import exact_sum
 from paceline.optim.clip import clip_
 from paceline.replica import generators, mistakes
 from paceline.replica.batch import Batch, Pass, num_rows
@@ -56,12 +57,11 @@ class Step:
         self._num_draws = 0  # of the current micro-batch
         is_first = replica.num_steps == 0 and total is None and batch.rows is None
         self._digest = mistakes.digest_of(batch.given[0]) if is_first and batch.given else 0
-        self._is_iterating = False
         # The current pass. A script may call backward for its only micro-batch without iterating over the step.
         rows = batch.rows[0] if batch.rows else None
         only = Pass(None, rows, num_rows(batch.given[0]) if batch.given else None, is_real=True, is_last=True)
         self._current: Pass | None = only if len(batch) <= 1 else None
-        self._has_loss = False  # the current micro-batch had a backward pass
+        self._has_loss = self._is_iterating = False  # it had a backward pass; the script is in the loop
         self._stage = "backward"  # then "launched", "reduced", "over"; "failed" until a pass has ended
         self._unused: Sequence[str] = ()
         self._rows = Rows([], [], [], [])  # by rank, after the all-gather
@@ -156,8 +156,7 @@ class Step:
             if share and not self._is_total_given:
                 self._rows = self._rows._replace(shared=replica.world.group.share(list(map(float, share))))
         else:
-            gradients = self._sum_gradients(share)
-            scale = self._scale()
+            gradients, scale = self._sum_gradients(share), self._scale()
         norm = clip_(gradients, max_norm, scale, sync.total)
         self._clock.end("reduce")
 
@@ -170,6 +169,7 @@ class Step:
         if self._is_total_given:  # before weights are sent: on the same link, numbers behind them would wait for all
             replica.at("exchange")
             self._exchange([], share)
+            mistakes.check_total(self._rows.exchanged, self._total)
         trouble = None
         if not math.isfinite(norm):
             trouble = find_trouble(sync, replica.world.group)
@@ -232,7 +232,7 @@ class Step:
         replica.world.calls.reducing = None
         if not self._is_total_given:
             self._exchange(used, share)
-            self._total = math.fsum(row.weight for row in self._rows.exchanged)
+            self._total = exact_sum(row.weight for row in self._rows.exchanged)
             self._unused = replica.gradients.unused(self._rows.used)
             num_trained, is_first = len(replica.gradients.trained), replica.num_steps == 0
             mistakes.check_step(self._rows.exchanged, self._unused, num_trained, is_first, replica.world)
@@ -298,7 +298,7 @@ class Step:
         times = self._clock.times()
         replica.update_ms = times.optim_ms - self._before_update.optim_ms
         return StepResult(
-            loss=math.fsum(row.loss_sum for row in rows) / total,
+            loss=exact_sum(row.loss_sum for row in rows) / total,
             grad_norm=norm,
             weight=total,
             skipped=trouble,

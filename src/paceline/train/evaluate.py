@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from paceline.base.errors import UserError
+from paceline.base.sums import exact_sum
 from paceline.data.plan import in_proportion
 from paceline.model.generate import generate
 from paceline.model.gpt import build
@@ -48,7 +49,7 @@ def evaluate(setup: Setup) -> EvalRow | None:
             num_bytes += int(token_bytes[part.targets.cpu().numpy()].sum(dtype="int64"))
     replica.model.train()
     rows = group.share([nats, float(num_tokens), float(num_bytes)])  # float64 counts exactly below 2^53
-    nats, all_tokens, all_bytes = (math.fsum(column) for column in zip(*rows, strict=True))
+    nats, all_tokens, all_bytes = (exact_sum(column) for column in zip(*rows, strict=True))
     return EvalRow(
         step=progress.step,
         val_loss=nats / all_tokens,

@@ -79,6 +79,11 @@ class ParallelConfig:
         self.fixed_shares()
         self.check_wire()
         self.check_rounds()
+        if self.repair and not self.check_every:
+            raise UserError(
+                "parallel.repair mends what a comparison of the replicas finds, and parallel.check-every 0 makes none; "
+                "give --parallel.check-every 100"
+            )
         if self.repair and self.strategy in ("local", "hsdp"):
             raise UserError(
                 f"parallel.repair copies the majority's weights, and with parallel.strategy {self.strategy} not all "

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
+from paceline.base.sums import exact_sum
 from paceline.base.units import dtype_name, listed
 from paceline.world.calls import Calls, mistake
 from paceline.world.config import ParallelConfig
@@ -123,14 +124,14 @@ class World:
         self.calls.record("World.mean")
         weight = float(weight)
         if isinstance(value, torch.Tensor):
-            total = math.fsum(row[0] for row in self.group.share([weight]))
+            total = exact_sum(row[0] for row in self.group.share([weight]))
             kind = torch.result_type(value, 1.0)  # float32 for integers, with weight 0, too
             wide = torch.promote_types(kind, torch.float32)  # times a number of tokens float16 overflows
             mine = value.detach().to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
             return (self._reduced(mine, "sum") / (total or math.nan)).to(kind)
         rows = self.group.share([float(value) if weight else 0.0, weight])
-        total = math.fsum(row[1] for row in rows)
-        return math.fsum(row[0] * row[1] for row in rows) / total if total else math.nan
+        total = exact_sum(row[1] for row in rows)
+        return exact_sum(row[0] * row[1] for row in rows) / total if total else math.nan
 
     def gather(self, value: Number) -> "list[Number]":
         """Returns the numbers or tensors of all ranks, by rank, on every rank. Tensors have the same dtype and shape,
@@ -179,7 +180,7 @@ class World:
     def _reduced(self, value: Number, op: ReduceOp) -> Number:
         if not isinstance(value, torch.Tensor):
             found = [row[0] for row in self.group.share([float(value)])]
-            return math.fsum(found) if op == "sum" else max(found, key=lambda number: (math.isnan(number), number))
+            return exact_sum(found) if op == "sum" else max(found, key=lambda number: (math.isnan(number), number))
         sent_as = {torch.bool: torch.int64 if op == "sum" else torch.uint8, torch.int16: torch.int32}  # as Gloo can
         self._lengths_of_alike(value.detach().unsqueeze(0), "one dtype and shape")
         reduced = value.detach().to(self.device, sent_as.get(value.dtype, value.dtype), copy=True).contiguous()

@@ -133,7 +133,7 @@ def measure(setup: Setup, console: Console) -> list[Row]:
 
 def _train(setup: Setup, world: World) -> list[Sample]:
     """Returns the sample of one run, or of each host's."""
-    config = world.config.replace("parallel", device="cpu", check_every=0, interface="", expect_ranks=0)
+    config = world.config.replace("parallel", device="cpu", interface="", expect_ranks=0)
     lab = ("lab", "--hosts", str(len(setup.hosts)), "--cpu", ",".join(setup.cpu), "--rate", setup.rate, "--")
     with tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
         folder = Path(scratch)

@@ -256,9 +256,7 @@ class _Bench:
         micro_batch = min(config.train.device_batch_size, batch)
         sizes = {"global_batch_size": batch, "global_batch_tokens": 0, "device_batch_size": micro_batch}
         config = runs.only_steps(config, setup.steps + more_steps, **sizes)
-        config = config.replace(
-            "parallel", threads=setup.threads, device=world.device, check_every=0, interface="", expect_ranks=0
-        )
+        config = config.replace("parallel", threads=setup.threads, device=world.device, interface="", expect_ranks=0)
         (folder / "config.toml").write_text(to_toml(config))
         return ["train", "--config", str(folder / "config.toml"), "--out", str(folder / "run")]
 

@@ -50,7 +50,7 @@ _RUNS = ("straight", "alone", "shares", "stopped", "resumed")
 def config_of(config: Config) -> Config:
     """Returns the config of the runs: this model, data and world for 20 steps in float32."""
     config = runs.only_steps(config, NUM_STEPS, dtype="float32", deterministic=True)
-    return config.replace("parallel", check_every=1, repair=False, shares="equal")
+    return config.replace("parallel", check_every=1, shares="equal")
 
 
 def verify(config: Config, env: Environment, console: Console, *, keep: bool = False) -> int:

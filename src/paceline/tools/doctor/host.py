@@ -69,7 +69,8 @@ def cores(place: Place) -> Iterator[Verdict]:
     allowed = len(physical_cores()) or machine
     seen = f"{usable} of {machine} cores; ranks: {place.num_ranks}, threads of each: {threads}"
     if quota < min(allowed, machine):
-        yield warning(f"{seen}; the cgroup grants the time of {quota:.2g}", f"docker run --cpus {machine}")
+        fix = f"docker run --cpus {machine}, or systemd's CPUQuota={machine}00%"
+        yield warning(f"{seen}; the cgroup grants the time of {quota:.2g}", fix)
     elif allowed < machine:
         yield warning(f"{seen}; the affinity mask allows {allowed}", f"taskset -c 0-{machine - 1} paceline ...")
     if place.num_ranks > usable:
