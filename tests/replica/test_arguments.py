@@ -123,7 +123,7 @@ def test_a_total_is_what_the_weights_add_up_to(world: World) -> None:
     replica = made(world)
     step = replica.step(DATA.tensors[0], total=len(DATA))
     step.backward(replica.model(DATA.tensors[0]).mean())
-    before = replica.state_dict()
+    before = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
     with pytest.raises(UserError, match=rf"total= is {len(DATA)}, and the weights .* add up to 1: gradients"):
         step.finish()
     assert all(torch.equal(tensor, before[name]) for name, tensor in replica.state_dict().items())

@@ -126,8 +126,8 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
         )
     if manifest["data"] != setup.data.blend.fingerprint:
         raise UserError(
-            f"{path} was trained on other data than {setup.data.blend.name}: the order of its sequences would not "
-            "continue. Give the same data by --data.path, or start a new run",
+            f"{path} was trained on other data than {setup.data.blend.name}: the next steps would read other "
+            "sequences. Give the same data by --data.path, or start a new run",
             reach="world",
         )
     return found
