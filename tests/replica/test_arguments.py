@@ -124,7 +124,7 @@ def test_a_total_is_what_the_weights_add_up_to(world: World) -> None:
     step = replica.step(DATA.tensors[0], total=len(DATA))
     step.backward(replica.model(DATA.tensors[0]).mean())
     before = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
-    with pytest.raises(UserError, match=rf"total= is {len(DATA)}, and the weights .* add up to 1: gradients"):
+    with pytest.raises(UserError, match=rf"total= is {len(DATA)} on rank 0, and the weights .* add up to 1 "):
         step.finish()
     assert all(torch.equal(tensor, before[name]) for name, tensor in replica.state_dict().items())
 
@@ -330,15 +330,15 @@ def on_two_ranks(world: World, folder: str) -> dict[str, Any]:
         with pytest.raises(UserError, match="gives other samples"):
             list(share(Arrays(value), world, batch_size=2, collate_fn=list))
 
-    # Losses that overflow both ways, and a total that is only this rank's.
+    # Losses that overflow both ways, and a total that one rank got wrong.
     replica = made(world)
     step = replica.step(Batch([DATA.tensors[0]]))
     step.backward(replica.model(DATA.tensors[0]).mean() + (math.inf if world.is_main else -math.inf))
     assert math.isnan(step.finish().loss)
     assert math.isnan(world.mean(math.inf if world.is_main else -math.inf))
-    step = replica.step(DATA.tensors[0], total=len(DATA))
-    step.backward(replica.model(DATA.tensors[0]).mean(), weight=len(DATA))
-    with pytest.raises(UserError, match=r"total= is 8, and the weights given to step.backward add up to 16"):
+    step = replica.step(DATA.tensors[0], total=16 if world.is_main else 8)
+    step.backward(replica.model(DATA.tensors[0]).mean(), weight=8)
+    with pytest.raises(UserError, match=r"total= is 8 on rank 1, and the weights given to step.backward add up to 16 "):
         step.finish()
     replica._drop_open_step()
 

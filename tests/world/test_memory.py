@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.world.cores import _left, _quota, free_memory
+from paceline.world.cores import _left, _quota, cgroup_quota, free_memory
 
 MANY = (1 << 63) - 1
 
@@ -21,8 +21,11 @@ def written(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_the_machines_free_memory_is_the_most() -> None:
+def test_the_machines_free_memory_is_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_memory() <= psutil.virtual_memory().total
+    monkeypatch.setattr("paceline.world.cores._own_groups", lambda controller: iter(()))  # as on macOS
+    assert 0 < free_memory() <= psutil.virtual_memory().total
+    assert cgroup_quota() == math.inf
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def delay_s(failures: list[Failure], begun_at: int, most: int) -> float | None:
     for failure in failures:
         idle = 1 if failure.reached > furthest else idle + 1
         furthest = max(furthest, failure.reached)
-    return min(_LONGEST_DELAY_S, 2.0 ** min(idle - 2, 6)) if idle > 1 else 0.0
+    return min(_LONGEST_DELAY_S, 2.0 ** min(idle - 2, 9)) if idle > 1 else 0.0  # 2.0 ** 1024 overflows
 
 
 def is_loop(failures: list[Failure]) -> bool:

@@ -226,15 +226,18 @@ def check_step(
         warn(f"nothing used {listed(unused)} in the first step: they get no gradient and are not updated", world)
 
 
-def check_total(rows: Sequence[Exchanged], total: float) -> None:
-    """Raises UserError on all ranks if the weights of a step's micro-batches do not add up to the total given."""
+def check_total(rows: Sequence[Exchanged]) -> None:
+    """Raises UserError on all ranks if the weights of a step's micro-batches do not add up to the total that each rank
+    gave."""
     found = exact_sum(row.weight for row in rows)
-    if not math.isclose(found, total, rel_tol=1e-4):
-        raise mistake(
-            f"the step's total= is {total:g}, and the weights given to step.backward add up to {found:g}: gradients "
-            "would be too small or too large by their ratio. Give the sum, or leave total= out",
-            reach="world",
-        )
+    for rank, row in enumerate(rows):
+        if not math.isclose(found, row.total, rel_tol=1e-4):
+            raise mistake(
+                f"the step's total= is {row.total:g} on rank {rank}, and the weights given to step.backward add up to "
+                f"{found:g} over all ranks: gradients would be too small or too large by their ratio. Give the sum, or "
+                "leave total= out",
+                reach="world",
+            )
 
 
 def passes_others(loss: torch.Tensor, own: Collection[nn.Parameter]) -> bool:

@@ -139,9 +139,9 @@ class Replica(ReplicatedModel):
         """Returns the next update over a batch: from `paceline.share`, a `paceline.Batch`, or this rank's one
         micro-batch. For loops of your own; `steps` does it for you.
 
-        total: weight of the global batch over all ranks, if known. Without it the ranks all-gather their weights before
-        the update; with it after the update, so a parameter that no rank used gets a zero gradient (weight decay and
-        momentum still change it) instead of none.
+        total: weight of the global batch over all ranks, if known; `finish` raises UserError for weights of another
+        sum. Without it the ranks all-gather their weights before the update; with it afterwards, so a parameter that
+        no rank used gets a zero gradient (weight decay and momentum still change it) instead of none.
         """
         if self.open_step is not None and self.open_step.is_begun:
             raise mistake(

@@ -82,6 +82,7 @@ class Exchanged(NamedTuple):
     most_rows: float
     digest: float  # of the first micro-batch of the first step
     drawn_from: float  # digest of the global generators after Step.draw; 0: not used
+    total: float  # weight of the global batch, if the script gave it; 0: it did not
 
 
 class Rows(NamedTuple):

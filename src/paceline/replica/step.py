@@ -5,11 +5,10 @@
         step.backward(criterion(model(x), y))    # all-reduce overlaps with the last one's backward pass
     result = step.finish(max_norm=1.0)           # every rank calls it
 
-Gradients are sums, never means of means. Each micro-batch's mean loss is multiplied by its weight (the number of
-samples or tokens), and the sum over all micro-batches of all ranks is divided by the total weight. Backward divides by
-the total if it is given, else by an estimate: the last step's total, scaled by the batch's rows if known. After
-backward the ranks learn the true total, and clipping multiplies by estimate / total. That is 1, and rounds nothing, if
-weights are rows or batches are alike.
+Gradients are sums, never means of means. Each micro-batch's mean loss is multiplied by its weight (samples or tokens),
+and the sum over all ranks is divided by the total weight. Backward divides by the total if it is given, else by an
+estimate: the last step's total, scaled by the batch's rows if known. After backward the ranks learn the true total, and
+clipping multiplies by estimate / total. That is 1, and rounds nothing, if weights are rows or batches are alike.
 """
 
 import math
@@ -169,7 +168,7 @@ class Step:
         if self._is_total_given:  # before weights are sent: on the same link, numbers behind them would wait for all
             replica.at("exchange")
             self._exchange([], share)
-            mistakes.check_total(self._rows.exchanged, self._total)
+            mistakes.check_total(self._rows.exchanged)
         trouble = None
         if not math.isfinite(norm):
             trouble = find_trouble(sync, replica.world.group)
@@ -251,6 +250,7 @@ class Step:
             most_rows=max(self._unweighted, default=-1),
             digest=float(self._digest),
             drawn_from=float(generators.digest(replica.world.device)) if self._draws else 0.0,
+            total=self._total,
         )
         times = self._before_update.with_update(replica.update_ms)
         self._rows = exchange(replica.world.group, mine, times, used, share)

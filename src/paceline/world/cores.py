@@ -26,7 +26,7 @@ def cgroup_quota() -> float:
 
 def free_memory() -> int:
     """Returns the bytes that processes may still use: the machine's free memory, limited by the cgroups."""
-    return min(psutil.virtual_memory().available, *map(_left, _own_groups("memory")))
+    return min([psutil.virtual_memory().available, *map(_left, _own_groups("memory"))])
 
 
 def _own_groups(controller: str) -> Iterator[Path]:
