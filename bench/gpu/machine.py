@@ -91,12 +91,20 @@ class Machine:
     def paceline(self, folder: Path, *words: str, env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
         return self.execute(folder, [sys.executable, "-m", "paceline", *words], env=env, ends_with=ends_with)
 
-    def execute(self, folder: Path, command: Sequence[str], env: Mapping[str, str] = {}, ends_with: int = 0) -> Run:
+    def execute(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        env: Mapping[str, str] = {},
+        ends_with: int = 0,
+        cwd: Path | None = None,
+    ) -> Run:
         """Runs a command, and ends it with all its processes at the time limit."""
         began = time.monotonic()
         program = subprocess.Popen(
             command,
             env={**os.environ, **env},
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
