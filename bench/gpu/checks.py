@@ -203,7 +203,6 @@ def mixed(machine: Machine) -> str:
     for name, flags in {
         "ddp": (),
         "zero": ("--parallel.strategy", "zero"),
-        "fsdp": ("--parallel.strategy", "fsdp"),
         "uneven": ("--parallel.shares", "11,1"),
     }.items():
         folder = machine.root / f"mixed-{name}"

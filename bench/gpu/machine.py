@@ -117,7 +117,8 @@ class Machine:
             said, _ = program.communicate()
             raise Failed(f"no end after {time.monotonic() - began:.0f} s: {said[-600:]}") from late
         if program.returncode != ends_with:
-            raise Failed(f"ended with {program.returncode} instead of {ends_with}: {said[-1500:]}")
+            reasons = [line for line in said.splitlines() if line.startswith("error")]  # a launcher's traceback follows
+            raise Failed(f"ended with {program.returncode} instead of {ends_with}: {reasons} {said[-1500:]}")
         return Run(folder, time.monotonic() - began, said)
 
     def facts(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def whole_ported(world: World, rate: float) -> tuple[list[list[int]], list[int]]
 
 
 def test_a_function_draws_between_the_scripts_own_draws_as_in_a_loop_that_fetches_ahead() -> None:
-    with open_world(ParallelConfig(), detect()) as world:
+    with open_world(ParallelConfig(device="cpu"), detect()) as world:
         assert whole_ported(world, 0.5) == fetching_ahead(0.5)
 
 
@@ -74,7 +74,7 @@ def test_uneven_batches_give_the_bits_of_a_plain_loop() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
         loader: DataLoader[Any] = DataLoader(data, batch_size=3)  # 3, 3 and 1 rows
         if replica:
-            with open_world(ParallelConfig(), detect()) as world:
+            with open_world(ParallelConfig(device="cpu"), detect()) as world:
                 own = Replica(model, optimizer, world)
                 for step in own.steps(loader, epochs=3):
                     for (x,) in step:

@@ -33,10 +33,10 @@ from paceline.base import ownership
 from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import hooked
+from paceline.sync.fully_shard import Gather, ReduceScatter, all_reduce_between_hosts, send_zeros_for_unused
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 from paceline.world.group import DistributedGroup
-from paceline.world.side import all_gather_for_torch, all_reduce_for_torch, reduce_scatter_for_torch
 
 
 class FullySharded(Strategy):
@@ -73,7 +73,7 @@ class FullySharded(Strategy):
             self._holders = list(zip(*hosts, strict=True))
         else:
             mesh = init_device_mesh(device.type, (group.size,))
-        self._sums = _SumsBefore(group)
+        self._sums = ReduceScatter(group)
         self._modules = list(dict.fromkeys((*stages, model)))
         before = dict(model.named_parameters())
         for module in self._modules:
@@ -93,14 +93,14 @@ class FullySharded(Strategy):
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
             gathered = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
             if gathered is not None:
-                gathered.reduce_scatter_unused_params = True  # else ranks that use different ones mix them
+                send_zeros_for_unused(gathered)
                 self._gathered += gathered.fsdp_params
                 order = [each.sharded_param for each in gathered.fsdp_params]
                 rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
                 sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
-                sharded.set_custom_all_gather(_Gather(group, sizes, rounded))  # type: ignore[arg-type]
+                sharded.set_custom_all_gather(Gather(group, sizes, rounded))  # type: ignore[arg-type]
             if self._between is not None:
-                sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
+                sharded.set_all_reduce_hook(partial(all_reduce_between_hosts, group, process_group=self._between))
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -263,72 +263,6 @@ class _Whole:
 
     def _of_others(self, by_place: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         return {rank: flat for rank, flat in zip(self._ranks, by_place, strict=True) if rank != self._group.rank}
-
-
-class _Collective:
-    """A collective that `fully_shard` begins."""
-
-    def __init__(self, group: DistributedGroup) -> None:
-        self._group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Collective):
-    """torch's all-gather of a block's weights, which sends those in 16 bits that are read so."""
-
-    def __init__(self, group: DistributedGroup, sizes: Sequence[int], read_as: Sequence[torch.dtype | None]) -> None:
-        """sizes: elements of a rank's part of each parameter, in torch's order."""
-        super().__init__(group)
-        self._sent_as = next((dtype for dtype in read_as if dtype is not None and dtype.itemsize == 2), None)
-        self._sizes, self._is_rounded = list(sizes), [dtype == self._sent_as for dtype in read_as]
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        if self._sent_as is None or output_tensor.dtype != torch.float32:
-            return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
-        # A float32 that is sent exactly is two numbers of 16 bits.
-        packed = [
-            part.to(self._sent_as) if is_rounded else part.view(self._sent_as)
-            for part, is_rounded in zip(torch.split(input_tensor, self._sizes), self._is_rounded, strict=True)
-        ]
-        message = torch.cat(packed)
-        arrived = message.new_empty(group.size() * len(message))
-        all_gather_for_torch(self._group, arrived, message, group, async_op=False)
-        parts = torch.split(output_tensor.view(group.size(), -1), self._sizes, 1)
-        columns = torch.split(arrived.view(group.size(), -1), [len(part) for part in packed], 1)
-        for part, column, is_rounded in zip(parts, columns, self._is_rounded, strict=True):
-            (part if is_rounded else part.view(self._sent_as)).copy_(column)
-        return None
-
-
-class _SumsBefore(_Collective):
-    """torch's reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose
-    gradient was not finite. Costs one read of the gradients."""
-
-    def __init__(self, group: DistributedGroup) -> None:
-        super().__init__(group)
-        self._sums: list[torch.Tensor] = []
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._sums.append(input_tensor.sum())
-        return reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op, async_op)
-
-    def not_finite(self) -> bool | None:
-        """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""
-        return any(not bool(value.isfinite()) for value in self._sums) if self._sums else None
-
-    def clear(self) -> None:
-        self._sums.clear()
 
 
 def _gradients(slices: Sequence[ParamSlice]) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Makes ranks one run: the same facts on all of them, one folder, equal replicas."""
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -295,16 +296,16 @@ def _training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, w
     model_config = replace(config.model, vocab_size=vocab_size, n_positions=length)
     model = build(model_config, 0, world.device)
     model.compute_dtype = dtype
-    clock, num_sequences, rates = DeviceClock(world.device), 4, list[float]()
-    while len(rates) < 3:  # the first is slow
+    clock, num_sequences, took_ms = DeviceClock(world.device), 2, 0.0
+    while took_ms < _TIMED_MS and num_sequences < _MOST_SEQUENCES:
+        num_sequences *= 2
         tokens = (torch.arange(num_sequences * length, device=world.device) % vocab_size).view(num_sequences, -1)
-        start = clock.stamp()
-        (model(tokens, tokens) / tokens.numel()).backward()
-        end = clock.stamp()
-        clock.finish()
-        if clock.ms(start, end) < _TIMED_MS and num_sequences < _MOST_SEQUENCES:
-            num_sequences *= 2
-        else:
-            rates.append(1e3 * tokens.numel() / clock.ms(start, end))
-    flops_per_s = max(rates) * cost.flops_per_token(model_config, length)
+        took_ms = math.inf
+        for _ in range(3):  # the first of a shape is slow: on a GPU attention's kernel is prepared
+            start = clock.stamp()
+            (model(tokens, tokens) / tokens.numel()).backward()
+            end = clock.stamp()
+            clock.finish()
+            took_ms = min(took_ms, clock.ms(start, end))
+    flops_per_s = 1e3 * tokens.numel() / took_ms * cost.flops_per_token(model_config, length)
     return sum(row[0] for row in world.group.share([flops_per_s]))

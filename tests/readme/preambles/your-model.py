@@ -17,10 +17,10 @@ dataset = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 loader = DataLoader(dataset, batch_size=32, shuffle=True)
 tests = DataLoader(dataset, batch_size=32)
 criterion, criterion_none = nn.MSELoss(), nn.MSELoss(reduction="none")
-model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).to(world.device)
 replica = paceline.Replica(model, torch.optim.AdamW(model.parameters(), lr=3e-4), world)
 
-generator, discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
+generator, discriminator = nn.Linear(8, 4).to(world.device), nn.Linear(4, 1).to(world.device)
 makes = paceline.Replica(generator, torch.optim.Adam(generator.parameters()), world)
 tells = paceline.Replica(discriminator, torch.optim.Adam(discriminator.parameters()), world)
 
