@@ -24,14 +24,15 @@ def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[st
     if not quick:
         return {name: _digest(tensor) for name, tensor in tensors.items()}
     sums = {name: _sums(_words(tensor)) for name, tensor in tensors.items() if tensor.nbytes and tensor.nbytes % 4 == 0}
-    found = []
-    if sums:
-        lengths = [len(each) for each in sums.values()]
-        mixed = _mixed(torch.cat([*sums.values()]))
-        factors = 2 * torch.arange(max(lengths), device=mixed.device) + 1
-        dots = [(part * factors[: len(part)]).sum() for part in torch.split(mixed, lengths)]
-        found = torch.stack(dots).cpu().tolist()  # from a GPU one copy
-    short = {name: _short(str(value).encode()) for name, value in zip(sums, found, strict=True)}
+    short: dict[str, int] = {}
+    for device in {part.device for part in sums.values()}:
+        parts = {name: part for name, part in sums.items() if part.device == device}
+        lengths = [len(part) for part in parts.values()]
+        mixed = _mixed(torch.cat([*parts.values()]))
+        factors = 2 * torch.arange(max(lengths), device=device) + 1
+        dots = torch.stack([(part * factors[: len(part)]).sum() for part in torch.split(mixed, lengths)])
+        values = dots.cpu().tolist()  # from a GPU one copy
+        short |= {name: _short(str(value).encode()) for name, value in zip(parts, values, strict=True)}
     return {name: short[name] if name in short else _digest(tensor) for name, tensor in tensors.items()}
 
 

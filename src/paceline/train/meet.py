@@ -36,13 +36,14 @@ from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
 from paceline.train.request import Request
 from paceline.train.resolve import Settings, chosen_dtype, out_of_memory, resolve
+from paceline.train.size import sized
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.device import DeviceClock, peak_flops, product_dtype, use_deterministic_kernels
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
 
-_TIMED_MS, _MOST_SEQUENCES = 50.0, 1024  # a smaller micro-batch does not occupy a GPU
+_TIMED_MS = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,13 +292,14 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
 
 def _training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, world: World) -> float:
     """Returns the FLOP/s that all ranks reach together in forward and backward of the given shape. A peak says little
-    of it: training reaches 43% of AVX2's and 9% of AMX's (docs/LOG.md). Collective."""
+    of it: training reaches 43% of AVX2's and 9% of AMX's (docs/LOG.md). A GPU waits for its host unless the batch is
+    large, so the batch grows up to the one that would be chosen. Collective."""
     length, vocab_size = config.data.seq_len, config.model.vocab_size or vocab_size
     model_config = replace(config.model, vocab_size=vocab_size, n_positions=length)
     model = build(model_config, 0, world.device)
     model.compute_dtype = dtype
-    clock, num_sequences, took_ms = DeviceClock(world.device), 2, 0.0
-    while took_ms < _TIMED_MS and num_sequences < _MOST_SEQUENCES:
+    clock, num_sequences, took_ms, chosen = DeviceClock(world.device), 2, 0.0, math.inf
+    while took_ms < _TIMED_MS and num_sequences < chosen:
         num_sequences *= 2
         tokens = (torch.arange(num_sequences * length, device=world.device) % vocab_size).view(num_sequences, -1)
         took_ms = math.inf
@@ -307,5 +309,6 @@ def _training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, w
             end = clock.stamp()
             clock.finish()
             took_ms = min(took_ms, clock.ms(start, end))
-    flops_per_s = 1e3 * tokens.numel() / took_ms * cost.flops_per_token(model_config, length)
+        flops_per_s = 1e3 * tokens.numel() / took_ms * cost.flops_per_token(model_config, length)
+        chosen = sized(config, vocab_size, flops_per_s, 1)[0].train.global_batch_size
     return sum(row[0] for row in world.group.share([flops_per_s]))
