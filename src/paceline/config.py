@@ -35,6 +35,9 @@ class TrainConfig:
     """Horizon in tokens per parameter outside the embeddings (20: Chinchilla, arXiv 2203.15556)."""
     time_budget: float = 0.0
     """Horizon in seconds of training; the learning rate follows the time, agreed by all ranks."""
+    max_epochs: float = 0.0
+    """With time-budget: end after so many passes over the data, if that is sooner; 0: no limit. To repeat text up to 4
+    times is as good as new text (arXiv 2305.16264); far beyond, the validation loss rises."""
     global_batch_size: int = 0
     """Sequences in a step, over all ranks; 0: from global-batch-tokens, or chosen."""
     global_batch_tokens: int = 0
@@ -90,6 +93,11 @@ class TrainConfig:
             raise UserError(
                 f"the horizon of training is given by {given}; give exactly one of "
                 "--train.steps, --train.tokens, --train.tokens-per-param, --train.time-budget"
+            )
+        if self.max_epochs and not self.time_budget:
+            raise UserError(
+                f"train.max-epochs is {self.max_epochs:g}, which only limits a train.time-budget, and train."
+                f"{horizons[0].replace('_', '-')} is given; leave it out"
             )
         if self.steps and self.profile > self.steps:
             raise UserError(f"train.profile is {self.profile}, after the last step {self.steps}; name an earlier one")
@@ -301,4 +309,6 @@ def supersede(base: Config, changed: Config) -> Config:
         new = [name for name in names if getattr(changed.train, name) != getattr(base.train, name)]
         if any(getattr(changed.train, name) for name in new):
             changed = changed.replace("train", **{name: 0 for name in names if name not in new})
+    if base.train.time_budget > changed.train.time_budget == 0 and changed.train.max_epochs == base.train.max_epochs:
+        changed = changed.replace("train", max_epochs=0.0)  # it limits a time
     return changed

@@ -136,6 +136,7 @@ def test_a_horizon_that_is_given_takes_the_place_of_the_presets() -> None:
     assert demo.train.time_budget > 0
     changed = from_toml("[train]\nsteps = 7", "x", demo)
     assert (changed.train.steps, changed.train.time_budget) == (7, 0)
+    assert (demo.train.max_epochs, changed.train.max_epochs) == (4, 0), "it limits a time"
     changed.check()
     above = from_toml('preset = "demo"\n[train]\nsteps = 7', "x", Config())
     assert (above.train.steps, above.train.time_budget) == (7, 0)
@@ -177,6 +178,7 @@ def test_what_changes_no_horizon_supersedes_none() -> None:
         ("train", {"global_batch_size": 4, "global_batch_tokens": 8}, "both given"),
         ("train", {"layered_micro_batches": 0}, r"train\.layered-micro-batches is 0"),
         ("train", {"time_budget": float("nan"), "steps": 0}, r"train\.time-budget is nan"),
+        ("train", {"max_epochs": 4.0, "steps": 9}, r"train\.max-epochs is 4, which only limits a train\.time-budget"),
         ("model", {"n_positions": 64}, r"data\.seq-len is 256, longer than the model's positions"),
         ("model", {"n_head": 3}, r"model\.n-embd"),
         ("data", {"seq_len": 0}, r"data\.seq-len is 0"),

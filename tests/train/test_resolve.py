@@ -175,6 +175,13 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
     sizes = [sized(10.0**power) for power in range(10, 17)]
     assert sizes == sorted(sizes)
     assert sizes[0][0] == 2 < sizes[-1][0]
+    config = config.replace("train", max_epochs=4.0)
+    unlimited, small = (resolve(config, 4096, [FACTS], 1e14, tokens).config for tokens in (10**12, 10**6))
+    assert small.model.n_layer < unlimited.model.n_layer, "as large as four passes over the data can train"
+    assert small.train.time_budget == 100, "what a resume reads"
+    flops = 4e6 * cost.flops_per_token(replace(small.model, vocab_size=4096), config.data.seq_len)
+    assert sized(flops / 100)[0] == small.model.n_layer
+    config = config.replace("train", max_epochs=0.0)
     assert resolve(config.replace("train", time_budget=0.0, steps=5), 4096, [FACTS], 1e12).config.model.n_embd == 96
 
 

@@ -13,10 +13,12 @@ from program import run
 from whole_runs import STEPS, events, status_of, tiny
 
 from paceline.config import Config
+from paceline.data.prepare import Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
 from paceline.replica.updates import LossScaler
+from paceline.train.data import open_data
 
 
 def rows_of(folder: Path, config: Config, status: int = 0, **request: Any) -> list[dict[str, Any]]:
@@ -144,6 +146,18 @@ def test_a_time_budget_ends_by_the_clock_and_the_rate_follows_it(tmp_path: Path)
     assert ended_s[-1] > 1.5 * 0.95
     expected = [config.optim.lr * lr_factor(config.optim, step, s / 1.5) for step, s in enumerate(began_s)]
     assert [row["lr"] for row in rows] == pytest.approx(expected, abs=0.05 * config.optim.lr)
+
+
+def test_a_time_budget_ends_sooner_after_its_passes_over_the_data_and_the_rate_follows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(train__steps=0, train__time_budget=600.0, train__max_epochs=0.01, optim__warmup_steps=0)
+    rows, num_tokens = rows_of(tmp_path / "run", config), open_data(config, Quiet()).blend.num_tokens[0]
+    tokens = [12 * 64 * done for done in range(len(rows) + 1)]
+    assert tokens[-2] < 0.01 * num_tokens <= tokens[-1]
+    expected = [config.optim.lr * lr_factor(config.optim, i, tokens[i] / (0.01 * num_tokens)) for i in range(len(rows))]
+    assert [row["lr"] for row in rows] == pytest.approx(expected)
+    assert "after 0.01 passes over the data" in capsys.readouterr().out
 
 
 def test_the_rate_and_the_decay_follow_the_batch_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

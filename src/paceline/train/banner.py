@@ -16,6 +16,7 @@ from paceline.record.balance import listed
 from paceline.record.console import Console, facts, table
 from paceline.sync.wire import wire_bits
 from paceline.train.data import TrainingData
+from paceline.train.progress import Progress
 from paceline.train.resolve import Settings
 from paceline.world.device import product_dtype
 from paceline.world.facts import RankFacts
@@ -169,7 +170,8 @@ def _checks_text(config: Config) -> str:
 def _horizon_text(settings: Settings, data: TrainingData) -> str:
     if settings.num_steps is None:
         time_budget = units.duration(settings.config.train.time_budget)
-        return f"{time_budget} of training; the learning rate follows the clock"
+        most = f" or {units.count(settings.most_tokens)} tokens, if sooner" if settings.most_tokens else ""
+        return f"{time_budget} of training{most}; the learning rate follows the clock"
     num_tokens = settings.num_steps * settings.tokens_per_step
     num_epochs = num_tokens / max(1, data.blend.num_tokens[0])
     epochs = f"{num_epochs:.1f} epochs" if num_epochs >= 1 else f"{num_epochs:.2%} of an epoch"
@@ -210,15 +212,20 @@ def _imbalance(plan: BatchPlan) -> str:
     return text
 
 
-def next_commands(console: Console, config: Config, folder: str, finished: bool) -> None:
-    folder = shlex.quote(folder)
+def next_commands(console: Console, settings: Settings, progress: Progress, folder: str, finished: bool) -> None:
+    config, folder = settings.config, shlex.quote(folder)
     console.say("\nTry next:")
     if not finished:
         console.say(f"  paceline resume {folder}")
     prompt = config.train.sample_prompt.strip().splitlines()
     console.say(f"  paceline sample {folder}" + (f" --prompt {shlex.quote(prompt[0])}" if prompt else ""))
     console.say(f"  paceline report {folder}   # one page of plots")
-    if finished and config.train.time_budget:
+    if finished and config.train.time_budget and progress.elapsed_s < config.train.time_budget:
+        console.say(
+            f"It ended before its time, after {config.train.max_epochs:g} passes over the data; more text would lower "
+            "the loss, and to repeat it, by --train.max-epochs, hardly does"
+        )
+    elif finished and config.train.time_budget:
         console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # continue")
     elif finished and config.train.steps:
         console.say(f"  paceline resume {folder} --train.steps {2 * config.train.steps}   # continue")

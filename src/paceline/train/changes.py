@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.config import Config
 
-HORIZONS = ("train.steps", "train.tokens", "train.tokens-per-param", "train.time-budget")
+HORIZONS = ("train.steps", "train.tokens", "train.tokens-per-param", "train.time-budget", "train.max-epochs")
 _OF_ONE_ATTEMPT = ("train.stop-at-step", "train.stop-after", "train.profile")
 # These change how and for how long the run is computed, not what.
 _CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.", "track.")

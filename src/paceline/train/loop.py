@@ -128,13 +128,13 @@ class Training:
         """Trains to the horizon (returns None) or to an agreed stop (returns its reason)."""
         setup, config, progress = self.setup, self.config, self.progress
         setup.group.take_traffic()  # meeting and restoring belong to no step
-        shown_progress = setup.console.progress(setup.settings.num_steps or config.train.time_budget)
+        shown_progress = setup.console.progress(1.0)
         with Prefetcher(setup.loader) as loader, shown_progress:
             # An earlier attempt may have ended after its save, before the evaluation.
-            is_missing = progress.step > 0 and progress.val_loss is None and setup.share_done(progress) < 1.0
+            is_missing = progress.step > 0 and progress.val_loss is None and setup.settings.share_done(progress) < 1.0
             if is_missing and self._is_evaluation_due() and (reason := self._evaluate()):
                 return reason
-            while (done := setup.share_done(progress)) < 1.0:
+            while (done := setup.settings.share_done(progress)) < 1.0:
                 self.stopwatch.start()
                 lr = setup.settings.lr * lr_factor(config.optim, progress.step, done)
                 with setup.recorder.profiled(progress.step + 1):
@@ -205,7 +205,7 @@ class Training:
         """Checks, saves and evaluates if due, the same on all ranks. Returns why to stop. Saves before the evaluation,
         so that a run that ends during a long evaluation resumes here."""
         every = self.config.parallel.check_every
-        if self.setup.share_done(self.progress) >= 1.0:
+        if self.setup.settings.share_done(self.progress) >= 1.0:
             self.saves.report()
             return None  # `finish` saves, evaluates and compares
         if every and self.progress.step % every == 0:
@@ -271,7 +271,7 @@ class Training:
         console, recorder = setup.console, setup.recorder
         if stop_reason:
             console.say(f"stopping at step {step} ({stop_reason}): saving")
-        if setup.share_done(self.progress) >= 1.0:  # also if it was stopped in its last step
+        if setup.settings.share_done(self.progress) >= 1.0:  # also if it was stopped in its last step
             setup.replica.merge()
         self.saves.save_and_wait(self.progress)
         if stop_reason is None and config.train.eval_every >= 0 and self.progress.val_loss is None:
@@ -298,5 +298,5 @@ class Training:
             trained = f"{units.count(self.progress.tokens)} tokens, {units.duration(self.progress.elapsed_s)}"
             console.say(f"\n{shown(row)} at step {row.step}, {trained} of training", style="bold")
         console.say(f"run folder {setup.folder.shown}   digest of the weights {digest}")
-        banner.next_commands(console, config, setup.folder.shown, finished=stop_reason is None)
+        banner.next_commands(console, setup.settings, self.progress, setup.folder.shown, finished=stop_reason is None)
         return EXIT_RESUMABLE if stop_reason else EXIT_DONE

@@ -74,12 +74,6 @@ class Setup:
     def group(self) -> Group:
         return self.world.group
 
-    def share_done(self, progress: Progress) -> float:
-        """The share of the horizon that is done, the same on all ranks: elapsed_s is rank 0's."""
-        if self.settings.num_steps is not None:
-            return progress.step / self.settings.num_steps
-        return progress.elapsed_s / self.config.train.time_budget
-
     def at(self, phase: str) -> str | None:
         """Reports a phase to the watchdog. Returns the fault that a test injects here, if any."""
         step = self.progress.step + 1
@@ -97,7 +91,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
     speed = _training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0
-    settings = resolve(wanted, vocab_size, world.facts, speed)
+    settings = resolve(wanted, vocab_size, world.facts, speed, data.blend.num_tokens[0])
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()

@@ -59,7 +59,7 @@ class Recorder:
         validation = f"  val {self.evaluation.val_loss:.3f}" if self.evaluation else ""
         left = units.duration(self._seconds_left(progress, row))
         self._console.advance(
-            progress.elapsed_s if num_steps is None else row.step,
+            self._settings.share_done(progress),
             f"step {row.step}" if num_steps is None else f"step {row.step}/{num_steps}",
             f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {left}",
         )
@@ -139,7 +139,7 @@ class Recorder:
 
     def _seconds_left(self, progress: Progress, row: StepRow) -> float:
         if self._settings.num_steps is None:
-            return max(0.0, self._config.train.time_budget - progress.elapsed_s)
+            return progress.elapsed_s * max(0.0, 1 / self._settings.share_done(progress) - 1)
         mean_ms = self.totals.mean("step_ms") if self.totals.num_steps else row.step_ms
         return (self._settings.num_steps - row.step) * mean_ms / 1e3
 

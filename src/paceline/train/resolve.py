@@ -11,6 +11,7 @@ from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.model.config import FLOAT8_MULTIPLE
 from paceline.optim.config import require_some_left, scaled_with_batch
+from paceline.train.progress import Progress
 from paceline.train.size import sized
 from paceline.world.facts import RankFacts, check_strategy, sends_gpu_memory_by_gloo, unequal_kinds
 
@@ -36,6 +37,14 @@ class Settings:
     lr: float
     weight_decay: float
     choices: tuple[Choice, ...]
+    most_tokens: float = 0.0  # that a time trains; 0: no limit
+
+    def share_done(self, progress: Progress) -> float:
+        """The share of the horizon that is done, the same on all ranks: elapsed_s is rank 0's."""
+        if self.num_steps is not None:
+            return progress.step / self.num_steps
+        by_data = progress.tokens / self.most_tokens if self.most_tokens else 0.0
+        return max(by_data, progress.elapsed_s / self.config.train.time_budget)
 
     @property
     def item_bytes(self) -> int:
@@ -47,13 +56,16 @@ class Settings:
         return self.plan.global_batch_size * self.config.data.seq_len
 
 
-def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_per_s: float = 0.0) -> Settings:
-    """Returns the settings: a pure function of the config, the data's vocabulary, all ranks' facts and the FLOP/s
-    that they reach together in training (0: not known), so the same on all. Raises UserError if weight decay would
-    remove more than the complete weight, or if the ranks' processors cannot use the given strategy together."""
+def resolve(
+    config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_per_s: float = 0.0, data_tokens: int = 0
+) -> Settings:
+    """Returns the settings: a pure function of the config, the data's vocabulary and number of tokens, all ranks' facts
+    and the FLOP/s that they reach together in training (0: not known), so the same on all. Raises UserError if weight
+    decay would remove more than the complete weight, or if the ranks' processors cannot use the given strategy
+    together."""
     choices = _device_choices(config, facts[0])
     if config.model.size == "auto":
-        config, what, why = sized(config, vocab_size, flops_per_s, len(facts))
+        config, what, why = sized(config, vocab_size, flops_per_s, len(facts), data_tokens)
         choices.append(Choice(what, why, "--model.size given"))
     config = config.replace(
         "model",
@@ -77,7 +89,7 @@ def resolve(config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_p
     plan = _plan(config, facts, choices)
     _require_memory(config, plan, facts)
     lr, decay = _rate(config, tokens_per_step, num_steps, choices)
-    return Settings(config=config, plan=plan, num_steps=num_steps, lr=lr, weight_decay=decay, choices=tuple(choices))
+    return Settings(config, plan, num_steps, lr, decay, tuple(choices), config.train.max_epochs * data_tokens)
 
 
 def _device_choices(config: Config, first: RankFacts) -> list[Choice]:

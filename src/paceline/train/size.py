@@ -13,26 +13,34 @@ _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
 
 
-def sized(config: Config, vocab_size: int, flops_per_s: float, num_ranks: int) -> tuple[Config, str, str]:
+def sized(
+    config: Config, vocab_size: int, flops_per_s: float, num_ranks: int, data_tokens: int = 0
+) -> tuple[Config, str, str]:
     """Returns the config with the shape and batch that end with the lowest loss, what they are, and why. FLOP/s 0, not
-    known, or no time budget: as given.
+    known, or no time budget: as given. data_tokens: of the training data; train.max_epochs of them are trained at most.
 
     Width is 64 a layer, so parameters grow as layers^3, and the best number as the root of the FLOPs (Chinchilla,
     arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens.
     """
     model, train = replace(config.model, size="given"), config.train
-    flops = flops_per_s * train.time_budget
-    if not flops:
-        missing = "measured speed" if train.time_budget else "train.time-budget"
+    seconds, most = train.time_budget, train.max_epochs * data_tokens or math.inf
+    if not flops_per_s * seconds:
+        missing = "measured speed" if seconds else "train.time-budget"
         shape = f"{model.n_layer} layers x {model.n_embd}"
         return replace(config, model=model), shape, f"as given: no {missing}"
-    layers = max(2, round(_LAYERS * (flops / _LAYERS_FLOPS) ** (1 / 6)))
-    model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
-    known = replace(model, vocab_size=model.vocab_size or vocab_size)
-    tokens = flops / cost.flops_per_token(known, config.data.seq_len)
+    while True:
+        layers = max(2, round(_LAYERS * (flops_per_s * seconds / _LAYERS_FLOPS) ** (1 / 6)))
+        model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
+        known = replace(model, vocab_size=model.vocab_size or vocab_size)
+        tokens = flops_per_s * seconds / cost.flops_per_token(known, config.data.seq_len)
+        if tokens <= most:
+            break
+        seconds *= 0.98
     each = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len / num_ranks))
     batch = num_ranks * each  # else some ranks would wait for others
-    config = replace(config, model=model, train=replace(train, global_batch_size=batch, global_batch_tokens=0))
     shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
-    why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {train.time_budget:g} s"
-    return config, shape, why
+    why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {seconds:.3g} s"
+    if seconds < train.time_budget:
+        why += f", all that {train.max_epochs:g} passes over the data give"
+    train = replace(train, global_batch_size=batch, global_batch_tokens=0)
+    return replace(config, model=model, train=train), shape, why
