@@ -36,8 +36,8 @@ class TrainConfig:
     time_budget: float = 0.0
     """Horizon in seconds of training; the learning rate follows the time, agreed by all ranks."""
     max_epochs: float = 0.0
-    """With time-budget: end after so many passes over the data, if that is sooner; 0: no limit. To repeat text up to 4
-    times is as good as new text (arXiv 2305.16264); far beyond, the validation loss rises."""
+    """With time-budget: end after so many passes over the data, if that is sooner; 0: no limit. Text repeated up to 4
+    times is nearly as good as new text (arXiv 2305.16264); far beyond, the validation loss rises."""
     global_batch_size: int = 0
     """Sequences in a step, over all ranks; 0: from global-batch-tokens, or chosen."""
     global_batch_tokens: int = 0
