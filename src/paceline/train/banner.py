@@ -222,8 +222,8 @@ def next_commands(console: Console, settings: Settings, progress: Progress, fold
     console.say(f"  paceline report {folder}   # one page of plots")
     if finished and config.train.time_budget and progress.elapsed_s < config.train.time_budget:
         console.say(
-            f"It ended before its time, after {config.train.max_epochs:g} passes over the data; more text would lower "
-            "the loss, and to repeat it, by --train.max-epochs, hardly does"
+            f"It ended before its time, after {config.train.max_epochs:g} passes over the data: more text would lower "
+            "the loss, more passes (--train.max-epochs) hardly"
         )
     elif finished and config.train.time_budget:
         console.say(f"  paceline resume {folder} --train.time-budget {2 * config.train.time_budget:g}   # continue")
