@@ -33,10 +33,11 @@ from paceline.base import ownership
 from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import hooked
-from paceline.sync.fully_shard import Gather, ReduceScatter, all_reduce_between_hosts, send_zeros_for_unused
+from paceline.sync.fully_shard import Gather, ReduceScatter, send_zeros_for_unused
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 from paceline.world.group import DistributedGroup
+from paceline.world.side import all_reduce_for_torch
 
 
 class FullySharded(Strategy):
@@ -100,7 +101,7 @@ class FullySharded(Strategy):
                 sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
                 sharded.set_custom_all_gather(Gather(group, sizes, rounded))  # type: ignore[arg-type]
             if self._between is not None:
-                sharded.set_all_reduce_hook(partial(all_reduce_between_hosts, group, process_group=self._between))
+                sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from paceline.world.group import DistributedGroup
+from paceline.world.side import all_gather_for_torch, reduce_scatter_for_torch
 
 
 class _Collective:
@@ -18,14 +19,6 @@ class _Collective:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-    def _borders(self, process_group: dist.ProcessGroup, flat: torch.Tensor) -> list[int]:
-        """Returns where each rank's elements begin, and the end, for a collective of the group's own; empty for
-        torch's. Over Gloo torch's reduce-scatter sends twice the bytes, and its all-gather takes 1.5 times as long on
-        a slow link unless ranks begin at once (docs/LOG.md)."""
-        if self._group.is_queued or process_group.size() != self._group.size:
-            return []
-        return [flat.numel() // self._group.size * rank for rank in range(self._group.size + 1)]
 
 
 class Gather(_Collective):
@@ -41,7 +34,7 @@ class Gather(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self._sent_as is None or output_tensor.dtype != torch.float32:
-            return self._gather(output_tensor, input_tensor, group, async_op)
+            return all_gather_for_torch(self._group, output_tensor, input_tensor, group, async_op)
         # A float32 that is sent exactly is two numbers of 16 bits.
         packed = [
             part.to(self._sent_as) if is_rounded else part.view(self._sent_as)
@@ -49,24 +42,12 @@ class Gather(_Collective):
         ]
         message = torch.cat(packed)
         arrived = message.new_empty(group.size() * len(message))
-        self._gather(arrived, message, group, async_op=False)
+        all_gather_for_torch(self._group, arrived, message, group, async_op=False)
         parts = torch.split(output_tensor.view(group.size(), -1), self._sizes, 1)
         columns = torch.split(arrived.view(group.size(), -1), [len(part) for part in packed], 1)
         for part, column, is_rounded in zip(parts, columns, self._is_rounded, strict=True):
             (part if is_rounded else part.view(self._sent_as)).copy_(column)
         return None
-
-    def _gather(
-        self, output: torch.Tensor, mine: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        if borders := self._borders(process_group, output):
-            flat, rank = output.view(-1), self._group.rank
-            flat[borders[rank] : borders[rank + 1]].copy_(mine)
-            self._group.start_all_gather(flat, borders).wait()
-            return None
-        with self._group.watched("an all-gather of weights"):
-            work: dist.Work | None = dist.all_gather_into_tensor(output, mine, process_group, async_op)
-        return work
 
 
 class ReduceScatter(_Collective):
@@ -81,13 +62,7 @@ class ReduceScatter(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp
     ) -> None:
         self._sums.append(input_tensor.sum())
-        if borders := self._borders(group, input_tensor):
-            flat, rank = input_tensor.view(-1), self._group.rank
-            self._group.start_reduce_scatter(flat, borders).wait()
-            output_tensor.copy_(flat[borders[rank] : borders[rank + 1]].view_as(output_tensor))
-            return
-        with self._group.watched("a reduce-scatter of gradients"):
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op)
 
     def not_finite(self) -> bool | None:
         """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""
@@ -95,12 +70,6 @@ class ReduceScatter(_Collective):
 
     def clear(self) -> None:
         self._sums.clear()
-
-
-def all_reduce_between_hosts(group: DistributedGroup, tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
-    """Sums a block's sharded gradients over hosts, in the stream that torch chose."""
-    with group.watched("an all-reduce of gradients between hosts"):
-        dist.all_reduce(tensor, group=process_group)
 
 
 def send_zeros_for_unused(block: FSDPParamGroup) -> None:
