@@ -72,11 +72,17 @@ def test_another_command_or_job_is_another_run(written: Callable[..., Path]) -> 
     assert for_this_attempt(elsewhere, life(1))[0].is_restart, "rank 0 may move to another host"
 
 
-def test_a_checkpoint_that_was_asked_for_is_asked_for_once(written: Callable[..., Path]) -> None:
+def test_a_checkpoint_that_was_asked_for_is_asked_for_until_it_is_restored(written: Callable[..., Path]) -> None:
     path = Path("runs") / "first"
     request = Request(Config(), path, resume=True, resume_step=20)
     written(path, request=request)
-    assert for_this_attempt(request, life(0))[0].resume_step == 20
+    first, _ = for_this_attempt(request, life(0))
+    assert first.resume_step == 20
+    assert for_this_attempt(request, life(1))[0].resume_step == 20
+    folder = run_folder.RunFolder(path)
+    folder.append_event("resume", job="another")
+    assert for_this_attempt(request, life(1))[0].resume_step == 20
+    folder.append_event("resume", job=first.job)
     assert for_this_attempt(request, life(1))[0].resume_step is None
 
 

@@ -248,7 +248,8 @@ def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
         out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete
     over = str(last["reason"]) if is_ended and not _is_restart(str(last["reason"])) else ""
-    resume_step = None if is_restart else request.resume_step
+    # An attempt that ended before its checkpoint was restored has not set the later ones aside: it is asked for again.
+    resume_step = None if out and is_restart and run_folder.has_resumed(out, job) else request.resume_step
     return dataclasses.replace(request, out=out, job=job, is_restart=is_restart, resume_step=resume_step), over
 
 

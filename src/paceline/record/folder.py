@@ -229,6 +229,11 @@ def last_event(path: Path) -> Row:
     return events[-1] if events else {}
 
 
+def has_resumed(path: Path, job: str | None) -> bool:
+    """Returns whether an attempt of this job has restored a checkpoint of the run in this folder."""
+    return any(event.get("event") == "resume" and event.get("job") == job for event in _events(path))
+
+
 def was_imported(path: Path) -> bool:
     """Returns whether `paceline import` made this run, which never trained."""
     return last_event(path).get("event") == "import"

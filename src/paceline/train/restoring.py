@@ -70,6 +70,7 @@ def _restore(setup: Setup) -> bool:
     _take_val_losses(setup)
     before, now = manifest["world_size"], setup.world.world_size
     facts = {
+        "job": setup.request.job,
         "from_world_size": before,
         **_ranks(setup),
         "sequences": progress.sequences,
