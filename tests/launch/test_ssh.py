@@ -140,9 +140,11 @@ def test_a_folder_that_is_missing(pair: SshHosts, tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken(pair: SshHosts, tmp_path: Path) -> None:
     b = pair.hosts[1]
-    line = b.inside(sys.executable, "-m", "http.server", "29400", "--bind", b.address)
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    line = b.inside(sys.executable, "-u", "-m", "http.server", "29400", "--bind", b.address)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
+            assert server.stdout is not None
+            assert "Serving HTTP" in server.stdout.readline()  # it listens by now
             said = refused(pair, tmp_path)
         finally:
             server.terminate()
