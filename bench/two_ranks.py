@@ -42,6 +42,11 @@ def ddp_ms(micro_steps: int, steps: int) -> list[float]:
     return [float(ms) for ms in re.findall(r"step_ms ([\d.]+)", said)][WARM_UP:]
 
 
+def rate(micro_batches: int, step_ms: Iterable[float]) -> float:
+    """Returns tokens/s of steps of so many micro-batches, over all ranks."""
+    return micro_batches * MICRO_BATCH * SEQ_LEN / statistics.median(step_ms) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -49,21 +54,16 @@ def main() -> None:
     show_header()
     for micro_steps, steps in ((4, 8), (1, 20)):
         rates: dict[str, list[float]] = {"one": [], "two": [], "ddp": [], "alone": [], "paired": []}
-
-        def rate(ranks: int, step_ms: Iterable[float], micro_steps: int = micro_steps) -> float:
-            """Tokens/s of `ranks` ranks whose steps take this long."""
-            return ranks * micro_steps * MICRO_BATCH * SEQ_LEN / statistics.median(step_ms) * 1e3
-
         with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:
             for i in range(options.rounds):
                 root = Path(scratch) / str(i)
-                rates["one"].append(rate(1, paceline_ms(root / "one", 1, micro_steps, steps)))
-                rates["two"].append(rate(2, paceline_ms(root / "two", 2, micro_steps, steps)))
-                rates["ddp"].append(rate(2, ddp_ms(micro_steps, steps)))
+                rates["one"].append(rate(micro_steps, paceline_ms(root / "one", 1, micro_steps, steps)))
+                rates["two"].append(rate(2 * micro_steps, paceline_ms(root / "two", 2, micro_steps, steps)))
+                rates["ddp"].append(rate(2 * micro_steps, ddp_ms(micro_steps, steps)))
                 both = [pool.submit(paceline_ms, root / name, 1, micro_steps, steps) for name in ("a", "b")]
                 a, b = (future.result() for future in both)
-                rates["alone"].append(rate(1, a) + rate(1, b))
-                rates["paired"].append(rate(2, map(max, a, b)))
+                rates["alone"].append(rate(micro_steps, a) + rate(micro_steps, b))
+                rates["paired"].append(rate(2 * micro_steps, map(max, a, b)))
         print(f"accumulation {micro_steps}")
         for name, label in (
             ("one", "one rank of one thread"),
