@@ -43,7 +43,7 @@ def run_blocks(
     runner.write_text(_RUNNER)
     command = (*(launcher or (sys.executable,)), str(runner), str(document), str(preamble or ""))
     with Program(command=command, cwd=folder) as program:
-        out = program.wait(240).require(status).out
+        out = program.wait().require(status).out
     expected = [printed for needs, _, printed in blocks if not needs]
     for number, (printed, wanted) in enumerate(zip(out.split(_NEXT)[1:], expected, strict=False)):
         assert not wanted or printed == wanted, f"block {number + 1} prints\n{printed}\nand the page says\n{wanted}"

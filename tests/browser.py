@@ -77,7 +77,6 @@ class Browser:
         page.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
-        page.call("Performance.enable", timeDomain="threadTicks")
         page.call("Page.navigate", url=address)
         return page
 
@@ -129,16 +128,6 @@ class Page:
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.complaints()}"
             time.sleep(0.02)
         return value
-
-    def processor_s(self) -> float:
-        """Returns the processor's time that the page's main thread has used: parsing, scripts, layout, painting."""
-        metrics = self.call("Performance.getMetrics")["metrics"]
-        value: float = next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
-        return value
-
-    def seconds(self) -> float:
-        """Returns the seconds from the page's request to the last plot, as the page itself notes them."""
-        return float(self.evaluate("document.documentElement.dataset.drawn")) / 1e3
 
     def screenshot(self, path: Path) -> None:
         """Writes the whole page, also what is below the window's edge, as PNG."""

@@ -61,7 +61,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 280,
     last_words_s: float = 15,
     config: ParallelConfig | None = None,
     opened: bool = True,

@@ -46,5 +46,5 @@ def graphs(world: World) -> dict[str, list[int]]:
 
 @pytest.mark.long
 def test_nine_blocks_of_every_strategy_share_a_few_graphs() -> None:
-    for found in run_ranks(graphs, 2, timeout_s=120):
+    for found in run_ranks(graphs, 2):
         assert found == {strategy: [1, 2, 3, 3] for strategy in STRATEGIES}  # training, evaluation, batches of any size

@@ -112,7 +112,7 @@ def make(hit: Hit, env: dict[str, str], after_s: float, base: Path, straight: di
             else:
                 kill_one(program, folder, hit, random.Random(hit.number))
         ended = program.wait()
-        program.wait_until_gone(10)
+        program.wait_until_gone()
     hit.by_itself = ended.status == 0
     for _ in range(3):
         if ended.status == 0:
@@ -140,7 +140,7 @@ def kill_one(program: Program, folder: Path, hit: Hit, draw: random.Random) -> N
         found = [row for row in rows(folder / "events.jsonl") if row["event"] in ("start", "resume")]
         return len(found) > known and len(steps(folder)) > (found[-1].get("step") or 0)
 
-    program.wait_for(is_back, 60)
+    program.wait_for(is_back)
     if program.process.poll() is None:
         hit.back_s.append(time.monotonic() - began)
 

@@ -228,7 +228,7 @@ def with_a_bad_token(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
         program.wait_for(lambda: (place / "run/metrics.jsonl").exists() and steps(place / "run"))
         tokens[sequences * 64 + 30] = 600
         tokens.flush()
-        return Disturbed(place / "run", program.wait(60), program.wait_until_gone())
+        return Disturbed(place / "run", program.wait(), program.wait_until_gone())
 
 
 @pytest.mark.long

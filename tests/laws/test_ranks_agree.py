@@ -65,10 +65,10 @@ def test_a_local_rank_that_alone_sees_an_error_says_it(tmp_path: Path) -> None:
     )
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script))
     with Program("1", str(tmp_path / "run"), command=torchrun) as alone:
-        said = alone.wait(60).err
+        said = alone.wait().err
     assert re.search(r"^rank 1: error: .*no/such/folder", said, re.MULTILINE), said
     with Program("01", str(tmp_path / "run"), command=torchrun) as both:
-        said = both.wait(60).err
+        said = both.wait().err
     assert re.search(r"^error: .*no/such/folder", said, re.MULTILINE), said
     assert "rank 1: error" not in said
 

@@ -107,7 +107,7 @@ def test_weights_after_five_steps_are_those_of_torch_ddp(world_size: int) -> Non
     With three, DDP's factor 3/3 rounds and a ring adds in an order that depends on the place in the buffer. An update
     by runs of elements rounds otherwise behind the last whole vector of a run.
     """
-    for row in run_ranks(on_ranks, world_size, timeout_s=200):
+    for row in run_ranks(on_ranks, world_size):
         for model, found in row.items():
             wanted = found.pop("torch")
             start = found.pop("start")

@@ -158,7 +158,7 @@ def restored(world: World, path: str, kind: str, strategy: str) -> Any:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run_ranks(first_half, 2, str(folder), opened=False, timeout_s=200)[0]
+    return folder, run_ranks(first_half, 2, str(folder), opened=False)[0]
 
 
 def require_same_curves(found: dict[Any, Any], wanted: dict[Any, Any]) -> int:
@@ -184,7 +184,7 @@ def test_one_process_goes_on(saved: tuple[Path, dict[Any, Any]]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_world_and_strategy_goes_on(saved: tuple[Path, dict[Any, Any]], world_size: int) -> None:
     folder, wanted = saved
-    for found in run_ranks(second_half, world_size, str(folder), timeout_s=200):
+    for found in run_ranks(second_half, world_size, str(folder)):
         num_same = require_same_curves(found, wanted)
         if world_size == 2:
             assert num_same == len(list(combinations(2)))
@@ -642,12 +642,12 @@ def test_after_kill_9_at_any_moment_two_replicas_go_on_to_the_same_end(tmp_path:
             signal.sigtimedwait([], chance.uniform(0, 0.05))
             killed.kill_all(pids)
     with program("killed") as last:
-        ended = last.wait(100).require(0)
+        ended = last.wait().require(0)
     first, second, done = next(line.split()[1:] for line in ended.out.splitlines() if line.startswith("begins "))
     assert int(first) >= 20
     assert first == second == done
     with program("straight") as straight:
-        assert straight.wait(100).require(0).out.split()[-2:] == ended.out.split()[-2:]
+        assert straight.wait().require(0).out.split()[-2:] == ended.out.split()[-2:]
 
 
 def losses_around_a_restore(world: World, path: str) -> list[float]:

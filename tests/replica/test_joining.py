@@ -177,7 +177,7 @@ def run(folder: Path, scripts: dict[str, str], world_size: int) -> Ends:
     told = [{"code": scripts[name], "env": env} for (name, _), env in zip(keys, envs, strict=True)]
     (folder / "scripts.json").write_text(json.dumps(told))
     with Program("-c", PARENT, "scripts.json", command=(sys.executable,), cwd=folder) as program:
-        statuses = json.loads(program.wait(240).require(0).out)
+        statuses = json.loads(program.wait().require(0).out)
         program.wait_until_gone()
     said = [((folder / f"out{n}").read_text(), (folder / f"err{n}").read_text()) for n in range(len(keys))]
     return {key: End(status, *texts) for key, status, texts in zip(keys, statuses, said, strict=True)}

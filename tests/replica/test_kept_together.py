@@ -146,12 +146,12 @@ def require_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_everything_goes_on_in_any_world(tmp_path: Path) -> None:
     """S2, D2, D5: saved by two ranks, before a step is made and after it, in the middle of a pass; one, two and three
     go on. Each replica of equal shapes gets its own back."""
-    wanted = run_ranks(straight, 2, str(tmp_path), timeout_s=200)[0]
+    wanted = run_ranks(straight, 2, str(tmp_path))[0]
     assert wanted["ddp-before"][0] == pytest.approx(wanted["ddp-after"][0], abs=1e-6)
     with alone() as world:
         require_same(resumed(world, str(tmp_path)), wanted)
     for size in (2, 3):
-        for found in run_ranks(resumed, size, str(tmp_path), timeout_s=200):
+        for found in run_ranks(resumed, size, str(tmp_path)):
             require_same(found, wanted)
 
 

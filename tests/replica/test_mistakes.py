@@ -399,7 +399,7 @@ def all_mistakes(world: World) -> tuple[Said, dict[str, Said]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[Said, dict[str, Said]]]:
-    return run_ranks(all_mistakes, 2, timeout_s=200)
+    return run_ranks(all_mistakes, 2)
 
 
 UNFINISHED = "a gradient was read or changed between step.backward and step.finish"

@@ -60,7 +60,7 @@ def test_a_function_draws_between_the_scripts_own_draws_as_in_a_loop_that_fetche
 
 def test_ranks_share_what_a_function_draws_alone_and_may_draw_before() -> None:
     trained, evaluated = fetching_ahead(0.0)
-    found = run_ranks(whole_ported, 3, 0.0, timeout_s=150)
+    found = run_ranks(whole_ported, 3, 0.0)
     assert [rank[1] for rank in found] == [evaluated] * 3
     assert [[number for rank in found for number in rank[0][step]] for step in range(NUM_STEPS)] == trained
 

@@ -211,7 +211,7 @@ def test_one_process_without_a_launcher(oracle: dict[str, Course]) -> None:
 
 @pytest.mark.long
 def test_three_ranks_with_uneven_rows_and_with_none(oracle: dict[str, Course]) -> None:
-    require_all_alike(run_ranks(courses, 3, timeout_s=200), oracle)
+    require_all_alike(run_ranks(courses, 3), oracle)
 
 
 def require_all_alike(on_ranks: list[dict[tuple[str, str], Course]], oracle: dict[str, Course]) -> None:
@@ -431,7 +431,7 @@ def own_ways(world: World) -> dict[str, Any]:
 
 
 def test_two_ranks_and_what_has_its_own_ways(oracle: dict[str, Course]) -> None:
-    first, second = run_ranks(own_ways, 2, timeout_s=200)
+    first, second = run_ranks(own_ways, 2)
     require_all_alike([first["courses"], second["courses"]], oracle)
     wanted = expected_statistics()
     for mine, other in zip(first["norms"], second["norms"], strict=True):

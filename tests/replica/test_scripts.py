@@ -279,7 +279,7 @@ def everything(world: World) -> dict[str, Any]:
 def worlds() -> dict[int, list[dict[str, Any]]]:
     with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
         rows = {1: [everything(world)]}
-    return rows | {size: run_ranks(everything, size, timeout_s=280) for size in (2, 3)}
+    return rows | {size: run_ranks(everything, size) for size in (2, 3)}
 
 
 def rows_of(worlds: dict[int, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

@@ -107,7 +107,7 @@ def on_ranks(world: World) -> dict[Any, Seen]:
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda size: f"world-{size}"
 )
 def rows(request: pytest.FixtureRequest) -> list[dict[Any, Seen]]:
-    return run_ranks(on_ranks, request.param, timeout_s=120)
+    return run_ranks(on_ranks, request.param)
 
 
 @pytest.mark.parametrize(("wire", "optimizer"), CASES)

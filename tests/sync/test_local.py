@@ -231,7 +231,7 @@ def make_all(_: ParallelConfig, env: Environment, base: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
     base = tmp_path_factory.mktemp("local")
-    return base, run_ranks(make_all, 2, base, opened=False, timeout_s=120)
+    return base, run_ranks(make_all, 2, base, opened=False)
 
 
 def end(folder: Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def all_cases(world: World) -> dict[Any, Trained]:
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"world-{size}")
 def rows(request: pytest.FixtureRequest) -> list[dict[Any, Trained]]:
     config = ParallelConfig(device="cpu", threads=1, timeout_s=30.0, shared_memory=False)  # else nothing is rounded
-    return run_ranks(all_cases, request.param, timeout_s=240, config=config)
+    return run_ranks(all_cases, request.param, config=config)
 
 
 def equal(left: dict[Any, torch.Tensor], right: dict[Any, torch.Tensor]) -> bool:

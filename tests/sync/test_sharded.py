@@ -274,7 +274,7 @@ def worlds() -> dict[Any, list[dict[Any, Trained]]]:
     before: Any = "local"
     for size in (4, 3, 1):
         donors = {run: join(rows[before], run) for run in HANDED_ON}
-        answers = run_ranks(on_ranks, size, donors, timeout_s=280)
+        answers = run_ranks(on_ranks, size, donors)
         rows[size] = [runs for runs, _ in answers]
         rows["stale"][size] = [stale for _, stale in answers]
         before = size
@@ -467,7 +467,7 @@ def compiled(world: World) -> list[list[float]]:
 
 
 def test_compiled_blocks_wait_for_their_weights_too() -> None:
-    for with_compiler, plain in run_ranks(compiled, 2, timeout_s=180):
+    for with_compiler, plain in run_ranks(compiled, 2):
         assert with_compiler == pytest.approx(plain, abs=1e-5)
         assert plain[0] - plain[-1] > 0.1, "nothing learned"
 

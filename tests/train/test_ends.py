@@ -65,9 +65,10 @@ def test_a_crash_in_the_last_evaluation_loses_nothing(tmp_path: Path, straight: 
 def test_a_kill_in_an_evaluation_resumes_at_its_step(tmp_path: Path, straight: Path) -> None:
     """A1. Where a save was due at the step that is evaluated, the save comes first."""
     folder = tmp_path / "run"
-    flags = (*TINY[2:], "--train.steps", str(STEPS), "--train.eval-every", "2", "--checkpoint.every", "4")
+    flags = (*TINY, "--train.steps", str(STEPS), "--train.eval-sequences", "8")
+    flags = (*flags, "--train.eval-every", "2", "--checkpoint.every", "4")
     killed = "rank=0 step=5 phase=evaluate kind=sleep seconds=3; rank=0 step=5 phase=evaluate kind=kill"
-    with Program("train", "--preset", "tiny", *flags, "--out", str(folder), env={"PACELINE_FAULTS": killed}) as program:
+    with Program("train", *flags, "--out", str(folder), env={"PACELINE_FAULTS": killed}) as program:
         program.wait().require(-signal.SIGKILL)
     assert saved(folder) == [4]
     assert sorted(evaluations(folder)) == [2]
@@ -233,7 +234,7 @@ def test_what_takes_long_at_the_end_is_said(
     assert status_of(tmp_path / "run", tiny(), slow) == 0
     said = words(capsys.readouterr().out)
     assert re.search(rf"saving the checkpoint of step {STEPS}: \d+ s", said)
-    assert re.search(rf"evaluating step {STEPS}: \d+ of 64 sequences after \d+ s", said)
+    assert re.search(rf"evaluating step {STEPS}: \d+ of 8 sequences after \d+ s", said)
 
 
 # ---- before the first step ----

