@@ -58,7 +58,7 @@ def one_error(ended: Ended) -> str:
 
 def test_it_stops_at_a_signal_and_the_same_command_trains_to_the_end(pair: SshHosts, tmp_path: Path) -> None:
     """The hosts share the disk, and so the run folder."""
-    flags = (*TINY, "--train.steps", "60", "--out", "run", "--resume", "auto")
+    flags = (*TINY, "--out", "run", "--resume", "auto")
     with started(pair, tmp_path, *flags) as program:
         program.wait_for(lambda: len(steps(tmp_path / "run")) > 2)
         program.process.terminate()
@@ -67,9 +67,9 @@ def test_it_stops_at_a_signal_and_the_same_command_trains_to_the_end(pair: SshHo
     with started(pair, tmp_path, *flags) as program:
         ended = program.wait().require(0)
         program.wait_until_gone(ENDS_S)
-    assert len(losses(tmp_path / "run")) == 60
+    assert len(losses(tmp_path / "run")) == 40
     assert steps(tmp_path / "run")[-1]["world_size"] == 2
-    assert ended.out.count("step 60: validation loss") == 1
+    assert ended.out.count("step 40: validation loss") == 1
     assert [row["event"] for row in rows(tmp_path / "run" / "events.jsonl")].count("end") == 2
 
 
