@@ -72,8 +72,8 @@ def can_have_a_lab() -> bool:
 
 
 def with_fewer_steps(command: str) -> str:
-    """A run of the preset tiny with fewer steps than its 40: 24, where a flag or a fault speaks of steps up to 20. A slow
-    host of a lab has twice the processor time."""
+    """A run of the preset tiny with fewer steps than its 40: 24, where a flag or a fault speaks of steps up to 20. A
+    slow host of a lab has twice the processor time."""
     if "lab --hosts" in command:
         command = re.sub(r" --train.steps \d+", "", command).replace("--cpu 1.0,0.35", "--cpu 1.0,0.7")
     if not re.search(r"\btrain .*--preset tiny", command) or "--train.steps" in command:
