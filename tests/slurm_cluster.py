@@ -86,7 +86,7 @@ class Cluster:
                 jobs.append(self.run("sbatch", "--parsable", *options, str(path)).partition(";")[0])
             return bool(jobs)
 
-        wait_for(is_taken, f"{path} is a job", 30.0)
+        wait_for(is_taken, f"{path} is a job")
         return jobs[0]
 
     def state(self, job: str) -> str:
@@ -120,7 +120,7 @@ class Cluster:
         wait_for(lambda: self.run("sinfo", "-h", "-p", "low", "-o", "%D %t") == "2 idle", "both nodes are idle")
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 280.0) -> None:
     """Returns when the condition holds; fails if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():

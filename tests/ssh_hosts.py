@@ -81,7 +81,7 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
 
 
 def _wait_for(command: tuple[str, ...]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while subprocess.run(command, capture_output=True, check=False).returncode:
         assert time.monotonic() < deadline, command
         time.sleep(0.05)

@@ -43,7 +43,7 @@ class NotingLoader(Loader):
         if step in self.failing:
             raise UserError(f"step {step} can not be read")
         if self.gate is not None:
-            self.gate.wait(10)
+            self.gate.wait(60)
         return super().host_batches(step)
 
 
@@ -72,7 +72,7 @@ def test_the_same_batches_in_any_order_of_steps(sequences: Sequences, steps: lis
 
 
 def until(condition: "object") -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -37,7 +37,7 @@ from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 
 TIMEOUT_S = 2.0
-LATEST_S = 20.0  # from the timeout to the end of all ranks: 2 on a quiet machine
+LATEST_S = 50.0  # from the timeout to the end of all ranks: 2 on a quiet machine
 PATIENCE_S = 60.0  # the group's own timeout, which never comes first here
 PEER_LOST, OTHER_ERROR = 3, 4  # exit statuses
 
@@ -130,7 +130,7 @@ class Ranks:
 
     def wait_for(self, name: str) -> None:
         """Returns when every rank has left something of that name."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while any(not (self.folder / f"{name}-{rank}").exists() for rank in range(len(self.processes))):
             assert time.monotonic() < deadline, self.statuses()
             time.sleep(0.005)
@@ -328,13 +328,13 @@ def test_who_is_slow_or_sleeps_for_a_while_is_left_alone(tmp_path: Path) -> None
         os.kill(worlds[-1].pids[1], signal.SIGCONT)
         if time.monotonic() - stopped_s < 0.8 * TIMEOUT_S:
             break
-        worlds.pop().end(time.monotonic() + 20)  # this process was late: that one may have been away for too long
+        worlds.pop().end(time.monotonic() + 60)  # this process was late: that one may have been away for too long
     time.sleep(0.5 * TIMEOUT_S)
     for pid in sleeping.pids:
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.3)
     for ranks in worlds:
-        ranks.end(time.monotonic() + 40)
+        ranks.end(time.monotonic() + 60)
         assert ranks.statuses() == [0, 0]
 
 
@@ -412,7 +412,7 @@ def test_who_is_missing_is_named(tmp_path: Path, task: Task, signals: list[int],
         ranks.wait_for("here")
     for number in signals:
         os.kill(ranks.pids[1], number)
-    ranks.end(time.monotonic() + 20)
+    ranks.end(time.monotonic() + 60)
     assert ranks.statuses() == [PEER_LOST, -signal.SIGKILL if signals else OTHER_ERROR, PEER_LOST]
     for rank in (0, 2):
         assert re.match(says, ranks.said("explained", rank)), ranks.said("explained", rank)

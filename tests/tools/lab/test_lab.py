@@ -113,7 +113,7 @@ class Remains:
 
     def wait_until_dead(self) -> None:
         """What the kernel does by itself, for a lab that was killed, too."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.processes():
             assert time.monotonic() < deadline, self.processes()
             time.sleep(0.01)

@@ -15,7 +15,7 @@ FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448  # of Ethernet with TCP timestamps, as a
 MODEL = ("--preset", "tiny", "--model.n-embd", "256", "--model.n-layer", "3", "--model.n-head", "4")
 ONLY_STEPS = ("--train.eval-every", "-1", "--train.sample-tokens", "0", "--parallel.strategy", "ddp")
 WARM_UP = 3
-TOLERANCE = 0.08  # 5% on a quiet machine (docs/LOG.md); this one may have other work
+TOLERANCE = 0.2  # 5% on a quiet machine (docs/LOG.md); this one may have other work
 
 
 def in_lab(*arguments: str) -> None:

@@ -272,7 +272,7 @@ def test_followers_stop_hurrying_when_another_attempt_of_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def until_unhurried(follower: follow._Follower) -> None:
-        follower.hurry.wait(10)
+        follower.hurry.wait(60)
         for _ in range(500):
             if not follower.hurry.is_set():
                 follower.has_everything = True

@@ -80,7 +80,7 @@ def test_on_a_terminal_it_redraws_and_leaves_the_last_screen(tmp_path: Path) -> 
         made.steps(5)
         until("step 25 of 500")
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         os.close(terminal)
 
 
