@@ -1,9 +1,9 @@
-# make setup | train | test | test-long | check | docs        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
+# make setup | train | test | test-long | test-alone | check | docs        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-long check docs clean
+.PHONY: setup train test test-long test-alone check docs clean
 
 setup: $(VENV)/installed
 
@@ -22,6 +22,8 @@ test: setup  ## all but the tests that take more than ten seconds each; three fi
 
 test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands; a failed one is run again, and listed
 	$(BIN)/python -m pytest -m "long and not alone" -n 3 --dist loadgroup --no-loadscope-reorder --reruns 1 -rR
+
+test-alone: setup  ## those that measure this machine, with nothing beside them; a busy machine fails them, and CI does not run them
 	$(BIN)/python -m pytest -m "long and alone" --reruns 1 -rR
 
 check: setup  ## lint, format, types, import contract

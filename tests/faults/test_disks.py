@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """RUN/checkpoints on a disk of its own, which one checkpoint fits, but not two."""
     folder = tmp_path / "run/checkpoints"
     folder.mkdir(parents=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", folder], capture_output=True)
     if made.returncode:
         pytest.skip(f"cannot mount here: {made.stderr.decode().strip()}")
     yield folder
@@ -50,7 +50,8 @@ def test_on_a_full_disk_training_continues_and_with_room_it_saves_again(
     seen: list[list[int]] = []
 
     def make_room() -> None:
-        while not events(folder, "checkpoint failed"):
+        deadline = time.monotonic() + 120
+        while not events(folder, "checkpoint failed") and time.monotonic() < deadline:
             time.sleep(0.005)
         seen.append(saved(folder))
         grow(small_disk)
