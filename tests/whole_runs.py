@@ -18,10 +18,10 @@ STEPS = 6
 
 
 def tiny(**changes: Any) -> Config:
-    """Returns the preset `tiny`, half as wide, with few steps and these changes, `section__field=value`."""
+    """Returns the preset `tiny` with few steps and these changes, `section__field=value`."""
     config = load_preset("tiny", Config())
     config = config.replace("train", steps=STEPS, sample_tokens=0, eval_sequences=8).replace("parallel", threads=1)
-    config = config.replace("checkpoint", retry_s=0.0).replace("model", n_embd=32)
+    config = config.replace("checkpoint", retry_s=0.0)
     for name, value in changes.items():
         section, field = name.split("__")
         config = config.replace(section, **{field: value})

@@ -47,9 +47,7 @@ def name(*places: Place) -> str:
 
 def tiny(strategy: str, stop_at_step: int = 0) -> Config:
     config = load_preset("tiny", Config())
-    config = config.replace("train", steps=STEPS, sample_tokens=0, eval_every=-1, stop_at_step=stop_at_step).replace(
-        "model", n_embd=32
-    )
+    config = config.replace("train", steps=STEPS, sample_tokens=0, eval_every=-1, stop_at_step=stop_at_step)
     return config.replace("parallel", strategy=strategy, threads=1, check_every=1)
 
 

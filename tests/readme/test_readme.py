@@ -78,7 +78,7 @@ def with_fewer_steps(command: str) -> str:
         command = re.sub(r" --train.steps \d+", "", command).replace("--cpu 1.0,0.35", "--cpu 1.0,0.7")
     if not re.search(r"\btrain .*--preset tiny", command) or "--train.steps" in command:
         return command
-    count = 24 if re.search(r"\b(step|steps|stop-at-step|every|profile)\b", command) else 6 if "lab" in command else 12
+    count = 24 if re.search(r"\b(step|steps|stop-at-step|every|profile)\b", command) else 12
     return command.replace(" --out", f" --train.steps {count} --train.eval-sequences 8 --out")
 
 
