@@ -78,7 +78,8 @@ def test_a_full_disk_at_the_end_is_tried_again_until_there_is_room(
     assert status_of(folder, tiny(train__stop_at_step=2)) == 75
 
     def make_room() -> None:
-        while not events(folder, "checkpoint failed"):
+        deadline = time.monotonic() + 120
+        while not events(folder, "checkpoint failed") and time.monotonic() < deadline:
             time.sleep(0.01)
         grow(small_disk)
 
