@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 from in_process import here
+from whole_runs import status_of, tiny
 
-from paceline.record.folder import COMPLETE, create
+from paceline.base import units
+from paceline.record.folder import COMPLETE, RunFolder, create
+from paceline.record.state import read_state
 
 
 def made(path: Path, lr: float, **end: object) -> None:
     folder = create(path)
     folder.config.write_text(f'[train]\nsteps = 30\n[optim]\nlr = {lr}\nname = "adamw"\n')
     folder.append_event("start")
-    folder.append_metrics({"step": 20, "loss": 2.5, "tokens_per_s": 12_345.0})
+    folder.append_metrics({"step": 20, "loss": 2.5, "tokens_per_s": 12_345.0, "step_ms": 10.0})
     folder.append_metrics({"step": 20, "val_loss": 2.75})
     if end:
         folder.append_event("end", **end)
@@ -45,9 +48,11 @@ def test_a_long_name_is_whole_in_a_pipe_and_a_value_that_is_no_number_is_left_ou
     with (tmp_path / name / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "loss": NaN, "tokens_per_s": NaN}\n')
     lines = here("runs", str(tmp_path), cwd=tmp_path).require().out.splitlines()
-    assert [line.split()[:-1] for line in lines if name in line] == [[name, "ended", "30", "of", "30", "2.7500"]]
+    assert [line.split()[:-1] for line in lines if name in line] == [
+        [name, "ended", "30", "of", "30", "2.7500", "12.3k"]
+    ]
     (run,) = json.loads(here("runs", str(tmp_path), "--json", cwd=tmp_path).require().out)
-    assert (run["loss"], run["tokens_per_s"]) == (None, None)
+    assert (run["loss"], run["tokens_per_s"]) == (None, 12_345.0)
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
@@ -68,3 +73,14 @@ def test_a_run_that_only_its_user_may_look_into_is_left_out(tmp_path: Path, monk
     monkeypatch.setattr(os, "stat", refuse)
     (run,) = json.loads(here("runs", str(tmp_path), "--json", cwd=tmp_path).require().out)
     assert Path(run["run"]).name == "mine"
+
+
+def test_the_end_of_train_and_runs_show_the_same_rate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They differed by a tenth: the mean of all steps, and the last row."""
+    assert status_of(tmp_path / "run", tiny(train__eval_every=-1)) == 0
+    rate = read_state(RunFolder(tmp_path / "run")).rate
+    assert rate is not None
+    assert rate.num_rows == 5
+    shown = units.count(round(rate.tokens_per_s))
+    assert f"\n{shown} tokens/s" in capfd.readouterr().out
+    assert f"  {shown}  " in here("runs", str(tmp_path), cwd=tmp_path).require().out

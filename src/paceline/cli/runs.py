@@ -80,24 +80,24 @@ def _differences(configs: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, An
 
 def _cells(state: RunState) -> list[str]:
     steps = f"{state.step:,}" + (f" of {state.num_steps:,}" if state.num_steps else "")
-    rate = _number(state.last, "tokens_per_s")
     return [
         state.kind,
         steps,
         _text(_number(state.last, "loss")),
         _text(_number(state.evaluation, "val_loss")),
-        "" if rate is None else units.count(round(rate)),
+        units.count(round(state.rate.tokens_per_s)) if state.rate else "",
         units.duration(max(0.0, time.time() - state.updated_s)),
     ]
 
 
 def _as_json(path: Path, state: RunState, settings: dict[str, Any]) -> dict[str, Any]:
-    facts = {key: value for key, value in dataclasses.asdict(state).items() if key not in ("last", "evaluation")}
-    values = {key: _number(state.last, key) for key in ("loss", "tokens_per_s")}
+    rows = ("last", "evaluation", "rate")
+    facts = {key: value for key, value in dataclasses.asdict(state).items() if key not in rows}
     return {
         "run": str(path),
         **facts,
-        **values,
+        "loss": _number(state.last, "loss"),
+        "tokens_per_s": state.rate.tokens_per_s if state.rate else None,
         "val_loss": _number(state.evaluation, "val_loss"),
         "settings": settings,
     }

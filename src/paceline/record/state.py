@@ -14,6 +14,7 @@ import psutil
 from paceline.base.jsonl import Row, last_rows
 from paceline.record.events import ending
 from paceline.record.folder import RunFolder
+from paceline.record.rate import Rate, rate_of
 from paceline.record.read import step_of
 
 # running: its process lives. ended: it reached its horizon. stopped: on request, saved. failed: an error was recorded.
@@ -33,6 +34,7 @@ class RunState:
     num_steps: int | None  # None: the horizon is not a number of steps
     last: Row  # the newest training row; empty if there is none
     evaluation: Row  # the newest evaluation row; empty if there is none, or it is long ago
+    rate: Rate | None  # over the newest steps; None before the first
     updated_s: float  # when the newest record was written, in seconds since 1970
 
     @property
@@ -54,6 +56,7 @@ def read_state(folder: RunFolder) -> RunState:
         num_steps=_num_steps(folder, events),
         last=last,
         evaluation=next((row for row in reversed(rows) if "val_loss" in row), {}),
+        rate=rate_of(rows, events),
         updated_s=max(times),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from paceline.base import units
 from paceline.record.balance import Balance, speeds
 from paceline.record.console import Console, table
+from paceline.record.rate import Rate
 from paceline.record.rows import StepRow
 from paceline.record.stragglers import Stragglers
 
@@ -62,16 +63,16 @@ def _add(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]]) ->
         sums[name] = [before + value for before, value in zip(so_far, by_rank, strict=True)]
 
 
-def where_time_went(console: Console, totals: Totals, num_ranks: int) -> None:
-    """Prints the mean step by its parts."""
+def where_time_went(console: Console, totals: Totals, rate: Rate | None, num_ranks: int) -> None:
+    """Prints the mean step by its parts, and the run's rate."""
     if not totals.num_steps:
         return
     step_ms, parts = totals.mean("step_ms"), totals.mean_parts()
     columns, rows = _by_rank(parts, step_ms)
     console.say(table("Where a step's time went, ms", columns, rows))
-    line = f"{units.count(round(totals.tokens_per_s))} tokens/s"
-    if totals.sum("mfu"):
-        line += f", MFU {100 * totals.mean('mfu'):.1f}%"
+    line = f"{units.count(round(rate.tokens_per_s if rate else totals.tokens_per_s))} tokens/s"
+    if rate and rate.mfu > 0:
+        line += f", MFU {100 * rate.mfu:.1f}%"
     if num_ranks > 1:
         comm_ms = totals.mean("comm_ms")
         hidden_ms = max(0.0, comm_ms - totals.mean("exposed_comm_ms"))

@@ -26,6 +26,7 @@ from paceline.optim.schedule import lr_factor
 from paceline.record import summary
 from paceline.record.console import Console
 from paceline.record.folder import COMPLETE
+from paceline.record.state import read_state
 from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
@@ -285,7 +286,7 @@ class Training:
         states = setup.group.share_text(overall({str(item): tensor for item, tensor in own.items()}))
         facts = {"reason": stop_reason or COMPLETE, "straggler_cost_s": round(recorder.stragglers.cost_ms / 1e3, 3)}
         recorder.event("end", step=step, digest=digest, state_digests=states, **facts)
-        summary.where_time_went(console, recorder.totals, setup.world.world_size)
+        summary.where_time_went(console, recorder.totals, read_state(setup.folder).rate, setup.world.world_size)
         if setup.predicted and (remark := setup.predicted.remark(recorder.totals)):
             console.say(f"{remark}\n", style="yellow")
         summary.who_did_what(console, recorder.totals)
