@@ -34,6 +34,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def milliseconds(value: float) -> str:
+    """1234.5 -> '1,234 ms'; 1.2345 -> '1.23 ms'."""
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
 def listed(items: Sequence[object], most: int = 3) -> str:
     """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
     shown = ", ".join(map(str, items[:most]))

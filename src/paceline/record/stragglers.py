@@ -8,16 +8,31 @@ sequences may take proportionally longer.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
+
+from paceline.base import units
 
 PER_SEQUENCE = ("data", "forward", "backward")  # phases that grow with the number of sequences
 PER_STEP = ("optimizer", "other")
-# Report a rank whose own time exceeds the median rank's by `share` in `least` of the last `window` steps. Twice as slow
-# is clear at once. Slightly slower (a hot or older GPU) takes longer to tell from noise: another program on the core
-# can double the time of a dozen short steps.
-_REPORT_AT = ((1.0, 7, 8), (0.15, 27, 30))
-_OVER_AT = (0.15, 1, 8)  # the report ends when at most 1 of the last 8 steps is slow
 _LEAST_MS = 2.0  # less is noise
-_WINDOW = max(window for _, _, window in _REPORT_AT)
+_MEAN_STEPS = 25
+
+
+@dataclass(frozen=True, eq=False)
+class _Test:
+    """When to report a rank by its last excesses, and when the report ends."""
+
+    report_at: tuple[tuple[float, int, int], ...]  # own time above the median rank's by `share` in `least` of `window`
+    over_at: tuple[float, int, int]  # at most `most` of the last `window` are above `share`
+
+
+# Twice as slow is clear at once. Slightly slower takes longer to tell from noise: another program on the core can
+# double the time of a dozen short steps.
+_OF_STEPS = _Test(((1.0, 7, 8), (0.15, 27, 30)), (0.15, 1, 8))
+# Of means over _MEAN_STEPS steps. Of two equal ranks one is the slower in each step, by as much as their times scatter;
+# in the mean of many steps only a rank that is slower (a hot or older GPU) is.
+_OF_MEANS = _Test(((0.05, 7, 8),), (0.05, 4, 8))
+_WINDOW = 30  # the longest of both
 
 
 @dataclass(frozen=True)
@@ -55,35 +70,48 @@ class _Excess:
         return self.total_ms > max(share * sum(self.median_ms.values()), _LEAST_MS)
 
 
+def _excess_windows() -> dict[_Test, deque[_Excess]]:
+    return {test: deque(maxlen=_WINDOW) for test in (_OF_STEPS, _OF_MEANS)}
+
+
 @dataclass
 class _Rank:
-    window: deque[_Excess] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    is_reported: bool = False
+    windows: dict[_Test, deque[_Excess]] = field(default_factory=_excess_windows)
+    reported_by: _Test | None = None
     num_slow_steps: int = 0
     cost_ms: float = 0.0  # while it was reported
     stretch_ms: float = 0.0  # since the last report
     by_phase: dict[str, float] = field(default_factory=dict)
 
     def add(self, excess: _Excess) -> None:
-        self.window.append(excess)
-        if self.is_reported and excess.total_ms > 0:
+        """Adds one step's."""
+        self.windows[_OF_STEPS].append(excess)
+        if self.reported_by and excess.total_ms > 0:
             self.cost_ms += excess.total_ms
             self.stretch_ms += excess.total_ms
-            self.num_slow_steps += excess.is_above(_OVER_AT[0])
+            self.num_slow_steps += excess.is_above(self.reported_by.over_at[0])
             for phase, ms in excess.ms.items():
                 self.by_phase[phase] = self.by_phase.get(phase, 0.0) + ms
 
-    def slow_steps(self) -> list[_Excess]:
-        """Returns the steps for which to report the rank; none if it is not slow."""
-        for share, least, window in _REPORT_AT:
-            above = [excess for excess in list(self.window)[-window:] if excess.is_above(share)]
-            if len(above) >= least:
-                return above
+    def report(self) -> list[_Excess]:
+        """Begins to report the rank if it is slow. Returns what is above the median rank's time; nothing otherwise."""
+        for test, excesses in self.windows.items():
+            for share, least, window in test.report_at:
+                above = [excess for excess in list(excesses)[-window:] if excess.is_above(share)]
+                if len(above) >= least:
+                    self.reported_by, self.stretch_ms = test, 0.0
+                    return above
         return []
 
-    def is_over(self) -> bool:
-        share, most, window = _OVER_AT
-        return sum(excess.is_above(share) for excess in list(self.window)[-window:]) <= most
+    def ends_report(self) -> bool:
+        """Returns whether the report ends now."""
+        assert self.reported_by is not None
+        share, most, window = self.reported_by.over_at
+        if sum(excess.is_above(share) for excess in list(self.windows[self.reported_by])[-window:]) > most:
+            return False
+        self.reported_by = None
+        self.windows[_OF_MEANS].clear()  # they would report it again for what is over
+        return True
 
 
 class Stragglers:
@@ -91,6 +119,7 @@ class Stragglers:
 
     def __init__(self, num_ranks: int):
         self._ranks = [_Rank() for _ in range(num_ranks)]
+        self._unaveraged: list[tuple[Sequence[int], Mapping[str, Sequence[float]]]] = []  # at most _MEAN_STEPS steps
         self.num_steps = 0
         self.cost_ms = 0.0  # by which reported ranks made steps longer
 
@@ -102,16 +131,28 @@ class Stragglers:
         self.num_steps += 1
         for rank, excess in zip(self._ranks, _excesses(step, num_sequences, parts), strict=True):
             rank.add(excess)
-        self.cost_ms += max([0.0, *(rank.window[-1].total_ms for rank in self._ranks if rank.is_reported)])
+        self.cost_ms += max([0.0, *(rank.windows[_OF_STEPS][-1].total_ms for rank in self._ranks if rank.reported_by)])
+        self._average(step, num_sequences, parts)
         found: list[Slow | Over] = []
         for index, rank in enumerate(self._ranks):
-            if rank.is_reported and rank.is_over():
-                rank.is_reported = False
-                found.append(Over(index, rank.stretch_ms / 1e3))
-            elif not rank.is_reported and (slow := rank.slow_steps()):
-                rank.is_reported, rank.stretch_ms = True, 0.0
+            if rank.reported_by:
+                if rank.ends_report():
+                    found.append(Over(index, rank.stretch_ms / 1e3))
+            elif slow := rank.report():
                 found.append(_slow(index, slow, parts))
         return found
+
+    def _average(self, step: int, num_sequences: Sequence[int], parts: Mapping[str, Sequence[float]]) -> None:
+        """Adds the means of the last _MEAN_STEPS steps, once there are so many."""
+        self._unaveraged.append((num_sequences, parts))
+        if len(self._unaveraged) < _MEAN_STEPS:
+            return
+        counts, rows = zip(*self._unaveraged, strict=True)
+        mean_parts = {phase: _means([row[phase] for row in rows]) for phase in (*PER_SEQUENCE, *PER_STEP)}
+        excesses = _excesses(step - _MEAN_STEPS + 1, _means(counts), mean_parts)
+        for rank, excess in zip(self._ranks, excesses, strict=True):
+            rank.windows[_OF_MEANS].append(excess)
+        self._unaveraged.clear()
 
     def summary(self) -> list[tuple[int, int, str, float]]:
         """Returns for each rank that was ever reported: the rank, its number of slow steps since, their most frequent
@@ -123,7 +164,14 @@ class Stragglers:
         ]
 
 
-def _excesses(step: int, counts: Sequence[int], parts: Mapping[str, Sequence[float]]) -> list[_Excess]:
+def none_named(work_ms: Mapping[int, float], when: str) -> str:
+    """Returns the sentence to show of ranks of which none is reported. work_ms: of each rank in the mean step."""
+    longest = max(work_ms, key=lambda rank: work_ms[rank])
+    most, usual = units.milliseconds(work_ms[longest]), units.milliseconds(_lower_median(list(work_ms.values())))
+    return f"No rank is named slow. {when} rank {longest} works longest, {most} of a step; the median rank {usual}."
+
+
+def _excesses(step: int, counts: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[_Excess]:
     busy = [rank for rank, count in enumerate(counts) if count]
     usual: dict[str, list[float]] = {}  # phase -> by rank
     for phase in PER_SEQUENCE:
@@ -146,6 +194,10 @@ def _slow(rank: int, slow: Sequence[_Excess], parts: Mapping[str, Sequence[float
     phase = max(totals, key=lambda name: totals[name])
     median_ms = sum(excess.median_ms[phase] for excess in slow) / len(slow)
     return Slow(rank, phase, median_ms + totals[phase] / len(slow), median_ms, slow[0].step)
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(by_rank) for by_rank in zip(*rows, strict=True)]
 
 
 def _lower_median(values: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: 
     left_s = 350 * median(row["step_ms"] for row in rows) / 1e3
     assert facts(view)["Time left"] == f"{round(left_s) // 60}m{round(left_s) % 60:02d}s"
     made.event("straggler over", step=150, rank=37, host="node4", cost_s=1.0)
-    assert "No rank is named slow. Rank 37 works longest" in viewed(made.folder).ranks_said
+    assert "No rank is named slow. Of late rank 37 works longest" in viewed(made.folder).ranks_said
 
 
 def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

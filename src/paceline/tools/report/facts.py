@@ -8,6 +8,7 @@ import numpy as np
 from paceline.base import units
 from paceline.record.events import hosts, starts
 from paceline.record.read import number
+from paceline.record.stragglers import none_named
 from paceline.tools.report import events
 from paceline.tools.report.read import Floats, Records, lower_median, median
 
@@ -21,8 +22,7 @@ PARTS = (
 )
 _OWN_WORK = ("rank_data_ms", "rank_forward_ms", "rank_backward_ms", "rank_optim_ms")
 _GRADIENT_BYTES = 4
-_MOSTLY = 0.5  # a rank is slow throughout if it is the slowest in this share of the steps,
-_CLEARLY = 0.05  # by this share of the median rank's time; less is noise
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -183,22 +183,23 @@ class Summary:
         work, num_steps = self.work_ms[chosen], self.records.steps_per_row()[chosen]
         if work.shape[1] < 2 or not len(work):
             return "One rank: nobody to wait for."
-        slowest_ms, usual_ms, slowest = np.nanmax(work, axis=1), lower_median(work), np.nanargmax(work, axis=1)
-        rank = int(np.bincount(slowest).argmax())
-        frac = float((slowest == rank).mean())
-        behind = median((slowest_ms / usual_ms - 1.0)[slowest == rank])
-        by = f"and then takes {behind:.0%} longer than the median rank" if math.isfinite(behind) else "by no measure"
-        who = f"rank {rank}" + (f" (host {self.hosts[rank]})" if rank < len(self.hosts) else "")
-        wait_s = float(np.nansum((slowest_ms - usual_ms) * num_steps)) / 1e3
+        wait_s = float(np.nansum((np.nanmax(work, axis=1) - lower_median(work)) * num_steps)) / 1e3
         cost = (
             "Were each step's slowest rank as fast as its median one, "
             f"training would take {duration(wait_s) or 'an unknown time'} less."
         )
         if self.is_uneven:
             cost += " Some ranks compute more sequences of a step than others, which is a part of that."
-        if frac >= _MOSTLY and behind >= _CLEARLY:
-            return f"Rank{who[4:]} was the slowest in {frac:.0%} of the steps, {by}. {cost}"
-        return f"No rank is slow throughout: {who} is the slowest most often, in {frac:.0%} of the steps, {by}. {cost}"
+        return f"{self._slow_ranks(work)} {cost}"
+
+    def _slow_ranks(self, work_ms: Floats) -> str:
+        """Names the ranks that training reported, as `watch` does. work_ms: (rows, ranks)."""
+        if not self.slow:
+            return none_named(dict(enumerate(map(_mean, work_ms.T))), "In the mean of all steps")
+        said = [f"{slow.text[0].upper()}{slow.text[1:]}." for slow in self.slow[:_MOST_NAMED]]
+        if len(self.slow) > _MOST_NAMED:
+            said.append(f"And so {len(self.slow) - _MOST_NAMED} times more.")
+        return " ".join(said)
 
     def traffic_text(self) -> str:
         traffic = self.traffic

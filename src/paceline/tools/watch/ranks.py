@@ -7,10 +7,12 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
+from paceline.base import units
 from paceline.base.jsonl import Row
 from paceline.record.events import STARTS, text
 from paceline.record.read import number
 from paceline.record.rows import StepRow
+from paceline.record.stragglers import none_named
 from paceline.tools.watch.view import RankView
 
 _STEP_FIELDS = {field.name for field in dataclasses.fields(StepRow)}
@@ -65,24 +67,15 @@ def said(ranks: Sequence[RankView], slow: dict[int, Row]) -> str:
     if len(ranks) < 2:
         return ""
     if not slow:
-        usual_ms = sorted(each.work_ms for each in ranks)[(len(ranks) - 1) // 2]
-        longest = ranks[0]
-        return (
-            f"No rank is named slow. Rank {longest.rank} works longest, {in_ms(longest.work_ms)} of a step of "
-            f"{in_ms(sum(longest.parts.values()))}; the median rank works {in_ms(usual_ms)}."
-        )
+        return none_named({each.rank: each.work_ms for each in ranks}, "Of late")
     return " ".join(_slow_said(rank, event) for rank, event in list(slow.items())[:_MOST_NAMED])
 
 
 def _slow_said(rank: int, event: Row) -> str:
-    host, ms, median_ms = text(event.get("host")), number(event.get("ms")), number(event.get("median_ms"))
+    host = text(event.get("host"))
+    ms, median_ms = (units.milliseconds(number(event.get(name))) for name in ("ms", "median_ms"))
     who = f"Rank {rank} ({host})" if host else f"Rank {rank}"
     return (
-        f"{who} is slow since step {text(event.get('since_step'))}: its {text(event.get('phase'))} takes {in_ms(ms)}, "
-        f"the median rank {in_ms(median_ms)}; all wait for it."
+        f"{who} is slow since step {text(event.get('since_step'))}: its {text(event.get('phase'))} takes {ms}, "
+        f"the median rank {median_ms}; all wait for it."
     )
-
-
-def in_ms(value: float) -> str:
-    """1234.5 -> '1,234 ms'; 1.2345 -> '1.23 ms'."""
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

@@ -15,7 +15,7 @@ from paceline.record.events import clock, details, hosts, starts, text
 from paceline.record.folder import RunFolder
 from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
-from paceline.tools.watch.ranks import in_ms, mean_steps, said, slow_ranks
+from paceline.tools.watch.ranks import mean_steps, said, slow_ranks
 from paceline.tools.watch.view import Event, Fact, RunView
 
 _NUM_RECENT = 20  # rows over which rates and times are averaged
@@ -114,7 +114,7 @@ class Run:
             ("Validation loss", number(evaluation.get("val_loss")), "{:.3f}".format, evaluated),
             ("Time left", left_s, units.duration, "of training"),
             ("Throughput", self._typical("tokens_per_s"), units.count, "tokens a second"),
-            ("Step", step_ms, in_ms, f"median of the last {len(self._recent)} rows"),
+            ("Step", step_ms, units.milliseconds, f"median of the last {len(self._recent)} rows"),
             ("MFU", self._typical("mfu"), "{:.1%}".format, "of the ranks' peak"),
             ("Ranks", number(last.get("world_size")), "{:.0f}".format, f"on {units.listed(names)}" if names else ""),
             ("Tokens", number(last.get("tokens")), units.count, ""),

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
+from paceline.base import units
 from paceline.record.console import PLAIN_WIDTH, printable, table, without_trailing_blanks
-from paceline.tools.watch.ranks import in_ms
 from paceline.tools.watch.run import Runs
 from paceline.tools.watch.view import RankView, RunView
 
@@ -132,14 +132,14 @@ def _ranks(view: RunView, width: int, most: int) -> list[Text]:
     lines = [Text(""), *said, Text.assemble(*legend)]
     lines += [_bar(each, width, longest_ms) for each in view.ranks[:most]]
     if others := view.ranks[most:]:
-        span = f"{in_ms(others[-1].work_ms)} to {in_ms(others[0].work_ms)}"
+        span = f"{units.milliseconds(others[-1].work_ms)} to {units.milliseconds(others[0].work_ms)}"
         lines.append(Text(f"{'':{_LABEL}}and {len(others)} more ranks, which work {span} a step", "bright_black"))
     return lines
 
 
 def _bar(each: RankView, width: int, longest_ms: float) -> Text:
     label = f"{each.rank:>5} {printable(each.host)[: _LABEL - 7]}"
-    end = f" {in_ms(each.work_ms)} of work"
+    end = f" {units.milliseconds(each.work_ms)} of work"
     room = max(10, width - _LABEL - len(end) - 5)
     bar: list[tuple[str, str]] = []
     drawn, total_ms = 0, 0.0
