@@ -14,6 +14,7 @@ once their launcher is dead, another parent.
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -300,6 +301,7 @@ def _be_a_rank(words: Sequence[str], env: dict[str, str], ranks: int) -> None:
 def _be(words: Sequence[str], env: dict[str, str]) -> None:
     """Runs what `python WORDS` runs, in a session of its own."""
     os.setsid()
+    gc.freeze()  # what the server imported (see ranks.py)
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # else that of before
