@@ -3,7 +3,7 @@
 import math
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from paceline.base.errors import UserError
 from paceline.replica.batch import Batch, moved
 from paceline.replica.checkpoints import Checkpoints, load_weights
+from paceline.replica.joining import join
+from paceline.replica.mistakes import known_names, named
 from paceline.replica.replica import Replica
 from paceline.replica.share import share
 from paceline.sync.replicas import overall
@@ -113,10 +115,120 @@ def test_means_of_one_micro_batch_have_one_weight(world: World) -> None:
     step = replica.step(Batch([DATA.tensors[0]]))
     for x in step:
         step.backward(replica.model(x).mean(), weight=3, more=True)
-        with pytest.raises(UserError, match=r"means of weights 3\.0 and 8\.0"):
+        with pytest.raises(UserError, match=r"losses of weights 3\.0 and 8\.0"):
             step.backward(replica.model(x).mean(), weight=8)
         step.backward(replica.model(x).mean(), weight=3)
     step.finish()
+
+
+def test_sums_of_one_micro_batch_have_one_weight(world: World) -> None:
+    """The second count was used for both: a loss of (a + b) / 40."""
+    replica = made(world)
+    step = replica.step(Batch([DATA.tensors[0]]))
+    for x in step:
+        step.backward(replica.model(x).sum(), weight=10, is_sum=True, more=True)
+        with pytest.raises(
+            UserError, match=r"weights 10\.0 and 40\.0, .* or make one backward of a / num_a \+ b / num_b"
+        ):
+            step.backward(replica.model(x).sum(), weight=40, is_sum=True)
+        step.backward(replica.model(x).sum(), weight=10, is_sum=True)
+    step.finish()
+
+
+STEP_CASES: dict[str, tuple[Callable[[Replica], Any], str]] = {  # an argument that had no effect -> what is said now
+    "max_norm": (lambda r: one(r, max_norm=-1.0), r"max_norm is -1\.0; it is the norm to clip to, at least 0"),
+    "max_norm none": (lambda r: one(r, max_norm=None), "max_norm is None; it is the norm to clip to"),
+    "max_norm nan": (lambda r: one(r, max_norm=math.nan), "max_norm is nan; it is the norm to clip to"),
+    "is_sum": (lambda r: r.step(X).backward(r.model(X).sum(), is_sum=True), "is_sum=True without weight="),
+    "max_steps": (lambda r: next(r.steps(DATA, batch_size=4, max_steps=-1)), "max_steps is -1; it is a total"),
+    "epochs": (lambda r: next(r.steps(DATA, batch_size=4, epochs=-1)), "epochs is -1; it is a total"),
+    "third value": (
+        lambda r: r.train(X, lambda x: (r.model(x).mean(), 8, 3)),
+        r"not 3 values such as \(loss, logits\)",
+    ),
+    "logits": (
+        lambda r: r.train(X, lambda x: (r.model(x).mean(), r.model(x))),
+        r"a tuple that is not \(mean loss, weight\)",
+    ),
+    "count": (lambda r: Batch([X, X], count=3), "count is 3, and there are 2 micro-batches"),
+    "rows": (lambda r: Batch([X, X], rows=[range(8)]), "rows has 1 ranges, and there are 2 micro-batches"),
+    "passes": (lambda r: Batch([X, X], passes=1), "passes is 1, the most of any rank, and this rank has 2"),
+    "function": (lambda r: Batch(lambda: [X]), "does not know how many micro-batches that draws: give rows= or count="),
+    "read_as": (
+        lambda r: made(r.world, read_as={"typo": torch.bfloat16}),
+        "read_as names 'typo', and the model has no",
+    ),
+    "rounded": (lambda r: made(r.world, rounded_gradients=["0.weight"]), "'0.weight', which read_as does not"),
+    "blocks": (
+        lambda r: made(r.world, blocks=[nn.Linear(4, 4)]),
+        "blocks has Linear, and the model has no such module",
+    ),
+    "more": (lambda r: rounded(r).backward(r.model(X).sum(), more=True), "leave rounded_gradients out"),
+}
+X = DATA.tensors[0]
+
+
+def one(replica: Replica, **settings: Any) -> None:
+    step = replica.step(X)
+    step.backward(replica.model(X).mean())
+    step.finish(**settings)
+
+
+def rounded(replica: Replica) -> Any:
+    names = ["0.weight", "1.weight"]
+    other = Replica(
+        replica.model,
+        replica.optimizers,
+        replica.world,
+        strategy="zero",
+        read_as=dict.fromkeys(names, torch.bfloat16),
+        rounded_gradients=names[:1],
+    )
+    return other.step(Batch([X], passes=1))
+
+
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_an_argument_is_used_or_refused(world: World, name: str) -> None:
+    act, message = STEP_CASES[name]
+    with pytest.raises(UserError, match=message):
+        act(made(world))
+
+
+def test_names_of_a_compiled_model_are_found(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].weight.requires_grad_(True)
+    known = known_names(torch.compile(model))  # type: ignore[arg-type]
+    assert named("read_as", "0.weight", known) == named("read_as", "_orig_mod.0.weight", known) == "_orig_mod.0.weight"
+
+
+def test_a_list_of_samples_is_one_argument(world: World) -> None:
+    """collate_fn=list: it was unpacked, and `takes 1 positional argument but 2 were given`."""
+    replica = made(world)
+    samples = [DATA[0], DATA[1]]
+    expected = replica.model(X[:2]).mean().item()
+    found = replica.train(Batch([samples]), lambda rows: torch.stack([replica.model(x) for x, _ in rows]).mean())
+    assert found.loss == pytest.approx(expected)
+
+
+class Fields(dict[str, Any]):
+    """As HF's and PyG's batches: an attribute is a key."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def test_a_dict_arrives_as_what_it_was(world: World) -> None:
+    """It arrived as a plain dict; one whose __getattr__ looks for a key ended in KeyError: 'to'."""
+    batch = Fields(x=torch.ones(2), inner={"y": torch.ones(1)})
+    there = moved(batch, torch.device("meta"))
+    assert type(there) is Fields
+    assert there.x.device.type == there.inner["y"].device.type == "meta"
+    assert batch.x.device.type == "cpu"
+
+
+def test_settings_of_a_replica_are_not_given_to_join() -> None:
+    with pytest.raises(UserError, match=r"join was given strategy, bucket_mb, which has no effect there"):
+        join(ParallelConfig(strategy="zero", bucket_mb=4.0))
 
 
 def test_a_total_is_what_the_weights_add_up_to(world: World) -> None:

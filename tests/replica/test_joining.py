@@ -148,6 +148,11 @@ print(world.sum(1))""",
     "a metric of rank 0": JOIN + LEARN + "step()\nif world.is_main:\n    print(world.mean(1.0))\nstep()",
     "a save of rank 0": JOIN + LEARN
     + "kept = paceline.Checkpoints('run', net=replica)\nstep()\nif world.is_main:\n    kept.save()\nstep()",
+    "weights of rank 1": JOIN + LEARN + "step(); step()\nif world.rank == 1:\n    model.weight.data.add_(1)",
+    "weights of rank 1, learned on": JOIN + LEARN + "replica.compare_every = 0\nstep()\nif world.rank == 1:\n"
+    "    model.weight.data.add_(1)\nreplica.compare_every = 100; replica.has_compared = True; step()",
+    "weights to export": JOIN + LEARN
+    + "step()\nif world.is_main:\n    with torch.no_grad():\n        model.weight.zero_()",
     "an evaluation of rank 0": JOIN + LEARN + """
 tests = paceline.share(rows, world, batch_size=4, shuffle=False)
 step()
@@ -257,6 +262,17 @@ def test_ranks_leave_together_and_quietly(ends: Ends) -> None:
         assert ends["status kept", rank] == End(75, "", "")
         assert ends["takes its time", rank] == End(0, "1\n", "")
         assert ends["again", rank] == End(0, "[0.0, 1.0]\n", "")
+
+
+@pytest.mark.long
+def test_ranks_do_not_leave_with_different_weights(ends: Ends) -> None:
+    """What one rank changed after its last step, as for an export, is its own affair, if torch saw the change."""
+    for name in ("weights of rank 1", "weights of rank 1, learned on"):
+        first, second = (ends[name, rank] for rank in range(2))
+        assert (first.status, second.status) == (1, 1)
+        assert "replicas are not equal after step 2: weight has 2 different values" in first.err
+        assert second.err == ""
+    assert [ends["weights to export", rank] for rank in range(2)] == [End(0, "", "")] * 2
 
 
 @pytest.mark.long

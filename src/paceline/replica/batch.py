@@ -1,5 +1,6 @@
 """A step's micro-batches on one rank: which rows of the batch they are, and drawing each when the step needs it."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -51,6 +52,8 @@ class Batch:
         its last one is used again."""
         self.given: list[Any] | None = None
         if not callable(micro_batches):
+            if count not in (None, len(micro_batches)):
+                raise mistake(f"count is {count}, and there are {len(micro_batches)} micro-batches: leave count out")
             self.given = given = list(micro_batches)
             micro_batches, count = (lambda: given), len(given)
             stand_in = stand_in or ((lambda: given[-1]) if given else None)
@@ -58,7 +61,13 @@ class Batch:
         self.observe: Callable[[Sequence[StepTimes]], None] | None = None
         """Takes the times of the step that used this batch, by rank; None: nothing depends on them."""
         self._draw = micro_batches
-        self._count = len(rows) if count is None and rows is not None else count or 0
+        if count is None and rows is None:
+            raise mistake("a Batch of a function does not know how many micro-batches that draws: give rows= or count=")
+        self._count = len(rows or ()) if count is None else count
+        if rows is not None and len(rows) != self._count:
+            raise mistake(f"rows has {len(rows)} ranges, and there are {self._count} micro-batches: give one for each")
+        if passes is not None and passes < self._count:
+            raise mistake(f"passes is {passes}, the most of any rank, and this rank has {self._count} micro-batches")
         self._drawn: Iterator[Any] | None = None
 
     def __len__(self) -> int:
@@ -199,16 +208,18 @@ class Split:
 
 
 def moved(micro_batch: Any, device: torch.device) -> Any:
-    """Returns the micro-batch with its tensors on the device; tuples and lists keep their type."""
-    knows_how = isinstance(micro_batch, torch.Tensor | PackedSequence) or hasattr(micro_batch, "keys")
-    if knows_how and hasattr(micro_batch, "to"):
+    """Returns the micro-batch with its tensors on the device; tuples, lists and dicts keep their type."""
+    kind = type(micro_batch)  # asked instead of the object, whose __getattr__ may look for a key
+    if isinstance(micro_batch, torch.Tensor | PackedSequence) or (hasattr(kind, "keys") and hasattr(kind, "to")):
         return micro_batch.to(device, non_blocking=device.type == "cuda")  # elsewhere the copy may outlive its source
     if isinstance(micro_batch, tuple) and hasattr(micro_batch, "_fields"):
         return type(micro_batch)(*(moved(item, device) for item in micro_batch))
     if isinstance(micro_batch, list | tuple):
         return type(micro_batch)(moved(item, device) for item in micro_batch)
     if isinstance(micro_batch, dict):
-        return {name: moved(item, device) for name, item in micro_batch.items()}
+        there = copy.copy(micro_batch)
+        there.update({name: moved(item, device) for name, item in micro_batch.items()})
+        return there
     return micro_batch
 
 
@@ -221,6 +232,11 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def is_samples(batch: Any) -> bool:
+    """Whether this is a list of uncollated samples, each a tuple."""
+    return isinstance(batch, list) and bool(batch) and all(type(item) is tuple for item in batch)
+
+
 def num_rows(batch: Any) -> int | None:
     """Returns the first dimension of the first tensor, or the length of a list of uncollated samples; None if there is
     neither. A guess (a batch may be sequence-first), so no loss is weighted by it (see Step.backward)."""
@@ -228,7 +244,7 @@ def num_rows(batch: Any) -> int | None:
         return int(batch.shape[0]) if batch.ndim else None
     if isinstance(batch, str | bytes):
         return None
-    if isinstance(batch, list) and batch and all(type(item) is tuple for item in batch):
+    if is_samples(batch):
         return len(batch)
     items: Iterable[Any] = batch if isinstance(batch, tuple | list) else ()
     if hasattr(batch, "keys") and hasattr(batch, "__getitem__"):

@@ -4,7 +4,8 @@ Between a backward pass and `reduce`, `.grad` holds only a part of the sum. A pl
 reading or changing it is an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,18 @@ class Gradients:
         self._arrived: set[torch.Tensor] = set()  # parameters that got a gradient in this backward pass
         self._in_backward = False
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool, may_pass_others: bool, fault: str | None = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        is_last: bool,
+        may_pass_others: bool,
+        has_weight: bool = True,
+        fault: str | None = None,
+    ) -> None:
         """Makes one backward pass. is_last: this rank's last in this step, so each full bucket starts its all-reduce.
-        may_pass_others: other models may be in the loss's graph, and get no gradients. fault: injected; "nan" is added
-        to a gradient."""
+        may_pass_others: other models may be in the loss's graph, and get no gradients. has_weight: False: its gradients
+        are dropped; those of a mean over no items are not numbers. fault: injected; "nan" is added to a gradient."""
         self.reveal()
         if fault == "nan":
             parameter = next(self._model.parameters())  # fsdp has gathered it for this pass; `trained` has shards
@@ -49,7 +58,7 @@ class Gradients:
         self._arrived.clear()
         self._in_backward = True
         try:
-            with self.sync.accumulate(last=is_last):
+            with self.sync.accumulate(last=is_last), self._dropping(has_weight):
                 loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -101,6 +110,17 @@ class Gradients:
                 f"{listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
                 "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
             )
+
+    @contextmanager
+    def _dropping(self, has_weight: bool) -> Iterator[None]:
+        """Replaces each gradient by zeros before it is added, if the pass has no weight."""
+        leaves = () if has_weight else self.sync.leaves()
+        handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _hide(self) -> None:
         self._hidden = [parameter.grad for parameter in self.trained.values()]

@@ -22,6 +22,7 @@ from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 
 _EXIT_HANDLERS_S = 5.0
+_OF_REPLICAS = ("strategy", "wire", "sync_every", "bucket_mb", "shares", "check_every", "repair", "step_timeout_s")
 
 
 def join(config: ParallelConfig | None = None) -> World:
@@ -32,14 +33,14 @@ def join(config: ParallelConfig | None = None) -> World:
     The world is left at the end of `with paceline.join() as world:`, by `world.leave()`, or when the script ends; a
     process group that was open before stays open. Then `join` may be called again.
 
-    `config.strategy` and fields about training steps are not read. A watchdog ends ranks that have waited for each
+    A watchdog ends ranks that have waited for each
     other for `config.timeout_s` seconds, or at once if they called different functions.
 
     An uncaught exception ends this rank at once, so that the others notice: UserError and RunError print one message,
     others a traceback. Exit status 2 for a UserError, else 1.
 
-    Raises UserError for a wrong interface, device or port, or another config than in the first call; RunError if ranks
-    do not meet.
+    Raises UserError for a wrong interface, device or port, a field that is a Replica's, or another config than in the
+    first call; RunError if ranks do not meet.
     """
     current = _Membership.current
     if current is not None and current.world is not None:
@@ -78,6 +79,12 @@ class _Membership:
     def enter(self) -> World:
         sys.excepthook = self.on_exception
         self.config.check()
+        default = ParallelConfig()
+        if unread := [name for name in _OF_REPLICAS if getattr(self.config, name) != getattr(default, name)]:
+            raise mistake(
+                f"paceline.join was given {', '.join(unread)}, which has no effect there: give strategy, wire, "
+                "sync_every and bucket_mb to paceline.Replica, shares to paceline.share; leave the others out"
+            )
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child imports its parent's script
             raise mistake(
                 "this is a worker process, which reads the script from its top: put what the script does "
@@ -120,6 +127,7 @@ class _Membership:
                 self.world.calls.record(LEAVE)
                 for replica in self.world.calls.replicas:
                     replica.wait_for_params()  # what the script reads afterwards
+                self.world.calls.at_leaving()
                 self.world.group.barrier()
         except BaseException as failure:
             if self.is_rank():

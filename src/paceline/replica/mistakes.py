@@ -185,6 +185,38 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, 
         )
 
 
+def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raises UserError for a block that is no module of the model: it would have no effect."""
+    modules = set(model.modules())
+    if foreign := [type(block).__name__ for block in blocks if block not in modules]:
+        raise mistake(f"blocks has {listed(foreign)}, and the model has no such module: give modules of the model")
+
+
+def known_names(model: nn.Module) -> dict[str, str]:
+    """Returns the name that strategies use, by each plain name of a parameter: tied ones have several, and a compiled
+    model's have a prefix."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {plain(name): first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def named(argument: str, name: str, known: Mapping[str, str], among: Collection[str] | None = None) -> str:
+    """Returns the parameter's name that strategies use. Raises UserError for one that the model, or `among`, has not:
+    it would have no effect."""
+    found = known.get(plain(name))
+    if found is None:
+        raise mistake(f"{argument} names {name!r}, and the model has no such parameter: its are {listed(list(known))}")
+    if among is not None and found not in among:
+        raise mistake(f"{argument} names {name!r}, which read_as does not: name it in both")
+    return found
+
+
+def checked_norm(max_norm: Any) -> float:
+    """Returns the norm to clip to. Raises UserError, before any collective, for what is none."""
+    if not isinstance(max_norm, int | float | np.number) or not max_norm >= 0:
+        raise mistake(f"max_norm is {max_norm!r}; it is the norm to clip to, at least 0, and 0 clips nothing")
+    return float(max_norm)
+
+
 def check_order(replica: object, calls: Calls) -> None:
     """Raises UserError if another replica's gradients are on their way: a rank without a micro-batch sends its own in
     `finish`, so in another order."""
@@ -214,8 +246,10 @@ def check_step(
             "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
             world,
         )
+    if not any(row.num_losses for row in rows):
+        raise mistake("no rank had a micro-batch in this step", reach="world")
     if not any(row.weight for row in rows):
-        raise mistake("no rank had a micro-batch in this step, or all of their weights were 0", reach="world")
+        return
     if num_trained and len(unused) == num_trained:
         raise mistake(
             "no gradient of this step reached a parameter of the replica's model: its parameters were "

@@ -78,9 +78,16 @@ class ReplicatedModel:
         """Called as each phase of a step begins; returns the fault that a test injects there."""
         self.copies: list[Callable[[], object]] = []
         """By Checkpoints object that saves this replica: waits until weights and state may change."""
+        self.compare_every = 100  # steps between two comparisons of weights with the other ranks'; 0: none
+        self.has_compared = self.has_said_empty = False  # in this process
+        self.has_rounded_gradients = bool(rounded_gradients)
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._versions: int | None = None  # of these, at the end of the last step
         self.waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
         self.world.calls.replicas.add(self)
         self.world.calls.num_replicas += 1
+        self.number = self.world.calls.num_replicas
+        """Of this replica, the same on all ranks."""
 
     @property
     def vote(self) -> float:
@@ -92,6 +99,26 @@ class ReplicatedModel:
         if self._dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, self._dtype, enabled=enabled)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the persistent buffers by name."""
+        passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        return {name: buffer for name, buffer in self.model.named_buffers() if name not in passing}
+
+    def mark_left(self) -> None:
+        """Called at the end of a step: see `is_as_left`."""
+        self._versions = self._sum_of_versions()
+
+    def is_as_left(self) -> bool:
+        """Whether there was a step, and the script changed no weight or buffer since, as far as torch counts."""
+        return self._versions == self._sum_of_versions()
+
+    def _sum_of_versions(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
 
     def average_statistics(self) -> None:
         """Averages the running statistics of batch norms over ranks; also before a save, since another replica's step

@@ -7,17 +7,19 @@ collects gradients, sync/ sums them over ranks, and updates.py updates this rank
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from paceline.base.sums import exact_sum
 from paceline.base.units import listed
-from paceline.replica import generators, mistakes
-from paceline.replica.batch import Batch
+from paceline.replica import agreement, generators, mistakes
+from paceline.replica.batch import Batch, is_samples
 from paceline.replica.model import ReplicatedModel, drop_abandoned_step
 from paceline.replica.result import StepResult
 from paceline.replica.share import Share, share
@@ -92,8 +94,13 @@ class Replica(ReplicatedModel):
             strategy = "zero" if unequal_kinds(world.facts) or wire != "exact" else "ddp"
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire, sync_every=sync_every)
         config.check()
+        mistakes.check_blocks(model, blocks)
+        known = mistakes.known_names(model)
+        read_as = {mistakes.named("read_as", name, known): sent_as for name, sent_as in (read_as or {}).items()}
+        rounded_gradients = {mistakes.named("rounded_gradients", name, known, read_as) for name in rounded_gradients}
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         super().__init__(model, optimizers, world, config, _DTYPES[dtype], blocks, read_as, rounded_gradients)
+        world.calls.at_leaving = partial(agreement.require_equal_at_leaving, world)
         self.shares: list[Share] = []  # of the loaders given to `steps`, in the order of first use
         self.positions: list[dict[str, Any]] = []  # restored, for loaders that `steps` has not seen yet
         # Source, what it became, arguments. It holds the source, so that its id stays unique.
@@ -122,6 +129,9 @@ class Replica(ReplicatedModel):
         loop after the current step, on all ranks; `stop_reason` says why. Then save, and leave with
         `sys.exit(paceline.EXIT_RESUMABLE)`, which asks for a restart.
         """
+        for name, most in (("max_steps", max_steps), ("epochs", epochs)):
+            if most is not None and not most >= 0:
+                raise mistake(f"{name} is {most}; it is a total, at least 0: leave it out for no limit")
         self._drop_open_step()
         batches = self._shared(source, sharing)
         if batches.is_endless and epochs is not None:
@@ -236,15 +246,6 @@ class Replica(ReplicatedModel):
         arriving. Forward passes and paceline's own functions wait by themselves."""
         self.sync.wait_for_params()
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the persistent buffers by name."""
-        passing = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.model.named_modules()
-            for name in module._non_persistent_buffers_set
-        }
-        return {name: buffer for name, buffer in self.model.named_buffers() if name not in passing}
-
     def param_groups(self) -> list[dict[str, Any]]:
         """Returns the groups of all optimizers, in their order."""
         return self.updates.param_groups()
@@ -319,11 +320,23 @@ class Replica(ReplicatedModel):
 
 
 def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | None]:
-    """Calls a script's function with the items of a tuple or list as arguments. Returns (value, weight); weight is None
-    if the function returns none."""
+    """Calls a script's function with the items of a tuple or list as arguments, but for a list of samples that are
+    tuples. Returns (value, weight); weight is None if the function returns none."""
     is_unpacked = isinstance(micro_batch, list | tuple) and not hasattr(micro_batch, "_fields")
-    found = function(*micro_batch) if is_unpacked else function(micro_batch)
-    return (found[0], float(found[1])) if isinstance(found, tuple) else (found, None)
+    found = function(*micro_batch) if is_unpacked and not is_samples(micro_batch) else function(micro_batch)
+    if not isinstance(found, tuple):
+        return found, None
+    value, *others = found
+    weight = others[0] if len(others) == 1 else None
+    is_number = isinstance(weight, int | float | np.number) or (
+        isinstance(weight, torch.Tensor) and weight.numel() == 1
+    )
+    if not is_number:
+        raise mistake(
+            "the function of a micro-batch returned a tuple that is not (mean loss, weight): return the loss alone, or "
+            f"the loss and the number of items in its mean, not {len(found)} values such as (loss, logits)"
+        )
+    return value, float(cast(float, weight))
 
 
 @contextmanager

@@ -38,16 +38,22 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Trouble:
-    """Where a sum of gradients became not finite."""
+    """Why no rank updated: where a sum of gradients became not finite."""
 
     parameter: str | None  # the first with such a sum; None: only the norm overflowed
     ranks: list[int] | None  # with such gradients before the sum; None: not known
+    is_empty: bool = False  # the gradients are finite: all weights of the step were 0
 
     def __str__(self) -> str:
+        if self.is_empty:
+            return "all weights of the step were 0"
         text = f"the gradient of {self.parameter}" if self.parameter else "the gradient's norm"
         if self.ranks is None:
             return text
         return text + (f", by rank {', '.join(map(str, self.ranks))}" if self.ranks else ", by no rank alone")
+
+
+NO_WEIGHT = Trouble(None, None, is_empty=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +61,13 @@ class StepResult:
     """The result of a step; the same on all ranks, except `times`."""
 
     loss: float
-    """Mean over the whole global batch."""
+    """Mean over the whole global batch; not a number if all weights were 0."""
     grad_norm: float
     """Norm of the mean loss's gradient, before clipping."""
     weight: float
     """Weight of the global batch: samples, or the sum of the weights given to `backward`."""
     skipped: Trouble | None
-    """Set if a gradient was not finite, so that no rank updated."""
+    """Set if a gradient was not finite, or all weights were 0, so that no rank updated."""
     stop_reason: str | None
     """Why to stop, once a rank's stop flag is set: "SIGTERM on rank 0". See Replica.steps."""
     shared: list[list[float]]
@@ -83,6 +89,9 @@ class Exchanged(NamedTuple):
     digest: float  # of the first micro-batch of the first step
     drawn_from: float  # digest of the global generators after Step.draw; 0: not used
     total: float  # weight of the global batch, if the script gave it; 0: it did not
+    num_losses: float  # that had a backward pass
+    numbers: float  # digest of learning rates and the like (agreement.py)
+    weights: float  # digest of weights and buffers before the step; 0: not compared in this step
 
 
 class Rows(NamedTuple):

@@ -19,10 +19,10 @@ import torch
 
 from paceline.base.sums import exact_sum
 from paceline.optim.clip import clip_
-from paceline.replica import generators, mistakes
+from paceline.replica import agreement, generators, mistakes
 from paceline.replica.batch import Batch, Pass, num_rows
 from paceline.replica.model import ReplicatedModel
-from paceline.replica.result import Exchanged, Rows, StepClock, StepResult, Trouble, exchange, find_trouble
+from paceline.replica.result import NO_WEIGHT, Exchanged, Rows, StepClock, StepResult, Trouble, exchange, find_trouble
 from paceline.replica.stopping import why_to_stop
 from paceline.sync.replicas import flip_a_bit
 from paceline.world.calls import mistake
@@ -43,13 +43,16 @@ class Step:
         self.rows: range | None = None
         """Rows of the global batch in the current micro-batch; None: not known."""
         self._replica, self._batch = replica, batch
+        self._digests = agreement.digests_before(replica)
         self._clock = StepClock(replica.clock, replica.world.group, replica.sync.take_codec_ms)
         self._is_total_given, self._total = total is not None, total or 0.0
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
         replica.sync.is_one_pass = batch.passes == 1
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
         self._weight = 0.0  # of this rank's micro-batches so far
-        self._weight_before: float | None = None  # of the micro-batch's earlier mean loss
+        self._num_losses = 0  # that had step.backward, of this rank's own micro-batches
+        self._weight_before: float | None = None  # of the micro-batch's earlier loss
+        self._max_norm = 0.0
         self._loss_sum: torch.Tensor | None = None  # sum of losses times weights
         self._unweighted: set[int] = set()  # numbers of rows of micro-batches without a weight
         self._draws: list[torch.Tensor] = []  # for the whole batch, in the order of draws; reused by all micro-batches
@@ -102,35 +105,38 @@ class Step:
         """Makes a backward pass from the micro-batch's mean loss, a scalar.
 
         weight: number of items in the mean, such as unmasked tokens; None: the micro-batch's rows if known, else 1.
-        more: another backward of this micro-batch follows; the step's loss is the sum of both means, which have one
-        weight. is_sum: the loss is a sum over `weight` items, not their mean.
+        0: the micro-batch contributes nothing, whatever its loss is. more: another backward of this micro-batch
+        follows; the step's loss is the sum of both losses, which have one weight. is_sum: the loss is a sum over
+        `weight` items, not their mean.
 
         Communicates in the last micro-batch's last pass only. Raises UserError for mistakes that would train wrongly.
         """
         replica, current = self._replica, self._require_micro_batch()
         mistakes.check_loss(loss, len(self), replica.num_steps == 0, replica.world)
-        weight = self._weight_of(current, weight)
-        if not is_sum and self._weight_before not in (None, weight):
-            raise mistake(f"a micro-batch has means of weights {self._weight_before} and {weight}: give both the same")
-        self._weight_before = weight if more and not is_sum else None
-        factor = float(current.is_real) if is_sum else weight
+        weight = self._weight_of(current, weight, is_sum)
+        self._check_losses(weight, more)
+        factor = 1.0 if is_sum and weight else weight
         is_last, calls = current.is_last and not more, replica.world.calls
         if is_last:
             mistakes.check_order(replica, calls)
             calls.reducing = replica
         self._clock.end("forward")
         fault = replica.at("backward")
-        scaled = loss * (factor * replica.scaler.scale / self._divisor)
-        may_pass_others = calls.num_replicas > 1 and not replica.sync.shards_weights
         self._stage = "failed"
-        with replica.autocast(enabled=False):
-            replica.gradients.backward(scaled, is_last=is_last, may_pass_others=may_pass_others, fault=fault)
+        if weight or calls.has_lockstep:  # without weight a pass is made for other ranks only, which communicate in it
+            scaled = loss * (factor * replica.scaler.scale / self._divisor)
+            others = calls.num_replicas > 1 and not replica.sync.shards_weights
+            with replica.autocast(enabled=False):
+                replica.gradients.backward(
+                    scaled, is_last=is_last, may_pass_others=others, has_weight=weight > 0, fault=fault
+                )
         self._stage = "launched" if is_last else "backward"
         self._clock.end("backward")
         term = loss.detach().to(torch.promote_types(loss.dtype, torch.float32) if is_sum else replica.exact_dtype)
-        term = term * factor if factor else torch.zeros_like(term)  # not times 0: a mean over no items is not a number
+        term = term * factor if factor else torch.zeros_like(term)
         self._loss_sum = term if self._loss_sum is None else self._loss_sum + term
         self._has_loss = True
+        self._num_losses += current.is_real
         if not more:
             self._weight += weight
             self._current = None
@@ -141,11 +147,13 @@ class Step:
 
         max_norm: gradients are shrunk to this global norm; 0: the norm is only measured. share: a few numbers of this
         rank, as many on each; `result.shared` has all ranks', without another collective. If a gradient is not finite,
-        no rank updates. Raises UserError on all ranks if micro-batches of different sizes would have equal weight.
+        or all weights are 0, no rank updates. Raises UserError on all ranks if micro-batches of different sizes would
+        have equal weight, or if learning rates or other numbers of the step differ between ranks.
         """
         replica, sync = self._replica, self._replica.sync
         replica.world.calls.record("Step.finish", replica)
         self._require_complete("finish")
+        self._max_norm, share = mistakes.checked_norm(max_norm), list(map(float, share))
 
         # ---- sum over ranks, clip ----
         if self._stage == "reduced":  # the script may have changed them
@@ -153,14 +161,15 @@ class Step:
             self._unused = [*self._unused, *dropped]  # set to None by the script: unchanged, as in one process
             gradients, scale = sync.changed_gradients(), 1.0
             if share and not self._is_total_given:
-                self._rows = self._rows._replace(shared=replica.world.group.share(list(map(float, share))))
+                self._rows = self._rows._replace(shared=replica.world.group.share(share))
         else:
             gradients, scale = self._sum_gradients(share), self._scale()
-        norm = clip_(gradients, max_norm, scale, sync.total)
+        norm = clip_(gradients, self._max_norm, scale, sync.total)
         self._clock.end("reduce")
 
         # ---- update this rank's part ----
-        is_queued = replica.world.group.is_queued and replica.updates.can_skip
+        is_empty = not self._is_total_given and not self._total
+        is_queued = replica.world.group.is_queued and replica.updates.can_skip and not is_empty
         if is_queued:  # the GPU skips the update itself: the host waits once a step, here
             self._update(norm.isfinite())
             self._clock.end("optim")
@@ -170,15 +179,18 @@ class Step:
             self._exchange([], share)
             mistakes.check_total(self._rows.exchanged)
         trouble = None
-        if not math.isfinite(norm):
-            trouble = find_trouble(sync, replica.world.group)
+        if is_empty or not math.isfinite(norm):
+            trouble = NO_WEIGHT if is_empty else find_trouble(sync, replica.world.group)
             if is_queued:
                 replica.updates.skipped()
             replica.wait_copied()
             sync.skip()
         elif not is_queued:
             self._update()
-        replica.scaler.observe(trouble is not None)
+        if is_empty:
+            self._say_empty()
+        else:
+            replica.scaler.observe(trouble is not None)
         self._clock.end("optim")
 
         # ---- publish the weights ----
@@ -251,16 +263,24 @@ class Step:
             digest=float(self._digest),
             drawn_from=float(generators.digest(replica.world.device)) if self._draws else 0.0,
             total=self._total,
+            num_losses=self._num_losses,
+            numbers=float(agreement.digest_of_numbers(replica, self._max_norm)),
+            weights=float(agreement.overall(self._digests)),
         )
         times = self._before_update.with_update(replica.update_ms)
         self._rows = exchange(replica.world.group, mine, times, used, share)
+        agreement.require_equal_numbers(self._rows.exchanged, replica, self._max_norm)
+        agreement.require_equal_weights(self._rows.exchanged, replica, self._digests)
 
     def _update(self, is_finite: torch.Tensor | None = None) -> None:
-        """Updates this rank's part. Parameters that no rank used stay unchanged, as in one process."""
+        """Updates this rank's part. Parameters that no rank used stay unchanged, as in one process; with local all of a
+        rank that had nothing to learn from: decay and momentum alone would move them."""
         replica = self._replica
+        is_idle = replica.sync.held is not None and not self._weight
         replica.at("update")
         replica.wait_copied()
-        replica.updates.make(self._unused, replica.sync.parts(), is_finite)
+        unused = list(replica.gradients.trained) if is_idle else self._unused
+        replica.updates.make(unused, replica.sync.parts(), is_finite)
 
     def _read(self, norm: torch.Tensor) -> torch.Tensor:
         """Copies the norm and the sum of losses to the host, in one wait for all that the GPU has to do."""
@@ -273,17 +293,19 @@ class Step:
 
     def _scale(self) -> float:
         """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""
+        if not self._total:  # the gradients are 0
+            return 1.0
         return self._replica.scaler.scale * self._replica.sync.weigh(self._weight, self._total) / self._divisor
 
     def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
         """Ends the update, on all ranks alike. Collective where buffers or generators may differ."""
         replica, rows, total = self._replica, self._rows.exchanged, self._total
         self._stage = "over"
-        if not self._is_total_given:
+        if total and not self._is_total_given:
             replica.total_before = total / (self._batch.num_rows or 1)
         if replica.waits_at_once:
             replica.sync.wait_for_params()
-        replica.batch_share = self._weight / total
+        replica.batch_share = self._weight / total if total else 1 / replica.world.world_size
         replica.average_statistics()
         if len({row.drawn_from for row in rows}) > 1:  # a rank without a micro-batch has not drawn
             generators.agree(replica.world.group, replica.world.device)
@@ -291,6 +313,7 @@ class Step:
             mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", replica.world)
         replica.num_steps += 1
         replica.sync.end_step()
+        replica.mark_left()
         replica.open_step = None
         replica.stop_reason = why_to_stop([row.vote for row in rows])
         if self._batch.observe is not None:
@@ -298,7 +321,7 @@ class Step:
         times = self._clock.times()
         replica.update_ms = times.optim_ms - self._before_update.optim_ms
         return StepResult(
-            loss=exact_sum(row.loss_sum for row in rows) / total,
+            loss=exact_sum(row.loss_sum for row in rows) / total if total else math.nan,
             grad_norm=norm,
             weight=total,
             skipped=trouble,
@@ -307,6 +330,16 @@ class Step:
             times=times,
             by_rank=self._rows.times,
         )
+
+    def _say_empty(self) -> None:
+        """Warns of the first step without an update because nothing had weight, as when a batch has no label."""
+        if not self._replica.has_said_empty:
+            mistakes.warn(
+                f"all weights of step {self.number} were 0 (a batch without labels?), so it made no update and its "
+                "loss is not a number; said once",
+                self._replica.world,
+            )
+        self._replica.has_said_empty = True
 
     # ---- checks ----
 
@@ -338,9 +371,25 @@ class Step:
             raise mistake(f"this micro-batch {done if self._is_iterating else none}")
         return self._current
 
-    def _weight_of(self, current: Pass, weight: float | None) -> float:
+    def _check_losses(self, weight: float, more: bool) -> None:
+        """Raises UserError if this loss of a micro-batch cannot follow the one before."""
+        before, self._weight_before = self._weight_before, weight if more else None
+        if before not in (None, weight):
+            raise mistake(
+                f"a micro-batch has losses of weights {before} and {weight}, and a step divides by one: give both "
+                "the same, or make one backward of a / num_a + b / num_b"
+            )
+        if more and self._replica.has_rounded_gradients:
+            raise mistake(
+                "more=True makes several backward passes of a micro-batch, and rounded_gradients= holds for one: add "
+                "the losses up for one backward, or leave rounded_gradients out"
+            )
+
+    def _weight_of(self, current: Pass, weight: float | None, is_sum: bool) -> float:
         if not current.is_real:
             return 0.0
+        if weight is None and is_sum and current.rows is None:
+            raise mistake("is_sum=True without weight= leaves open how many items the sum has: give their number")
         if weight is None and current.rows is None and current.num_rows is not None:
             self._unweighted.add(current.num_rows)
         if weight is None:

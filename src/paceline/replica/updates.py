@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.optim.adamw import AdamW
 from paceline.optim.muon import Muon
@@ -188,20 +189,25 @@ def _slice(value: Any, key: str, part: ParamSlice) -> Any:
     return value
 
 
-# ---- batch norms ----
+# ---- statistics of normalisation ----
 
 
 class RunningStatistics:
-    """After a step each statistic is its old value plus the mean over ranks of its change, weighted by each rank's
-    share of the batch."""
+    """After a step each statistic of a batch or instance norm is its old value plus the mean over ranks of its change,
+    weighted by each rank's share of the batch; the vectors of spectral norms are rank 0's."""
 
     def __init__(self, model: nn.Module, group: Group):
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         tensors = [buffer for norm in norms for buffer in norm.buffers()]
         self._means = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._counts = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        self._of_rank_0 = [vector for module in model.modules() for vector in _spectral_vectors(module)]
         self._group = group
+        self._known = {id(tensor) for tensor in (*tensors, *self._of_rank_0)}
         self.remember()
+
+    def __contains__(self, buffer: torch.Tensor) -> bool:
+        return id(buffer) in self._known
 
     def remember(self) -> None:
         """Call it when the statistics are equal on all ranks."""
@@ -210,8 +216,10 @@ class RunningStatistics:
             self._before = self._flat()
 
     def average(self, share: float) -> None:
-        """share: of the batch, on this rank. Collective if the model has batch norms. Changes are summed, not values,
-        so that a norm in eval() keeps its statistics bit for bit."""
+        """share: of the batch, on this rank. Collective if the model has such statistics. Changes are summed, not
+        values, so that a norm in eval() keeps its statistics bit for bit."""
+        for vector in self._of_rank_0:  # a rank with more micro-batches has made more iterations
+            self._group.broadcast(vector)
         if self._before is None:
             return
         change = (self._flat() - self._before) * share if share else torch.zeros_like(self._before)
@@ -225,6 +233,15 @@ class RunningStatistics:
 
     def _flat(self) -> torch.Tensor:
         return torch.cat([tensor.reshape(-1).double() for tensor in self._means])
+
+
+def _spectral_vectors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the buffers of a spectral norm in either form that torch has (arXiv 1802.05957)."""
+    if type(module).__name__ == "_SpectralNorm":
+        yield from module.buffers(recurse=False)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield from (getattr(module, f"{hook.name}_{kind}") for kind in ("u", "v"))
 
 
 # ---- loss scaling for float16, whose gradients underflow below 6e-8 (Micikevicius et al., arXiv 1710.03740) ----

@@ -16,7 +16,7 @@ the gradient there; the owner updates its float32 copy of the matrix, and sends 
 divided over the ranks and each state has one place, as with `zero`, and any optimizer can be used.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
@@ -121,6 +121,9 @@ class FullySharded(Strategy):
         yield self.slices()
         self._whole.spread_weights()
         self._has_spread = True
+
+    def leaves(self) -> Collection[torch.Tensor]:
+        return self._sharded.keys()
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:

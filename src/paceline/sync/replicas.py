@@ -57,6 +57,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sums(words: torch.Tensor) -> torch.Tensor:
     """Returns the sums of columns and of rows, and the words that fill no row, as int64; overflows wrap around."""
+    if words.numel() < _ROW:  # most tensors: biases and norms
+        return words.long()
     rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
     return torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :].long()])
 

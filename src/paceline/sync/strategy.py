@@ -12,7 +12,7 @@ a mean of means is wrong if ranks have different numbers of tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -50,6 +50,10 @@ class Strategy(ABC):
         """Yields `slices` in parts, in the order of an update. Begins to publish a part when the next is asked for.
         Collective: all ranks take all parts, or none."""
         yield self.slices()
+
+    def leaves(self) -> Collection[torch.Tensor]:
+        """Returns the tensors whose gradients autograd adds up in a backward pass; after its forward pass."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     @abstractmethod
     def accumulate(self, last: bool) -> AbstractContextManager[None]:

@@ -250,6 +250,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         rounded_gradients=model.rounded_gradients(),
     )
     replica.scaler = LossScaler.for_dtype(model.compute_dtype)  # the model casts its own products
+    replica.compare_every = 0  # checks.py compares more
     return replica
 
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ class Calls:
         self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, which depends on this rank's garbage collector
         self.num_replicas = 0  # made so far: the same number on all ranks
         self.has_lockstep = False  # one of them was fsdp, through whose model other replicas' losses may pass, too
+        self.at_leaving: Callable[[], None] = lambda: None  # compares the replicas; collective
         self.reducing: object | None = None  # the replica whose gradients are being reduced
 
     def record(self, verb: str, owner: object | None = None) -> None:

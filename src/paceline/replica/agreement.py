@@ -1,0 +1,144 @@
+"""What ranks must have alike besides the sums of gradients: the numbers that a step uses (learning rates, betas, the
+norm to clip to), and from time to time the weights and buffers.
+
+A digest of each travels in the exchange that a step makes anyway. If digests differ, all ranks see it, and share the
+values to say which ones.
+"""
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from paceline.base.errors import RunError
+from paceline.base.units import listed
+from paceline.replica.model import ReplicatedModel
+from paceline.replica.result import Exchanged
+from paceline.sync.replicas import compared, digests
+from paceline.world.calls import mistake, place
+from paceline.world.facts import unequal_kinds
+from paceline.world.runtime import World
+
+# Of a parameter group: how the update is computed, not which; a rank with another device may have others.
+_NOT_COMPARED = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+
+
+# ---- numbers ----
+
+
+def digest_of_numbers(replica: ReplicatedModel, max_norm: float) -> int:
+    values = [max_norm, *(value for *_, value in _numbers(replica))]
+    return zlib.crc32(struct.pack(f"{len(values)}d", *values))
+
+
+def require_equal_numbers(rows: Sequence[Exchanged], replica: ReplicatedModel, max_norm: float) -> None:
+    """Raises UserError on all ranks if their numbers differ. Collective then."""
+    if len({row.numbers for row in rows}) == 1:
+        return
+    several = len(replica.optimizers) > 1
+    mine = {"max_norm": [max_norm]}
+    for optimizer, group, key, value in _numbers(replica):
+        of = f" of {type(replica.optimizers[optimizer]).__name__}" if several else ""
+        mine.setdefault(f"{key} of group {group}{of}", []).append(value)
+    texts = [{name: listed(values) for name, values in row.items()} for row in replica.world.group.share_json(mine)]
+    names = dict.fromkeys(name for row in texts for name in row)
+    found = [name for name in names if len({row.get(name) for row in texts}) > 1]
+    first, *others = (row.get(found[0], "missing") for row in texts)
+    other = next(rank for rank, text in enumerate(others, 1) if text != first)
+    more = f", and {len(found) - 1} other numbers, too" if len(found) > 1 else ""
+    raise mistake(
+        f"{found[0]} differs by rank: {first} on rank 0, {others[other - 1]} on rank {other}{more}. Ranks would make "
+        "different updates. Agree on what it is computed from, such as a rank's own clock: "
+        "`progress = world.mean(progress)`",
+        reach="world",
+    )
+
+
+def _numbers(replica: ReplicatedModel) -> Iterator[tuple[int, int, str, float]]:
+    """Yields (optimizer, group, key, value) of the numbers of all parameter groups."""
+    for number, optimizer in enumerate(replica.optimizers):
+        if replica.sync.held is not None and not type(optimizer).__module__.startswith(("torch.", "paceline.")):
+            continue  # local: it may adapt its numbers to this rank's own gradients
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if type(value) is float:
+                    yield number, index, key, value
+                elif value is not None and key not in _NOT_COMPARED:
+                    for item in value if isinstance(value, tuple | list) else (value,):
+                        is_number = isinstance(item, Tensor) and item.numel() == 1
+                        if is_number or isinstance(item, int | float | np.number):
+                            yield number, index, key, float(item)
+
+
+# ---- weights and buffers ----
+
+Digests = Mapping[str, int]  # by name; empty: not compared in this step
+
+
+def digests_before(replica: ReplicatedModel) -> Digests:
+    """Returns digests of what all ranks must have alike before a step, if it compares them: the second step of this
+    process, and then each one after a hundred more. The same on all ranks."""
+    every = replica.compare_every
+    if not every or not replica.num_steps or (replica.has_compared and replica.num_steps % every):
+        return {}
+    return _digests(replica)
+
+
+def overall(found: Digests) -> int:
+    """Returns one digest over all, exact as a float; 0 if there are none."""
+    return int.from_bytes(hashlib.sha256(repr(sorted(found.items())).encode()).digest()[:6]) + 1 if found else 0
+
+
+def require_equal_weights(rows: Sequence[Exchanged], replica: ReplicatedModel, mine: Digests) -> None:
+    """Raises RunError on all ranks if weights or buffers differed before the step. mine: of `digests_before`.
+    Collective then."""
+    if len({row.weights for row in rows}) > 1:
+        raise RunError(f"{place()}: {_difference(replica, mine)}", reach="world")
+    replica.has_compared |= bool(mine)
+
+
+def require_equal_at_leaving(world: World) -> None:
+    """Raises RunError on all ranks if weights of a replica differ that all ranks still have. One whose weights a script
+    changed after its last step, such as to export an average, is not compared. Collective."""
+    replicas = {str(each.number): each for each in world.calls.replicas if each.compare_every and each.is_as_left()}
+    mine = {number: _digests(replica) for number, replica in replicas.items()}
+    by_rank = world.group.share_json({number: overall(found) for number, found in mine.items()})
+    for number in sorted(by_rank[0], key=int):
+        values = [row.get(number) for row in by_rank]
+        if None not in values and len(set(values)) > 1:
+            raise RunError(_difference(replicas[number], mine[number]), reach="world")
+
+
+def _digests(replica: ReplicatedModel) -> Digests:
+    """Of weights that every rank holds, and of buffers, but for the statistics that the end of a step makes equal.
+    Unequal processors round differently what each computes in a buffer."""
+    tensors = dict(replica.sync.on_all_ranks())
+    if not unequal_kinds(replica.world.facts):
+        tensors |= {name: b.detach() for name, b in replica.buffers().items() if b not in replica.statistics}
+    return digests(tensors, quick=True)
+
+
+def _difference(replica: ReplicatedModel, mine: Digests) -> str:
+    """Says which weight or buffer differs between ranks, and what to do. Collective."""
+    step, group = f"after step {replica.num_steps}", replica.world.group
+    by_rank = group.share_json(list(mine))
+    for name in dict.fromkeys(name for row in by_rank for name in row):
+        ranks = [rank for rank, row in enumerate(by_rank) if name in row]
+        if len(ranks) < group.size:
+            return (
+                f"{step} only rank {listed(ranks)} has {name}: make it in __init__, not in forward, which a rank "
+                "without a micro-batch does not call"
+            )
+    first = compared(mine, group)[0]
+    if first.name in dict(replica.model.named_parameters()):
+        return (
+            f"replicas are not equal {step}: {first}. What a script changes in weights, it must change on all ranks "
+            "alike"
+        )
+    return (
+        f"buffers are not equal {step}: {first}. Each rank changes it by its own rows: make it equal after "
+        f"step.finish(), say by model.{first.name}.copy_(world.mean(model.{first.name}))"
+    )

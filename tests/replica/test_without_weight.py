@@ -1,0 +1,158 @@
+"""A micro-batch of weight 0 contributes nothing, and a step whose weights are all 0 is one without an update."""
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from paceline.base.errors import UserError
+from paceline.replica.batch import Batch
+from paceline.replica.checkpoints import Checkpoints
+from paceline.replica.replica import Replica
+from paceline.sync.replicas import overall
+from paceline.world.runtime import World
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "naive": {},
+    "ddp": {},
+    "zero": {},
+    "fsdp": {},
+    "local": {"sync_every": 2},
+    "int8": {"strategy": "zero", "wire": "int8"},
+}
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+IS_LABELLED = torch.arange(40) // 4 % 2 == 0  # of each micro-batch of 4 rows, every second has no label
+DATA = TensorDataset(X, X.sum(1), IS_LABELLED)
+NO_LABELS = TensorDataset(X, X.sum(1), torch.arange(40) // 8 != 2)  # none in the third step of 8 rows
+
+
+def made(world: World, name: str) -> Replica:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Replica(model, optimizer, world, **{"strategy": name, **STRATEGIES[name]})
+
+
+def train(replica: Replica, data: TensorDataset, steps: int, is_mean: bool = True, reduces: bool = False) -> list[Any]:
+    """The results of some steps. A masked mean over no items is 0 / 0, and so is its gradient."""
+    found = []
+    until = replica.num_steps + steps
+    for step in replica.steps(data, batch_size=8, micro_batch_size=4, max_steps=until, shuffle=False):
+        for x, y, keep in step:
+            losses = (replica.model(x).squeeze(1) - y) ** 2 * keep
+            loss = losses.sum() / keep.sum() if is_mean else losses.sum()
+            step.backward(loss, weight=int(keep.sum()), is_sum=not is_mean)
+        if reduces:
+            step.reduce()
+        found.append(step.finish(max_norm=1.0))
+    return found
+
+
+def plain() -> list[float]:
+    """The losses of the same steps without the rows that have no label, by torch alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for first in range(0, 40, 8):
+        x = X[first : first + 4]
+        loss = ((model(x).squeeze(1) - x.sum(1)) ** 2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def masked(world: World) -> dict[str, list[float]]:
+    found = {}
+    for name in STRATEGIES:
+        for is_mean in (True, False):
+            results = train(made(world, name), DATA, 5, is_mean)
+            assert not any(result.skipped for result in results), (name, is_mean)
+            found[f"{name} {is_mean}"] = [result.loss for result in results]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_mean_over_no_items_contributes_nothing(num_ranks: int) -> None:
+    """On 2 ranks one of them has no label in each step. Its gradient was not a number, and no rank updated."""
+    one, *others = run_ranks(masked, num_ranks)
+    assert all(other == one for other in others)
+    for name, losses in one.items():
+        if not name.startswith("local") or num_ranks == 1:
+            assert losses == pytest.approx(plain(), abs=0.02 if "int8" in name else 1e-5), name
+
+
+def empty(world: World, folder: Path) -> dict[str, Any]:
+    """Five steps of which the third has no label, at once, and with a stop after it."""
+    found: dict[str, Any] = {}
+    for name in STRATEGIES:
+        replica = made(world, name)
+        train(replica, NO_LABELS, 2)
+        before = overall(dict(replica.sync.weights().items()))  # type: ignore[arg-type]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (result,) = train(replica, NO_LABELS, 1)
+            (again,) = train(replica, TensorDataset(X, X.sum(1), torch.zeros(40, dtype=torch.bool)), 1)
+        said = [str(each.message) for each in caught if "all weights of step" in str(each.message)]
+        assert len(said) == world.is_main, said  # once
+        for each in (result, again):
+            assert math.isnan(each.loss)
+            assert (each.weight, each.grad_norm) == (0, 0) or name == "int8"  # which has a part of earlier gradients
+            assert str(each.skipped) == "all weights of the step were 0"
+        if name not in ("local", "int8"):  # these exchange in each step
+            assert overall(dict(replica.sync.weights().items())) == before, name  # type: ignore[arg-type]
+
+        straight = made(world, name)
+        losses = [each.loss for each in train(straight, NO_LABELS, 5)]
+        stopped = made(world, name)
+        checkpoints = Checkpoints(folder / name, net=stopped)
+        train(stopped, NO_LABELS, 3)
+        checkpoints.save()
+        checkpoints.finish()
+        resumed = made(world, name)
+        checkpoints = Checkpoints(folder / name, net=resumed)
+        assert checkpoints.restore() == 3
+        assert [each.loss for each in train(resumed, NO_LABELS, 2)] == losses[3:], name
+        assert resumed.num_steps == 5
+        found[name] = losses[:2] + losses[3:]
+    found.pop("local", None)
+    replica = made(world, "ddp")
+    assert math.isnan(train(replica, NO_LABELS, 3, reduces=True)[2].loss)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_without_any_label_makes_no_update_and_training_goes_on(num_ranks: int, tmp_path: Path) -> None:
+    """It ended the job, and each resume ended at the same batch."""
+    one, *others = run_ranks(empty, num_ranks, tmp_path)
+    assert all(other == one for other in others)
+    assert all(losses == pytest.approx(one["naive"], abs=0.02 if n == "int8" else 1e-5) for n, losses in one.items())
+
+
+def idle(world: World) -> list[float]:
+    """A step in which no rank has a micro-batch is a mistake. With local a rank without rows stays where it is."""
+    with pytest.raises(UserError, match="no rank had a micro-batch in this step"):
+        made(world, "ddp").step(Batch([])).finish()
+    replica = made(world, "local")
+    train(replica, TensorDataset(X, X.sum(1), torch.ones(40)), 2)
+    step = replica.step(Batch([X[:4]] if world.is_main else []))
+    for x in step:
+        step.backward(replica.model(x).mean(), weight=4)
+    step.finish()
+    return [float(state["step"]) for state in replica.optimizers[0].state.values()]
+
+
+def test_with_local_a_rank_without_rows_makes_no_blind_update() -> None:
+    """Momentum and decay moved its weights by 0.08 and 0.18 in steps without a row."""
+    one, other = run_ranks(idle, 2)
+    assert (set(one), set(other)) == ({3.0}, {2.0})
