@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses, record_status
 
 
 def test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "statuses"
+    folder = tmp_path / "run" / "ranks"
     for name, value in ((STATUS_FOLDER, str(folder)), (LAUNCHER, str(os.getppid())), ("RANK", "3")):
         monkeypatch.setenv(name, value)
     assert record_status(EXIT_RESUMABLE) == EXIT_RESUMABLE
-    folder.mkdir()
+    assert read_statuses(folder, [3], {3: EXIT_RESUMABLE}) == {3: Status(EXIT_RESUMABLE)}
+    assert read_statuses(folder, [3], {3: EXIT_FAILED}) == {}, "Python ends with 1, too"
+    folder.parent.mkdir()  # not `ranks`: somebody may have removed it
     assert record_status(EXIT_RESUMABLE) == EXIT_DONE
-    assert read_statuses(folder) == {3: Status(EXIT_RESUMABLE)}
+    assert read_statuses(folder, [3], {3: EXIT_DONE}) == {3: Status(EXIT_RESUMABLE)}
+    assert read_statuses(folder, [2], {}) == {}, "those of another host's ranks"

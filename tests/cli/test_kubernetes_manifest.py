@@ -48,6 +48,15 @@ def test_the_job_is_valid_and_repeats_one_command() -> None:
     assert service["metadata"]["name"] == job["metadata"]["name"] == pod(job)["subdomain"] == "on"
 
 
+@pytest.mark.parametrize(
+    ("own", "trains", "seconds"),
+    [((), (), 130), ((), ("--checkpoint.grace-s", "600"), 610), (("--grace-s", "700"), (), 700)],
+)
+def test_a_pod_is_killed_after_its_ranks(own: tuple[str, ...], trains: tuple[str, ...], seconds: int) -> None:
+    out = here("kubernetes", *FLAGS, *own, *TRAIN, *trains, cwd=Path.cwd()).require(0).out
+    assert pod(list(yaml.safe_load_all(out))[1])["terminationGracePeriodSeconds"] == seconds
+
+
 def test_the_trainjob_has_the_same_command() -> None:
     (job,) = printed("--kind", "trainjob")
     trainer = job["spec"]["trainer"]
@@ -113,7 +122,8 @@ def test_a_wrong_job_is_found(path: tuple[str | int, ...], value: object) -> Non
         (("--", "--preset", "tiny", "--out", "/runs/x", "--nproc", "2"), "Kubernetes starts the pods"),
         (("--volumes", "runs", *TRAIN), "--volumes has 'runs'"),
         (("--name", "x_1", *TRAIN), "the job would be named 'x_1'"),
-        (("--grace-s", "30", *TRAIN), "--grace-s is 30"),
+        (("--grace-s", "129", *TRAIN), "--grace-s is 129, and ranks have 120 s to save (checkpoint.grace-s)"),
+        (("--grace-s", "300", *TRAIN, "--checkpoint.grace-s", "600"), "give at least 610"),
         (("--nodes", "0", *TRAIN), "--nodes is 0"),
         (("--nproc", "-3", *TRAIN), "--nproc is -3"),
         (("--gpus", "-2", *TRAIN), "--gpus is -2"),

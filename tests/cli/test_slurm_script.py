@@ -33,6 +33,10 @@ def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
         (("--", "--preset", "tiny", "--out", "x", "--nproc", "2"), "Slurm starts the ranks"),
         (("--", "--preset", "tinny", "--out", "x"), "no preset is named 'tinny'"),
         (("--nodes", "0", "--", "--preset", "tiny", "--out", "x"), "--nodes is 0"),
+        (
+            ("--", "--preset", "tiny", "--out", "x", "--checkpoint.grace-s", "400"),
+            "--save-before-s is 300, and ranks have 400 s to save (checkpoint.grace-s)",
+        ),
         (("--gpus-per-task", "-1", "--", "--preset", "tiny", "--out", "x"), "--gpus-per-task is -1"),
         (
             ("--sbatch=--comment=don't", "--", "--preset", "tiny", "--out", "x"),

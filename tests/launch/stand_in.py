@@ -27,7 +27,8 @@ def launch(run: Path, plan: dict[str, Any]) -> int:
     command = (sys.executable, __file__, "rank", str(run), json.dumps(plan))
     group = OneHost(plan["num_ranks"], plan.get("port", 0))
     try:
-        return start_ranks(command, run, lambda _: group, max_restarts=plan.get("max_restarts", 0))
+        options = {name: plan[name] for name in ("max_restarts", "grace_s") if name in plan}
+        return start_ranks(command, run, lambda _: group, **options)
     except KeyboardInterrupt:
         return 130
     except PacelineError as error:
@@ -44,11 +45,13 @@ def rank(run: Path, plan: dict[str, Any]) -> int:
     words = lives[min(attempt, len(lives) - 1)][number].split()
     with contextlib.suppress(ValueError):
         write_rows(run, int(words[0]))
-    facts = {name: value for name, value in os.environ.items() if name.startswith(("PACELINE", "MASTER", "TORCHEL"))}
+    facts = {
+        name: value for name, value in os.environ.items() if name.startswith(("PACELINE", "MASTER", "TORCHEL", "GLOO"))
+    }
     note = run / f"life-{attempt}-rank-{number}.json"
     note.with_suffix(".new").write_text(json.dumps({**facts, "pid": os.getpid(), "time": time.monotonic()}))
     os.replace(note.with_suffix(".new"), note)
-    return record_status(do(words[-1], heard))
+    return record_status(do(words[-1], heard, run))
 
 
 def write_rows(run: Path, last: int) -> None:
@@ -59,17 +62,23 @@ def write_rows(run: Path, last: int) -> None:
         events.write(json.dumps({"event": "resume", "step": min(3, last)}) + "\n")
 
 
-def do(deed: str, heard: list[int]) -> int:
+def do(deed: str, heard: list[int], run: Path) -> int:
     if deed in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGSTOP)
     if deed == "parent":
         subprocess.Popen(["sleep", "600"])
-    while deed in ("wait", "hurt", "deaf", "parent") and not heard:
+    while deed in ("wait", "hurt", "deaf", "parent", "save") and not heard:
         time.sleep(0.01)
     if heard:
         os.write(1, f"heard {signal.Signals(heard[0]).name}\n".encode())  # one write: ranks share the pipe
     while deed == "deaf":
         time.sleep(1)
+    if deed == "save":
+        (run / "checkpoints" / ".step-5.unfinished").mkdir(parents=True)
+        with (run / "checkpoints" / ".step-5.unfinished" / "model").open("wb", buffering=0) as file:
+            for _ in range(40):
+                file.write(b"x")
+                time.sleep(0.1)
     return _CODES.get(deed, 75)
 
 

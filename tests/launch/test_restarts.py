@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,11 +21,11 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
 @contextmanager
-def launched(run: Path, *lives: list[str], **options: Any) -> Iterator[Program]:
+def launched(run: Path, *lives: list[str], env: dict[str, str] | None = None, **options: Any) -> Iterator[Program]:
     """A launcher, which needs torch, and ranks that do as `lives` says without it."""
     run.mkdir(exist_ok=True)
     plan = {"num_ranks": len(lives[0]), "lives": lives, **options}
-    with Program("launch", str(run), json.dumps(plan), command=(sys.executable, str(STAND_IN))) as program:
+    with Program("launch", str(run), json.dumps(plan), command=(sys.executable, str(STAND_IN)), env=env) as program:
         yield program
 
 
@@ -54,7 +55,7 @@ def free_port() -> int:
 def test_a_killed_rank_is_named_and_all_begin_again_as_the_same_job_on_loopback_alone(tmp_path: Path) -> None:
     port = free_port()
     lives = (["6 stop", "kill", "parent"], ["8 fail", "done", "done"], ["9 wait", "wait", "wait"])
-    with launched(tmp_path, *lives, max_restarts=3, port=port) as program:
+    with launched(tmp_path, *lives, max_restarts=3, port=port, env={"GLOO_SOCKET_IFNAME": "eth0"}) as program:
         wait_for_life(program, tmp_path, 2, 3)
         assert listening(program) == {("127.0.0.1", port)}, "one port for all lives, and no other"
         assert len(program.pids()) == 4, "nothing is left of the lives before, nor of what their ranks started"
@@ -72,6 +73,9 @@ def test_a_killed_rank_is_named_and_all_begin_again_as_the_same_job_on_loopback_
     assert len({facts["PACELINE_JOB"] for facts in notes}) == 1
     assert {(facts["MASTER_ADDR"], facts["MASTER_PORT"]) for facts in notes} == {("127.0.0.1", str(port))}
     assert {facts["TORCHELASTIC_USE_AGENT_STORE"] for facts in notes} == {"True"}
+    assert {facts["GLOO_SOCKET_IFNAME"] for facts in notes} == {"lo"}, (
+        "exported for several hosts, it opened ports here"
+    )
     assert notes[3]["time"] - notes[1]["time"] > 2, "given to those that do not end by themselves"
 
 
@@ -171,6 +175,39 @@ def test_a_signal_reaches_each_rank_once_as_one_it_knows(tmp_path: Path, sent: s
         program.wait_until_gone()
     assert ended.out.splitlines() == [f"heard {heard}"] * 2
     assert ended.err == ""
+
+
+def test_a_rank_that_is_killed_while_it_saves_has_not_stopped_well(tmp_path: Path) -> None:
+    """Rank 1 has saved, and rank 0 writes no byte of its save within the grace: that was "before training", with 75."""
+    with launched(tmp_path, ["5 deaf", "deaf"], grace_s=1.0) as program:
+        wait_for_life(program, tmp_path, 0, 2)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait().require(1)
+        program.wait_until_gone()
+    assert ended.err.startswith("rank 0, 1 did not end after SIGTERM, and 1 s without a byte of a save, and was killed")
+    assert "--checkpoint.grace-s" in ended.err
+    assert "before training" not in ended.err
+
+
+def test_a_save_that_makes_progress_may_take_longer_than_the_grace(tmp_path: Path) -> None:
+    with launched(tmp_path, ["5 save"], grace_s=1.0) as program:
+        wait_for_life(program, tmp_path, 0, 1)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait().require(75)
+    assert ended.err == ""
+
+
+def test_a_cleaner_of_temporary_files_ends_no_run(tmp_path: Path) -> None:
+    """Nor do the ranks' reports need the folder in which the launcher looks for them."""
+    temporary, run = tmp_path / "tmp", tmp_path / "run"
+    temporary.mkdir()
+    with launched(run, ["5 wait", "wait"], env={"TMPDIR": str(temporary)}) as program:
+        wait_for_life(program, run, 0, 2)
+        for folder in (*temporary.iterdir(), run / "ranks"):
+            shutil.rmtree(folder)
+        os.kill(program.pid, signal.SIGTERM)
+        assert program.wait().require(75).err == ""
+    assert not (run / "ranks").exists(), "nothing was begun"
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""How a rank reports its end to the launcher: in a small file, because an exit status says too little."""
+"""How a rank reports its end to the launcher: in a small file of the run folder, because an exit status says too
+little. If the file cannot be written, or is removed, the exit status alone counts."""
 
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,17 +48,29 @@ def record_status(code: int, consequence: str | None = None) -> int:
         return code
     with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
         sys.stdout.flush()
-    path = Path(os.environ[STATUS_FOLDER]) / os.environ["RANK"]
+    path = end_path(Path(os.environ[STATUS_FOLDER]), int(os.environ["RANK"]))
     aside = path.with_name(f".{path.name}")  # renamed into place: the launcher may read meanwhile
-    with contextlib.suppress(OSError):  # a full disk: the launcher sees the exit status alone
+    with contextlib.suppress(OSError):  # a full disk, or the run folder is gone
+        path.parent.mkdir(exist_ok=True, mode=0o700)
         aside.write_text(json.dumps(asdict(Status(code, consequence))))
         os.replace(aside, path)
         return EXIT_DONE if code == EXIT_RESUMABLE else code
     return code
 
 
-def read_statuses(folder: Path) -> dict[int, Status]:
-    return {int(path.name): Status(**json.loads(path.read_text())) for path in folder.iterdir() if path.name.isdigit()}
+def end_path(folder: Path, rank: int) -> Path:
+    """Returns the file in which a rank reports its end."""
+    return folder / f"rank-{rank:05d}.end"
+
+
+def read_statuses(folder: Path, ranks: Iterable[int], ends: Mapping[int, int]) -> dict[int, Status]:
+    """Returns the statuses that these ranks have reported. ends: exit statuses of their processes by rank; 2 and 75 are
+    ours, and count if the file is missing."""
+    found = {rank: Status(code) for rank, code in ends.items() if code in (EXIT_USER, EXIT_RESUMABLE)}
+    for rank in ranks:
+        with contextlib.suppress(OSError, ValueError):
+            found[rank] = Status(**json.loads(end_path(folder, rank).read_bytes()))
+    return found
 
 
 def environment_of_one(environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,10 @@ class CheckpointConfig:
     """Also keep the one with the lowest validation loss; the file `best` names it."""
     retry_s: float = 300.0
     """If the last checkpoint of a run cannot be saved (a full disk), try again for so many seconds."""
+    grace_s: float = 120.0
+    """How long a launcher waits after SIGTERM before it kills the ranks: to finish the step and save. Each time a
+    checkpoint has grown within it, it begins again. Give more if the disk is slow: 1B parameters are 12 GB."""
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""
-        require_at_least(self, "checkpoint.", every=0, every_s=0, retry_s=0, keep=2, keep_every=0)
+        require_at_least(self, "checkpoint.", every=0, every_s=0, retry_s=0, grace_s=1, keep=2, keep_every=0)

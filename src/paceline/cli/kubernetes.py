@@ -1,6 +1,8 @@
 """paceline kubernetes"""
 
+import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Literal
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import divided, parse
 from paceline.cli.scheduled import train_command
+from paceline.cli.train import checked_arguments
 
 # A pod fails with 1 when another one is lost, and counts against backoffLimit; one that was evicted, or that has saved
 # and stopped (75), does not count. After 2 a new start would fail again. The names of pods are known before they are
@@ -112,8 +115,8 @@ class Kubernetes:
     volumes: str = "runs:/runs"
     """Volume claims and where they are mounted: runs:/runs,corpora:/data. One holds the run folder; with several
     nodes it is one that all of them can write to (ReadWriteMany)."""
-    grace_s: int = 120
-    """Time to save, after a pod is asked to stop and before it is killed."""
+    grace_s: int = 0
+    """Seconds between a pod's SIGTERM and its SIGKILL; 0: checkpoint.grace-s and 10."""
     failures: int = 20
     """With kind job: failed pods after which the job is given up. A lost node costs one for each pod."""
 
@@ -138,7 +141,7 @@ def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
     return (_JOB if job.kind == "job" else _TRAINJOB).format(failures=job.failures, **numbers, **texts)
 
 
-_SAVE_S = 60  # that a launcher gives its ranks
+_END_S = 10  # for a pod to end, when its ranks have had checkpoint.grace-s to save
 
 
 def main(arguments: list[str]) -> int:
@@ -146,8 +149,14 @@ def main(arguments: list[str]) -> int:
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
     command = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
     require_at_least(parsed, "--", nodes=1, nproc=0, gpus=0, failures=0)
-    if parsed.grace_s <= _SAVE_S:
-        raise UserError(f"--grace-s is {parsed.grace_s}; ranks have {_SAVE_S} s to save, so give more")
+    save_s = math.ceil(checked_arguments(flags).settings.checkpoint.grace_s)
+    needed_s = save_s + _END_S
+    if 0 < parsed.grace_s < needed_s:
+        raise UserError(
+            f"--grace-s is {parsed.grace_s}, and ranks have {save_s} s to save (checkpoint.grace-s): give at least "
+            f"{needed_s}, or a smaller --checkpoint.grace-s after --"
+        )
+    parsed = dataclasses.replace(parsed, grace_s=parsed.grace_s or needed_s)
     out = PurePosixPath(command[command.index("--out") + 1])
     _check_volumes(parsed.volumes, out)
     print(manifest(parsed, _name(parsed, out), ["paceline", *command]), end="")

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     own, command = divided(arguments)
     parsed = parse(LaunchArguments, LaunchArguments(), own, "launch")
     hosts = read_names(parsed.hosts, parsed.hostfile)
-    _check(command)
+    grace_s = _checked(command)
     shell_words(parsed.ssh)
     if not 1 <= parsed.port < 1 << 16:
         raise UserError(f"--port is {parsed.port}; it must be from 1 to {(1 << 16) - 1}")
@@ -46,11 +46,12 @@ def main(arguments: list[str]) -> int:
         raise UserError("launch inside a world that a launcher made already; start it from a plain shell")
     from paceline.launch.ssh import Ssh, launch
 
-    ssh = Ssh(parsed.ssh, parsed.python or sys.executable, parsed.chdir or os.getcwd(), parsed.port)
+    ssh = Ssh(parsed.ssh, parsed.python or sys.executable, parsed.chdir or os.getcwd(), parsed.port, grace_s)
     return launch(hosts, command, ssh)
 
 
-def _check(command: list[str]) -> None:
+def _checked(command: list[str]) -> float:
+    """Returns the run's checkpoint.grace-s. Raises UserError for a command that cannot be started on other hosts."""
     if command[:1] not in (["train"], ["resume"]):
         raise UserError(f"what the hosts are to run comes after `--`, train or resume: {_EXAMPLE}")
     if found := [flag for flag in map(flag_of, command) if flag in _OURS]:
@@ -58,5 +59,12 @@ def _check(command: list[str]) -> None:
     if command[0] == "train":
         from paceline.cli.train import checked_arguments
 
-        if not checked_arguments(command[1:]).out:
+        train = checked_arguments(command[1:])
+        if not train.out:
             raise UserError(f"there is no run folder: give --out, as in: {_EXAMPLE}")
+        return train.settings.checkpoint.grace_s
+    from paceline.cli.resume import ResumeArguments
+
+    # The run's config is on the hosts: a longer time than the default is given again.
+    resume = parse(ResumeArguments, ResumeArguments(run=""), command[1:], "resume")
+    return resume.settings.checkpoint.grace_s

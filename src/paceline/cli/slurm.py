@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.base.errors import require_at_least
+from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import divided, parse, shell_words
 from paceline.cli.scheduled import train_command
+from paceline.cli.train import checked_arguments
 
 # SIGTERM goes to the tasks by scancel: srun itself answers one by killing them. A signal to the script ends its `wait`,
 # so it waits again. A step ends with the highest status of its tasks: 75 if all have saved and stopped.
@@ -71,6 +72,12 @@ def main(arguments: list[str]) -> int:
     parsed = parse(Slurm, Slurm(), options, "slurm")
     command = train_command("slurm", flags, "starts the ranks: give --nodes and --tasks-per-node")
     require_at_least(parsed, "--", nodes=1, tasks_per_node=1, gpus_per_task=0, cpus_per_task=0, save_before_s=1)
+    grace_s = checked_arguments(flags).settings.checkpoint.grace_s
+    if parsed.save_before_s < grace_s:
+        raise UserError(
+            f"--save-before-s is {parsed.save_before_s}, and ranks have {grace_s:g} s to save (checkpoint.grace-s): "
+            "give at least that, or a smaller --checkpoint.grace-s after --"
+        )
     name = Path(command[command.index("--out") + 1]).name
     print(batch_script(parsed, name, [sys.executable, "-m", "paceline", *command]), end="")
     return 0

@@ -156,19 +156,18 @@ def _start_ranks(
 
     out, job, config = request.out, request.job, request.config
     assert out is not None
+    start = partial(start_ranks, command, out, grace_s=config.checkpoint.grace_s)
     if hosts is None:
-        return start_ranks(command, out, lambda _: OneHost(num_ranks, config.parallel.port), max_restarts=max_restarts)
+        return start(lambda _: OneHost(num_ranks, config.parallel.port), max_restarts=max_restarts)
     assert job is not None
     if isinstance(hosts, Pod):
         group = OneOfMany(num_ranks, hosts.number, hosts.num_pods, hosts.master_addr, hosts.master_port)
-        return start_ranks(command, out, lambda _: group, job=job, address="")
+        return start(lambda _: group, job=job, address="")
     from paceline.checkpoint.copies import take
     from paceline.launch.hosts import Hosts
 
     copy = partial(take, run_folder.RunFolder(out).checkpoints, config=config.checkpoint)
-    return start_ranks(
-        command,
-        out,
+    return start(
         lambda signals: Hosts(hosts, job, num_ranks, out, signals, copy),
         max_restarts=max_restarts,
         job=job,

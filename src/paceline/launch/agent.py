@@ -24,7 +24,7 @@ from paceline.launch.signals import StopSignals
 
 GREETING = b"paceline-agent "  # before it a shell's start-up files may print
 SIGN_OF_LIFE_S = 5.0
-KILL_AFTER_S = 65.0  # from SIGTERM; a launcher of ranks gives them 60 s
+END_S = 5.0  # for a command to end when its ranks have had their time to save
 _SILENCE_S = 60.0
 _LOOK_EVERY_S = 0.1
 
@@ -40,6 +40,7 @@ class Order:
     command: list[str]  # for the interpreter that runs the agent
     folder: str
     environment: dict[str, str]  # in addition to this host's own
+    grace_s: float  # checkpoint.grace-s
 
 
 class _Launcher(threading.Thread):
@@ -81,10 +82,10 @@ def main() -> int:
             stdin=subprocess.DEVNULL,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-        return _follow(command, signals)
+        return _follow(command, signals, order.grace_s + END_S)
 
 
-def _follow(command: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
+def _follow(command: "subprocess.Popen[bytes]", signals: StopSignals, kill_after_s: float) -> int:
     launcher = _Launcher(command)
     launcher.start()
     kill_s = float("inf")
@@ -94,7 +95,7 @@ def _follow(command: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
             return code if code >= 0 else 128 - code
         if kill_s == float("inf") and (launcher.is_gone or signals.first):
             command.terminate()
-            kill_s = time.monotonic() + KILL_AFTER_S
+            kill_s = time.monotonic() + kill_after_s
         if time.monotonic() > kill_s:
             command.kill()
 

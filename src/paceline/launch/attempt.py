@@ -13,13 +13,42 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from paceline.base.say import say
 from paceline.base.status import read_statuses
 from paceline.launch.place import Order, Place
 from paceline.launch.signals import StopSignals, has_handler
 
 _LOOK_EVERY_S = 0.05
+_KILLED_S = 10.0  # for a killed process to end
 _FAILURE_GRACE_S = 2.0  # for the other ranks: those that wait for the dead one notice within 0.1 s and print why
-_SAVE_GRACE_S = 60.0  # after a signal: to finish the step and save
+
+
+class Grace:
+    """How long ranks may take to save and end after a signal: some seconds, and as long again whenever the run's
+    checkpoints have changed meanwhile."""
+
+    def __init__(self, seconds: float, checkpoints: Path):
+        self.seconds, self._checkpoints = seconds, checkpoints
+        self._until_s: float | None = None
+        self._num_bytes = 0
+
+    def is_over(self, since_s: float | None) -> bool:
+        """since_s: when the signal came (monotonic); None: there was none, or one that its sender repeats."""
+        if since_s is None:
+            return False
+        if self._until_s is None:
+            self._until_s, self._num_bytes = since_s + self.seconds, self._written_bytes()
+        if time.monotonic() < self._until_s:
+            return False
+        before, self._num_bytes = self._num_bytes, self._written_bytes()
+        self._until_s += self.seconds
+        return self._num_bytes == before
+
+    def _written_bytes(self) -> int:
+        try:
+            return sum(path.stat().st_size for path in self._checkpoints.glob("*/*"))  # unfinished ones, too
+        except OSError:  # one is being given its name, or is removed
+            return -1
 
 
 def run_attempt(
@@ -28,13 +57,14 @@ def run_attempt(
     job: str,
     signals: StopSignals,
     statuses: Path,
+    grace: Grace,
     order: Callable[[], Order],
 ) -> dict[int, int]:
     """Runs the command as this host's ranks until all have ended; none of their processes remains.
 
-    statuses: the folder in which ranks record how they end; a failed rank that has done so is not waited for. order:
-    asked all the time what the ranks are to do. Returns rank -> exit status (negative: the signal that killed it), in
-    the order of the ends, without ranks killed here.
+    statuses: the folder in which ranks record how they end; a failed rank that has done so is not waited for. grace:
+    how long they may save after a signal. order: asked all the time what the ranks are to do. Returns rank -> exit
+    status (negative: the signal that killed it), in the order of the ends, without ranks killed here.
     """
     world = {
         "WORLD_SIZE": str(place.world_size),
@@ -45,17 +75,16 @@ def run_attempt(
         "TORCHELASTIC_USE_AGENT_STORE": str(place.knows_all),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun does
     }
-    ranks = range(place.first_rank, place.first_rank + place.num_ranks)
     processes: dict[int, subprocess.Popen[bytes]] = {}
     store = None
     try:
-        for local, rank in enumerate(ranks):
+        for local, rank in enumerate(place.own_ranks):
             own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(local)}
             processes[rank] = subprocess.Popen(command, env=own, start_new_session=True)  # a group, for `_kill`
         store = _open_store(place)
-        return _watch(processes, signals, statuses, order)
+        return _watch(processes, signals, statuses, grace, order)
     finally:
-        _kill(processes)
+        _kill([process for process in processes.values() if process.returncode is None])
         del store  # it listens until here
 
 
@@ -70,7 +99,11 @@ def _open_store(place: Place) -> object:
 
 
 def _watch(
-    processes: Mapping[int, subprocess.Popen[bytes]], signals: StopSignals, statuses: Path, order: Callable[[], Order]
+    processes: Mapping[int, subprocess.Popen[bytes]],
+    signals: StopSignals,
+    statuses: Path,
+    grace: Grace,
+    order: Callable[[], Order],
 ) -> dict[int, int]:
     """Passes signals on to the ranks; returns when all have ended or the rest is to be killed."""
     ends: dict[int, int] = {}
@@ -79,6 +112,7 @@ def _watch(
         for rank, process in processes.items():
             if rank not in ends and (code := process.poll()) is not None:
                 ends[rank] = code
+                _kill_group(process)  # now: later its number may be that of another group
         alive = [rank for rank in processes if rank not in ends]
         ordered = order()
         if (signals.first is not None or ordered == "save") and not was_passed_on:
@@ -88,22 +122,29 @@ def _watch(
                 is_ready = has_handler(processes[rank].pid, signal.SIGTERM)
                 is_asked = signals.first is not None and is_ready
                 processes[rank].send_signal(signals.passed_on if is_asked else signal.SIGTERM)
-        found, now = read_statuses(statuses), time.monotonic()
-        if ordered == "fail" or any(ends.values()) or not all(status.is_good for status in found.values()):
+        found, now = read_statuses(statuses, processes, ends), time.monotonic()
+        has_failed = any(code and rank not in found for rank, code in ends.items())
+        if ordered == "fail" or has_failed or not all(status.is_good for status in found.values()):
             failed_s = min(failed_s, now)
-        is_overdue = signals.since_s is not None and now - signals.since_s > _SAVE_GRACE_S
         # A rank that has recorded its status has printed everything; the rest of its exit takes 0.7 s.
         is_over = failed_s <= now and (found.keys() >= set(alive) or now - failed_s > _FAILURE_GRACE_S)
-        if is_over or is_overdue or signals.is_urgent or ordered == "end":
+        if is_over or grace.is_over(signals.since_s) or signals.is_urgent or ordered == "end":
             break
         time.sleep(_LOOK_EVERY_S if alive else 0)
     return ends
 
 
-def _kill(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kills what is left, also processes that ranks started: each rank leads its own process group."""
-    for process in processes.values():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes.values():
-        process.wait()
+    for process in processes:
+        _kill_group(process)
+    for process in processes:
+        try:
+            process.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            say(f"pid {process.pid}, a rank, does not end after SIGKILL: it waits for a disk or a device")
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

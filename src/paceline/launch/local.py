@@ -1,36 +1,31 @@
 """`--nproc N --max-restarts M`: runs N ranks of this command on this machine; if one fails, all of them start again.
 With `--hosts` the ranks of other hosts belong to the run, too (hosts.py).
 
-Ranks record their exit statuses in a folder, because torch's launcher knows only success and failure: 75 ("saved, start
-me again") is neither. A later attempt runs the same command line; PACELINE_JOB tells its ranks which run folder is
-theirs, and they resume from it.
+Ranks report their ends in the run folder (base/status.py), because torch's launcher knows only success and failure: 75
+("saved, start me again") is neither. A later attempt runs the same command line; PACELINE_JOB tells its ranks which run
+folder is theirs, and they resume from it.
 """
 
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import socket
-import stat
-import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import filelock
 import psutil
 
 from paceline.base import units
-from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError
+from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError, UserError
 from paceline.base.net import require_loopback
 from paceline.base.say import say
-from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses
-from paceline.launch.attempt import run_attempt
+from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
+from paceline.launch.attempt import Grace, run_attempt
 from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
@@ -56,28 +51,36 @@ def start_ranks(
     open_group: Callable[[StopSignals], Group],
     *,
     max_restarts: int = 0,
+    grace_s: float = 120.0,
     job: str = "",
     address: str = LOOPBACK,
 ) -> int:
     """Runs the command as the ranks of this host, of the run in this folder, and returns all ranks' common exit status.
 
-    After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. job: names
-    all attempts; empty: a random name. address: of the interface that ranks use, unless their config or the user names
-    one; empty: the backend chooses.
+    After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. grace_s: how
+    long they may save after a signal, see `Grace`. job: names all attempts; empty: a random name. address: of the
+    interface that ranks use, unless their config names one, or the user does and it is not loopback; empty: the backend
+    chooses.
 
     Raises UserError if loopback is down; RunError naming the rank that died without a message, or listing all attempts;
     KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
     """
     require_loopback()
     if address and (name := _interface_of(address)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        if address != LOOPBACK:
+        if address == LOOPBACK:  # a variable that is exported for several hosts would open ports to them
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ[JOB] = job or uuid.uuid4().hex
-    with StopSignals() as signals, scratch() as folder, closing(open_group(signals)) as group:
+    is_new = not run.exists()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget_refused, run, is_new)
+        signals = stack.enter_context(StopSignals())
+        group = stack.enter_context(closing(open_group(signals)))
         try:
-            status = _Attempts(command, run, max_restarts, group, signals, folder).run()
+            status = _Attempts(command, run, max_restarts, grace_s, group, signals).run()
         except PacelineError as error:
             group.conclude(error.exit_status, str(error))
             raise
@@ -103,9 +106,9 @@ class _Attempts:
     command: Sequence[str]
     run_folder: Path
     most: int  # restarts
+    grace_s: float
     group: Group
     signals: StopSignals
-    scratch: Path
 
     def __post_init__(self) -> None:
         self._records = Records(self.run_folder)
@@ -140,29 +143,43 @@ class _Attempts:
     def _attempt(self, place: Place) -> _Ended | None:
         """Returns how one attempt ended; None if another host judges that, or only the hosts are to change."""
         self._num_attempts, self._world_size = self._num_attempts + 1, place.world_size
-        statuses = self.scratch / f"statuses-{self._num_attempts}"
-        statuses.mkdir()
-        os.environ[STATUS_FOLDER], os.environ[ATTEMPT] = str(statuses), str(place.attempt)
+        statuses, ranks = self._make_folder(place), place.own_ranks
+        os.environ[STATUS_FOLDER], os.environ[ATTEMPT] = str(statuses.absolute()), str(place.attempt)
         before = self._records.last_step()
-        ends = run_attempt(place, self.command, os.environ[JOB], self.signals, statuses, self.group.order)
+        grace = Grace(self.grace_s, self.run_folder / "checkpoints")
+        ends = run_attempt(place, self.command, os.environ[JOB], self.signals, statuses, grace, self.group.order)
         began_at = self._records.began_at()
         if place.attempt and began_at is not None:
             self._num_repeated += max(0, before - began_at)
         if self.signals.is_urgent:
             raise KeyboardInterrupt
-        collected = self.group.collect(read_statuses(statuses), ends)
+        collected = self.group.collect(read_statuses(statuses, ranks, ends), ends)
         if collected is None:
             return None
         self._stop = self.signals.first or (signal.Signals[collected.stop] if collected.stop else None)
         return self._judge(place, collected)
 
+    def _make_folder(self, place: Place) -> Path:
+        """Returns the folder in which ranks report their ends, without the reports of an earlier attempt. Raises
+        UserError if it cannot be written."""
+        folder = self.run_folder / "ranks"
+        try:
+            for made in (self.run_folder, folder):
+                made.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for rank in place.own_ranks:
+                end_path(folder, rank).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write in {folder}, where ranks report their ends: {error.strerror}") from None
+        return folder
+
     def _judge(self, place: Place, collected: Collected) -> _Ended | None:
         found, ends, lost = collected.found, collected.ends, collected.lost
-        if self._stop and not any(status.is_failure for status in found.values()):
+        were_killed = not lost and len(ends) < len(place.judged)  # here, when their time was over
+        if self._stop and not were_killed and not any(status.is_failure for status in found.values()):
             is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
             if is_early or not any(status.is_good for status in found.values()):
                 return _Ended(self._stopped_before_training(self._stop))
-        ended = _judge(found, ends, place.judged, self._stop)
+        ended = _judge(found, ends, place.judged, self._stop, self.grace_s)
         if lost and 0 in found and found[0].is_good:  # rank 0 ends last: the run is saved
             ended = _Ended(found[0].code)
         if ended.status == EXIT_RESUMABLE and collected.takes_in and not self._stop:
@@ -227,7 +244,9 @@ class _Attempts:
         return EXIT_RESUMABLE
 
 
-def _judge(found: dict[int, Status], ends: dict[int, int], ranks: range, first: signal.Signals | None) -> _Ended:
+def _judge(
+    found: dict[int, Status], ends: dict[int, int], ranks: range, first: signal.Signals | None, grace_s: float
+) -> _Ended:
     """Returns one exit status for these ranks, and who is to blame: first those that died without a message."""
     if EXIT_USER in [status.code for status in found.values()]:
         return _Ended(EXIT_USER)
@@ -247,10 +266,24 @@ def _judge(found: dict[int, Status], ends: dict[int, int], ranks: range, first: 
     if suffered := [status.consequence for status in found.values() if status.consequence]:
         return _Ended(EXIT_FAILED, str(suffered[0]), was_said=False)  # nobody died, and nobody printed why
     if len(found) + len(stopped) < len(ranks):
-        hanging = ", ".join(str(rank) for rank in ranks if rank not in found and rank not in stopped)
-        name = first.name if first else "the failure of another"
-        return _Ended(EXIT_FAILED, f"rank {hanging} did not end after {name} and was killed", was_said=False)
+        hanging = [rank for rank in ranks if rank not in found and rank not in stopped]
+        after = f"{first.name}, and {grace_s:g} s without a byte of a save," if first else "the failure of another"
+        what = f"rank {units.listed(hanging, 16)} did not end after {after} and was killed"
+        advice = "; to give a slow disk more time to save, raise --checkpoint.grace-s" if first else ""
+        return _Ended(EXIT_FAILED, what + advice, was_said=False)
     return _Ended(max(status.code for status in found.values()))
+
+
+def _forget_refused(run: Path, is_new: bool) -> None:
+    """Removes what the launcher has made in the folder of a run that its ranks refused, or that was stopped at once."""
+    if (run / "config.toml").exists():
+        return
+    with contextlib.suppress(OSError):
+        for path in (run / "ranks").glob("rank-*.end"):
+            path.unlink()
+        (run / "ranks").rmdir()
+        if is_new:
+            run.rmdir()
 
 
 def _who_died(ranks: list[int], code: int, *, is_explained: bool) -> str:
@@ -266,35 +299,3 @@ def _interface_of(name: str) -> str | None:
     address = socket.gethostbyname(name)
     found = psutil.net_if_addrs().items()
     return next((str(name) for name, known in found if any(a.address == address for a in known)), None)
-
-
-# ---- the folder of exit statuses ----
-
-_PREFIX = "paceline-launcher-"
-_LOCK = "lock"
-_YOUNG_S = 60.0  # a new one may not be locked yet
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """Yields an empty temporary folder; removes those of this user's dead launchers. A live one holds a lock on its
-    folder: a pid would be ambiguous between containers that share the place."""
-    _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as made, filelock.FileLock(Path(made) / _LOCK):
-        inside = Path(made) / "ranks"
-        inside.mkdir()
-        yield inside
-
-
-def _sweep(place: Path) -> None:
-    with contextlib.suppress(OSError, NotImplementedError):  # a failed clean-up must not stop a start
-        for folder in list(place.glob(f"{_PREFIX}*")):
-            if _is_ours_and_old(folder):
-                with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / _LOCK, timeout=0):
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_ours_and_old(folder: Path) -> bool:
-    found = folder.lstat()
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_ours and time.time() - found.st_mtime > _YOUNG_S

@@ -29,9 +29,14 @@ class Place:
     knows_all: bool = True  # this launcher hears how all ranks end, and one of the launchers holds their store
 
     @property
+    def own_ranks(self) -> range:
+        """The ranks of this host."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    @property
     def judged(self) -> range:
         """The ranks whose ends this launcher hears of."""
-        return range(self.world_size) if self.knows_all else range(self.first_rank, self.first_rank + self.num_ranks)
+        return range(self.world_size) if self.knows_all else self.own_ranks
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from paceline import __version__
 from paceline.base.early import EXIT_INTERRUPTED, stopped_early
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError, Stopped, UserError
 from paceline.base.say import say
-from paceline.launch.agent import GREETING, KILL_AFTER_S, SIGN_OF_LIFE_S, Greeting, Order
+from paceline.launch.agent import END_S, GREETING, SIGN_OF_LIFE_S, Greeting, Order
 from paceline.launch.options import NamedHost
 from paceline.launch.signals import StopSignals
 
@@ -35,9 +35,7 @@ _OPTIONS = (
 )
 _GREETING_S = 40.0  # Python from a slow network disk, on a busy machine
 _LOOK_EVERY_S = 0.05
-# For the other hosts after one has failed. Those that trained together end together, when each has the last checkpoint;
-# one that was refused or lost is waited for in vain.
-_TOGETHER_S, _FAILURE_GRACE_S = 60.0, 2.0
+_REFUSED_S = 2.0  # for the other hosts to end, after one was refused or lost
 _PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACKIO_")  # beginnings of variables
 _SAID = (EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_DONE)  # statuses that came with a message
 _CONNECTION_LOST = 255  # ssh(1): an error of ssh itself, or a signal killed the remote command
@@ -61,6 +59,7 @@ class Ssh:
     python: str
     folder: str
     port: int  # of each host's launcher
+    grace_s: float  # for ranks to save; the others have it, too, after a host has failed
 
     def line(self, name: str) -> list[str]:
         """Returns the command line that starts an agent."""
@@ -167,7 +166,7 @@ def launch(hosts: Sequence[NamedHost], command: Sequence[str], ssh: Ssh) -> int:
     output = _Output()
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         connected: list[_Host] = []
-        stack.callback(_end, connected, output)
+        stack.callback(_end, connected, output, ssh.grace_s + END_S + SIGN_OF_LIFE_S)
         for host in hosts:
             connected.append(_Host(host.name, ssh.line(host.name), output))  # noqa: PERF401  a failure ends these
         addresses = _greet(connected, signals)
@@ -177,8 +176,8 @@ def launch(hosts: Sequence[NamedHost], command: Sequence[str], ssh: Ssh) -> int:
         for number, host in enumerate(hosts):
             own = [*place, "--node-rank", str(number)] if place else []
             line = ["-m", "paceline", *command, "--nproc", host.num_ranks, *own]
-            connected[number].send(json.dumps(asdict(Order(line, ssh.folder, passed_on))))
-        return _watch(connected, signals)
+            connected[number].send(json.dumps(asdict(Order(line, ssh.folder, passed_on, ssh.grace_s))))
+        return _watch(connected, signals, ssh.grace_s)
 
 
 def _greet(hosts: list[_Host], signals: StopSignals) -> list[str]:
@@ -215,7 +214,7 @@ def _problem(host: _Host) -> str:
     return ""
 
 
-def _watch(hosts: list[_Host], signals: StopSignals) -> int:
+def _watch(hosts: list[_Host], signals: StopSignals, grace_s: float) -> int:
     """Passes signals on; returns the common exit status when all hosts have ended, or soon after one failed."""
     ends: dict[str, int] = {}
     until_s, alive_s, num_passed_on = float("inf"), 0.0, 0
@@ -224,8 +223,8 @@ def _watch(hosts: list[_Host], signals: StopSignals) -> int:
             if host.name not in ends and (status := host.status()) is not None:
                 ends[host.name] = status
                 if status not in (EXIT_DONE, EXIT_RESUMABLE):
-                    grace_s = _TOGETHER_S if status == EXIT_FAILED else _FAILURE_GRACE_S
-                    until_s = min(until_s, time.monotonic() + grace_s)
+                    left_s = grace_s if status == EXIT_FAILED else _REFUSED_S  # they copy the last checkpoint
+                    until_s = min(until_s, time.monotonic() + left_s)
         wanted = (signals.first is not None) + signals.is_urgent
         line = signals.passed_on.name if wanted > num_passed_on else ""
         if line or time.monotonic() - alive_s > SIGN_OF_LIFE_S:
@@ -251,10 +250,10 @@ def _judge(ends: dict[str, int]) -> int:
     return next(status for status in _SAID if status in ends.values())
 
 
-def _end(hosts: list[_Host], output: _Output) -> None:
+def _end(hosts: list[_Host], output: _Output, most_s: float) -> None:
     """Ends what still runs; what those hosts say about it is not news."""
     output.is_closed = True
-    until_s = time.monotonic() + KILL_AFTER_S + SIGN_OF_LIFE_S
+    until_s = time.monotonic() + most_s
     for host in hosts:
         host.close()
     for host in hosts:

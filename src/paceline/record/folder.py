@@ -6,6 +6,7 @@ RUN/
   metrics.jsonl           a row per step and per evaluation
   events.jsonl            start, resume, checkpoint, skipped step, signal, end
   ranks/rank-00003.log    the output of that rank
+  ranks/rank-00003.end    how it ended, if a launcher started it (base/status.py)
   checkpoints/            step-00000500/ ..., `latest`
   lock, lock.holder       held by rank 0 while it runs; its host and pid. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it
