@@ -10,6 +10,7 @@ Protocol: chromedevtools.github.io/devtools-protocol; messages end with a NUL, b
 
 import base64
 import json
+import math
 import os
 import select
 import shutil
@@ -78,6 +79,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
         page.call("Page.navigate", url=address)
+        page.size = size
         return page
 
     def call(self, method: str, parameters: dict[str, Any] | None = None, session: str | None = None) -> dict[str, Any]:
@@ -108,6 +110,7 @@ class Page:
 
     def __init__(self, browser: Browser, session: str):
         self._browser, self._session = browser, session
+        self.size: dict[str, Any] = {}  # as Emulation.setDeviceMetricsOverride has it
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Returns a command's result."""
@@ -131,9 +134,11 @@ class Page:
 
     def screenshot(self, path: Path) -> None:
         """Writes the whole page, also what is below the window's edge, as PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        height = self.call("Page.getLayoutMetrics")["cssContentSize"]["height"]
+        # Not captureBeyondViewport, which gives the page other widths meanwhile, and plots are drawn anew in them.
+        self.call("Emulation.setDeviceMetricsOverride", **self.size | {"height": math.ceil(height)})
+        shot = self.call("Page.captureScreenshot", format="png")
+        self.call("Emulation.setDeviceMetricsOverride", **self.size)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:

@@ -64,9 +64,30 @@ def test_a_run_of_20_000_steps_is_drawn_by_few_points(browser: Browser, runs: Pa
     for width, how in ((1280, {}), (390, {"is_phone": True}), (1280, {"is_dark": True})):
         shown = drawn(browser, page, width, **how)
         assert 5_000 < shown.evaluate(POINTS) < MAX_POINTS
+        shown.evaluate(
+            "document.getElementById('loss').on('plotly_afterplot', () => { window.isRedrawn = true; }) && 0"
+        )
         picture = tmp_path / f"{width}.png"
         shown.screenshot(picture)
         assert picture.stat().st_size > 100_000
+        assert not shown.evaluate("window.isRedrawn"), "the picture may show plots of another width"
+
+
+def test_plots_fit_on_paper(browser: Browser, runs: Path, tmp_path: Path) -> None:
+    """Finds plots that keep the window's width, of which a sheet of A4 (690 pixels) shows two thirds."""
+    shown = drawn(browser, report(tmp_path, runs / "long"), 1280)
+    shown.call("Emulation.setEmulatedMedia", media="print")
+    shown.evaluate("document.body.style.width = '690px'")  # paper lets no page draw anew, as another window would
+    sizes = f"{PLOTS}.map(p => [p, ...p.querySelectorAll('.main-svg')].map(e => e.getBoundingClientRect()))"
+    for plot, *drawings in shown.evaluate(f"{sizes}.map(all => all.map(r => [r.left, r.right, r.bottom, r.height]))"):
+        for left, right, bottom, height in drawings:
+            assert (left, right) == pytest.approx((plot[0], plot[1]), abs=1)
+            assert plot[1] <= 690
+            assert bottom <= plot[2] + 1
+            assert height > 50
+    assert shown.evaluate(
+        "document.querySelector('.scroll.tall').scrollHeight === document.querySelector('.scroll.tall').clientHeight"
+    )
 
 
 def test_what_is_chosen_is_drawn(browser: Browser, runs: Path, tmp_path: Path) -> None:

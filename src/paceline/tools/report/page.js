@@ -96,7 +96,11 @@
     const traces = figure.traces.map((trace) => traceOf(trace, view, style));
     const options = { displayModeBar: false, doubleClick: "reset", showTips: false };
     for (const trace of traces) if (figure.off?.has(trace.name)) trace.visible = "legendonly";
-    await Plotly.react(place, traces, layoutOf(figure, place, view, style), options);
+    const layout = layoutOf(figure, place, view, style);
+    await Plotly.react(place, traces, layout, options);
+    // Paper is narrower than the window: there the style sheet scales what was drawn.
+    place.style.setProperty("--shape", `${layout.width} / ${layout.height}`);
+    for (const svg of place.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${layout.width} ${layout.height}`);
     if (!place.previousElementSibling?.matches(".legend")) place.before(legendOf(figure));
   }
 
