@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 
-from paceline.sync.replicas import Difference, broadcast_parameters, differences, digests, overall, repair
+from paceline.sync.replicas import Difference, broadcast, differences, digests, overall, repair
 from paceline.world.group import LocalGroup
 from paceline.world.runtime import World
 
@@ -43,7 +43,7 @@ def on_ranks(world: World) -> dict[str, Any]:
     net = net_of(world.rank)
     tensors = tensors_of(net)
     before = overall(tensors)
-    broadcast_parameters(net, world.group)
+    broadcast([*net.parameters(), *net.buffers()], world.group)
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     found: dict[Any, list[Difference]] = {
         ("equal", quick): differences(tensors, world.group, quick) for quick in (0, 1)

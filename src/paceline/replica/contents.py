@@ -25,7 +25,7 @@ from paceline.replica import generators
 from paceline.replica.mistakes import plain
 from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
-from paceline.replica.updates import LossScaler, stored_as
+from paceline.replica.updates import LossScaler, like, stored_as
 from paceline.world.calls import mistake
 
 Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor]]  # reads from a checkpoint
@@ -51,9 +51,10 @@ class ReplicaContents:
         return self._kept(self.replica.sync.weights())
 
     def constants(self) -> dict[Slice, torch.Tensor]:
-        """What no optimizer updates: buffers, frozen parameters, and those without an element; equal on all ranks."""
-        parameters = self.replica.model.named_parameters()
-        named = {n: p for n, p in parameters if not (p.requires_grad and p.numel())} | self.replica.buffers()
+        """What no optimizer updates: buffers, parameters that were frozen when the replica was made, and those without
+        an element; equal on all ranks."""
+        parameters, trained = self.replica.model.named_parameters(), self.replica.gradients.trained
+        named = {n: p for n, p in parameters if not (n in trained and p.numel())} | self.replica.buffers()
         return {Slice(self._kept_name(name), 0, tensor.numel()): _flat(tensor) for name, tensor in named.items()}
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
@@ -160,7 +161,7 @@ class ReplicaContents:
                     wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, key, shape
         found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
         for item, (part, optimizer, key, shape) in wanted.items():
-            tensor = found.pop(item).to(part.parameter.device).view(shape)
+            tensor = like(part.parameter, found.pop(item).to(part.parameter.device).view(shape))
             state = optimizer.state.setdefault(part.parameter, {})
             state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
         self._take_local(receive, sources, stored, numbers)

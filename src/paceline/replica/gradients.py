@@ -110,6 +110,12 @@ class Gradients:
                 f"{listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
                 "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
             )
+        if self.sync.shards_weights and any(not parameter.requires_grad for parameter in self.trained.values()):
+            frozen = [name for name, parameter in self.trained.items() if not parameter.requires_grad]
+            raise mistake(
+                f"{listed(frozen)} was frozen after the replica was made, and with strategy fsdp all parameters are "
+                "trained: take strategy zero to freeze some"
+            )
 
     @contextmanager
     def _dropping(self, has_weight: bool) -> Iterator[None]:

@@ -8,7 +8,7 @@ import gc
 import math
 import warnings
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.base.errors import nearest
 from paceline.base.sums import exact_sum
 from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.replica.result import Exchanged
-from paceline.sync.replicas import differences
+from paceline.sync.replicas import broadcast, differences, take_strides_of_rank_0
 from paceline.world.calls import Calls, caller, mistake
 from paceline.world.config import SHARDS_WEIGHTS
 from paceline.world.facts import unequal_kinds
@@ -40,6 +41,7 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], strategy: str, worl
     """Raises UserError if model or optimizers cannot be replicated with the strategy; warns of parameters that no
     optimizer has."""
     _check_modules(model)
+    _check_kinds(model)
     if not is_on_the_host(model, strategy, world):
         _check_device(model, world)
     for optimizer in optimizers:
@@ -89,6 +91,39 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
+def _check_kinds(model: nn.Module) -> None:
+    """Raises UserError for parameters that cannot be summed over ranks."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise mistake("the model has no parameters: nothing in it can be trained")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise mistake(
+                f"{name} has no shape yet, because its layer is lazy: run the model on one sample first, then make "
+                "optimizer and Replica"
+            )
+        if parameter.is_complex():
+            raise mistake(
+                f"{name} is of {parameter.dtype}, and gradients are summed and clipped as real numbers: make it a real "
+                "parameter with a last dimension of 2, and use torch.view_as_complex(...) in the forward pass"
+            )
+
+
+def full_names(model: nn.Module, given: Iterable[str], argument: str) -> dict[str, str]:
+    """Returns each parameter's first name in the model by the name that was given, with or without torch.compile's
+    prefix. Raises UserError for an unknown one. argument: where they were given."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    known = {
+        key: first[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for key in (name, plain(name))
+    }
+    for name in given:
+        if name not in known:
+            raise mistake(f"{argument} names {name}, which is no parameter of the model{nearest(name, known)}")
+    return {name: known[name] for name in given}
+
+
 def _check_device(model: nn.Module, world: World) -> None:
     for name, parameter in model.named_parameters():
         here, there = world.device, parameter.device
@@ -127,8 +162,10 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World)
         warn(f"no optimizer has {listed(idle)}: give them to one, or say requires_grad_(False)", world)
 
 
-def check_same_start(model: nn.Module, world: World) -> None:
-    """Raises UserError on all ranks if models differ in shape; warns if rank 0's values replace others. Collective."""
+def start_alike(model: nn.Module, world: World) -> None:
+    """Gives all ranks rank 0's parameters and buffers where they differ, and warns of it. Equal seeds are not enough:
+    torch's normal_ differs in the last bits between processors with different vector units. Raises UserError on all
+    ranks if models differ in shape. Collective."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     mine = [f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in {**parameters, **buffers}.items()]
     texts = world.group.share_text(" ".join(mine))
@@ -139,8 +176,10 @@ def check_same_start(model: nn.Module, world: World) -> None:
             "All ranks must make the same model, from the same settings",
             reach="world",
         )
+    take_strides_of_rank_0(list(parameters.values()), world.group)
     tensors = {name: tensor.detach() for name, tensor in [*parameters.items(), *buffers.items()]}
     found = differences(tensors, world.group, quick=True)
+    broadcast([tensors[difference.name] for difference in found], world.group)
     seeds = [row[0] for row in world.group.share_integers([torch.initial_seed() % (1 << 63)])]
     if not found or unequal_kinds(world.facts):  # there equal seeds give weights that differ in the last bits
         return

@@ -16,7 +16,6 @@ from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
 from paceline.sync.buckets import release
 from paceline.sync.make import make_strategy
-from paceline.sync.replicas import broadcast_parameters
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
 from paceline.world.facts import check_strategy
@@ -48,17 +47,18 @@ class ReplicatedModel:
 
         self._release_earlier()
         mistakes.check_model(model, optimizers, strategy, world)
+        read_as = read_as or {}
+        read_as = {name: read_as[key] for key, name in mistakes.full_names(model, read_as, "read_as").items()}
+        rounded_gradients = mistakes.full_names(model, rounded_gradients, "rounded_gradients").values()
         self.updates = Updates(model, optimizers)
-        if not mistakes.is_on_the_host(model, strategy, world):  # else blocks move to the device one by one
-            mistakes.check_same_start(model, world)
-            broadcast_parameters(model, world.group)
+        mistakes.start_alike(model, world)
         self.statistics = RunningStatistics(model, world.group)
         mistakes.warn_of_batch_norm(model, world)
         mistakes.warn_of_prefix(model, world)
         # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
         hosts = len({facts.host for facts in world.facts})
         is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
-        rounded = rounded_gradients if is_direct else ()
+        rounded = set(rounded_gradients) if is_direct else ()
         whole = self.updates.updated_whole()
         self.gradients = Gradients(
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)

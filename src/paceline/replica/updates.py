@@ -185,8 +185,14 @@ def _whole(value: Any, key: str, parameter: torch.Tensor) -> Any:
 
 def _slice(value: Any, key: str, part: ParamSlice) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == part.shape and key != "step":
-        return value.reshape(-1)[part.start : part.stop].reshape(part.parameter.shape).clone()
+        return like(part.parameter, value.reshape(-1)[part.start : part.stop].view(part.parameter.shape))
     return value
+
+
+def like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the value. If it has the parameter's shape, it has the strides, too, that torch gives a state:
+    fused optimizers pair elements by their place in memory."""
+    return torch.empty_like(parameter if parameter.shape == value.shape else value, dtype=value.dtype).copy_(value)
 
 
 # ---- statistics of normalisation ----

@@ -22,7 +22,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.base.errors import UserError
 from paceline.sync.strategy import Strategy
+from paceline.world.calls import mistake
 from paceline.world.group import Group, Transfer
 
 Named = tuple[str, nn.Parameter]
@@ -55,8 +57,12 @@ def release(parameters: Iterable[torch.Tensor]) -> None:
 class Bucket:
     """A flat buffer that holds the gradients of some parameters and is sent in one collective."""
 
+    owns_memory = False  # the parameters' values are in memory of the strategy, where it reads and changes them
+
     def __init__(self, members: Sequence[Named], group: Group, offsets: Sequence[int] = ()):
-        """offsets: where each parameter begins, and the buffer's length; none: one follows the other."""
+        """offsets: where each parameter begins, and the buffer's length; none: one follows the other. Gradients have
+        their parameters' strides (channels_last, transposed): fused optimizers pair elements by their place in memory.
+        """
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         first = self.parameters[0]
@@ -64,9 +70,10 @@ class Bucket:
         self.flat = group.zeros(self.offsets[-1], first)
         self.span = 0, self.offsets[-1]  # the elements that this rank updates
         self.views = [
-            self.flat[offset : offset + p.numel()].view_as(p)
+            self.flat.as_strided(p.shape, torch.empty_like(p).stride(), self.flat.storage_offset() + offset)
             for p, offset in zip(self.parameters, self.offsets, strict=False)
         ]
+        self.hold_memory()
         self.transfer: Transfer | None = None
         self.num_missing = len(self.parameters)
         self.own_sum: torch.Tensor | None = None  # sum of this rank's own gradients
@@ -84,6 +91,41 @@ class Bucket:
         """Moves all gradients to their places; missing ones become zero."""
         for index in range(len(self.parameters)):
             self.take(index)
+
+    def hold_memory(self) -> None:
+        """Remembers where the parameters' values are."""
+        self.homes = [parameter.data for parameter in self.parameters]
+        self._marks = self.marks()
+
+    def marks(self) -> list[object]:
+        """Returns what differs by parameter if a script has replaced it."""
+        return [parameter.data_ptr() for parameter in self.parameters]
+
+    def take_replaced(self) -> list[int]:
+        """Takes the values of parameters that a script has replaced (`p.data = ...`) since, and returns which they are.
+        Raises UserError if the values do not fit."""
+        marks = self.marks()
+        if marks == self._marks:
+            return []
+        replaced = [index for index, mark in enumerate(marks) if mark != self._marks[index]]
+        for index in replaced:
+            parameter, home = self.parameters[index], self.homes[index]
+            now, before = (f"{each.dtype} {list(each.shape)} on {each.device}" for each in (parameter, home))
+            if now != before:
+                raise converted(self.names[index], now, before)
+            if self.owns_memory or parameter.stride() != home.stride():  # gradient and state have the home's strides
+                home.copy_(parameter.detach())
+                parameter.data = home
+        self.hold_memory()
+        return replaced
+
+
+def converted(name: str, now: object, before: object) -> UserError:
+    """Returns the error for a parameter that is of another kind than the strategy has memory for."""
+    return mistake(
+        f"{name} is {now}, and was {before} when the replica was made: convert or move the model before you make "
+        "optimizer and Replica"
+    )
 
 
 B = TypeVar("B", bound=Bucket)
@@ -105,7 +147,7 @@ class BucketStrategy(Strategy, Generic[B]):
         self._launch = launch
         self._max_in_flight = max_in_flight or len(buckets)
         self._in_flight: deque[Transfer] = deque()
-        self._launching = False
+        self._launching = self._is_begun = False  # the step had a backward pass
         self._num_launched = 0
         self._places: dict[torch.Tensor, tuple[B, int]] = {
             parameter: (bucket, index) for bucket in buckets for index, parameter in enumerate(bucket.parameters)
@@ -115,12 +157,22 @@ class BucketStrategy(Strategy, Generic[B]):
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
+        if not self._is_begun:  # before a backward pass fails on another dtype
+            self.wait_for_params()
+            self._is_begun = True
         self._launching = last
         yield
         self._launching = False
 
+    def wait_for_params(self) -> None:
+        """As in Strategy. Also takes what a script put in a parameter's place: `p.data = ...`, vector_to_parameters,
+        model.to(memory_format=...)."""
+        for bucket in self.buckets:
+            bucket.take_replaced()
+
     def reduce(self) -> list[torch.Tensor]:
         """As in Strategy. Also launches buckets without gradients: unused parameters, a rank without a micro-batch."""
+        self.wait_for_params()
         self._launching = True
         for bucket in self.buckets:
             if bucket.num_missing:
@@ -131,6 +183,8 @@ class BucketStrategy(Strategy, Generic[B]):
         for bucket in self.buckets:
             assert bucket.transfer is not None
             bucket.transfer.wait()
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view  # also where a script's hook replaced it after its sum was under way
         return self._own_gradients()
 
     def changed_gradients(self) -> list[torch.Tensor]:
@@ -155,6 +209,7 @@ class BucketStrategy(Strategy, Generic[B]):
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._num_launched = 0
+        self._is_begun = False
         self._in_flight.clear()
 
     def _own_gradients(self) -> list[torch.Tensor]:

@@ -36,6 +36,7 @@ class CodedBucket(ShardedBucket):
     def __init__(self, members: Sequence[Named], borders: list[int], group: Group, gradient_bits: int, block: int):
         super().__init__(Layout(members, (), borders, members[0][1].dtype), group)
         self.master, self.is_rounded = self.master.clone(), True
+        self.hold_memory()
         self._parts = list(pairwise(borders))
         self._gradients, self._weights = Blocks(gradient_bits, block), Blocks(_WEIGHT_BITS, block)
         self.excess = torch.zeros_like(self.flat) if gradient_bits < 8 else None

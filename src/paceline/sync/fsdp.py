@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from paceline.base import ownership
 from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
-from paceline.sync.buckets import hooked
+from paceline.sync.buckets import converted, hooked
 from paceline.sync.fully_shard import Gather, ReduceScatter, send_zeros_for_unused
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
@@ -65,6 +65,7 @@ class FullySharded(Strategy):
         equally many, of which each host holds all weights; none: all ranks hold them together. read_as: the parameters
         that every reader casts to this dtype, of 16 bits, before any other use of them."""
         super().__init__(model, group)
+        self._trained = {}  # this would keep the whole parameters, which fully_shard replaces
         self._between: dist.ProcessGroup | None = None
         if len(hosts) > 1:
             grid = DeviceMesh(device.type, torch.tensor(hosts), mesh_dim_names=("host", "place"))
@@ -77,6 +78,8 @@ class FullySharded(Strategy):
         self._sums = ReduceScatter(group)
         self._modules = list(dict.fromkeys((*stages, model)))
         before = dict(model.named_parameters())
+        for parameter in before.values():
+            parameter.data = parameter.data.contiguous()
         for module in self._modules:
             fully_shard(module, mesh=mesh)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -94,6 +97,12 @@ class FullySharded(Strategy):
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
             gathered = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
             if gathered is not None:
+                dtypes = {each.sharded_param.dtype for each in gathered.fsdp_params}
+                if len(dtypes) > 1:
+                    raise mistake(
+                        f"parameters of {listed(sorted(map(str, dtypes)))} are in one of the `blocks`, or in the rest "
+                        "of the model, and fsdp gathers each of these in one dtype: convert them, or take strategy zero"
+                    )
                 send_zeros_for_unused(gathered)
                 self._gathered += gathered.fsdp_params
                 order = [each.sharded_param for each in gathered.fsdp_params]
@@ -127,6 +136,9 @@ class FullySharded(Strategy):
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
+        for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
+            if parameter.dtype != mine.parameter.dtype:
+                raise converted(mine.name, parameter.dtype, mine.parameter.dtype)
         cast(FSDPModule, self._model).set_requires_gradient_sync(last)
         for each in self._gathered:
             gathered = getattr(each, "_unsharded_param", None)  # made by the first forward pass

@@ -39,11 +39,12 @@ class LocalSync(BucketedSync):
     held: Mapping[str, Mapping[str, torch.Tensor]]
 
     def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, sync_every: int):
-        super().__init__(model, LocalGroup(next(model.parameters()).device), bucket_bytes)
-        self._world = group
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for parameter in self._trained.values():
+        for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
+        super().__init__(model, LocalGroup(next(model.parameters()).device), bucket_bytes)
+        for bucket in self.buckets:
+            bucket.owns_memory = True
+        self._world, self._shows_anchor = group, False
         own = {name: parameter.detach() for name, parameter in self._trained.items()}
         momentum = {name: torch.zeros_like(tensor) for name, tensor in own.items()} if sync_every >= _LONG_ROUND else {}
         self._anchor = {name: tensor.clone() for name, tensor in own.items()}
@@ -89,6 +90,7 @@ class LocalSync(BucketedSync):
 
     def merge(self) -> None:
         """Makes every rank's weights and the anchor the ranks' average, without momentum. Collective."""
+        self.wait_for_params()
         for fragment in self._fragments:
             if fragment.transfer is None:
                 fragment.send(self._world)
@@ -111,8 +113,14 @@ class LocalSync(BucketedSync):
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return super().on_all_ranks() | self._anchor
 
+    def wait_for_params(self) -> None:
+        if not self._shows_anchor:
+            super().wait_for_params()
+
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
+        self.wait_for_params()
+        self._shows_anchor = True
         for name, parameter in self._trained.items():
             parameter.data = self._anchor[name]
         try:
@@ -120,6 +128,7 @@ class LocalSync(BucketedSync):
         finally:
             for name, parameter in self._trained.items():
                 parameter.data = self.held["own"][name]
+            self._shows_anchor = False
 
     # ---- checkpoints ----
 

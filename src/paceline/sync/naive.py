@@ -15,7 +15,6 @@ class NaiveSync(Strategy):
 
     def __init__(self, model: nn.Module, group: Group):
         super().__init__(model, group)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._own_sums: list[torch.Tensor] = []
 
     @contextmanager
@@ -24,7 +23,7 @@ class NaiveSync(Strategy):
 
     def reduce(self) -> list[torch.Tensor]:
         gradients, self._own_sums = [], []
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             if parameter.grad is None:  # a rank without a micro-batch still takes part
                 parameter.grad = torch.zeros_like(parameter)
             self._own_sums.append(parameter.grad.sum())
@@ -33,18 +32,18 @@ class NaiveSync(Strategy):
         return gradients
 
     def full_gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters.values() if p.grad is not None]
+        return [p.grad for p in self._trained.values() if p.grad is not None]
 
     def changed_gradients(self) -> list[torch.Tensor]:
         return self.full_gradients()
 
     def not_finite(self) -> tuple[str | None, bool | None]:
         mine = not all(bool(value.isfinite()) for value in self._own_sums)
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                 return name, mine
         return None, mine
 
     def publish(self) -> None:
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             parameter.grad = None

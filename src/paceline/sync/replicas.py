@@ -142,8 +142,20 @@ def take_rounding_of_rank_0(tensors: Iterable[torch.Tensor], group: Group, devic
             tensor.detach().copy_(theirs)
 
 
-def broadcast_parameters(model: nn.Module, group: Group) -> None:
-    """Gives every rank the parameters and buffers of rank 0. The same seed is not enough: torch's normal_ differs in
-    the last bits between processors with different vector units."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        group.broadcast(tensor.data)
+def broadcast(tensors: Iterable[torch.Tensor], group: Group) -> None:
+    """Gives every rank rank 0's values, whatever the order of elements in each rank's memory. Collective."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous()
+        group.broadcast(values)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(values)
+
+
+def take_strides_of_rank_0(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Gives parameters the order of elements in memory (channels_last, transposed) that they have on rank 0: gradients
+    have it, too, and are summed as they lie in memory. Collective."""
+    own = [list(torch.empty_like(parameter, device="meta").stride()) for parameter in parameters]
+    for parameter, mine, strides in zip(parameters, own, group.broadcast_json(own), strict=True):
+        if mine != strides:
+            there = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = there.copy_(parameter.detach())

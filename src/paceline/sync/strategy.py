@@ -38,13 +38,13 @@ class Strategy(ABC):
 
     def __init__(self, model: nn.Module, group: Group):
         self._model, self._group = model, group
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # frozen later or not
         self.is_one_pass = False  # no rank makes more than one backward pass in this step
         self.loss_factor = 1.0  # of the losses before this step's backward passes: loss scale over divisor
 
     def slices(self) -> list[ParamSlice]:
         """Returns what this rank updates; before an update each slice's parameter has its gradient in `.grad`."""
-        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        return [ParamSlice(name, parameter.shape, 0, parameter.numel(), parameter) for name, parameter in named]
+        return [ParamSlice(name, p.shape, 0, p.numel(), p) for name, p in self._trained.items()]
 
     def parts(self) -> Iterator[list[ParamSlice]]:
         """Yields `slices` in parts, in the order of an update. Begins to publish a part when the next is asked for.
@@ -117,7 +117,8 @@ class Strategy(ABC):
         return nullcontext()
 
     def wait_for_params(self) -> None:
-        """Waits for the weights of the last `publish`. A forward pass does so itself; other readers call this first."""
+        """Waits for the weights of the last `publish`, and takes values that a script put in a parameter's place. A
+        forward pass waits itself; other readers call this first."""
         return
 
     def release(self) -> None:
@@ -157,7 +158,7 @@ class Strategy(ABC):
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         """Returns the weights that every rank holds, bit for bit equal, by name."""
         self.wait_for_params()
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def copied(self) -> tuple[Mapping[str, torch.Tensor], Sequence[Sequence[int]]]:
         """Returns weights that are bit for bit equal on some ranks, by name, and these ranks, set by set (hsdp)."""

@@ -55,8 +55,13 @@ class ShardedBucket(Bucket):
     where `values` is rounded to `read_as`.
     """
 
+    owns_memory = True
+    is_rounded = False  # the parameters have fewer bits than the master
+
     def __init__(self, layout: Layout, group: Group):
         members, offsets, borders, read_as = layout
+        for _, parameter in members:
+            parameter.data = parameter.data.contiguous()
         super().__init__(members, group, offsets)
         self.borders = borders
         self.span = borders[group.rank], borders[group.rank + 1]
@@ -71,8 +76,26 @@ class ShardedBucket(Bucket):
         if self.is_rounded:
             self.master = self.master.clone()
             self.values.copy_(self.values.to(read_as))
+        self.hold_memory()
         self.gathering: Transfer | None = None
         self.has_fitted = False
+
+    def marks(self) -> list[object]:
+        """Where values are rounded, also a change in place counts, which the master must take."""
+        if not self.is_rounded:
+            return super().marks()
+        return [(parameter.data_ptr(), parameter._version) for parameter in self.parameters]
+
+    def take_replaced(self) -> list[int]:
+        self.wait()  # else what arrives later would overwrite the script's values
+        replaced = super().take_replaced()
+        for index in replaced if self.is_rounded else ():
+            first, own = self.offsets[index], range(*self.span)
+            start, stop = max(first, own.start), min(first + self.parameters[index].numel(), own.stop)
+            if start < stop:
+                self.master[start - own.start : stop - own.start] = self.values[start:stop]
+            self.homes[index].copy_(self.homes[index].to(self.read_as))
+        return replaced
 
     def slices(self, is_unsplit: bool) -> list[ParamSlice]:
         """Returns this rank's slices of it, with their gradients in place."""
@@ -234,6 +257,7 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
 
     def wait_for_params(self) -> None:
         _wait_for(self.buckets)
+        super().wait_for_params()
 
     def release(self) -> None:
         for handle in self._handles:

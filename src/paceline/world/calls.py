@@ -1,6 +1,7 @@
 """A script's collective verbs, in call order, on this rank. The watchdog compares them between ranks: a rank that
 evaluates alone, or leaves its loop early, would make the others wait for ever."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -17,7 +18,10 @@ from paceline.base.errors import Reach, UserError
 
 LEAVE = "leave"  # recorded where a rank's script ends
 _KEPT = 8  # nearly all verbs wait for the others, so a rank is rarely more than one ahead
-_LIBRARIES = tuple(f"{Path(module).parent}{os.sep}" for module in (Path(__file__).parent, str(torch.__file__)))
+_LIBRARIES = (
+    *(f"{Path(module).parent}{os.sep}" for module in (Path(__file__).parent, str(torch.__file__))),
+    str(contextlib.__file__),  # calls a context manager of ours
+)
 
 
 class Calls:
