@@ -68,11 +68,11 @@ def test_a_step_has_no_race_and_no_wait_or_copy_but_those_listed(
         assert (
             rank.gpu.collectives.keys()
             == {
-                "ddp": {"broadcast", "all-reduce"},
-                "naive": {"broadcast", "all-reduce"},
-                "zero": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
-                "fsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather", "messages"},  # of Muon's matrices
-                "hsdp": {"broadcast", "reduce-scatter", "all-reduce", "all-gather"},
+                "ddp": {"all-reduce"},
+                "naive": {"all-reduce"},
+                "zero": {"reduce-scatter", "all-reduce", "all-gather"},
+                "fsdp": {"reduce-scatter", "all-reduce", "all-gather", "messages"},  # of Muon's matrices
+                "hsdp": {"reduce-scatter", "all-reduce", "all-gather"},
             }[strategy]
         )
 

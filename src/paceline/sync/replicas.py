@@ -155,7 +155,7 @@ def take_strides_of_rank_0(parameters: Sequence[nn.Parameter], group: Group) -> 
     """Gives parameters the order of elements in memory (channels_last, transposed) that they have on rank 0: gradients
     have it, too, and are summed as they lie in memory. Collective."""
     own = [list(torch.empty_like(parameter, device="meta").stride()) for parameter in parameters]
-    for parameter, mine, strides in zip(parameters, own, group.broadcast_json(own), strict=True):
+    for parameter, mine, strides in zip(parameters, own, group.share_json(own)[0], strict=True):
         if mine != strides:
             there = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
             parameter.data = there.copy_(parameter.detach())
