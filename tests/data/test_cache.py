@@ -167,6 +167,13 @@ def test_a_killed_builder_s_work_is_gone_on_with(text: Path, cache: Path, tmp_pa
     assert bytes_of(cache / name) == bytes_of(tmp_path / "other" / name)
 
 
+def test_a_file_of_both_splits_is_one_file(tmp_path: Path, cache: Path) -> None:
+    heard = Heard()
+    (tmp_path / "mine.txt").write_text("some text\n" * 100)
+    ensure(DataConfig(path=str(tmp_path / "mine.txt"), tokenizer_vocab=300), heard)
+    assert heard.lines[0] == "data: preparing mine.txt, 1 file, 1000 B"
+
+
 def test_what_nobody_finished_for_a_week_is_swept_but_not_what_lives(text: Path, cache: Path) -> None:
     builder = child(text, stop_at="training")
     assert builder.stdout is not None

@@ -33,7 +33,7 @@ def headerless(folder: Path, *lengths: int) -> list[TokenStream]:
         path.touch()
         with path.open("r+b") as file:
             file.truncate(2 * length)
-        shards.append(Shard.without_header(path))
+        shards.append(Shard.without_header(path, 100))
     return [TokenStream("train", shards[:-1], 1000), TokenStream("validation", shards[-1:], 1000)]
 
 

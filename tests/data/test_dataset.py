@@ -60,7 +60,7 @@ def test_any_reads_of_any_shards_of_any_width(
         version, code = (2, "I") if kind == "uint32" else (1, "H")
         head = b"" if kind == "headerless" else header(version, size)
         path.write_bytes(head + struct.pack(f"<{size}{code}", *ids))
-        shards.append(Shard.without_header(path) if kind == "headerless" else Shard.open(path))
+        shards.append(Shard.without_header(path, 60000) if kind == "headerless" else Shard.open(path))
         expected += ids
     stream = TokenStream("train", shards, 60000)
     assert stream.num_tokens == len(expected)

@@ -71,8 +71,46 @@ def test_half_a_token_is_refused_as_truncated(tmp_path: Path) -> None:
     folder = nanogpt(tmp_path, [1, 2, 3], [1, 2])
     with (folder / "train.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(UserError, match=r"train.bin is truncated: its 7 bytes"):
+    with pytest.raises(UserError, match=r"train.bin is truncated: its 7 bytes are not whole uint16 tokens"):
         Dataset.open(folder, 10)
+
+
+@pytest.mark.parametrize(
+    ("written", "vocab_size", "says"),
+    [
+        (np.uint32, 50257, r"train.bin is not uint16 tokens: in all 32 pairs .* the second is 0 .*astype\(np.uint16\)"),
+        (np.uint64, 50257, "train.bin is not uint16 tokens"),
+        (np.uint64, 128256, "train.bin is not uint32 tokens"),
+        (np.uint16, 128256, "train.bin has id .*, or is not uint32"),
+    ],
+)
+def test_tokens_of_another_width_are_refused(tmp_path: Path, written: Any, vocab_size: int, says: str) -> None:
+    """Their halves are ids of the vocabulary, too (mutation: open as uint16 without a look)."""
+    ids = np.arange(1000, 1032).astype(written)
+    for name in ("train.bin", "val.bin"):
+        ids.tofile(tmp_path / name)
+    with pytest.raises(UserError, match=says):
+        Dataset.open(tmp_path, vocab_size)
+
+
+def test_a_vocabulary_above_65536_means_uint32(tmp_path: Path) -> None:
+    ids = [128255, 1000, 2000, 70000] * 10
+    for name in ("train.bin", "val.bin"):
+        np.array(ids, dtype=np.uint32).tofile(tmp_path / name)
+    assert Dataset.open(tmp_path, 128256).train.read(0, 40).tolist() == ids
+    np.array(ids[:16], dtype=np.uint32).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=r"not uint16 tokens: in all 16 pairs .* 0 or 1"):
+        Dataset.open(tmp_path, 50257)
+    with (tmp_path / "train.bin").open("ab") as file:
+        file.write(b"xx")
+    with pytest.raises(UserError, match=r"train.bin is truncated: its 66 bytes are not whole uint32 tokens"):
+        Dataset.open(tmp_path, 128256)
+
+
+def test_two_characters_are_no_wider_tokens(tmp_path: Path) -> None:
+    """A text of two characters in turn, and one of few: that is uint16, though every second id is 0 or 1."""
+    assert Dataset.open(nanogpt(tmp_path / "two", [1, 0] * 100, [1, 0]), 2).train.num_tokens == 200
+    assert Dataset.open(nanogpt(tmp_path / "few", [7, 0, 9, 0, 8, 1], [1, 0]), 10).train.num_tokens == 6
 
 
 class Evil:
@@ -132,6 +170,21 @@ def test_what_is_no_shard_is_refused(tmp_path: Path, damage: Any, message: str) 
     path = tmp_path / "a_train_0.bin"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=message):
+        Dataset.open(tmp_path, 100)
+
+
+def test_names_of_other_programs_are_no_token_files(tmp_path: Path) -> None:
+    """Hugging Face's trainer leaves training_args.bin in a folder (mutation: the pattern train*.bin)."""
+    (tmp_path / "training_args.bin").write_bytes(b"PK" * 100)
+    (tmp_path / "value_head.bin").write_bytes(b"PK" * 100)
+    assert not is_dataset(tmp_path)
+
+
+def test_megatron_is_named(tmp_path: Path) -> None:
+    for name in ("my_train_text_document", "x_train_0", "x_val_0"):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(2000))
+        (tmp_path / f"{name}.idx").write_bytes(b"MMIDIDX\0\0" + bytes(100))
+    with pytest.raises(UserError, match=r"document.bin is not a token shard.* Megatron's, with my_train_.*\.idx"):
         Dataset.open(tmp_path, 100)
 
 

@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +109,7 @@ def test_a_folder_gives_its_files_sorted_and_counts_what_is_none(tmp_path: Path)
         "ü name with spaces.txt": ("text", ""),
     }
     assert [(file.name, file.why) for file in sources.left_out] == [
-        ("archive.tar.gz", "contains NUL bytes"),
+        ("archive.tar.gz", "is an archive"),
         ("latin1.txt", "is not UTF-8 text"),
         ("picture.png", "contains NUL bytes"),
         ("utf16.txt", "is UTF-16"),
@@ -217,6 +219,24 @@ def test_files_left_out_are_named_with_how_much_they_are(tmp_path: Path) -> None
     assert describe_left_out(find([str(tmp_path / "good.txt")])) == []
 
 
+def test_files_left_out_that_hold_text_are_a_warning_with_a_fitting_remedy(tmp_path: Path) -> None:
+    """A folder of datasets.save_to_disk trained on its README alone, with the advice to run iconv."""
+    (tmp_path / "README.md").write_text("a data set")
+    for name in ("data.arrow", "text.tar.gz", "web_text_document.bin", "web_text_document.idx"):
+        (tmp_path / name).write_bytes(b"\xff\0" * 1000)
+    (tmp_path / "text.tar.gz").write_bytes(gzip.compress(b"file\0" * 1000, 0))
+    arrow, archive, megatron = describe_left_out(find([str(tmp_path)]))
+    assert arrow.startswith("warning: 1 of 5 files")
+    assert "(data.arrow): each is an Arrow file; if datasets" in arrow
+    assert archive.startswith("warning: 1 of 5 files")
+    assert "(text.tar.gz): each is an archive; unpack it first" in archive
+    assert megatron.startswith("2 of 5 files")
+    assert "each is Megatron's; " in megatron
+    for name, says in (("text.tar.gz", "unpack it first"), ("web_text_document.bin", "is Megatron's")):
+        with pytest.raises(UserError, match=says):
+            find([str(tmp_path / name)])
+
+
 @pytest.mark.parametrize("is_named", [True, False])
 def test_records_of_another_encoding_are_refused_before_they_are_read(tmp_path: Path, is_named: bool) -> None:
     """As PowerShell's `>` writes them."""
@@ -290,6 +310,18 @@ def test_a_changed_file_has_another_stamp(tmp_path: Path) -> None:
     assert find([str(path)]).files[0].stamp != first
 
 
+def test_a_changed_file_of_equal_size_and_time_has_another_stamp(tmp_path: Path) -> None:
+    """As rsync -t, cp -p, tar and SOURCE_DATE_EPOCH leave it (mutation: size and modification time alone)."""
+    path = tmp_path / "a.txt"
+    stamps = set()
+    for text in ("one", "two"):
+        path.write_text(text)
+        os.utime(path, ns=(5, 5))
+        stamps.add(find([str(path)]).files[0].stamp)
+        time.sleep(0.02)  # two ticks of the clock that the file system takes its times from
+    assert len(stamps) == 2
+
+
 # Reading
 
 
@@ -345,6 +377,29 @@ def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
             all_blocks = list(read_blocks(some, options))
             for i, block in enumerate(all_blocks):
                 assert list(read_blocks(some, options, block.next)) == all_blocks[i + 1 :]
+
+
+@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=20), min_size=2, max_size=12), st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_separator_with_line_ends_matches_every_kind(
+    tmp_path_factory: pytest.TempPathFactory, found: list[str], data: st.DataObject
+) -> None:
+    """The text is cut after CRLF and CR have become LF (mutation: search the bytes as stored), wherever a block ends,
+    also between CR and LF (mutation: look at no byte after the block)."""
+    path, end = tmp_path_factory.mktemp("any") / "a.txt", st.sampled_from(["\n", "\r\n", "\r"])
+    texts = [text.replace("b", data.draw(end)).strip("\r\n") or "x" for text in found]
+    texts = [re.sub(r"(\r\n|\r|\n)+", r"\1", text) for text in texts]  # no separator inside
+    ends = data.draw(st.sampled_from(["\n", "\r\n", "\r"]))  # one kind between two documents
+    path.write_bytes((ends * 2).join(texts).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        sources = find([str(path)])
+        plain = [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
+        for separator in ("\n\n", "\r\n\r\n"):
+            assert documents(sources, separator=separator) == plain
+            for block in read_blocks(sources, Recipe(separator=separator)):
+                rest = documents(sources, block.next, separator=separator)
+                assert rest == plain[len(plain) - len(rest) :]
 
 
 def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:

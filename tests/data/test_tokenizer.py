@@ -102,6 +102,16 @@ def test_truncation_and_padding_in_a_file_lose_no_text(tokenizer: Tokenizer) -> 
     assert list(short.encode_batch([TEXT])) == [tokenizer.encode(TEXT)]
 
 
+def test_dropout_in_a_file_is_switched_off(tokenizer: Tokenizer) -> None:
+    """Else each preparation gives other ids (mutation: keep the model's dropout). The file that a data set keeps has
+    none either, so that other programs, too, encode as the shards were."""
+    content = json.loads(tokenizer.json)
+    content["model"]["dropout"] = 0.5
+    found = Tokenizer(json.dumps(content))
+    assert found.encode(TEXT) == tokenizer.encode(TEXT)
+    assert found.sha256 == tokenizer.sha256
+
+
 def test_what_is_no_unicode_text_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\udcffb")) == "a\ufffdb"  # as an argument of a program can be
 

@@ -12,7 +12,7 @@ from paceline.data.stream import Shard, TokenStream
 def test_windows_are_a_map_style_data_set(tmp_path: Path) -> None:
     tokens = np.arange(95, dtype=np.uint16)
     (tmp_path / "train.bin").write_bytes(tokens.tobytes())
-    windows = TokenStream("train", [Shard.without_header(tmp_path / "train.bin")], 100).windows(8)
+    windows = TokenStream("train", [Shard.without_header(tmp_path / "train.bin", 100)], 100).windows(8)
     assert len(windows) == (95 - 1) // 8
     for i, (x, y) in enumerate(windows):  # type: ignore[arg-type]  # by __getitem__, until IndexError
         assert x.tolist() == list(range(8 * i, 8 * i + 8))

@@ -111,7 +111,8 @@ def _read(file: SourceFile, stored: Stored, recipe: Recipe, start: Place) -> Ite
     if file.format == "jsonl":
         return _read_lines(file, content, start.line)
     if recipe.separator:
-        return _read_separated(file, content, recipe.separator.encode("utf-8", "surrogateescape"))
+        separator = text.with_line_feeds(recipe.separator.encode("utf-8", "surrogateescape"))
+        return _read_separated(file, content, separator)
     return _read_slices(file, content, begins=start.offset <= file.start)
 
 
@@ -151,21 +152,23 @@ class _Content:
         self.offset += size
         return taken
 
-    def take_records(self, end: bytes) -> bytes:
-        """Takes the next complete records, ended by `end` or the file: all that fit into a block, or one larger
+    def take_records(self, *ends: bytes) -> bytes:
+        """Takes the next complete records, ended by one of `ends` or the file: all that fit into a block, or one larger
         record."""
-        data = self.look(BLOCK_BYTES)
-        last, searched = data.rfind(end, 0, BLOCK_BYTES), BLOCK_BYTES
-        while last < 0 and len(data) >= searched:
+        searched = BLOCK_BYTES
+        data = self.look(searched + 1)
+        last = max(_after(end, data.rfind(end, 0, searched)) for end in ends)
+        while last < 0 and len(data) > searched:
             if searched >= MAX_RECORD_BYTES:
                 raise UserError(
                     f"{self._file.where} has a record of more than {units.size(MAX_RECORD_BYTES)} at byte "
                     f"{self.offset}; cut it into several"
                 )
-            wanted = 2 * searched
-            data = self.look(wanted)
-            last, searched = data.find(end, max(0, searched - len(end) + 1)), max(wanted, len(data))
-        return self.take(last + len(end) if last >= 0 else len(data))
+            before, searched = searched, 2 * searched
+            data = self.look(searched + 1)
+            last = max(_after(end, data.find(end, max(0, before - len(end) + 1), searched)) for end in ends)
+        last += data[last - 1 : last + 1] == b"\r\n"  # the LF belongs to the separator that ends with the CR
+        return self.take(last if last >= 0 else len(data))
 
     def read(self, chunk: Chunk, size: int, line: int = 0) -> _Read:
         """Returns the chunk made of the last `size` bytes taken."""
@@ -181,6 +184,11 @@ class _Content:
         return found
 
 
+def _after(end: bytes, place: int) -> int:
+    """The position after `end`; -1 if its place is -1, not found."""
+    return place + len(end) if place >= 0 else place
+
+
 def _read_slices(file: SourceFile, content: _Content, *, begins: bool) -> Iterator[_Read]:
     while begins or content.look(1):
         data = content.look(text.SLICE_BYTES + 1)
@@ -192,8 +200,9 @@ def _read_slices(file: SourceFile, content: _Content, *, begins: bool) -> Iterat
 
 def _read_separated(file: SourceFile, content: _Content, separator: bytes) -> Iterator[_Read]:
     while content.look(1):
-        found = content.take_records(separator)
-        *documents, rest = found.split(separator)
+        # The files of one set may come from several systems.
+        found = content.take_records(*{separator.replace(b"\n", end) for end in (b"\n", b"\r\n", b"\r")})
+        *documents, rest = text.with_line_feeds(found).split(separator)
         if rest and not rest.isspace():
             documents.append(rest)
         yield content.read(Chunk("text", tuple(documents), file.where, file.side), len(found))

@@ -96,8 +96,8 @@ def _text_sources(path: str) -> Sources:
 
 def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_workers: int) -> None:
     began = time.perf_counter()
-    size = sum(file.size for file in sources.files)
-    report.say(f"data: preparing {sources.name}, {len(sources.files)} files, {units.size(size)}")
+    size, num_files = sum(file.size for file in sources.files), len({file.path for file in sources.files})
+    report.say(f"data: preparing {sources.name}, {units.plural(num_files, 'file')}, {units.size(size)}")
     unstamped = tuple(replace(file, stamp="") for file in sources.files)  # the folder's name has the content's hash
     recipe = Recipe(tokenizer=f"train:{vocab_size}")
     workers = num_workers if size > _PARALLEL_BYTES else 1
@@ -120,7 +120,7 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
 
 def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
     """Returns the folder's name: corpus, vocabulary, and a hash of everything that the tokens depend on. Hashing
-    gigabytes takes seconds, so the result is cached under a hash of the files' names, sizes and modification times."""
+    gigabytes takes seconds, so the result is cached under a hash of the files' names and stamps."""
     stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
     known = cache / ".known" / _hash(vocab_size, *stamps)
     with suppress(OSError, UnicodeDecodeError):

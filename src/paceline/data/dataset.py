@@ -230,8 +230,7 @@ def _open_prepared(folder: Path) -> Dataset:
 
 
 def _open_foreign(folder: Path, files: foreign.Files, vocab_size: int) -> Dataset:
-    shards = foreign.open_shards(folder, files)
-    size, tokenizer = foreign.vocabulary(folder, vocab_size)
+    shards, size, tokenizer = foreign.open_shards(folder, files, vocab_size)
     return Dataset(folder, folder.resolve().name, size, shards, tokenizer=tokenizer)
 
 

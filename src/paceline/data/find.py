@@ -25,14 +25,15 @@ from paceline.data.sources import (
     open_stored,
     printable,
 )
-from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, why_not_text
+from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, NotText, why_not_text
 
 FORMATS = ("text", "jsonl", "parquet")
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 _MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
-_ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".bz2", ".xz", ".7z")
+_LOST: tuple[NotText, ...] = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
 
 Found = Iterator[SourceFile | LeftOut]
@@ -190,10 +191,21 @@ def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | 
     why = why_not_text(_head(found), trusted=format == "text" or found.format == "jsonl")
     if why is None or (found.format == "jsonl" and why == "is empty"):
         return found
+    why = _better_known(path) or why
     if is_named or found.format == "jsonl":
-        remedy = "unpack it first" if path.lower().endswith(_ARCHIVES) else REMEDIES[why]
-        raise UserError(f"{found.where} {why}; {remedy}")
+        raise UserError(f"{found.where} {why}; {REMEDIES[why]}")
     return LeftOut(name, found.num_bytes or 0, why)
+
+
+def _better_known(path: str) -> NotText | None:
+    """Returns what a file that is no text is, if its name tells."""
+    stem, suffix = os.path.splitext(path)
+    if path.lower().endswith(_ARCHIVES):
+        return "is an archive"
+    if suffix.lower() == ".arrow":
+        return "is an Arrow file"
+    is_pair = suffix in (".bin", ".idx") and os.path.exists(f"{stem}.bin") and os.path.exists(f"{stem}.idx")
+    return "is Megatron's" if is_pair else None
 
 
 def _head(file: SourceFile, size: int = SNIFF_BYTES) -> bytes:
@@ -258,15 +270,14 @@ def describe_left_out(sources: Sources) -> list[str]:
     """Returns a line for each reason why files are left out: how many, their size, and some names. The line is a
     warning if more than a few per cent of the text is left out."""
     lines = []
-    lost = ("is not UTF-8 text", "is UTF-16", "is UTF-32")
     num_files = len({file.path for file in sources.files}) + len(sources.left_out)
     num_bytes = sum(file.size for file in sources.files) + sum(file.num_bytes for file in sources.left_out)
-    text_bytes = num_bytes - sum(file.num_bytes for file in sources.left_out if file.why not in lost)
+    text_bytes = num_bytes - sum(file.num_bytes for file in sources.left_out if file.why not in _LOST)
     for why in dict.fromkeys(file.why for file in sources.left_out):
         files = [file for file in sources.left_out if file.why == why]
         size = sum(file.num_bytes for file in files)
         names = units.listed([printable(file.name) for file in files])
-        warning = "warning: " if why in lost and size > _WARN_FRAC * text_bytes else ""
+        warning = "warning: " if why in _LOST and size > _WARN_FRAC * text_bytes else ""
         lines.append(
             f"{warning}{len(files)} of {num_files} files, {units.size(size)} of {units.size(num_bytes)}, are left out "
             f"({names}): each {why}; {REMEDIES[why]}"

@@ -1,7 +1,8 @@
 """Token files of other programs: nanoGPT's folders, and llm.c's and modded-nanogpt's shards.
 
-    nanoGPT     train.bin, val.bin: uint16 tokens and nothing else; meta.pkl beside them for data sets of characters
-    llm.c       NAME_train_*.bin, NAME_val_*.bin (also train*.bin, val*.bin): shards with the 256-int32 header
+    nanoGPT     train.bin, val.bin: uint16 tokens (uint32 for a vocabulary above 65,536) and nothing else; meta.pkl
+                beside them for data sets of characters
+    llm.c       NAME_train_*.bin, NAME_val_*.bin (also train_*.bin, val_*.bin): shards with the 256-int32 header
 
 They have no checksums, no document beginnings, no tokenizer except in meta.pkl, and usually no vocabulary.
 """
@@ -27,8 +28,8 @@ from paceline.data.tokenizer import Tokenizer, character_tokenizer
 
 META = "meta.pkl"
 _PATTERNS = {
-    "train": ("*_train_*.bin", "*_train.bin", "train*.bin"),
-    "validation": ("*_val_*.bin", "*_val.bin", "val*.bin"),
+    "train": ("*_train_*.bin", "*_train.bin", "train.bin", "train[-_0-9]*.bin"),
+    "validation": ("*_val_*.bin", "*_val.bin", "val.bin", "val[-_0-9]*.bin", "validation*.bin"),
 }
 _SAMPLE_BYTES = 64 << 10  # hashed at beginning, middle and end of a shard
 
@@ -49,8 +50,11 @@ def find_foreign(folder: Path) -> Files | None:
     return found if any(found.values()) else None
 
 
-def open_shards(folder: Path, files: Files) -> dict[str, tuple[Shard, ...]]:
-    """Returns each split's shards. Raises UserError if a file is no shard, or a split is missing."""
+def open_shards(
+    folder: Path, files: Files, given_vocab_size: int
+) -> tuple[dict[str, tuple[Shard, ...]], int, Tokenizer | None]:
+    """Returns each split's shards, and what `vocabulary` returns. Raises UserError if a file is no shard, or a split is
+    missing."""
     if any(folder.glob("*.starts*")):  # our unfinished data set: index.json is written last
         raise UserError(unfinished(folder))
     for split, paths in files.items():
@@ -58,7 +62,9 @@ def open_shards(folder: Path, files: Files) -> dict[str, tuple[Shard, ...]]:
             raise UserError(
                 f"{folder} has token files but none for {split}: nothing there is named {' or '.join(_PATTERNS[split])}"
             )
-    return {split: tuple(map(_open, paths)) for split, paths in files.items()}
+    vocab_size, tokenizer = vocabulary(folder, given_vocab_size)
+    shards = {split: tuple(_open(path, vocab_size) for path in paths) for split, paths in files.items()}
+    return shards, vocab_size, tokenizer
 
 
 def unfinished(folder: Path) -> str:
@@ -66,13 +72,13 @@ def unfinished(folder: Path) -> str:
     return f"{folder} was not prepared to the end: run its `paceline data prepare` again"
 
 
-def _open(path: Path) -> Shard:
+def _open(path: Path, vocab_size: int) -> Shard:
     """llm.c uses nanoGPT's file names, too: the magic number decides."""
     if path.name not in ("train.bin", "val.bin"):
         return Shard.open(path)
     with reading(path), path.open("rb") as file:
         first = int.from_bytes(file.read(4), "little")
-    return Shard.open(path) if first in (MAGIC, LLAMA3_MAGIC) else Shard.without_header(path)
+    return Shard.open(path) if first in (MAGIC, LLAMA3_MAGIC) else Shard.without_header(path, vocab_size)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def printable(path: str) -> str:
 def local_file(name: str, path: str, format: str, compression: str = "") -> SourceFile:
     """Returns a complete local file as a source; raises OSError if it does not exist."""
     status = os.stat(path)
-    stamp = f"{status.st_size}-{status.st_mtime_ns}"
+    # A copy may keep the modification time, and an edit the size; the system sets the change time of both.
+    stamp = f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
     return SourceFile(name, path, format, compression, num_bytes=status.st_size, stamp=stamp)
 
 

@@ -9,6 +9,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, reading
+from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, reading, version_for
 
 Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as stored
 
 MAX_OPEN_FILES = 128  # of all streams; macOS lets a process open 256, Linux 1024
+_SNIFFED_TOKENS = 32 << 10
+_LARGEST_OF_CHARACTERS = 256  # of so small a vocabulary each second id may be 0 or 1: a space, a line end
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
 
 
@@ -71,15 +74,21 @@ class Shard:
         return cls(path, dtype, num_tokens, HEADER_BYTES)
 
     @classmethod
-    def without_header(cls, path: Path) -> "Shard":
-        """Opens nanoGPT's uint16 tokens without a header. Raises UserError for an odd number of bytes."""
+    def without_header(cls, path: Path, vocab_size: int) -> "Shard":
+        """Opens nanoGPT's tokens without a header: uint16, or uint32 if not all ids of the vocabulary fit into uint16.
+        Raises UserError for a part of a token at the end, and for integers that were written wider."""
+        dtype = DTYPES[version_for(vocab_size)]
         with reading(path):
             num_bytes = path.stat().st_size
-        if num_bytes % 2:
+        if num_bytes % dtype.itemsize:
             raise UserError(
-                f"{path} is truncated: its {num_bytes} bytes are an odd number, and a token is a uint16; copy it again"
+                f"{path} is truncated: its {num_bytes} bytes are not whole {dtype.name} tokens, as a vocabulary of "
+                f"{vocab_size} has; copy it again"
             )
-        return cls(path, "<u2", num_bytes // 2, 0)
+        shard = cls(path, dtype, num_bytes // dtype.itemsize, 0)
+        if vocab_size > _LARGEST_OF_CHARACTERS:
+            _require_width(shard)
+        return shard
 
     def fill(self, out: Tokens, start: int) -> None:
         """Reads the tokens start, start+1, ... into out (n,). Raises UserError, naming file and byte, if the file has
@@ -125,6 +134,22 @@ class Shard:
 _opened: deque[weakref.ref[Shard]] = deque()
 
 
+def _require_width(shard: Shard) -> None:
+    """Raises UserError if the file's integers are wider than the shard's: if each second one, half of a wider integer,
+    is 0 or 1."""
+    found: Tokens = np.empty(min(shard.num_tokens, _SNIFFED_TOKENS), dtype=shard.dtype)
+    copy(shard).fill(found, 0)  # its file is closed with the copy
+    num_pairs, width = found.size // 2, shard.dtype.itemsize
+    while found.size >= 16 and found[1::2].max() <= 1 < found[::2].max():
+        found, width = found[::2], 2 * width
+    if width > shard.dtype.itemsize:
+        raise UserError(
+            f"{shard.path} is not {shard.dtype.name} tokens: in all {num_pairs} pairs at its beginning the second is "
+            f"0 or 1, as in uint{8 * width}. Give the tokenizer's --model.vocab-size (above 65,536 means uint32), or "
+            f"write the ids anew: np.fromfile(IN, np.uint{8 * width}).astype(np.{shard.dtype.name}).tofile(OUT)"
+        )
+
+
 def _head(path: Path) -> tuple[bytes, int]:
     """Returns the header's bytes and the file's length."""
     with reading(f"shard {path}", f"; {AGAIN}"), path.open("rb") as file:
@@ -141,7 +166,12 @@ def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[A
             return np.dtype("<u4")
         raise UserError(f"shard {path} has magic {magic} and version {version}; known is {LLAMA3_VERSION} (Llama 3)")
     if magic != MAGIC:
-        raise UserError(f"{path} is not a token shard: it begins with {magic}, not with {MAGIC} (llm.c's GPT-2 format)")
+        index = path.with_suffix(".idx")
+        megatron = f"; it is Megatron's, with {index.name}: prepare its documents, paceline data prepare"
+        raise UserError(
+            f"{path} is not a token shard: it begins with {magic}, not with {MAGIC} (llm.c's GPT-2 format)"
+            f"{megatron if index.exists() else ''}"
+        )
     if version not in DTYPES:
         raise UserError(f"shard {path} has version {version}; known are 1 (uint16 tokens) and 2 (uint32 tokens)")
     return DTYPES[version]
@@ -259,7 +289,9 @@ class Windows:
 def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:
     found = np.empty(1, dtype=shard.dtype)
     shard.fill(found, offset)
+    has_no_dtype = shard.first_byte == 0 and shard.dtype.itemsize == 4
+    or_narrow = ", or is not uint32, which a vocabulary above 65,536 means"
     return (
         f"shard {shard.path} has id {int(found[0])} at token {offset}; the vocabulary has {vocab_size}: the file is "
-        f"damaged or was made with another tokenizer"
+        f"damaged or was made with another tokenizer{or_narrow if has_no_dtype else ''}"
     )

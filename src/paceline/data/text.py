@@ -16,7 +16,17 @@ SLICE_BYTES = 1 << 18  # longest slice of a document, at least 8
 REPLACEMENT = "\ufffd"
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 
-NotText = Literal["is empty", "is UTF-16", "is UTF-32", "contains NUL bytes", "is not UTF-8 text", "has no known name"]
+NotText = Literal[
+    "is empty",
+    "is UTF-16",
+    "is UTF-32",
+    "contains NUL bytes",
+    "is not UTF-8 text",
+    "is an archive",
+    "is an Arrow file",
+    "is Megatron's",
+    "has no known name",
+]
 """Why a file is not read."""
 REMEDIES: dict[NotText, str] = {
     "is empty": "there is nothing to read in it",
@@ -26,6 +36,10 @@ REMEDIES: dict[NotText, str] = {
     "iconv -f UTF-16LE -t UTF-8 IN > OUT",
     "is not UTF-8 text": "make it UTF-8, from Latin-1: iconv -f LATIN1 -t UTF-8 IN > OUT, or replace such bytes by "
     "U+FFFD: paceline data prepare --format text",
+    "is an archive": "unpack it first",
+    "is an Arrow file": "if datasets.save_to_disk wrote it, make Parquet of it: "
+    "datasets.load_from_disk(FOLDER).to_parquet(OUT)",
+    "is Megatron's": "tokens can not be prepared: give the documents that it was made of",
     "has no known name": "known are .parquet, .jsonl, .ndjson and .txt, also with .gz or .zst",
 }
 
@@ -50,13 +64,17 @@ def why_not_text(head: bytes, *, trusted: bool = False) -> NotText | None:
 
 def plain_text(content: bytes) -> tuple[str, int]:
     """Returns a plain file's text, and how many places in it became U+FFFD."""
-    if b"\r" in content:
-        content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    content = with_line_feeds(content)
     try:
         return content.decode(), 0
     except UnicodeDecodeError:
         text = content.decode("utf-8", "replace")
         return text, text.count(REPLACEMENT) - content.count(REPLACEMENT.encode())
+
+
+def with_line_feeds(content: bytes) -> bytes:
+    """Returns a plain file's bytes with LF for CRLF and CR."""
+    return content.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in content else content
 
 
 def record_text(content: bytes) -> tuple[str, int]:

@@ -122,6 +122,9 @@ class Tokenizer:
             self._model = tokenizers.Tokenizer.from_str(json)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"this is not a tokenizer.json that `tokenizers` can read: {error}") from error
+        if getattr(self._model.model, "dropout", None):  # merges left out at random: other ids at each reading
+            self._model.model.dropout = None
+            json = self._model.to_str(pretty=True)
         # Else a document that quotes the token's name would be split in two, and a prompt could inject it.
         self._model.encode_special_tokens = True
         self._model.no_truncation()  # some files truncate to a short context, and text would be lost
