@@ -29,7 +29,7 @@ class WatchArguments:
     page: bool = False
     """Serve a live page for a browser, until Ctrl-C, and print its address. Only who has the token in it can read."""
     port: int = _PORT
-    """With --page: the port to listen on; 0: any free one."""
+    """With --page: the port to listen on; 0: any free one, as when the default is taken."""
     host: str = _HOST
     """With --page: the address to listen on. The default is reached from this machine only; for a run on another host
     use `ssh -L`. Elsewhere the page is sent over plain HTTP."""
@@ -46,6 +46,8 @@ def main(arguments: list[str]) -> int:
     if not 0 <= parsed.port <= 65535:
         raise UserError(f"--port is {parsed.port}; it lies between 0 and 65535")
     path = Path(parsed.run)
+    if parsed.once and not path.exists():
+        raise UserError(f"there is no {path}; name a run folder, or a folder of runs")
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; name a run folder, or a folder of runs")
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
@@ -56,8 +58,18 @@ def main(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
+def _page_server(runs: Runs, host: str, port: int) -> PageServer:
+    """Listens on the default port, or on a free one where another page has that; on a chosen port or on none."""
+    try:
+        return PageServer(runs, host, port)
+    except UserError:
+        if port != _PORT:
+            raise
+        return PageServer(runs, host, 0)
+
+
 def _serve(runs: Runs, host: str, port: int) -> None:
-    server = PageServer(runs, host, port)
+    server = _page_server(runs, host, port)
     port = server.server_address[1]
     print(f"{server.url}\n  shows {runs.path}; Ctrl-C ends it")
     if host == _HOST:

@@ -1,6 +1,5 @@
 """The rate of a run, by the one definition that `train` at its end, `runs`, `watch` and `report` share."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,8 @@ def rate_of(rows: Sequence[Row], events: Sequence[Row]) -> Rate | None:
 
     rows, events: the ends of metrics.jsonl and events.jsonl, or more of them; evaluation rows do not count.
     """
-    timed = [row for row in rows if number(row.get("tokens_per_s")) > 0 and number(row.get("step_ms")) > 0]
+    values = ("step", "tokens_per_s", "step_ms")  # damaged rows lack one of them
+    timed = [row for row in rows if step_of(row) and all(number(row.get(name)) > 0 for name in values)]
     if not timed:
         return None
     begun = [step_of(event) for event in events if event.get("event") in STARTS]  # `start` has no step: 0
@@ -38,8 +38,6 @@ def rate_of(rows: Sequence[Row], events: Sequence[Row]) -> Rate | None:
     ms = [number(row["step_ms"]) for row in chosen]
 
     def mean(name: str) -> float:
-        return math.fsum(number(row.get(name)) * each for row, each in zip(chosen, ms, strict=True)) / math.fsum(ms)
+        return sum(number(row.get(name)) * each for row, each in zip(chosen, ms, strict=True)) / sum(ms)
 
-    return Rate(
-        tokens_per_s=mean("tokens_per_s"), mfu=mean("mfu"), step_ms=math.fsum(ms) / len(ms), num_rows=len(chosen)
-    )
+    return Rate(tokens_per_s=mean("tokens_per_s"), mfu=mean("mfu"), step_ms=sum(ms) / len(ms), num_rows=len(chosen))

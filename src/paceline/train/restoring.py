@@ -36,7 +36,13 @@ def _ranks(setup: Setup) -> dict[str, Any]:
     """Returns by rank its host and its device: `paceline plan --cluster RUN` plans for these machines."""
     names = ("device", "processor", "threads", "free_bytes")
     devices = [{name: getattr(each, name) for name in names} for each in setup.world.facts]
-    return {"world_size": len(devices), "hosts": setup.recorder.hosts, "devices": devices}
+    shares_memory = setup.world.facts[0].shares_memory  # so nothing is sent
+    return {
+        "world_size": len(devices),
+        "hosts": setup.recorder.hosts,
+        "devices": devices,
+        "shares_memory": shares_memory,
+    }
 
 
 def _restore(setup: Setup) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from paceline.config import Config
 from paceline.tools.doctor.compare import _speed, _versions
 from paceline.tools.doctor.devices import driver
-from paceline.tools.doctor.host import Place
+from paceline.tools.doctor.host import Place, interface
 from paceline.tools.doctor.meeting import Report
 
 Versions = dict[str, str]
@@ -49,3 +49,16 @@ def test_the_name_of_a_process_on_a_gpu_may_have_commas(tmp_path: Path, monkeypa
     here = Place(host="a", config=Config(), has_config=False, out=tmp_path, num_ranks=1, world_size=1)
     here.notes["versions"] = {}
     assert "process 4321 (python, of a user) uses 69000 MiB of a GPU" in [seen for _, seen, _ in driver(here)]
+
+
+@pytest.mark.parametrize(("address", "fix"), [("127.0.0.1", "give --hosts the addresses"), ("", "give --hosts")])
+def test_the_remedy_for_listening_on_loopback_is_not_loopback(address: str, fix: str, tmp_path: Path) -> None:
+    """Finds a remedy that is the fault: --parallel.interface lo."""
+    config = Config().replace("parallel", interface="lo")
+    place = Place(
+        host="a", config=config, has_config=True, out=tmp_path, num_ranks=1, world_size=2, num_hosts=2, address=address
+    )
+    ((level, seen, remedy),) = interface(place)
+    assert level == "failure"
+    assert "other hosts do not reach 127.0.0.1" in seen
+    assert remedy.startswith(fix)

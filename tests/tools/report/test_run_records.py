@@ -18,6 +18,7 @@ from paceline.base.errors import UserError
 from paceline.record.rows import StepRow
 from paceline.record.stragglers import Slow, Stragglers
 from paceline.tools.report.facts import Summary
+from paceline.tools.report.page import make_page
 from paceline.tools.report.read import Records, buckets, in_buckets, lower_median, read_run, slowness
 from paceline.tools.watch.run import Run
 
@@ -160,6 +161,9 @@ def test_report_and_watch_name_the_same_ranks(tmp_path: Path) -> None:
         assert watch.update()
         assert len(watch.view.ranks) == 2
         assert report.startswith(f"{named} was slow in steps " if named else "No rank is named slow. ")
+        shown = {fact.label: fact.value for fact in watch.view.facts}
+        rates = [fact.value for fact in Summary(run).facts() if fact.label == "Throughput"]
+        assert rates == [shown["Throughput"]]
         assert watch.view.ranks_said.startswith("Rank 1 (b) is slow" if named else "No rank is named slow. ")
 
 
@@ -171,4 +175,17 @@ def by_rank_row(step: int, parts: dict[str, list[float]]) -> dict[str, Any]:
     own = {f"rank_{phase}_ms": by_rank for phase, by_rank in parts.items() if phase != "other"}
     own |= {"rank_sequences": [8, 8], "rank_step_ms": work, "rank_compute_ms": work}
     zeros = dict.fromkeys((field.name for field in dataclasses.fields(StepRow)), 0)
-    return zeros | own | {"step": step, "step_ms": max(work) + 20, "world_size": 2}
+    own["tokens_per_s"] = 1e6 / (max(work) + 20)
+    return zeros | own | {"tokens": 1000 * step, "step": step, "step_ms": max(work) + 20, "world_size": 2}
+
+
+def test_ranks_that_share_memory_send_nothing(tmp_path: Path) -> None:
+    """Finds a sentence about a link, and a plot of links, for ranks that have none."""
+    parts = {phase: [5.0, 5.0] for phase in ("data", "forward", "backward", "optimizer", "other")}
+    rows = [by_rank_row(step, parts) | {"comm_bytes": 689_562, "comm_ms": 4.9} for step in range(1, 9)]
+    for shares_memory in (True, False):
+        start = {"event": "start", "world_size": 2, "hosts": ["a", "a"], "shares_memory": shares_memory}
+        run = read_run(folder(tmp_path / str(shares_memory), rows, [start]))
+        assert ("shared memory, 673.4 KiB" in Summary(run).traffic_text()) == shares_memory
+        assert ("A rank sends 673.4 KiB" in Summary(run).traffic_text()) != shares_memory
+        assert (b"run0-links" in make_page([run.path], {})) != shares_memory

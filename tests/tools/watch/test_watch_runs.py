@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import filelock
@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import PARTS, Simulated
 
+from paceline.base import units
 from paceline.record.folder import RunFolder
+from paceline.record.state import read_state
 from paceline.tools.watch.run import Curve, Run, Runs
 from paceline.tools.watch.view import RunView
 
@@ -45,7 +47,10 @@ def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: 
         assert rank.host == f"node{rank.rank // 8}"
     assert view.ranks_said.startswith("Rank 37 (node4) is slow since step 130: its forward takes 121 ms")
     assert [rank.rank for rank in view.ranks if rank.is_slow] == [37]
-    left_s = 350 * median(row["step_ms"] for row in rows) / 1e3
+    rate = read_state(RunFolder(made.folder)).rate
+    assert rate is not None
+    assert facts(view)["Throughput"] == units.count(rate.tokens_per_s)  # as `runs` and `report` show it
+    left_s = 350 * rate.step_ms / 1e3
     assert facts(view)["Time left"] == f"{round(left_s) // 60}m{round(left_s) % 60:02d}s"
     made.event("straggler over", step=150, rank=37, host="node4", cost_s=1.0)
     assert "No rank is named slow. Of late rank 37 works longest" in viewed(made.folder).ranks_said

@@ -14,6 +14,7 @@ from program import Program
 from simulated_run import Simulated
 
 from paceline.base.errors import UserError
+from paceline.cli import watch
 from paceline.tools.watch.run import Runs
 from paceline.tools.watch.server import PageServer
 
@@ -135,3 +136,15 @@ def test_a_port_that_is_taken_is_named(server: PageServer, tmp_path: Path) -> No
     port = server.server_address[1]
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another port, or 0"):
         PageServer(Runs(tmp_path), "127.0.0.1", port)
+
+
+def test_a_second_page_takes_a_free_port_unless_one_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="choose another port"):
+            watch._page_server(Runs(tmp_path), "127.0.0.1", port)
+        monkeypatch.setattr(watch, "_PORT", port)  # the default
+        with watch._page_server(Runs(tmp_path), "127.0.0.1", port) as server:
+            assert server.server_address[1] != port

@@ -97,6 +97,7 @@ def test_a_curve_of_dots() -> None:
         ([], "name the run folder to watch, or a folder of runs: paceline watch RUN"),
         (["file"], "file is a file; name a run folder, or a folder of runs"),
         (["run", "--port", "9000"], "--port and --host belong to the page; add --page"),
+        (["nosuch", "--once"], "there is no nosuch; name a run folder, or a folder of runs"),
         (["run", "--page", "--once"], "--once prints to the terminal; give it without --page"),
         (["run", "--page", "--port", "70000"], "--port is 70000; it lies between 0 and 65535"),
         (["run", "--page", "--host", "no.such.name.invalid"], "--host is no.such.name.invalid: .*; name an address"),

@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -91,10 +92,20 @@ def load(place: Place) -> Iterator[Verdict]:
     top = [pid for pid in sorted(took, key=lambda pid: -took[pid])[:2] if took[pid] > 0.1 * _QUIET_S]
     seen = f"{busy:.1f} cores busy with other work"
     if busy > _BUSY_FRAC * usable_cores():
-        names = ", ".join(f"pid {pid} ({before[pid][1]})" for pid in top)
-        yield warning(f"{seen}: {names or 'of other containers'}", f"kill {top[0]}" if top else "wait until it ends")
+        names = "; ".join(described(pid) for pid in top)
+        yield warning(f"{seen}: {names or 'of other containers'}", "wait until it ends, or stop it if it is yours")
     else:
         yield ok(seen)
+
+
+def described(pid: int) -> str:
+    """Returns pid, owner and command line of a process, as far as this user may see them."""
+    try:
+        with (process := psutil.Process(pid)).oneshot():
+            command = " ".join(" ".join(process.cmdline()).split()) or process.name()
+            return f"pid {pid} of {process.username()}: {textwrap.shorten(command, 80, placeholder=' ...')}"
+    except psutil.Error:  # it has ended
+        return f"pid {pid}"
 
 
 def _processes() -> dict[int, tuple[float, str]]:
@@ -161,10 +172,17 @@ def interface(place: Place) -> Iterator[Verdict]:
     if place.num_hosts > 1 and is_loopback(address):
         yield failure(
             f"{seen}: other hosts do not reach {address}",
-            f"--parallel.interface {interface_of(place.address) or 'NAME'}",
+            f"--parallel.interface {name}"
+            if (name := _interface_to_others(place.address))
+            else "give --hosts the addresses by which the hosts reach each other; 127.0.0.1 is each one's own",
         )
     else:
         yield ok(seen)
+
+
+def _interface_to_others(address: str) -> str:
+    """Returns the interface of this address of the host; empty if there is none that others can reach."""
+    return "" if not address or is_loopback(address) else interface_of(address)
 
 
 # By beginning of the name: what it does, and the values that make runs slow or wrong.

@@ -7,7 +7,9 @@ import numpy as np
 
 from paceline.base import units
 from paceline.record.events import hosts, starts
+from paceline.record.folder import RunFolder
 from paceline.record.read import number
+from paceline.record.state import read_state
 from paceline.record.stragglers import none_named
 from paceline.tools.report import events
 from paceline.tools.report.read import Floats, Records, lower_median, median
@@ -63,6 +65,7 @@ class Summary:
         self.restarts = events.restarts(self.events)
         self.hosts = hosts(self.events)
         self.slow = events.slow_stretches(self.events, _last(self.steps["step"]))
+        self.shares_memory = any(start.get("shares_memory") is True for start in starts(self.events)[-1:])
         self.straggler_cost_s = events.straggler_cost_s(self.events)
         self.work_ms = _own_work(records)
         self.steady = self._steady()
@@ -93,7 +96,9 @@ class Summary:
         lowest_at = steps[int(np.nan_to_num(loss, nan=math.inf).argmin())] if len(steps) else math.nan
         val_loss, val_bpb = (_last(self.records.evaluations[name]) for name in ("val_loss", "val_bpb"))
         bits = f"{val_bpb:.3f} bits a byte" if math.isfinite(val_bpb) else ""
-        tokens, rate, mfu = _last(self.steps["tokens"]), self._typical("tokens_per_s"), self._typical("mfu")
+        tokens, rate = _last(self.steps["tokens"]), read_state(RunFolder(self.records.path)).rate
+        tokens_per_s, mfu = (rate.tokens_per_s, rate.mfu) if rate else (math.nan, math.nan)
+        over = f"last {units.plural(rate.num_rows, 'row')}" if rate else ""
         time_s, cost_s, (num_restarts, num_repeated) = _last(self.training_s), self.straggler_cost_s, self.restarts
         slow = sorted({stretch.rank for stretch in self.slow})
         named = f"named: rank {', '.join(map(str, slow[:6]))}" if slow else "no rank was named"
@@ -102,8 +107,8 @@ class Summary:
             (val_loss, Fact("Validation loss", f"{val_loss:.3f}", "nats a token", bits)),
             (tokens, Fact("Tokens", count(tokens), "", f"in {_last(steps):,.0f} steps")),
             (time_s, Fact("Training time", duration(time_s), "without pauses")),
-            (rate, Fact("Throughput", count(rate), "tokens a second, median")),
-            (mfu, Fact("MFU", f"{100 * mfu:.1f}%", "of the ranks' peak, median")),
+            (tokens_per_s, Fact("Throughput", count(tokens_per_s), "tokens a second", over)),
+            (mfu, Fact("MFU", f"{100 * mfu:.1f}%", "of the ranks' peak", over)),
             (1.0 if starts(self.events) else math.nan, Fact("Ranks", self._world_sizes(), "", self._host_names())),
             (cost_s, Fact("Stragglers cost", duration(cost_s), "", named)),
             (1.0, Fact("Restarts", f"{num_restarts}", "", f"{num_repeated} steps repeated" if num_repeated else "")),
@@ -204,12 +209,15 @@ class Summary:
     def traffic_text(self) -> str:
         traffic = self.traffic
         assert traffic is not None
+        size, took = units.size(traffic.num_bytes), f"{traffic.comm_ms:,.3g} ms"
+        what = f"A rank sends {size} a step in {took}: {traffic.rate}."
+        if self.shares_memory:
+            what = f"Ranks add gradients in shared memory, {size} a step in {took}; nothing is sent."
         said = (
-            f"A rank sends {units.size(traffic.num_bytes)} a step in {traffic.comm_ms:,.3g} ms: {traffic.rate}. "
-            f"{share(traffic.exposed_ms, traffic.comm_ms)} of that time is exposed, "
+            f"{what} {share(traffic.exposed_ms, traffic.comm_ms)} of that time is exposed, "
             f"which is {share(traffic.exposed_ms, traffic.step_ms)} of the step."
         )
-        if math.isfinite(traffic.computed_bytes):
+        if math.isfinite(traffic.computed_bytes) and not self.shares_memory:
             said += f" The model's gradients alone come to {units.size(traffic.computed_bytes)} by the ring's formula."
         return said
 
@@ -222,9 +230,6 @@ class Summary:
 
     def label(self, rank: int) -> str:
         return f"{rank} · {self.hosts[rank]}" if rank < len(self.hosts) else f"{rank}"
-
-    def _typical(self, column: str) -> float:
-        return median(self.steps[column][self.steady])
 
     def _steady(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """(rows,): False for the first step of each attempt, which compiles; all True if there are no others."""

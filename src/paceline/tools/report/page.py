@@ -115,7 +115,11 @@ def _figures_of(run: Summary, scale: TimeScale) -> dict[str, Figure]:
     if balance.balance_of(run) and (shares := balance.figure(run, scale)):
         made.append(shares)
     if run.traffic:
-        made += [rank_plots.links(run.traffic), plots.traffic(run, scale)]
+        made += (
+            [plots.traffic(run, scale)]
+            if run.shares_memory
+            else [rank_plots.links(run.traffic), plots.traffic(run, scale)]
+        )
     if run.events:
         made.append(rank_plots.time_line(run))
     return {figure.id: figure for figure in made}

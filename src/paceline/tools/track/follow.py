@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import filelock
 
-from paceline.base.errors import EXIT_DONE, EXIT_FAILED
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER
 from paceline.base.files import replace
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
@@ -56,8 +56,9 @@ _TRACKERS: dict[str, Callable[[RunFolder, TrackConfig, dict[str, Any]], Tracker]
 
 
 def follow(folder: RunFolder, settings: TrackConfig, give_up_after_s: float) -> int:
-    """Sends the run to all trackers in `settings`; returns the exit status: 1 if a tracker does not have everything.
-    After the run's end gives up when trackers have failed and nothing could be sent for so many seconds."""
+    """Sends the run to all trackers in `settings`; returns the exit status: 1 if a tracker does not have everything, 2
+    if only because its library is missing. After the run's end gives up when trackers have failed and nothing could be
+    sent for so many seconds."""
     followers = [_Follower(folder, name, settings) for name in settings.trackers]
     for follower in followers:
         threading.Thread(target=follower.run, daemon=True).start()
@@ -77,8 +78,10 @@ def follow(folder: RunFolder, settings: TrackConfig, give_up_after_s: float) -> 
             break
     late = [follower for follower in followers if not follower.has_everything]
     for follower in late:
-        if not follower.is_said:
+        if not follower.lacks_library:  # else it is said
             _say(f"{follower.name} does not have all of {folder.shown}{follower.why}; {follower.way_out}")
+    if late and all(follower.lacks_library for follower in late):
+        return EXIT_USER
     return EXIT_FAILED if late else EXIT_DONE
 
 
@@ -90,7 +93,7 @@ class _Follower:
         self.hurry = threading.Event()  # the run is over
         self.is_over = self.has_everything = False
         self.why = ""  # it has not
-        self.is_said = False
+        self.lacks_library = False
         self.way_out = f"`paceline track {shlex.quote(folder.shown)} --to {name}` sends the rest"
         self.active_s = time.monotonic()  # when it last sent something
         self._folder, self._settings = folder, settings
@@ -105,7 +108,7 @@ class _Follower:
         """Sends until the run is over, or the tracker cannot be used."""
         if self.name in _LIBRARIES and importlib.util.find_spec(self.name) is None:
             _say(f"{self.name} is not installed; pip install 'paceline[{self.name}]', then {self.way_out}")
-            self.is_said = self.is_over = True
+            self.lacks_library = self.is_over = True
             return
         try:
             self._follow()

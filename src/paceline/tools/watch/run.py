@@ -7,18 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from paceline.base import units
 from paceline.base.jsonl import Row, Tail
 from paceline.record.events import clock, details, hosts, starts, text
 from paceline.record.folder import RunFolder
+from paceline.record.rate import Rate
 from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
 from paceline.tools.watch.ranks import mean_steps, said, slow_ranks
 from paceline.tools.watch.view import Event, Fact, RunView
 
-_NUM_RECENT = 20  # rows over which rates and times are averaged
+_NUM_RECENT = 20  # rows over which the times of ranks are averaged
 _NUM_EVENTS = 100
 _STATE_EVERY_S = 5.0  # without a new record: a process may have died
 _SILENT_S, _SILENT_STEPS = 30.0, 10  # a record that is later than this is missed: a save, an evaluation, or a fault
@@ -83,7 +83,8 @@ class Run:
         state = read_state(self._folder)
         if not state.updated_s:  # there is no file
             return RunView(name=self.view.name)
-        step_ms, slow, begun = self._typical("step_ms"), slow_ranks(self._events), starts(self._events)
+        step_ms = state.rate.step_ms if state.rate else math.nan
+        slow, begun = slow_ranks(self._events), starts(self._events)
         ranks = mean_steps(self._recent, hosts(self._events), slow)
         frac, left_s = self._horizon(state, step_ms)
         level, words = _said(state, step_ms)
@@ -95,7 +96,7 @@ class Run:
             updated_s=state.updated_s,
             step=f"{self._step:,.0f}" + (f" of {state.num_steps:,}" if state.num_steps else ""),
             frac=frac,
-            facts=self._facts(step_ms, left_s if state.is_running else math.nan),
+            facts=self._facts(state.rate, left_s if state.is_running else math.nan),
             ranks=ranks,
             ranks_said=said(ranks, slow),
             events=[_event(event) for event in reversed(self._events[-_NUM_EVENTS:])],
@@ -103,7 +104,8 @@ class Run:
             curves={name: curve.columns() for name, curve in self._curves.items()},
         )
 
-    def _facts(self, step_ms: float, left_s: float) -> list[Fact]:
+    def _facts(self, rate: Rate | None, left_s: float) -> list[Fact]:
+        tokens_per_s, step_ms, mfu = (rate.tokens_per_s, rate.step_ms, rate.mfu) if rate else (math.nan,) * 3
         last, evaluation = self._recent[-1] if self._recent else {}, self._evaluation
         saved = next((event for event in reversed(self._events) if event["event"] == "checkpoint"), {})
         num_starts, names = len(starts(self._events)), list(dict.fromkeys(hosts(self._events)))
@@ -113,19 +115,15 @@ class Run:
             ("Loss", number(last.get("loss")), "{:.3f}".format, "nats a token"),
             ("Validation loss", number(evaluation.get("val_loss")), "{:.3f}".format, evaluated),
             ("Time left", left_s, units.duration, "of training"),
-            ("Throughput", self._typical("tokens_per_s"), units.count, "tokens a second"),
-            ("Step", step_ms, units.milliseconds, f"median of the last {len(self._recent)} rows"),
-            ("MFU", self._typical("mfu"), "{:.1%}".format, "of the ranks' peak"),
+            ("Throughput", tokens_per_s, units.count, "tokens a second"),
+            ("Step", step_ms, units.milliseconds, f"mean of the last {rate.num_rows if rate else 0} rows"),
+            ("MFU", mfu, "{:.1%}".format, "of the ranks' peak"),
             ("Ranks", number(last.get("world_size")), "{:.0f}".format, f"on {units.listed(names)}" if names else ""),
             ("Tokens", number(last.get("tokens")), units.count, ""),
             ("Training time", self._seconds, units.duration, f"without pauses; attempt {num_starts}"),
             ("Checkpoint", number(saved.get("step")), "step {:,.0f}".format, clock(saved)[11:]),
         ]
         return [Fact(label, shown(value), note) for label, value, shown, note in found if math.isfinite(value)]
-
-    def _typical(self, column: str) -> float:
-        known = [value for row in self._recent if math.isfinite(value := number(row.get(column)))]
-        return median(known) if known else math.nan
 
     def _horizon(self, state: RunState, step_ms: float) -> tuple[float, float]:
         if state.num_steps:
