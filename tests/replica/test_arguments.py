@@ -19,7 +19,6 @@ from paceline.base.errors import UserError
 from paceline.replica.batch import Batch, moved
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.joining import join
-from paceline.replica.mistakes import known_names, named
 from paceline.replica.replica import Replica
 from paceline.replica.share import share
 from paceline.sync.replicas import overall
@@ -156,9 +155,12 @@ STEP_CASES: dict[str, tuple[Callable[[Replica], Any], str]] = {  # an argument t
     "function": (lambda r: Batch(lambda: [X]), "does not know how many micro-batches that draws: give rows= or count="),
     "read_as": (
         lambda r: made(r.world, read_as={"typo": torch.bfloat16}),
-        "read_as names 'typo', and the model has no",
+        "read_as names typo, which is no parameter of the model",
     ),
-    "rounded": (lambda r: made(r.world, rounded_gradients=["0.weight"]), "'0.weight', which read_as does not"),
+    "rounded": (
+        lambda r: made(r.world, rounded_gradients=["0.weight"]),
+        "rounded_gradients names 0.weight, which read_as does not",
+    ),
     "blocks": (
         lambda r: made(r.world, blocks=[nn.Linear(4, 4)]),
         "blocks has Linear, and the model has no such module",
@@ -192,13 +194,6 @@ def test_an_argument_is_used_or_refused(world: World, name: str) -> None:
     act, message = STEP_CASES[name]
     with pytest.raises(UserError, match=message):
         act(made(world))
-
-
-def test_names_of_a_compiled_model_are_found(world: World) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    model[1].weight.requires_grad_(True)
-    known = known_names(torch.compile(model))  # type: ignore[arg-type]
-    assert named("read_as", "0.weight", known) == named("read_as", "_orig_mod.0.weight", known) == "_orig_mod.0.weight"
 
 
 def test_a_list_of_samples_is_one_argument(world: World) -> None:

@@ -234,7 +234,7 @@ def in_step(world: World, strategy: str) -> Said:  # noqa: C901 -- one mistake a
                 step.backward(model(batch).mean())
     with noted(said, "no finish of a step of one's own"):
         model, _, replica = made(world, strategy=strategy)
-        for _ in range(2):
+        for _ in range(3):
             step = replica.step(x())  # <- no finish of a step of one's own
             step.backward(model(x()).mean())
     with noted(said, "backward twice"):
@@ -411,7 +411,7 @@ STEP = {
     "finish too early": "came before the last micro-batch had its step.backward(loss)",
     "finish twice": "step.finish() was called twice for one step",
     "no finish": "a step of replica.steps had no step.finish()",
-    "no finish of a step of one's own": "the step before had no step.finish()",
+    "no finish of a step of one's own": "two steps in a row had no step.finish()",
     "backward twice": "step.backward was called again after the last one of step 1: say more=True",
     "backward twice, amid": "this micro-batch had its step.backward already: say more=True",
     "only more": "leave more=True out of that",

@@ -68,12 +68,14 @@ class Checkpoints(CheckpointFolder):
         world = next(iter(replicas.values())).world
         drop_abandoned_step(world)
         world.calls.record("Checkpoints")
+        self._is_own = False  # this run has restored from it, or saved to it
         if (earlier := _OPEN.get(folder.resolve())) is not None:  # an earlier object of this process
+            saved = {each.replica.number for each in earlier._replicas.values()}
+            self._is_own = earlier._is_own and all(each.continues in saved for each in replicas.values())
             earlier._end()
         self._lock = _make_and_lock(folder, world.group)
         super().__init__(folder, config, replicas, others, keeps_generators=True)
         _OPEN[folder.resolve()] = self
-        self._is_own = False  # this run has restored from it, or saved to it
         self._problem: str | None = None  # of the last finished save
         at_leaving(partial(_end_owner, folder.resolve()))
 

@@ -231,24 +231,6 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         raise mistake(f"blocks has {listed(foreign)}, and the model has no such module: give modules of the model")
 
 
-def known_names(model: nn.Module) -> dict[str, str]:
-    """Returns the name that strategies use, by each plain name of a parameter: tied ones have several, and a compiled
-    model's have a prefix."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    return {plain(name): first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def named(argument: str, name: str, known: Mapping[str, str], among: Collection[str] | None = None) -> str:
-    """Returns the parameter's name that strategies use. Raises UserError for one that the model, or `among`, has not:
-    it would have no effect."""
-    found = known.get(plain(name))
-    if found is None:
-        raise mistake(f"{argument} names {name!r}, and the model has no such parameter: its are {listed(list(known))}")
-    if among is not None and found not in among:
-        raise mistake(f"{argument} names {name!r}, which read_as does not: name it in both")
-    return found
-
-
 def checked_norm(max_norm: Any) -> float:
     """Returns the norm to clip to. Raises UserError, before any collective, for what is none."""
     if not isinstance(max_norm, int | float | np.number) or not max_norm >= 0:

@@ -11,11 +11,12 @@ from torch import nn
 from paceline.base.errors import UserError
 from paceline.optim.clip import has_float64
 from paceline.replica import mistakes
-from paceline.replica.gradients import Gradients
+from paceline.replica.gradients import Gradients, trained_parameters
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
 from paceline.sync.buckets import release
 from paceline.sync.make import make_strategy
+from paceline.world.calls import mistake, place
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
 from paceline.world.facts import check_strategy
@@ -45,11 +46,13 @@ class ReplicatedModel:
         self._dtype = dtype
         self.scaler = LossScaler.for_dtype(dtype)
 
-        self._release_earlier()
+        earlier = self._release_earlier()
         mistakes.check_model(model, optimizers, strategy, world)
         read_as = read_as or {}
         read_as = {name: read_as[key] for key, name in mistakes.full_names(model, read_as, "read_as").items()}
         rounded_gradients = mistakes.full_names(model, rounded_gradients, "rounded_gradients").values()
+        if unread := [name for name in rounded_gradients if name not in read_as]:
+            raise mistake(f"rounded_gradients names {unread[0]}, which read_as does not: name it in both")
         self.updates = Updates(model, optimizers)
         mistakes.start_alike(model, world)
         self.statistics = RunningStatistics(model, world.group)
@@ -69,6 +72,10 @@ class ReplicatedModel:
 
         self.num_steps = 0  # updates made, including those before a restore
         self.total_before = 1.0  # weight of the last step, or of a row of it (see Step); saved
+        self.earlier = earlier  # whose steps this one counts on
+        if earlier is not None:
+            self.num_steps, self.total_before = earlier.num_steps, earlier.total_before
+            self.scaler = earlier.scaler if earlier.scaler.is_dynamic and self.scaler.is_dynamic else self.scaler
         self.batch_share = 1.0 / world.world_size  # this rank's share of the last step's batch
         self.update_ms = 0.0  # of the last step
         self.open_step: Any = None  # the Step that is not finished yet
@@ -80,6 +87,8 @@ class ReplicatedModel:
         """By Checkpoints object that saves this replica: waits until weights and state may change."""
         self.compare_every = 100  # steps between two comparisons of weights with the other ranks'; 0: none
         self.has_compared = self.has_said_empty = False  # in this process
+        self.has_dropped = False  # the step before
+        self._ended_at = ""  # where another replica took its place
         self.has_rounded_gradients = bool(rounded_gradients)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: int | None = None  # of these, at the end of the last step
@@ -120,9 +129,19 @@ class ReplicatedModel:
     def _sum_of_versions(self) -> int:
         return sum(tensor._version for tensor in self._tensors)
 
+    def require_current(self) -> None:
+        """Raises UserError if another replica took this one's place."""
+        if self._ended_at:
+            raise mistake(
+                f"this replica ended at {self._ended_at}, where another was made of its model, optimizer or some of "
+                "its parameters: use that one. To train what two models share, put both into one nn.Module and one "
+                "Replica"
+            )
+
     def average_statistics(self) -> None:
         """Averages the running statistics of batch norms over ranks; also before a save, since another replica's step
         may have used this model. Collective if there are any."""
+        self.require_current()
         self.statistics.average(self.batch_share)
 
     def wait_copied(self) -> None:
@@ -132,6 +151,7 @@ class ReplicatedModel:
 
     def release(self) -> None:
         """Removes all hooks from model and optimizers; this replica cannot train any more."""
+        self._ended_at = place()
         self.sync.wait_for_params()
         self.sync.release()
         release(self.model.parameters())
@@ -139,29 +159,47 @@ class ReplicatedModel:
             mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
         self.world.calls.replicas.discard(self)
 
-    def _drop_open_step(self) -> None:
-        """Clears the gradients if an exception ended an earlier loop, say in a notebook. Then collective."""
+    def _drop_open_step(self, may_repeat: bool = True) -> None:
+        """Clears the gradients if an exception or `break` left the step before, say in a notebook. Then collective.
+        may_repeat: False: raises UserError if the step before that was left, too: the script forgets `finish`."""
         step, self.open_step = self.open_step, None
         if step is None:
             return
+        if self.world.calls.reducing is self:
+            self.world.calls.reducing = None
+        self.world.calls.record("the step after one without step.finish()")
+        if not any(begun for (begun,) in self.world.group.share_integers([int(step.is_begun)])):
+            return
+        if self.has_dropped and not may_repeat:
+            raise mistake("two steps in a row had no step.finish(): call it once in each step", reach="world")
+        self.has_dropped = True
         mistakes.warn(f"step {step.number} had no step.finish(): its gradients are dropped", self.world)
         with contextlib.suppress(UserError):
             self.gradients.reveal()
         for parameter in self.gradients.trained.values():
             parameter.grad = None
-        self.world.calls.reducing = None
         self.sync.reduce()
         self.sync.skip()
         self.sync.publish()
 
-    def _release_earlier(self) -> None:
-        """Releases an earlier replica of this model or these optimizers, as when a notebook cell runs again."""
+    def _release_earlier(self) -> "ReplicatedModel | None":
+        """Releases earlier replicas of these parameters or optimizers, as when a notebook cell runs again. Returns one
+        of this model and these optimizers that trained fewer or other parameters (unfreezing), if each rank has it.
+        Collective."""
         parameters = set(self.model.parameters())
+        earlier: dict[int, ReplicatedModel] = {0: self}
         for other in list(self.world.calls.replicas):
-            has_mine = any(each is own for each in self.optimizers for own in other.optimizers)
-            if has_mine or not parameters.isdisjoint(other.model.parameters()):
+            shared = [each for each in other.optimizers if any(each is own for own in self.optimizers)]
+            if shared or not parameters.isdisjoint(other.model.parameters()):
                 other.release()
+            is_same = other.model is self.model and len(shared) == len(other.optimizers)
+            if is_same and (
+                other.updates.was_changed() or trained_parameters(self.model).keys() != other.gradients.trained.keys()
+            ):
+                earlier[other.number] = other
         release(self.model.parameters())
+        newest = self.world.group.share_integers([max(earlier)])  # a rank's garbage collector may have taken it
+        return earlier[newest[0][0]] if newest[0][0] and all(row == newest[0] for row in newest) else None
 
 
 def drop_abandoned_step(world: World) -> None:

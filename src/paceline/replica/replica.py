@@ -5,6 +5,7 @@ collects gradients, sync/ sums them over ranks, and updates.py updates this rank
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -95,9 +96,6 @@ class Replica(ReplicatedModel):
         config = ParallelConfig(strategy=strategy, bucket_mb=bucket_mb, wire=wire, sync_every=sync_every)
         config.check()
         mistakes.check_blocks(model, blocks)
-        known = mistakes.known_names(model)
-        read_as = {mistakes.named("read_as", name, known): sent_as for name, sent_as in (read_as or {}).items()}
-        rounded_gradients = {mistakes.named("rounded_gradients", name, known, read_as) for name in rounded_gradients}
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         super().__init__(model, optimizers, world, config, _DTYPES[dtype], blocks, read_as, rounded_gradients)
         world.calls.at_leaving = partial(agreement.require_equal_at_leaving, world)
@@ -106,6 +104,13 @@ class Replica(ReplicatedModel):
         # Source, what it became, arguments. It holds the source, so that its id stays unique.
         self._shared_before: dict[tuple[int, bool], tuple[Any, Share, dict[str, Any]]] = {}
         self._begun_from: BegunFrom | None = None
+        self._is_stopped = False  # a loop ended because of `stop_reason`
+        earlier, self.earlier = self.earlier, None
+        self.continues = 0 if earlier is None else earlier.number
+        """The number of the replica whose steps this one counts on; 0: none."""
+        if isinstance(earlier, Replica):
+            self.shares, self.positions = earlier.shares, earlier.positions
+            self._shared_before = earlier._shared_before
 
     # ---- training ----
 
@@ -127,7 +132,8 @@ class Replica(ReplicatedModel):
 
         stop_on_signals: SIGTERM, SIGINT (Ctrl-C; a second one ends at once), SIGUSR1 and SIGHUP on any rank end the
         loop after the current step, on all ranks; `stop_reason` says why. Then save, and leave with
-        `sys.exit(paceline.EXIT_RESUMABLE)`, which asks for a restart.
+        `sys.exit(paceline.EXIT_RESUMABLE)`, which asks for a restart. Later loops make no step, until the script sets
+        `stop_reason` to None; at an interactive prompt the next loop goes on.
         """
         for name, most in (("max_steps", max_steps), ("epochs", epochs)):
             if most is not None and not most >= 0:
@@ -136,6 +142,12 @@ class Replica(ReplicatedModel):
         batches = self._shared(source, sharing)
         if batches.is_endless and epochs is not None:
             raise mistake("a function that draws has no end of a pass, so epochs= has no effect: give max_steps=")
+        if self._is_stopped and (self.stop_reason is None or hasattr(sys, "ps1")):
+            self._forget_stop()  # the script, or the person at the prompt, goes on
+        if self._is_over(batches, max_steps, epochs) and (self.stop_reason or self.continues):
+            why = f"a stop was asked for ({self.stop_reason})" if self.stop_reason else "its steps are made"
+            how = "set replica.stop_reason = None" if self.stop_reason else "give a larger max_steps= or epochs="
+            mistakes.warn(f"this loop makes no step: {why}. To train on, {how} first", self.world)
         with self._stopping(stop_on_signals):
             while not self._is_over(batches, max_steps, epochs):
                 begun_at, is_from_the_top = self.num_steps, batches.step == 0
@@ -153,11 +165,8 @@ class Replica(ReplicatedModel):
         sum. Without it the ranks all-gather their weights before the update; with it afterwards, so a parameter that
         no rank used gets a zero gradient (weight decay and momentum still change it) instead of none.
         """
-        if self.open_step is not None and self.open_step.is_begun:
-            raise mistake(
-                "the step before had no step.finish(), and its gradients would be lost: call it once in "
-                "each step. After an exception make optimizer and Replica anew"
-            )
+        self.require_current()
+        self._drop_open_step(may_repeat=False)
         if total is not None and not 0 < total < math.inf:
             raise mistake(f"total is {total}; it is the weight of the global batch: a number of samples or tokens")
         self._begun_from = None
@@ -232,6 +241,7 @@ class Replica(ReplicatedModel):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns all weights and buffers by their plain names, unsharded; tied ones by each name. Collective with fsdp
         and `read_as`; otherwise rank 0 may call it alone."""
+        self.require_current()
         if self.sync.shards_weights or self.sync.holds_rounded:
             self.world.calls.record("Replica.state_dict")
         self.wait_for_params()
@@ -293,9 +303,14 @@ class Replica(ReplicatedModel):
         finally:
             # A flag that was set after the last step's exchange ends the next loop.
             has_flag = self.stop_reason is not None or (is_at_end and self.vote != 0)
-            if on_signals and self.stop is not None and not has_flag:
-                self.stop.__exit__(None, None, None)
-                self.stop = None
+            self._is_stopped = self._is_stopped or self.stop_reason is not None
+            if on_signals and not has_flag:
+                self._forget_stop()
+
+    def _forget_stop(self) -> None:
+        if self.stop is not None:
+            self.stop.__exit__(None, None, None)
+        self.stop, self.stop_reason, self._is_stopped = None, None, False
 
     def _shared(self, source: Any, sharing: dict[str, Any], keep: bool = True) -> Share:
         """Returns this rank's part of the source, made once for training and once for evaluation. Collective then.

@@ -314,7 +314,7 @@ class Step:
         replica.num_steps += 1
         replica.sync.end_step()
         replica.mark_left()
-        replica.open_step = None
+        replica.open_step, replica.has_dropped = None, False
         replica.stop_reason = why_to_stop([row.vote for row in rows])
         if self._batch.observe is not None:
             self._batch.observe(self._rows.times)
@@ -346,6 +346,10 @@ class Step:
     def _require_complete(self, verb: str) -> None:
         if self._stage == "over" or (verb == "reduce" and self._stage == "reduced"):
             raise mistake(f"step.{verb}() was called twice for one step")
+        if self._replica.open_step is not self:
+            raise mistake(
+                f"step.{verb}() of step {self.number}: another step was begun since, and this one was dropped"
+            )
         if self._is_iterating:
             raise mistake(
                 f"step.{verb}() is inside the loop over the step's micro-batches, where a rank that has "

@@ -88,6 +88,11 @@ class Updates:
                 "them would reach another: make optimizer and Replica anew after the model was changed"
             )
 
+    def was_changed(self) -> bool:
+        """After `release`: whether the script has added parameters or groups since the replica was made."""
+        now = [[len(group["params"]) for group in each.param_groups] for each in self.optimizers]
+        return now != [[len(parameters) for parameters in groups] for groups in self._given]
+
     def not_kept(self) -> str:
         """Returns the first optimizer state on this rank that a checkpoint cannot hold; empty if there is none."""
         held = {part.parameter for part in self.slices}
@@ -149,8 +154,11 @@ class Updates:
                 optimizer.state.clear()
                 has_lost = True
             state = {part.name: optimizer.state.pop(part.parameter, None) for part in self.slices}
-            for group, parameters in zip(optimizer.param_groups, given, strict=True):
-                group["params"] = parameters
+            sliced = {part.parameter for part in self.slices}
+            for group, parameters in zip(optimizer.param_groups, given, strict=False):  # the script may have added some
+                group["params"] = parameters + [
+                    p for p in group["params"] if p not in sliced and p not in set(parameters)
+                ]
             for name, parameter in self._model.named_parameters():
                 if own := state.get(name):
                     optimizer.state[parameter] = {key: _whole(value, key, parameter) for key, value in own.items()}
