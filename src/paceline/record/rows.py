@@ -34,7 +34,7 @@ class StepRow:
     rank_data_ms: list[float]
     rank_forward_ms: list[float]
     rank_backward_ms: list[float]
-    rank_exposed_comm_ms: list[float]  # includes the rest of step_ms
+    rank_exposed_comm_ms: list[float]  # also for the ranks that came later to the all-gather
     rank_optim_ms: list[float]
     codec_ms: float = 0.0  # CPU time of coding messages (parallel.wire int8, int4); the parts contain it
 

@@ -7,13 +7,21 @@ sequences may take proportionally longer.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
+from dataclasses import dataclass
+from statistics import median_low
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.base import units
 
+# Legend: P phases, R ranks, W steps.
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
 PER_SEQUENCE = ("data", "forward", "backward")  # phases that grow with the number of sequences
 PER_STEP = ("optimizer", "other")
+_PHASES = (*PER_SEQUENCE, *PER_STEP)
 _LEAST_MS = 2.0  # less is noise
 _MEAN_STEPS = 25
 
@@ -54,72 +62,36 @@ class Over:
     cost_s: float  # time that the others waited for it since the report
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Excess:
-    """How much one rank exceeded the median rank in one step, by phase."""
+    """By how much each rank exceeded the median rank in one step, or in the mean of some, and what that one would have
+    needed. Milliseconds."""
 
-    step: int
-    ms: Mapping[str, float]
-    median_ms: Mapping[str, float]
+    step: int  # the first
+    excess_PR: Floats
+    median_PR: Floats
 
     @property
-    def total_ms(self) -> float:
-        return sum(self.ms.values())
+    def total_R(self) -> Floats:
+        total_R: Floats = self.excess_PR.sum(0)
+        return total_R
 
-    def is_above(self, share: float) -> bool:
-        return self.total_ms > max(share * sum(self.median_ms.values()), _LEAST_MS)
-
-
-def _excess_windows() -> dict[_Test, deque[_Excess]]:
-    return {test: deque(maxlen=_WINDOW) for test in (_OF_STEPS, _OF_MEANS)}
-
-
-@dataclass
-class _Rank:
-    windows: dict[_Test, deque[_Excess]] = field(default_factory=_excess_windows)
-    reported_by: _Test | None = None
-    num_slow_steps: int = 0
-    cost_ms: float = 0.0  # while it was reported
-    stretch_ms: float = 0.0  # since the last report
-    by_phase: dict[str, float] = field(default_factory=dict)
-
-    def add(self, excess: _Excess) -> None:
-        """Adds one step's."""
-        self.windows[_OF_STEPS].append(excess)
-        if self.reported_by and excess.total_ms > 0:
-            self.cost_ms += excess.total_ms
-            self.stretch_ms += excess.total_ms
-            self.num_slow_steps += excess.is_above(self.reported_by.over_at[0])
-            for phase, ms in excess.ms.items():
-                self.by_phase[phase] = self.by_phase.get(phase, 0.0) + ms
-
-    def report(self) -> list[_Excess]:
-        """Begins to report the rank if it is slow. Returns what is above the median rank's time; nothing otherwise."""
-        for test, excesses in self.windows.items():
-            for share, least, window in test.report_at:
-                above = [excess for excess in list(excesses)[-window:] if excess.is_above(share)]
-                if len(above) >= least:
-                    self.reported_by, self.stretch_ms = test, 0.0
-                    return above
-        return []
-
-    def ends_report(self) -> bool:
-        """Returns whether the report ends now."""
-        assert self.reported_by is not None
-        share, most, window = self.reported_by.over_at
-        if sum(excess.is_above(share) for excess in list(self.windows[self.reported_by])[-window:]) > most:
-            return False
-        self.reported_by = None
-        self.windows[_OF_MEANS].clear()  # they would report it again for what is over
-        return True
+    def is_above(self, share: float) -> Mask:
+        above_R: Mask = self.total_R > np.maximum(share * self.median_PR.sum(0), _LEAST_MS)
+        return above_R
 
 
 class Stragglers:
-    """Watches all ranks' own times, step by step. All ranks find the same from the same numbers."""
+    """Watches all ranks' own times, step by step."""
 
     def __init__(self, num_ranks: int):
-        self._ranks = [_Rank() for _ in range(num_ranks)]
-        self._unaveraged: list[tuple[Sequence[int], Mapping[str, Sequence[float]]]] = []  # at most _MEAN_STEPS steps
+        self._windows = {test: deque[_Excess](maxlen=_WINDOW) for test in (_OF_STEPS, _OF_MEANS)}
+        self._reported_by = {test: np.zeros(num_ranks, dtype=bool) for test in self._windows}
+        self._unaveraged: list[tuple[Floats, Floats]] = []  # numbers of sequences and times, at most _MEAN_STEPS steps
+        # While a rank was reported:
+        self._num_slow_R = np.zeros(num_ranks, dtype=np.int64)
+        self._cost_ms_PR = np.zeros((len(_PHASES), num_ranks))
+        self._stretch_ms_R = np.zeros(num_ranks)  # since the last report
         self.num_steps = 0
         self.cost_ms = 0.0  # by which reported ranks made steps longer
 
@@ -129,77 +101,104 @@ class Stragglers:
         """Adds one step: the sequences that each rank computed, and milliseconds by phase (PER_SEQUENCE and PER_STEP)
         and rank. Returns what is new."""
         self.num_steps += 1
-        for rank, excess in zip(self._ranks, _excesses(step, num_sequences, parts), strict=True):
-            rank.add(excess)
-        self.cost_ms += max([0.0, *(rank.windows[_OF_STEPS][-1].total_ms for rank in self._ranks if rank.reported_by)])
-        self._average(step, num_sequences, parts)
-        found: list[Slow | Over] = []
-        for index, rank in enumerate(self._ranks):
-            if rank.reported_by:
-                if rank.ends_report():
-                    found.append(Over(index, rank.stretch_ms / 1e3))
-            elif slow := rank.report():
-                found.append(_slow(index, slow, parts))
-        return found
-
-    def _average(self, step: int, num_sequences: Sequence[int], parts: Mapping[str, Sequence[float]]) -> None:
-        """Adds the means of the last _MEAN_STEPS steps, once there are so many."""
-        self._unaveraged.append((num_sequences, parts))
-        if len(self._unaveraged) < _MEAN_STEPS:
-            return
-        counts, rows = zip(*self._unaveraged, strict=True)
-        mean_parts = {phase: _means([row[phase] for row in rows]) for phase in (*PER_SEQUENCE, *PER_STEP)}
-        excesses = _excesses(step - _MEAN_STEPS + 1, _means(counts), mean_parts)
-        for rank, excess in zip(self._ranks, excesses, strict=True):
-            rank.windows[_OF_MEANS].append(excess)
-        self._unaveraged.clear()
+        counts_R, ms_PR = np.array(num_sequences, dtype=float), np.array([parts[phase] for phase in _PHASES])
+        now = _compared(step, counts_R, ms_PR)
+        self._windows[_OF_STEPS].append(now)
+        self._add_cost(now)
+        self._average(step, counts_R, ms_PR)
+        is_reported_R = np.logical_or.reduce(list(self._reported_by.values()))
+        ended: list[Slow | Over] = [self._end(rank) for rank in self._ends_of_reports()]
+        begun: list[Slow | Over] = []
+        for test in self._windows:
+            for share, least, window in test.report_at:
+                slow_R = (self._num_above(test, share, window) >= least) & ~is_reported_R
+                begun += [self._begin(int(rank), test, share, window) for rank in np.flatnonzero(slow_R)]
+                is_reported_R |= slow_R
+        return sorted(ended + begun, key=lambda news: news.rank)
 
     def summary(self) -> list[tuple[int, int, str, float]]:
         """Returns for each rank that was ever reported: the rank, its number of slow steps since, their most frequent
         phase, and the seconds that the median rank would not have needed."""
+        cost_s_R, phase_R = self._cost_ms_PR.sum(0) / 1e3, self._cost_ms_PR.argmax(0)
         return [
-            (index, rank.num_slow_steps, max(rank.by_phase, key=lambda p: rank.by_phase[p]), rank.cost_ms / 1e3)
-            for index, rank in enumerate(self._ranks)
-            if rank.by_phase
+            (int(rank), int(self._num_slow_R[rank]), _PHASES[phase_R[rank]], float(cost_s_R[rank]))
+            for rank in np.flatnonzero(cost_s_R)
         ]
+
+    def _add_cost(self, now: _Excess) -> None:
+        """Adds what waiting for the reported ranks cost in this step."""
+        longer_R = now.total_R > 0
+        for test, reported_R in self._reported_by.items():
+            waited_for_R = reported_R & longer_R
+            self._num_slow_R += waited_for_R & now.is_above(test.over_at[0])
+            self._cost_ms_PR += now.excess_PR * waited_for_R
+            self._stretch_ms_R += now.total_R * waited_for_R
+        is_reported_R = np.logical_or.reduce(list(self._reported_by.values()))
+        self.cost_ms += float(np.max(now.total_R, where=is_reported_R, initial=0.0))
+
+    def _average(self, step: int, counts_R: Floats, ms_PR: Floats) -> None:
+        """Adds the means of the last _MEAN_STEPS steps, once there are so many."""
+        self._unaveraged.append((counts_R, ms_PR))
+        if len(self._unaveraged) == _MEAN_STEPS:
+            counts, times = zip(*self._unaveraged, strict=True)
+            mean = _compared(step - _MEAN_STEPS + 1, np.mean(counts, axis=0), np.mean(times, axis=0))
+            self._windows[_OF_MEANS].append(mean)
+            self._unaveraged.clear()
+
+    def _num_above(self, test: _Test, share: float, window: int) -> npt.NDArray[np.int64]:
+        """(R,): in how many of the last `window` a rank exceeded the median rank by this share."""
+        last, num_ranks = list(self._windows[test])[-window:], len(self._stretch_ms_R)
+        above_WR = np.array([np.zeros(num_ranks, dtype=bool), *(excess.is_above(share) for excess in last)])
+        num_above_R: npt.NDArray[np.int64] = above_WR.sum(0)
+        return num_above_R
+
+    def _ends_of_reports(self) -> list[int]:
+        """Returns the ranks whose reports end now."""
+        over_R = np.zeros(len(self._stretch_ms_R), dtype=bool)
+        for test, reported_R in self._reported_by.items():
+            share, most, window = test.over_at
+            over_R |= reported_R & (self._num_above(test, share, window) <= most)
+        return [int(rank) for rank in np.flatnonzero(over_R)]
+
+    def _end(self, rank: int) -> Over:
+        for reported_R in self._reported_by.values():
+            reported_R[rank] = False
+        for mean in self._windows[_OF_MEANS]:  # they would report it again for what is over
+            mean.excess_PR[:, rank] = 0.0
+        return Over(rank, float(self._stretch_ms_R[rank]) / 1e3)
+
+    def _begin(self, rank: int, test: _Test, share: float, window: int) -> Slow:
+        """Begins a report, and describes the rank by those of the last that are above."""
+        self._reported_by[test][rank] = True
+        self._stretch_ms_R[rank] = 0.0
+        slow = [excess for excess in list(self._windows[test])[-window:] if excess.is_above(share)[rank]]
+        excess_ms_P = np.mean([excess.excess_PR[:, rank] for excess in slow], axis=0)
+        median_ms_P = np.mean([excess.median_PR[:, rank] for excess in slow], axis=0)
+        phase = int(excess_ms_P.argmax())
+        median_ms = float(median_ms_P[phase])
+        return Slow(rank, _PHASES[phase], median_ms + float(excess_ms_P[phase]), median_ms, slow[0].step)
 
 
 def none_named(work_ms: Mapping[int, float], when: str) -> str:
     """Returns the sentence to show of ranks of which none is reported. work_ms: of each rank in the mean step."""
     longest = max(work_ms, key=lambda rank: work_ms[rank])
-    most, usual = units.milliseconds(work_ms[longest]), units.milliseconds(_lower_median(list(work_ms.values())))
+    most, usual = units.milliseconds(work_ms[longest]), units.milliseconds(median_low(work_ms.values()))
     return f"No rank is named slow. {when} rank {longest} works longest, {most} of a step; the median rank {usual}."
 
 
-def _excesses(step: int, counts: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[_Excess]:
-    busy = [rank for rank, count in enumerate(counts) if count]
-    usual: dict[str, list[float]] = {}  # phase -> by rank
-    for phase in PER_SEQUENCE:
-        each = _lower_median([parts[phase][rank] / counts[rank] for rank in busy])
-        # A rank that is ready with the median rank delays nobody, however few its sequences are.
-        ready = _lower_median([parts[phase][rank] for rank in busy])
-        usual[phase] = [max(each * count, ready) for count in counts]
-    for phase in PER_STEP:
-        usual[phase] = [_lower_median(parts[phase])] * len(counts)
-    found = []
-    for rank, count in enumerate(counts):
-        median_ms = {phase: by_rank[rank] for phase, by_rank in usual.items()}
-        own = {phase: parts[phase][rank] - ms for phase, ms in median_ms.items() if count or phase in PER_STEP}
-        found.append(_Excess(step, own, median_ms))
-    return found
+def _compared(step: int, counts_R: Floats, ms_PR: Floats) -> _Excess:
+    """Compares each rank's times with what the median rank would need for as many sequences."""
+    num, busy_R = len(PER_SEQUENCE), counts_R > 0
+    each_P1 = _lower_median(ms_PR[:num, busy_R] / counts_R[busy_R])
+    # A rank that is ready with the median rank delays nobody, however few its sequences are.
+    ready_P1 = _lower_median(ms_PR[:num, busy_R])
+    per_step_PR = np.broadcast_to(_lower_median(ms_PR[num:]), ms_PR[num:].shape)
+    median_PR = np.concatenate([np.maximum(each_P1 * counts_R, ready_P1), per_step_PR])
+    excess_PR = ms_PR - median_PR
+    excess_PR[:num, ~busy_R] = 0.0
+    return _Excess(step, excess_PR, median_PR)
 
 
-def _slow(rank: int, slow: Sequence[_Excess], parts: Mapping[str, Sequence[float]]) -> Slow:
-    totals = {phase: sum(excess.ms.get(phase, 0.0) for excess in slow) for phase in parts}
-    phase = max(totals, key=lambda name: totals[name])
-    median_ms = sum(excess.median_ms[phase] for excess in slow) / len(slow)
-    return Slow(rank, phase, median_ms + totals[phase] / len(slow), median_ms, slow[0].step)
-
-
-def _means(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [fmean(by_rank) for by_rank in zip(*rows, strict=True)]
-
-
-def _lower_median(values: Sequence[float]) -> float:
-    """Returns the smaller of the middle two: of two ranks the slower is compared with the faster."""
-    return sorted(values)[(len(values) - 1) // 2]
+def _lower_median(values_PR: Floats) -> Floats:
+    """(P, 1): of each phase, the smaller of the middle two: of two ranks the slower is compared with the faster."""
+    return np.sort(values_PR, axis=1)[:, (values_PR.shape[1] - 1) // 2, None]

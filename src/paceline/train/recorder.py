@@ -44,24 +44,21 @@ class Recorder:
             self._folder.append_event(kind, **facts)
 
     def step(self, progress: Progress, result: StepResult, sequences: list[int], lr: float, loss_scale: float) -> None:
-        """Records and shows a step that has just ended. sequences: that each rank computed."""
-        row = self._row(progress, result, sequences, lr)
+        """Records and shows a step that has just ended. sequences: that each rank computed. What takes time in
+        proportion to the number of ranks, rank 0 does alone."""
+        step, num_steps = progress.step, self._settings.num_steps
         if result.skipped:
-            self.event("skipped step", step=row.step, loss_scale=loss_scale, **dataclasses.asdict(result.skipped))
-            self._console.say(f"step {row.step} made no update: {result.skipped} was not finite", style="yellow")
-        if row.step % self._config.log.every == 0:
-            self._append(row)
-        if self.totals.has_warmed_up and row.step != self._config.train.profile:
-            self.totals.add(row)
-            self._report_stragglers(row)
-        self.totals.has_warmed_up = True
-        num_steps = self._settings.num_steps
+            self.event("skipped step", step=step, loss_scale=loss_scale, **dataclasses.asdict(result.skipped))
+            self._console.say(f"step {step} made no update: {result.skipped} was not finite", style="yellow")
+        if self._world.is_main:
+            self._record(self._row(progress, result, sequences, lr))
         validation = f"  val {self.evaluation.val_loss:.3f}" if self.evaluation else ""
-        left = units.duration(self._seconds_left(progress, row))
+        left = units.duration(self._seconds_left(progress, result.times.step_ms))
+        tokens_per_s = self._settings.tokens_per_step / result.times.step_ms * 1e3
         self._console.advance(
             self._settings.share_done(progress),
-            f"step {row.step}" if num_steps is None else f"step {row.step}/{num_steps}",
-            f"loss {row.loss:.3f}{validation}  {rate(row.tokens_per_s)}  ETA {left}",
+            f"step {step}" if num_steps is None else f"step {step}/{num_steps}",
+            f"loss {result.loss:.3f}{validation}  {rate(tokens_per_s)}  ETA {left}",
         )
 
     def rebalanced(self, step: int, change: Change, before: list[int]) -> None:
@@ -98,11 +95,23 @@ class Recorder:
         self.event("profile", step=step, path=f"profile/{path.name}")
         self._console.say(f"traced step {step}: open {path.parent} in https://ui.perfetto.dev (a file a rank)")
 
+    def _record(self, row: StepRow) -> None:
+        if row.step % self._config.log.every == 0:
+            self._append(row)
+        if self.totals.has_warmed_up and row.step != self._config.train.profile:
+            self.totals.add(row)
+            self._report_stragglers(row)
+        self.totals.has_warmed_up = True
+
     def _row(self, progress: Progress, result: StepResult, sequences: list[int], lr: float) -> StepRow:
         times, by_rank = result.times, result.by_rank
         step_ms = times.step_ms
         tokens_per_s = self._settings.tokens_per_step / step_ms * 1e3
         flops_per_s = tokens_per_s * cost.flops_per_token(self._config.model, self._config.data.seq_len)
+        # Of rank 0, from its part of the all-gather to the end of the step, without waits: other ranks did the same.
+        own = by_rank[self._world.rank]
+        after_ms = max(0.0, (step_ms - times.exposed_comm_ms) - (own.step_ms - own.exposed_comm_ms))
+        waited_ms = [max(0.0, step_ms - after_ms - each.step_ms) for each in by_rank]
         ranks: dict[str, Any] = {f"rank_{name}": [getattr(each, name) for each in by_rank] for name in _BY_RANK}
         return StepRow(
             step=progress.step,
@@ -117,7 +126,7 @@ class Recorder:
             other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
             world_size=self._world.world_size,
             rank_sequences=sequences,
-            rank_exposed_comm_ms=[each.exposed_comm_ms + max(0.0, step_ms - each.step_ms) for each in by_rank],
+            rank_exposed_comm_ms=[each.exposed_comm_ms + ms for each, ms in zip(by_rank, waited_ms, strict=True)],
             **{**times._asdict(), "comm_bytes": round(times.comm_bytes)},
             **ranks,
         )
@@ -137,11 +146,11 @@ class Recorder:
                 style="yellow",
             )
 
-    def _seconds_left(self, progress: Progress, row: StepRow) -> float:
+    def _seconds_left(self, progress: Progress, step_ms: float) -> float:
         if self._settings.num_steps is None:
             return progress.elapsed_s * max(0.0, 1 / self._settings.share_done(progress) - 1)
-        mean_ms = self.totals.mean("step_ms") if self.totals.num_steps else row.step_ms
-        return (self._settings.num_steps - row.step) * mean_ms / 1e3
+        mean_ms = self.totals.mean("step_ms") if self.totals.num_steps else step_ms
+        return (self._settings.num_steps - progress.step) * mean_ms / 1e3
 
     def _append(self, row: StepRow | EvalRow) -> None:
         if self._world.is_main:
