@@ -36,8 +36,9 @@ class TrainConfig:
     time_budget: float = 0.0
     """Horizon in seconds of training; the learning rate follows the time, agreed by all ranks."""
     max_epochs: float = 0.0
-    """With time-budget: end after so many passes over the data, if that is sooner; 0: no limit. Text repeated up to 4
-    times is nearly as good as new text (arXiv 2305.16264); far beyond, the validation loss rises."""
+    """With time-budget: end after so many passes over the data (of data.mix: over the set that is read most), if that
+    is sooner; 0: no limit. Text repeated up to 4 times is nearly as good as new text (arXiv 2305.16264); far beyond,
+    the validation loss rises."""
     global_batch_size: int = 0
     """Sequences in a step, over all ranks; 0: from global-batch-tokens, or chosen."""
     global_batch_tokens: int = 0
@@ -198,7 +199,7 @@ def load_preset(name: str, base: Config) -> Config:
 def load_file(path: Path, base: Config) -> Config:
     """Returns base overridden by a TOML file. Raises UserError naming file and field."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin it with a byte order mark
     except OSError as error:
         raise UserError(f"cannot read --config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -209,7 +210,7 @@ def load_file(path: Path, base: Config) -> Config:
 def load_run(path: Path) -> Config:
     """Returns the config of a run from its config.toml. Raises UserError if the file is not as it was written."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; {CONFIG_IS_KEPT}") from None
     if not text.strip():
@@ -222,7 +223,7 @@ def from_toml(text: str, where: str, base: Config) -> Config:
     that a first line `preset = "NAME"` names."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
         raise UserError(f"{where} is not TOML: {error}") from None
     sections = [item.name for item in dataclasses.fields(Config)]
     below = load_preset(str(document.pop("preset")), base) if "preset" in document else base
@@ -239,6 +240,8 @@ def from_toml(text: str, where: str, base: Config) -> Config:
             name = raw_name.replace("-", "_")
             if name not in hints:
                 raise UserError(f"{where}: {section} has no field '{raw_name}'{nearest(name, hints)}")
+            if name in changes:
+                raise UserError(f"{where}: {section} has the field {name} twice, with '_' and with '-'; give it once")
             changes[name] = checked(f"{where}: {section}.{name}", hints[name], value)
         given = given.replace(section, **changes)
     is_sized = any(name.replace("-", "_") in SIZE_FIELDS for values in document.values() for name in values)
@@ -260,7 +263,10 @@ def checked(where: str, wanted: Any, value: Any) -> Any:
             raise UserError(f"{where} is {value!r}{near}; it must be one of {', '.join(map(str, choices))}")
         return value
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(f"{where} has {len(str(value))} digits, more than a number here can have") from None
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise UserError(f"{where} is {value!r}; it must be of type {wanted.__name__}")
     return value

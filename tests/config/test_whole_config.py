@@ -205,3 +205,17 @@ def test_flattened_names_are_what_a_person_types() -> None:
     assert {"train.steps", "optim.lr", "model.n-layer", "data.seq-len", "train.global-batch-size"} <= set(flat)
     assert len(flat) == len(FIELDS)
     assert not any("_" in name for name in flat)
+
+
+def test_what_windows_and_generators_write_is_read_or_refused(tmp_path: Path) -> None:
+    """A byte order mark, and numbers that no float or int takes, each without a traceback."""
+    path = tmp_path / "c.toml"
+    path.write_bytes("\ufeff[train]\nsteps = 7\n".encode())
+    assert load_file(path, Config()).train.steps == 7
+    for text, says in (
+        (f"[optim]\nlr = 1{'0' * 400}", "optim.lr has 401 digits"),
+        (f"[optim]\nlr = 1{'0' * 5000}", "is not TOML"),
+        ("[model]\nn-layer = 2\nn_layer = 3", "model has the field n_layer twice"),
+    ):
+        with pytest.raises(UserError, match=says):
+            from_toml(text, "c.toml", Config())

@@ -2,13 +2,16 @@
 
 from fractions import Fraction
 from math import floor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_data import prepare_small
 
 from paceline.base.errors import UserError
+from paceline.data.blend import Blend
 from paceline.data.mixture import Mixture
 
 WEIGHTS = st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=6)
@@ -128,3 +131,13 @@ def test_the_pattern_stays() -> None:
 def test_bad_weights_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Mixture(weights)
+
+
+def test_the_set_that_is_read_most_decides_how_often_a_mixture_is_read(tmp_path: Path) -> None:
+    """Half of a run from a set of 1% of the tokens reads it many times, whatever the sum is (mutation: num_tokens)."""
+    big = prepare_small(tmp_path / "big", [[1] * 1998], name="big")
+    tiny = prepare_small(tmp_path / "tiny", [[1] * 18], name="tiny")
+    for weights, name, tokens in (((1.0, 1.0), "tiny", 38), ((199.0, 1.0), "big", 1999 / 0.995)):
+        found, epoch = Blend.open([(big, weights[0]), (tiny, weights[1])]).read_most
+        assert (found.name, epoch) == (name, pytest.approx(tokens))
+    assert Blend.open([(big, 3.0)]).read_most[1] == 1999

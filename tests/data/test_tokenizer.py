@@ -4,9 +4,11 @@ import json
 import os
 import pickle
 import random
+import string
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,10 +21,12 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from paceline.base.errors import UserError
+from paceline.data.encode import Encoder
 from paceline.data.foreign import read_meta
 from paceline.data.tokenizer import (
     END_OF_TEXT,
     NAMES,
+    PATTERN,
     Tokenizer,
     byte_characters,
     bytes_tokenizer,
@@ -79,6 +83,24 @@ def test_little_text_gives_a_smaller_vocabulary() -> None:
     tokenizer = Tokenizer(train(["ab ab"], 4096))
     assert 257 <= tokenizer.vocab_size < 270
     assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
+
+
+@pytest.mark.parametrize("alphabet", ["ACGT", "กขคงจฉช", string.ascii_letters])
+def test_training_and_encoding_take_time_in_proportion_to_a_word(alphabet: str) -> None:
+    """DNA, Thai and base64 are one word, and the trainer's time grew with its square: sixteenfold here (mutation: no
+    cut before training). Processor time of four times the text."""
+    draw, cpu_s = random.Random(0), []
+    for length in (1 << 15, 1 << 17):
+        text, began = "".join(draw.choices(alphabet, k=length)), time.process_time()
+        found = Tokenizer(train([text], 400))
+        assert found.decode(Encoder(found).encode(text).tolist()) == text
+        cpu_s.append(time.process_time() - began)
+    assert cpu_s[1] < 9 * cpu_s[0]
+
+
+def test_a_tokenizer_splits_as_it_says_and_not_as_it_was_trained() -> None:
+    (split, _) = json.loads(train(["a" * 5000], 300))["pre_tokenizer"]["pretokenizers"]
+    assert split["pattern"] == {"Regex": PATTERN}
 
 
 def test_load_names_the_file(tmp_path: Path, tokenizer: Tokenizer) -> None:

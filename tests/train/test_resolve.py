@@ -198,3 +198,16 @@ def test_where_gradients_are_added_is_said_of_cpu_ranks_of_one_host(
     assert [what for what in said if "gradients added" in what] == ([f"gradients added {says}"] if says else [])
     apart = resolve(config, VOCAB_SIZE, [FACTS, replace(FACTS, host="b")])
     assert not any("gradients added" in choice.what for choice in apart.choices)
+
+
+def test_scaling_with_the_batch_that_makes_decay_a_wrecker_is_refused() -> None:
+    """A short run at the default references got weight decay 4,150 and stood still (mutation: refuse from 1 on only).
+    What the user or a preset gives is not touched, also where scaling keeps it."""
+    scaled = {"optim__scale_with_batch": True, "optim__lr": 3e-3}
+    with pytest.raises(UserError, match=r"scale-with-batch makes weight decay 0.1 \d.*--optim.reference-tokens"):
+        settings_of([1e9], **scaled, train__global_batch_size=64, train__steps=12)
+    near = {"optim__reference_tokens": 5 * 12 * SEQ_LEN, "optim__reference_batch_tokens": 12 * SEQ_LEN}
+    assert settings_of([1e9], **scaled, **near).weight_decay == pytest.approx(0.1)
+    given = {"optim__lr": 0.1, "optim__weight_decay": 0.7}
+    assert settings_of([1e9], **given).weight_decay == 0.7
+    assert settings_of([1e9], **{**scaled, **near, **given}).weight_decay == pytest.approx(0.7)

@@ -55,6 +55,12 @@ class Blend:
     def num_tokens(self) -> tuple[int, int]:
         return sum(d.train.num_tokens for d in self.datasets), sum(d.validation.num_tokens for d in self.datasets)
 
+    @property
+    def read_most(self) -> tuple[Dataset, float]:
+        """The data set that a run reads most often, and the tokens of the mixture in which it is read once."""
+        total, sets = sum(self.weights), zip(self.datasets, self.weights, strict=True)
+        return min(((d, d.train.num_tokens * total / w) for d, w in sets), key=lambda each: each[1])
+
     def training(
         self,
         seq_len: int,

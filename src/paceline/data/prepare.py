@@ -256,7 +256,11 @@ def _encode(sources: Sources, job: Job, builder: Builder, report: Report, num_wo
 def _choose_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Report) -> Tokenizer:
     def sample() -> Iterator[str]:
         report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
-        return _sample(sources, recipe)
+        num_characters = 0
+        for text in _sample(sources, recipe):
+            num_characters += len(text)
+            yield text
+        report.say(f"data: {units.count(num_characters)} characters are read for the tokenizer; it learns its merges")
 
     tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
     if tokenizer.end_of_text is None:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from paceline.base.errors import UserError
 
+_USUAL_DECAY = 0.05  # of a weight in a step; usual are 1e-5 to 1e-3
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -83,6 +85,20 @@ def require_some_left(lr: float, weight_decay: float, *, is_scaled: bool = True)
         raise UserError(
             f"learning rate {lr:.3g} times weight decay {weight_decay:.3g} is at least 1, which removes all of "
             f"a weight in each step; lower --optim.{at_fault}{unscaled}",
+            reach="world",
+        )
+
+
+def require_usual_decay(config: OptimConfig, lr: float, weight_decay: float) -> None:
+    """Raises UserError if scaling alone makes decay take more than 5% of a weight in a step: the run is too far from
+    the one that the settings were tuned for."""
+    if config.lr * config.weight_decay <= _USUAL_DECAY < lr * weight_decay:
+        raise UserError(
+            f"optim.scale-with-batch makes weight decay {config.weight_decay:g} {weight_decay:.3g}, which with "
+            f"learning rate {lr:.3g} removes {lr * weight_decay:.0%} of a weight in each step: this run is far from "
+            f"the {config.reference_tokens:,} tokens in steps of {config.reference_batch_tokens:,} that the settings "
+            "are for. Give --optim.reference-tokens and --optim.reference-batch-tokens of the run that they were tuned "
+            "for, or --optim.no-scale-with-batch",
             reach="world",
         )
 

@@ -173,9 +173,13 @@ def _horizon_text(settings: Settings, data: TrainingData) -> str:
         most = f" or {units.count(settings.most_tokens)} tokens, if sooner" if settings.most_tokens else ""
         return f"{time_budget} of training{most}; the learning rate follows the clock"
     num_tokens = settings.num_steps * settings.tokens_per_step
-    num_epochs = num_tokens / max(1, data.blend.num_tokens[0])
+    read_most, epoch_tokens = data.blend.read_most
+    num_epochs = num_tokens / max(1, epoch_tokens)
     epochs = f"{num_epochs:.1f} epochs" if num_epochs >= 1 else f"{num_epochs:.2%} of an epoch"
-    return f"{settings.num_steps} steps = {units.count(num_tokens)} tokens = {epochs} of this data"
+    text = f"{settings.num_steps} steps = {units.count(num_tokens)} tokens"
+    if len(data.blend.datasets) == 1:
+        return f"{text} = {epochs} of this data"
+    return f"{text}; {read_most.name} is read most: {epochs} of it"
 
 
 def _saves_text(config: Config, is_new: bool) -> str:

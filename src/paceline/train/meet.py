@@ -91,7 +91,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
     speed = _training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0
-    settings = resolve(wanted, vocab_size, world.facts, speed, data.blend.num_tokens[0])
+    settings = resolve(wanted, vocab_size, world.facts, speed, int(data.blend.read_most[1]))
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()

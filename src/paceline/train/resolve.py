@@ -10,7 +10,7 @@ from paceline.config import Config
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.model.config import FLOAT8_MULTIPLE
-from paceline.optim.config import require_some_left, scaled_with_batch
+from paceline.optim.config import require_some_left, require_usual_decay, scaled_with_batch
 from paceline.train.progress import Progress
 from paceline.train.size import sized
 from paceline.world.facts import RankFacts, check_strategy, sends_gpu_memory_by_gloo, unequal_kinds
@@ -59,8 +59,8 @@ class Settings:
 def resolve(
     config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_per_s: float = 0.0, data_tokens: int = 0
 ) -> Settings:
-    """Returns the settings: a pure function of the config, the data's vocabulary and number of tokens, all ranks' facts
-    and the FLOP/s that they reach together in training (0: not known), so the same on all. Raises UserError if weight
+    """Returns the settings: a pure function of the config, the data's vocabulary and tokens of an epoch, all ranks'
+    facts and the FLOP/s that they reach together in training (0: not known), so the same on all. Raises UserError if weight
     decay would remove more than the complete weight, or if the ranks' processors cannot use the given strategy
     together."""
     choices = _device_choices(config, facts[0])
@@ -158,6 +158,7 @@ def _rate(config: Config, tokens_per_step: int, num_steps: int | None, choices: 
         return optim.lr, optim.weight_decay
     lr, decay = scaled_with_batch(optim, tokens_per_step, num_steps and num_steps * tokens_per_step)
     require_some_left(lr, decay)
+    require_usual_decay(optim, lr, decay)
     choices.append(
         Choice(
             f"lr {optim.lr:g} -> {lr:.3g}, weight decay {optim.weight_decay:g} -> {decay:.3g}",
