@@ -43,6 +43,17 @@ def is_dataset(folder: Path | str) -> bool:
     return is_complete(root) or os.path.isdir(root / WORK) or foreign.find_foreign(root) is not None
 
 
+def tokenizer_json_of(folder: Path | str) -> str | None:
+    """Returns the tokenizer.json of a prepared data set without checking the rest; None if it has none, or if other
+    programs made it. Raises UserError if it cannot be read."""
+    root = Path(os.path.expanduser(folder))
+    listed = read_index(root).tokenizer if is_complete(root) else None
+    if listed is None:
+        return None
+    with reading(root / listed.file):
+        return (root / listed.file).read_text(encoding="utf-8")
+
+
 class Dataset:
     """A folder's tokens; opening checks format and length of its shards. Each process opens its own Dataset."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,10 +10,12 @@ from paceline.base import seeds
 from paceline.config import Config
 from paceline.data.blend import Blend
 from paceline.data.cache import cache_dir, ensure_datasets
+from paceline.data.dataset import tokenizer_json_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.data.plan import cut
 from paceline.data.prepare import Report
 from paceline.data.sequences import PackedRows, Sequences
+from paceline.train.initial import require_same_tokenizer
 from paceline.world.cores import usable_cores
 
 
@@ -35,6 +38,10 @@ def open_data(config: Config, report: Report) -> TrainingData:
     Raises UserError if data is missing, damaged, of another vocabulary, or shorter than one sequence."""
     data = config.data
     folders = ensure_datasets(data, report, usable_cores())
+    source = Path(config.train.init_from)
+    if config.train.init_from and source.exists():  # a resumed run does not need it
+        for (path, _), folder in zip(data.parts, folders, strict=True):
+            require_same_tokenizer(source, tokenizer_json_of(folder), path)
     weights = [weight for _, weight in data.parts]
     blend = Blend.open(list(zip(folders, weights, strict=True)), config.model.vocab_size)
     training = blend.training(data.seq_len, packing=data.packing, mask_documents=data.mask_documents, cache=cache_dir())

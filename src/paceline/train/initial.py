@@ -9,7 +9,7 @@ from paceline.base.errors import UserError
 from paceline.config import load_run
 from paceline.data.cache import inspect_data
 from paceline.data.config import DataConfig
-from paceline.data.dataset import Dataset, is_dataset
+from paceline.data.dataset import is_dataset, tokenizer_json_of
 from paceline.data.tokenizer import PATTERN, Tokenizer
 from paceline.model.config import ModelConfig
 from paceline.record import folder as run_folder
@@ -62,18 +62,16 @@ def require_same_shape(source: Path, given: ModelConfig) -> ModelConfig:
 def check_data(source: Path, config: DataConfig, vocab_size: int) -> None:
     """Raises UserError if the data's token ids cannot match those of `source`, before processes start or text is read.
     Text gets its own tokenizer, which can only match if that of `source` was trained by paceline, too."""
-    inspect_data(config, vocab_size)
     known = _tokenizer_of(source)
-    if known is None:
-        return
-    for path, _ in config.parts:
-        if is_dataset(path):
-            require_same_tokenizer(source, Dataset.open(path, vocab_size).tokenizer_json, path)
-        elif not _was_trained_here(known):
+    for path, _ in config.parts if known else ():
+        if is_dataset(path):  # before the size of its vocabulary, which is another tokenizer's
+            require_same_tokenizer(source, tokenizer_json_of(path), path)
+        elif known and not _was_trained_here(known):
             raise UserError(
                 f"{path or 'the embedded corpus'} is text, and would be tokenized otherwise than what "
                 f"--init-from {source} learnt from; {_advice(source, path)}"
             )
+    inspect_data(config, vocab_size)
 
 
 def require_same_tokenizer(source: Path, tokenizer_json: str | None, name: str) -> None:

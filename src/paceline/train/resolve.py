@@ -60,8 +60,8 @@ def resolve(
     config: Config, vocab_size: int, facts: Sequence[RankFacts], flops_per_s: float = 0.0, data_tokens: int = 0
 ) -> Settings:
     """Returns the settings: a pure function of the config, the data's vocabulary and tokens of an epoch, all ranks'
-    facts and the FLOP/s that they reach together in training (0: not known), so the same on all. Raises UserError if weight
-    decay would remove more than the complete weight, or if the ranks' processors cannot use the given strategy
+    facts and the FLOP/s that they reach together in training (0: not known), so the same on all. Raises UserError if
+    weight decay would remove too much of a weight, or if the ranks' processors cannot use the given strategy
     together."""
     choices = _device_choices(config, facts[0])
     if config.model.size == "auto":

@@ -27,6 +27,8 @@ from paceline.checkpoint import load, writers
 from paceline.cli import train as train_command
 from paceline.config import Config, from_toml, to_toml
 from paceline.data import tokenizer as tok
+from paceline.data.config import DataConfig
+from paceline.data.prepare import Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.generate import generate
 from paceline.model.gpt import GPT, build
@@ -34,7 +36,8 @@ from paceline.record import folder as run_folder
 from paceline.tools.hub.exporting import export_run
 from paceline.tools.hub.importing import import_model
 from paceline.tools.hub.tensors import from_theirs, gpt2_layout, nanogpt_layout, to_theirs
-from paceline.train.initial import load_initial, require_same_shape, require_same_tokenizer
+from paceline.train.data import open_data
+from paceline.train.initial import check_data, load_initial, require_same_shape, require_same_tokenizer
 from paceline.world.group import from_rank_0
 
 
@@ -615,6 +618,24 @@ def test_fine_tuning_refuses_another_model_and_another_tokenizer(tmp_path: Path,
     assert rewritten != tokenizer.json
     require_same_tokenizer(tmp_path / "base", rewritten, "web")
     require_same_tokenizer(tmp_path / "base", None, "web")
+
+
+def test_the_tokenizer_is_compared_before_the_size_of_its_vocabulary(
+    tmp_path: Path, tokenizer: tok.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger vocabulary got "use --model.vocab-size 0", which --init-from refuses (mutation: open the data first).
+    Text gets a tokenizer of its own, which is known once it is trained."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    make_run(tmp_path / "base", OURS["llama"], tokenizer)
+    (tmp_path / "text.txt").write_text(TEXT)
+    prepared_data = DataConfig(path=str(prepared(tmp_path / "other", "bytes")))
+    says = "made with another tokenizer .*data prepare .* --out DIR --tokenizer"
+    with pytest.raises(UserError, match=says):
+        check_data(tmp_path / "base", prepared_data, 100)
+    config = Config().replace("data", path=str(tmp_path / "text.txt"), tokenizer_vocab=300)
+    config = config.replace("model", vocab_size=100).replace("train", init_from=str(tmp_path / "base"))
+    with pytest.raises(UserError, match=says):
+        open_data(config, Quiet())
 
 
 def everyone_loads(world: Any, good: Path, cut: Path, misfit: Path) -> tuple[dict[str, Tensor], list[str], list[str]]:
