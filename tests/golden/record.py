@@ -1,7 +1,7 @@
 """Makes the golden files anew, all or those named: what the code as it is does on this machine.
 
     python tests/golden/record.py                       # all
-    python tests/golden/record.py curves                # some of: orders curves
+    python tests/golden/record.py curves                # some of: orders curves runs
 
 Read README.md first: a rebuilding does not change these files.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # as the tests, before torch is imported
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "golden")]
-NAMES = ("orders", "curves")
+NAMES = ("orders", "curves", "runs")
 
 
 def main(names: list[str]) -> int:
