@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.base import jsonl
 from paceline.base.errors import UserError
 from paceline.record.config import LogConfig
 from paceline.record.folder import (
@@ -88,7 +89,8 @@ def test_forgetting_keeps_the_rows_up_to_the_step_and_drops_a_cut_last_line(tmp_
     folder = create(tmp_path)
     for step in range(1, 7):
         folder.append_metrics({"step": step, "loss": 1 / 3, "rank_step_ms": [1.0]})
-    folder.append_metrics({"step": 4, "val_loss": 2.0})  # an evaluation's row
+        if step == 4:
+            folder.append_metrics({"step": 4, "val_loss": 2.0})  # an evaluation's row
     folder.close()
     if cut:
         with folder.metrics.open("a") as file:
@@ -99,6 +101,38 @@ def test_forgetting_keeps_the_rows_up_to_the_step_and_drops_a_cut_last_line(tmp_
     RunFolder(tmp_path).append_metrics({"step": 5})
     assert rows(folder.metrics)[-1] == {"step": 5}
     assert tree(tmp_path) == ["checkpoints", "metrics.jsonl", "ranks"]
+
+
+@pytest.mark.parametrize("width", [10, 5 << 20])
+def test_forgetting_reads_the_end_of_a_long_record_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Finds: parsing all rows, 440 s and 42 GB for 100,000 steps of 1,024 ranks. A row may be longer than a read."""
+    folder, parsed, parse = create(tmp_path), list[int](), jsonl._row
+    with folder.metrics.open("w") as file:
+        for step in range(1, 5 if width > 10 else 50_000):
+            file.write(f'{{"step": {step}, "more": "{"x" * width}"}}\n')
+        file.write('{"step": ')
+    monkeypatch.setattr(jsonl, "_row", lambda line: parsed.append(len(line)) or parse(line))
+    assert folder.forget_after(step - 2) == step
+    assert len(parsed) == 3
+    assert jsonl.last_rows(folder.metrics, width + 100)[-1]["step"] == step - 2
+    assert folder.metrics.read_bytes().endswith(b'x"}\n')
+
+
+def test_rows_that_are_set_aside_stay_in_files_of_their_own(tmp_path: Path) -> None:
+    folder = create(tmp_path)
+    for first, resumed_at in ((1, 2), (3, 2), (3, 1)):
+        for step in range(first, 5):
+            folder.append_metrics({"step": step})
+        folder.forget_after(resumed_at, keep=True)
+    folder.forget_after(1, keep=True)  # none is later
+    aside = {path.name: [row["step"] for row in rows(path)] for path in tmp_path.glob("metrics.superseded-*")}
+    assert aside == {
+        "metrics.superseded-2.jsonl": [3, 4],
+        "metrics.superseded-2-2.jsonl": [3, 4],
+        "metrics.superseded-1.jsonl": [2, 3, 4],
+    }
 
 
 def test_forgetting_where_nothing_was_written_is_nothing(tmp_path: Path) -> None:

@@ -672,3 +672,34 @@ def test_an_evaluation_after_a_restore_reads_the_restored_weights_with_fsdp(tmp_
     for before, trained, restored_loss in run_ranks(losses_around_a_restore, 2, str(tmp_path / "net")):
         assert trained != before
         assert restored_loss == before
+
+
+def save_finish_load(world: World, folder: Path, fails: bool) -> Any:
+    """By rank: the digest of what it reads right after `finish`, or what `finish` raised."""
+    script = Script(world, "adamw", "ddp")
+    checkpoints = Checkpoints(folder, net=script.replica)
+    checkpoints.restore()
+    if world.is_main:
+        begin = checkpoints.saver._save_first
+
+        def late(job: Any) -> int:
+            time.sleep(0.3)  # rank 1 has written its part long since
+            if fails:
+                raise OSError("no space")
+            return begin(job)
+
+        checkpoints.saver._save_first = late  # type: ignore[method-assign]
+    checkpoints.save()
+    try:
+        checkpoints.finish()
+        return overall(load_weights(folder))
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_finish_returns_on_all_ranks_when_the_checkpoint_is_there(tmp_path: Path, fails: bool) -> None:
+    """Finds: waiting for the rank's own part, after which rank 1 read nothing, and did not know of a failure."""
+    found = run_ranks(save_finish_load, 2, tmp_path / "run", fails)
+    assert found[0] == found[1]
+    assert ("no space" in found[0]) == fails

@@ -16,16 +16,17 @@ _CHUNK_BYTES = 2 << 20  # far more than the longest row
 _MARK_BYTES = 64
 
 
-def rows(path: Path) -> Iterator[Row | None]:
+def rows(path: Path, with_text: str = "") -> Iterator[Row | None]:
     """Yields each line of a JSONL file as an object, or None if it is not one; nothing if the file does not exist.
-    Skips an unfinished last line. Raises OSError if the file cannot be read."""
+    Skips an unfinished last line, and lines without this text, which are not parsed. Raises OSError if the file cannot
+    be read."""
     try:
         file = path.open(encoding="utf-8", errors="replace", newline="\n")
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if line.endswith("\n"):
+            if line.endswith("\n") and with_text in line:
                 yield _row(line)
 
 
@@ -34,6 +35,37 @@ def last_rows(path: Path, num_bytes: int = 1 << 18) -> list[Row]:
     cannot be read."""
     found = (_row(line) for line in tail(path, num_bytes).split(b"\n")[:-1])
     return [row for row in found if row is not None]
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields where each line of a file begins, and the line, the last one first. Holds the longest line in memory and
+    a few MB, never the file. Raises OSError."""
+    with path.open("rb") as file:
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin:
+            size = min(_CHUNK_BYTES, begin)
+            begin = file.seek(begin - size)
+            block = file.read(size) + rest
+            cut = len(block)
+            while (line_begin := block.rfind(b"\n", 0, cut - 1) + 1) or not begin:
+                yield begin + line_begin, block[line_begin:cut]
+                cut = line_begin
+                if not cut:
+                    break
+            rest = block[:cut]
+
+
+def end_of_step(path: Path, step: int) -> tuple[int, int]:
+    """Returns where the rows of later steps begin in a file whose rows are in the order of steps, and the last step
+    that has a row, 0 if none has. A line that is no row counts as later if no row follows it. Raises OSError."""
+    reached = 0
+    for begin, line in lines_from_end(path):
+        row = _row(line) if line.endswith(b"\n") else None
+        if row is not None and isinstance(row.get("step"), int):
+            reached = max(reached, row["step"])
+            if row["step"] <= step:
+                return begin + len(line), reached
+    return 0, reached
 
 
 def _row(line: str | bytes) -> Row | None:

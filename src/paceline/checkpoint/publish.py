@@ -65,7 +65,7 @@ def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) 
         for writer in missing:
             with contextlib.suppress(FileNotFoundError):
                 records[writer] = json.loads(_record_path(folder, writer).read_bytes())
-        if (size := _size(folder)) != seen:
+        if (size := num_bytes_in(folder)) != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > _PATIENCE_S:
             raise RuntimeError(f"nothing more has come from writer {missing[0]} for {_PATIENCE_S:.0f} s")
@@ -132,7 +132,7 @@ def _manifest(step: int, records: Sequence[Record], names: Iterable[str], facts:
     return manifest
 
 
-def _size(folder: Path) -> int:
+def num_bytes_in(folder: Path) -> int:
     """Returns the bytes in the folder; a file that is being renamed may be missed."""
     total = 0
     for entry in os.scandir(folder):

@@ -31,7 +31,8 @@ def mark(checkpoints: Path, step: int, val_loss: float) -> None:
 
 def recorded_losses(checkpoints: Path) -> dict[int, float]:
     """Returns step -> finite validation loss, from the metrics of the run that has these checkpoints."""
-    found = ((row.get("step"), row.get("val_loss")) for row in rows(checkpoints.parent / "metrics.jsonl") if row)
+    metrics = rows(checkpoints.parent / "metrics.jsonl", with_text='"val_loss"')
+    found = ((row.get("step"), row.get("val_loss")) for row in metrics if row)
     return {
         step: loss for step, loss in found if isinstance(step, int) and isinstance(loss, float) and math.isfinite(loss)
     }

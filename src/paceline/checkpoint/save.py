@@ -91,6 +91,7 @@ class Saver:
         self._channel, self._token, self._before_publishing = channel, token, before_publishing
         self.begun_at: int | None = None  # the step of the last save
         self._num_begun = 0
+        self._folder: Path | None = None  # of the last save
         self._images = HostImages()
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
@@ -104,6 +105,13 @@ class Saver:
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank. A disk that hangs keeps it busy, but blocks nothing else."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def num_written_bytes(self) -> int:
+        """The bytes that writers have put into the folder of the last save so far; 0 once it is complete."""
+        with contextlib.suppress(OSError):
+            return publish.num_bytes_in(self._folder) if self._folder is not None else 0
+        return 0
 
     def begin(
         self,
@@ -128,6 +136,7 @@ class Saver:
         if self._writer is None:
             return
         folder = publish.unfinished_folder(self._checkpoints, step, f"{self._token}-{self._num_begun}")
+        self._folder = folder
         parts = {kind: dict(part) for kind, part in tensors.items()}
         ready = ready_event(tensor for part in parts.values() for tensor in part.values())
         job = _Job(step, parts, dict(shapes), dict(facts), folder, ready, replaces)

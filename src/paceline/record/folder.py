@@ -4,6 +4,7 @@ RUN/
   config.toml             the resolved config
   tokenizer.json          turns the model's ids into text, if the data has one
   metrics.jsonl           a row per step and per evaluation
+  metrics.superseded-20.jsonl    rows after step 20 that `resume --step 20` set aside
   events.jsonl            start, resume, checkpoint, skipped step, signal, end
   ranks/rank-00003.log    the output of that rank
   ranks/rank-00003.end    how it ended, if a launcher started it (base/status.py)
@@ -23,14 +24,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import filelock
 
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace, sync
-from paceline.base.jsonl import Row, open_at_line_end, rows
+from paceline.base.jsonl import Row, end_of_step, open_at_line_end, rows
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
 _OWN = 0o600  # only the run's user may read its files
@@ -118,21 +119,24 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 sync(path)
 
-    def forget_after(self, step: int) -> int:
-        """Drops the metrics of later steps, which a resumed run writes again, and unreadable lines from a crash.
-        Returns the last step that had a row, 0 if none had. A crash meanwhile leaves the old file or the new one."""
+    def forget_after(self, step: int, keep: bool = False) -> int:
+        """Drops the metrics of later steps, which a resumed run writes again, and a line that a crash cut short.
+        Returns the last step that had a row, 0 if none had. `keep`: copies them to metrics.superseded-STEP.jsonl first.
+
+        Rows are in the order of steps: only the end is read, however long the run. Raises OSError.
+        """
         appender = self._appenders.pop(self.metrics, None)
         if appender is not None:
             appender.close()
         if not self.metrics.exists():
             return 0
-        kept, reached = [], 0
-        for row in rows(self.metrics):
-            if row is not None and isinstance(row.get("step"), int):
-                reached = row["step"]
-                if reached <= step:
-                    kept.append(json.dumps(row) + "\n")
-        replace(self.metrics, "".join(kept).encode(), _OWN)
+        end, reached = end_of_step(self.metrics, step)
+        with self.metrics.open("r+b") as file:
+            if keep and reached > step:
+                file.seek(end)
+                _copy_rest(file, self.path / f"metrics.superseded-{step}.jsonl")
+            file.truncate(end)
+            os.fsync(file.fileno())
         return reached
 
     def has_saved(self) -> bool:
@@ -159,6 +163,19 @@ class RunFolder:
             self._appenders[path] = _Appender(path)
         if sentence := self._appenders[path].append(json.dumps(row)):
             self.on_trouble(sentence)
+
+
+def _copy_rest(file: BinaryIO, path: Path) -> None:
+    """Copies the rest of an open file to a new one, which is then on the disk. Does not replace one of an earlier
+    resume at the same step."""
+    aside, number = path, 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.stem}-{number}.jsonl")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWN), "wb") as target:
+        shutil.copyfileobj(file, target)
+        target.flush()
+        os.fsync(target.fileno())
 
 
 class _Appender:

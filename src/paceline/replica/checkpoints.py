@@ -35,6 +35,7 @@ from paceline.world.calls import mistake, place
 from paceline.world.facts import unequal_kinds
 from paceline.world.group import Group, from_rank_0
 
+_ROUND_S = 0.5  # how often ranks that wait for a save meet
 _OPEN: dict[Path, "Checkpoints"] = {}  # by folder: a notebook cell that runs again makes them again
 
 
@@ -134,21 +135,30 @@ class Checkpoints(CheckpointFolder):
             self.world.say(f"passed over a damaged checkpoint: {problem}")
         self.take(path, manifest)
         self._is_own = True
-        if self.world.is_main:
-            retention.set_aside(self.checkpoints, manifest["step"])
+        # Shared, so that on all ranks later ones are set aside when this returns.
+        from_rank_0(self._group, lambda: retention.set_aside(self.checkpoints, manifest["step"]))
         self.world.say(f"restored step {manifest['step']} from {path}")
         return int(manifest["step"])
 
     def finish(self) -> None:
-        """Waits for a save under way; raises RunError if the last save failed."""
+        """Returns on all ranks when the last save is on the disk; raises RunError on all if it failed. Collective."""
+        self.world.calls.record("Checkpoints.finish")
         self._finish_save()
         if self._problem:
-            raise RunError(f"the last checkpoint could not be saved: {self._problem}")
+            raise RunError(f"the last checkpoint could not be saved: {self._problem}", reach="world")
 
     # ---- inside ----
 
     def _finish_save(self) -> None:
-        """Waits for the save under way, and prints its failure once."""
+        """Waits until no rank has a save under way; rank 0 prints its failure once, and all know it. Collective. Ranks
+        meet meanwhile: a slow disk is no hang."""
+        while any(is_busy for (is_busy,) in self._group.share_integers([int(self.saver.is_busy)])):
+            self.saver.finish(within_s=_ROUND_S)
+        self._take_outcome()
+        self._problem = self._group.broadcast_json(self._problem)
+
+    def _take_outcome(self) -> None:
+        """Waits for this rank's part of a save, and prints the failure of the checkpoint once, on rank 0."""
         self.saver.finish()
         outcome = self.saver.take_outcome()
         if outcome is not None and self.world.is_main:
@@ -206,7 +216,9 @@ class Checkpoints(CheckpointFolder):
         if _OPEN.get(self.folder.resolve()) is not self:
             return
         try:
-            self.finish()
+            self._take_outcome()  # no collective: another rank may have failed
+            if self.world.is_main and self._problem:
+                raise RunError(f"the last checkpoint could not be saved: {self._problem}")
         finally:
             del _OPEN[self.folder.resolve()]
             for each in self._replicas.values():

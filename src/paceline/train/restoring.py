@@ -152,7 +152,8 @@ def _forget_later_steps(setup: Setup) -> int:
         try:
             folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
-            return retention.set_aside(folder.checkpoints, step), folder.forget_after(step)
+            keep = setup.request.resume_step is not None  # not of a crash: restarts would pile them up
+            return retention.set_aside(folder.checkpoints, step), folder.forget_after(step, keep)
         except OSError as error:
             raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
 

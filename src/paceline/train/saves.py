@@ -22,7 +22,8 @@ from paceline.train.meet import Setup
 from paceline.train.progress import Progress
 from paceline.world.group import SPEAKS_FIRST_S
 
-_DISK_TIMEOUT_S = 600.0  # 10 GB at 17 MB/s; writers wait for each other as long
+_DISK_TIMEOUT_S = 600.0  # without one more byte on the disk; writers wait for each other as long
+_ROUND_S = 0.2  # how often ranks that wait for a save meet
 _SAY_EVERY_S = 10.0  # while others wait for rank 0
 _RETRY_EVERY_S = 5.0  # after a failed last save
 # If saves are less than _OFTEN_S apart, training waits for each, at most _WAIT_S, so that a crash repeats one interval.
@@ -75,7 +76,6 @@ class Saves:
         if self.any_rank_saving:
             with self._disk_timeout():
                 self._finish()
-                self._group.barrier()
             self.any_rank_saving = False
         self._save(is_due=True)
 
@@ -172,15 +172,24 @@ class Saves:
         return problem
 
     def _finish(self) -> None:
-        """Waits for the save under way on this rank; meanwhile the watchdog sees progress."""
+        """Waits until no rank has a save under way. Collective: ranks meet meanwhile, and their watchdogs see progress
+        unless no byte has come to the disk for _DISK_TIMEOUT_S."""
         began_s, said_s = time.monotonic(), _SAY_EVERY_S
-        while self._saver.is_busy and (waited_s := time.monotonic() - began_s) < _DISK_TIMEOUT_S:
-            self._setup.watchdog.enter("save", self._progress.step)
-            self._saver.finish(within_s=0.2)
-            if waited_s > said_s:
-                self._setup.console.say(f"saving the checkpoint of step {self._saver.begun_at}: {waited_s:.0f} s")
+        grown_s, seen = began_s, -1
+        while True:
+            num_bytes = self._saver.num_written_bytes if self._setup.world.is_main else 0
+            rows = self._group.share_integers([int(self._saver.is_busy), num_bytes])
+            if not any(is_busy for is_busy, _ in rows):
+                return
+            now_s = time.monotonic()
+            if rows[0][1] != seen:
+                grown_s, seen = now_s, rows[0][1]
+            if now_s - grown_s <= _DISK_TIMEOUT_S:
+                self._setup.watchdog.enter("save", self._progress.step)
+            if now_s - began_s > said_s:
+                self._setup.console.say(f"saving the checkpoint of step {self._saver.begun_at}: {said_s:.0f} s")
                 said_s *= 2
-        self._saver.finish()
+            self._saver.finish(within_s=_ROUND_S)
 
     def _sleep(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
