@@ -1,5 +1,6 @@
 """A shared loader gives what the plain one would have given: the same samples, order, augmentation, generators."""
 
+import json
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +12,17 @@ import pytest
 import torch
 from ranks import run_ranks
 from simulated import SimulatedRank
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from paceline.replica.share import share
 from paceline.world.runtime import World
@@ -34,14 +45,38 @@ class Augmented(Dataset[tuple[int, int, int]]):
         return index, int(torch.randint(1 << 30, ())), int(np.random.randint(1 << 30))
 
 
+class Counting(Sampler[int]):
+    """Each pass has another order: by a count that it keeps, or by a generator of its own."""
+
+    def __init__(self, own: np.random.Generator | None = None) -> None:
+        self.own, self.count = own, 0
+
+    def __len__(self) -> int:
+        return 13
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        yield from (np.arange(13) * self.count % 13 if self.own is None else self.own.permutation(13)).tolist()
+
+
+def generator(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
 DATA = Augmented()
+WEIGHTS = [0.1 * (1 + number % 5) for number in range(13)]
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(DATA, 4),
     "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
-    "generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=generator(3)),
     "drop_last": lambda: DataLoader(DATA, 4, shuffle=True, drop_last=True),
     "replacement": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=37)),
+    "subset": lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(2, 12))),
+    "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler(WEIGHTS, 17, generator=generator(5))),
+    "batches": lambda: DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler(range(13)), 5, drop_last=True)),
+    "counting": lambda: DataLoader(DATA, 4, sampler=Counting()),
+    "own numpy generator": lambda: DataLoader(DATA, 4, sampler=Counting(np.random.default_rng(3))),
     "workers": lambda: DataLoader(DATA, 4, shuffle=True, **WORKERS),
     "persistent": lambda: DataLoader(DATA, 4, shuffle=True, persistent_workers=True, **WORKERS),
 }
@@ -115,27 +150,29 @@ def test_a_resume_in_the_middle_of_a_pass_reads_what_is_left(name: str) -> None:
     plain: Steps = []
     seed()
     batches = share(LOADERS[name](), SimulatedRank())
-    kept: tuple[int, Any, States] | None = None
+    kept: list[tuple[int, str, States]] = []
     for number in range(3):
+        if number == 1:  # between passes
+            kept.append((len(plain), json.dumps(batches.state_dict()), states()))
         for batch in batches.flat():
             plain.append([column.tolist() for column in batch])
             torch.rand(3)
             if number == 1 and batches.step == 2:
-                kept = len(plain), batches.state_dict(), states()
+                kept.append((len(plain), json.dumps(batches.state_dict()), states()))
     after = states()
-    assert kept is not None
-    seed(99)
-    resumed = share(LOADERS[name](), SimulatedRank())
-    resumed.load_state_dict(kept[1])
-    put_back(kept[2])
-    rest: Steps = []
-    while resumed.epoch < 3:
-        for batch in resumed.flat():
-            rest.append([column.tolist() for column in batch])
-            torch.rand(3)
-    columns = slice(0, 1) if name in ("workers", "persistent") else slice(0, 3)
-    assert [step[columns] for step in rest] == [step[columns] for step in plain[kept[0] :]]  # workers begin anew
-    assert str(states()) == str(after)
+    for count, state, generators in kept:
+        seed(99)
+        resumed = share(LOADERS[name](), SimulatedRank())
+        resumed.load_state_dict(json.loads(state))
+        put_back(generators)
+        rest: Steps = []
+        while resumed.epoch < 3:
+            for batch in resumed.flat():
+                rest.append([column.tolist() for column in batch])
+                torch.rand(3)
+        columns = slice(0, 1) if name in ("workers", "persistent") else slice(0, 3)
+        assert [step[columns] for step in rest] == [step[columns] for step in plain[count:]]  # workers begin anew
+        assert str(states()) == str(after)
 
 
 # ---- streams ----

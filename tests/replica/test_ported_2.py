@@ -117,36 +117,6 @@ def test_a_batch_that_was_gone_through_says_what_the_second_model_is_to_be_given
             batch.like([])
 
 
-def drawn_into_one_buffer(world: World, copies: bool) -> list[list[float]] | str:
-    """What this rank gets in two steps of a function that fills one buffer again and again, or the error."""
-    buffer, numbers = torch.zeros(4, FEATURES), iter(range(100))
-
-    def draw() -> tuple[torch.Tensor, int]:
-        buffer.fill_(next(numbers))
-        return (buffer.clone() if copies else buffer[:2]), 0
-
-    batches = iter(share(draw, world, micro_batches=3))
-    try:
-        return [[float(x[0, 0]) for x, _ in next(batches).draw()] for _ in range(2)]
-    except UserError as error:
-        return str(error)
-
-
-def both_drawn(world: World) -> tuple[Any, Any]:
-    return drawn_into_one_buffer(world, copies=False), drawn_into_one_buffer(world, copies=True)
-
-
-def test_a_function_that_fills_one_buffer_again_and_again_is_refused_on_several_ranks() -> None:
-    """Alone each micro-batch is used before the next one is drawn; several ranks draw all of a step at once."""
-    with alone() as world:
-        assert both_drawn(world) == ([[0, 1, 2], [3, 4, 5]],) * 2
-    (said, low), (said_too, high) = run_ranks(both_drawn, 2)
-    assert said == said_too
-    assert "draw writes each micro-batch over the one before" in said
-    assert "x.clone()" in said
-    assert (low, high) == ([[0, 1], [3, 4]], [[2], [5]])
-
-
 def test_print_may_be_what_the_world_says(capsys: pytest.CaptureFixture[str]) -> None:
     with alone() as world:
         print_ = world.say

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from program import Program
+from program import TORCHRUN, Program
 from ranks import run_ranks
 from simulated import SimulatedRank
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -158,3 +158,75 @@ def test_workers_live_through_a_ctrl_c_that_their_rank_answers(tmp_path: Path) -
         ended = program.wait().require(0)
     assert ended.out == "all 1 [36, 37, 38, 39] [1]\n"
     assert ended.err == ""
+
+
+KILLED = """
+import os, signal, subprocess, sys
+import paceline, psutil, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+folder, kind, name, is_persistent = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "persistent"
+is_first_time = not os.path.exists(folder)
+
+def kill(process):
+    os.kill(process, getattr(signal, name))
+
+def kill_new_process():  # before it has any handler of its own
+    if kind == "begins" and replica.num_steps > 4 and is_first_time:
+        kill(os.getpid())
+        kill(os.getppid())
+
+torch.manual_seed(0)
+world = paceline.join(paceline.ParallelConfig(device="cpu", threads=1))
+model = torch.nn.Linear(1, 1)
+replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), 0.1), world)
+checkpoints = paceline.Checkpoints(folder, net=replica)
+checkpoints.restore()
+os.register_at_fork(after_in_child=kill_new_process)
+data = TensorDataset(torch.arange(40.0)[:, None] / 40)
+loader = DataLoader(data, 4, shuffle=True, num_workers=2, persistent_workers=is_persistent)
+for step in replica.steps(loader, epochs=2, stop_on_signals=True):
+    if kind == "reads" and step.number == 5 and is_first_time:
+        everyone = [*psutil.Process().children(), psutil.Process()]
+        subprocess.run(["kill", "-s", name.removeprefix("SIG"), *(str(each.pid) for each in everyone)], check=True)
+    for x, in step:
+        step.backward(model(x).square().mean())
+    world.say("step", step.number, step.finish().loss)
+if replica.stop_reason:
+    checkpoints.save()
+    sys.exit(paceline.EXIT_RESUMABLE)
+"""
+
+
+def losses(folder: Path, statuses: tuple[int, ...], command: tuple[str, ...], *arguments: str) -> list[float]:
+    """Returns the losses of the steps that the script makes in all its starts."""
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(KILLED)
+    found: list[list[str]] = []
+    for status in statuses:
+        with Program(str(script), str(folder / "run"), *arguments, command=command) as program:
+            ended = program.wait()
+        is_torchrun = command != (sys.executable,)
+        ended.require(bool(status) if is_torchrun else status)  # of ranks that end with 75 it makes 1
+        found += [line.split() for line in ended.out.splitlines() if line.startswith("step ")]
+        assert status == 0 or 5 <= len(found) < 20
+    assert [int(number) for _, number, _ in found] == list(range(1, 21))
+    return [float(loss) for _, _, loss in found]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize(("kind", "workers"), [("reads", ""), ("reads", "persistent"), ("begins", "")])
+def test_a_signal_to_ranks_and_workers_stops_the_run_with_its_state_saved(
+    tmp_path: Path, kind: str, name: str, workers: str
+) -> None:
+    """Finds: workers that a SIGTERM ends, so that their rank fails before it has saved. "begins": the signal reaches
+    workers of the second epoch before they have begun."""
+    alone = (sys.executable,)
+    whole = losses(tmp_path / "whole", (0,), alone, "never", name, workers)
+    assert losses(tmp_path / "stopped", (75, 0), alone, kind, name, workers) == whole
+    if name == "SIGTERM" and (kind, workers) != ("reads", "persistent"):
+        two = *TORCHRUN, "--standalone", "--nproc-per-node", "2"
+        found = losses(tmp_path / "two", (75, 0), two, kind, name, workers)
+        assert found == pytest.approx(whole, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -55,11 +56,14 @@ class Batch:
             if count not in (None, len(micro_batches)):
                 raise mistake(f"count is {count}, and there are {len(micro_batches)} micro-batches: leave count out")
             self.given = given = list(micro_batches)
+            _require_own_memory(given)
             micro_batches, count = (lambda: given), len(given)
             stand_in = stand_in or ((lambda: given[-1]) if given else None)
         self.rows, self.num_rows, self.passes, self.stand_in = rows, num_rows, passes, stand_in
         self.observe: Callable[[Sequence[StepTimes]], None] | None = None
         """Takes the times of the step that used this batch, by rank; None: nothing depends on them."""
+        self.dealt_by: Any = None
+        """The share that this batch is of; None: the script's own."""
         self._draw = micro_batches
         if count is None and rows is None:
             raise mistake("a Batch of a function does not know how many micro-batches that draws: give rows= or count=")
@@ -207,6 +211,20 @@ class Split:
             self._say(f"paceline: the ranks' shares of a batch are now {listed(change.shares)}: {change.why}")
 
 
+def _require_own_memory(micro_batches: Sequence[Any]) -> None:
+    """Raises UserError if two micro-batches are the same memory, as of a loader that fills one buffer again."""
+    numbers: dict[tuple[int, ...], int] = {}
+    for number, micro_batch in enumerate(micro_batches):
+        dense = (each for each in tensors_in(micro_batch) if each.layout == torch.strided and not each.is_nested)
+        addresses = tuple(tensor.data_ptr() for tensor in dense if tensor.numel())
+        if addresses and (earlier := numbers.setdefault(addresses, number)) != number:
+            raise mistake(
+                f"micro-batches {earlier} and {number} of a paceline.Batch are the same memory: a loader that fills "
+                "one buffer again has written the second over the first. Put copies into the list: x.clone(), or "
+                "torch.tensor(x) of a numpy array"
+            )
+
+
 def moved(micro_batch: Any, device: torch.device) -> Any:
     """Returns the micro-batch with its tensors on the device; tuples, lists and dicts keep their type."""
     kind = type(micro_batch)  # asked instead of the object, whose __getattr__ may look for a key
@@ -221,6 +239,12 @@ def moved(micro_batch: Any, device: torch.device) -> Any:
         there.update({name: moved(item, device) for name, item in micro_batch.items()})
         return there
     return micro_batch
+
+
+def copied(micro_batch: Any) -> Any:
+    """Returns a copy with tensors of its own. Of a view of a large tensor only the view is copied."""
+    tensors = {id(tensor): tensor.detach().clone() for tensor in tensors_in(micro_batch)}
+    return deepcopy(micro_batch, tensors)
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:

@@ -98,7 +98,7 @@ class ReplicaContents:
             "total_before": replica.total_before,
             "loss_factor": replica.sync.excess_factor,
             "scaler": dataclasses.asdict(replica.scaler),
-            "positions": [*(_position(s, replica.begun_from) for s in replica.shares), *replica.positions],
+            **replica.sources.kept(lambda share: _position(share, replica.begun_from)),
         }
 
     def check(self, where: str, kept: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -232,10 +232,7 @@ class ReplicaContents:
         replica.num_steps, replica.total_before = kept["num_steps"], kept["total_before"]
         if replica.scaler.is_dynamic and kept["scaler"].get("is_dynamic"):  # else the dtype has changed
             replica.scaler = LossScaler(**kept["scaler"])
-        replica.positions = list(kept["positions"])
-        for share in replica.shares:
-            if replica.positions:
-                share.load_state_dict(replica.positions.pop(0))
+        replica.sources.restore(kept)
 
     def _kept(self, found: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
         return {Slice(self._kept_name(item.name), item.start, item.stop): tensor for item, tensor in found.items()}

@@ -1,12 +1,10 @@
 """torch's data sets and DataLoaders as sources: the order in which a pass reads them, and this rank's rows."""
 
 import contextlib
-import json
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import count, islice, tee
+from itertools import chain, count, islice, tee
 from operator import length_hint
 from typing import Any
 
@@ -15,42 +13,21 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from paceline.base.seeds import key
+from paceline.base.units import listed
 from paceline.data.order import ids_at
 from paceline.replica import generators
 from paceline.replica.batch import Batch, Split
-from paceline.replica.mistakes import digest_of
-from paceline.replica.sources import Collate, Drawn, Share, kind
+from paceline.replica.mistakes import warn
+from paceline.replica.sources import Collate, Drawn, Share, kind, sample_digest
+from paceline.replica.stopping import outlive_signals, signals_wait
 from paceline.world.calls import mistake
 from paceline.world.group import Group
 from paceline.world.runtime import World
 
-_STOP_SIGNALS = ("SIGINT", "SIGHUP", "SIGUSR1")
 _AT_ONCE = 16  # micro-batches, since computing a permutation has a fixed cost a call
 
 
 # ---- orders ----
-
-
-class Order:
-    """The sample ids of each batch in a pass."""
-
-    def __init__(self, num_steps: int, batch_size: int | None, needs_check: bool = False, **facts: Any) -> None:
-        """num_steps: in a pass; -1: not known. batch_size: None: batches differ in size. needs_check: ranks must
-        compare what they draw. facts: see Share."""
-        self.num_steps, self.batch_size, self.needs_check = num_steps, batch_size, needs_check
-        self.facts = {**facts, "batch_size": batch_size}
-
-    def draw(self, group: Group) -> Drawn:
-        """Returns the random choices for a pass. Collective if there are any."""
-        return {}
-
-    def batches(self, number: int, first: int, drawn: Drawn) -> Iterator[Sequence[Any]]:
-        """Yields the ids of each batch of pass `number` from step `first` on, or positions for `ids` to look up."""
-        raise NotImplementedError
-
-    def ids(self, number: int, runs: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yields the sample ids for each run of positions from `batches`."""
-        return map(list, runs)
 
 
 def most_read_ahead(loader: DataLoader[Any]) -> int:
@@ -58,98 +35,98 @@ def most_read_ahead(loader: DataLoader[Any]) -> int:
     return _AT_ONCE + loader.num_workers * (loader.prefetch_factor or 0) + 1
 
 
-def order_of(loader: DataLoader[Any], seed: int) -> Order:
-    batches: Any = loader.batch_sampler
-    num_samples = len(loader.dataset)  # type: ignore[arg-type]
-    is_plain = type(batches) is BatchSampler and batches.sampler is loader.sampler
-    if is_plain and type(loader.sampler) is SequentialSampler and len(loader.sampler) == num_samples:
-        return SeededOrder(num_samples, batches.batch_size, batches.drop_last, False, seed)
-    if is_plain and type(loader.sampler) is RandomSampler:
-        return TorchOrder(batches)
-    return SamplerOrder(batches, num_samples, seed)
+class LoaderOrder:
+    """The order of a DataLoader: what its samplers draw, as in one process.
+
+    All ranks draw it under rank 0's global generators at the beginning of the pass. These are kept in the position, so
+    that a resume draws the same order again."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batches: Any = loader.batch_sampler
+        self._batches = batches
+        self.samplers = list(_chain(batches))
+        named = batches.sampler if type(batches) is BatchSampler else batches
+        self.needs_check = type(named) not in (SequentialSampler, RandomSampler)
+        """Whether ranks must compare what they draw."""
+        self.num_steps = length_hint(batches, -1)
+        self.batch_size: int | None = getattr(batches, "batch_size", None)
+        self.facts = {
+            "source": f"a DataLoader by {kind(named)}",
+            "num_samples": len(loader.dataset),  # type: ignore[arg-type]
+            "drop_last": bool(getattr(batches, "drop_last", False)),
+            "batch_size": self.batch_size,
+        }
+
+    def begin(self, group: Group) -> Drawn:
+        """Returns the generators of rank 0, from which a pass draws. Collective."""
+        text = generators.to_text(generators.states(generators.CPU))
+        return {"generators": group.broadcast_json(text)}
+
+    def batches(self, number: int, first: int, drawn: Drawn) -> Iterator[list[Any]]:
+        """Yields the sample ids of each batch of pass `number` from step `first` on."""
+        for sampler in self.samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(number)
+        here, begun = generators.states(generators.CPU), generators.from_text(drawn["generators"])
+        generators.put_back(begun, generators.CPU)
+        batches = iter(self._batches)
+        head = list(islice(batches, 1))  # here torch's samplers draw
+        end = generators.states(generators.CPU)
+        # The script's generators move on as with the plain loader; a checkpoint has restored those of a pass under way.
+        generators.put_back(here if first else generators.advanced(here, begun, end), generators.CPU)
+        rest = generators.drawn_from(end, batches) if self.needs_check else batches
+        yield from islice(map(list, chain(head, rest)), first, None)
+
+    def ids(self, number: int, runs: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """Yields the sample ids for each run of a batch."""
+        return runs
 
 
-class SeededOrder(Order):
-    """The samples in order, or permuted by (seed, epoch). A rank computes the ids of its own rows only."""
+def _chain(sampler: Any) -> Iterator[Any]:
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+class SeededOrder:
+    """The order of a data set without a DataLoader: its samples in order, or permuted by (seed, epoch). No list of them
+    is made: a rank computes the ids of its own rows."""
+
+    needs_check = False
+    samplers: Sequence[Any] = ()
 
     def __init__(self, num_samples: int, batch_size: int, drop_last: bool, shuffle: bool, seed: int) -> None:
-        self._num_samples, self._size, self._shuffle, self._seed = num_samples, batch_size, shuffle, seed
+        self._num_samples, self.batch_size, self._shuffle, self._seed = num_samples, batch_size, shuffle, seed
         self._starts = range(0, num_samples - (batch_size - 1 if drop_last else 0), batch_size)
         if not self._starts:
             why = "drop_last leaves none of them" if num_samples else "it is empty"
             raise mistake(f"the data set has {num_samples} samples for a batch_size of {batch_size}: {why}")
-        super().__init__(
-            len(self._starts),
-            batch_size,
-            source="a data set",
-            num_samples=num_samples,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-        )
+        self.num_steps = len(self._starts)
+        self.facts = {
+            "source": "a data set",
+            "num_samples": num_samples,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "seed": seed,
+            "batch_size": batch_size,
+        }
+
+    def begin(self, group: Group) -> Drawn:
+        group.barrier()
+        return {}
 
     def batches(self, number: int, first: int, drawn: Drawn) -> Iterator[range]:
+        """Yields the positions of each batch in the permutation."""
         for start in self._starts[first:]:
-            yield range(start, min(start + self._size, self._num_samples))
+            yield range(start, min(start + self.batch_size, self._num_samples))
 
-    def ids(self, number: int, runs: Iterator[Any]) -> Iterator[list[int]]:
-        if not self._shuffle:
-            yield from super().ids(number, runs)
-            return
+    def ids(self, number: int, runs: Iterator[range]) -> Iterator[list[int]]:
         while chunk := list(islice(runs, _AT_ONCE)):
-            positions = np.concatenate(chunk) + number * self._num_samples
-            ids = iter(ids_at(self._seed, positions, self._num_samples).tolist())
+            positions = np.concatenate(chunk)
+            if self._shuffle:
+                positions = ids_at(self._seed, positions + number * self._num_samples, self._num_samples)
+            ids = iter(positions.tolist())
             yield from (list(islice(ids, len(run))) for run in chunk)
-
-
-class TorchOrder(Order):
-    """The order of torch's RandomSampler, drawn as by a plain DataLoader. Every rank computes the complete order."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches, self._sampler = batches, batches.sampler
-        num_samples = len(batches.sampler.data_source)
-        named = {"source": "a shuffled DataLoader", "num_samples": num_samples, "drop_last": batches.drop_last}
-        super().__init__(length_hint(batches, -1), batches.batch_size, **named)
-
-    def draw(self, group: Group) -> Drawn:
-        """Rank 0's seed, as the sampler would draw it, or rank 0's state of the sampler's own generator."""
-        if self._sampler.generator is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            return {"seed": group.share_integers([seed])[0][0]}
-        return {"state": group.broadcast_json(generators.text_of(self._sampler.generator))}
-
-    def batches(self, number: int, first: int, drawn: Drawn) -> Iterator[list[Any]]:
-        given = self._sampler
-        generator = ("state" in drawn and given.generator) or torch.Generator()
-        if "state" in drawn:
-            generator.set_state(generators.state_of(drawn["state"]))
-        else:
-            generator.manual_seed(drawn["seed"])
-        sampler = RandomSampler(given.data_source, given.replacement, given.num_samples, generator)
-        return islice(BatchSampler(sampler, self._batches.batch_size, self._batches.drop_last), first, None)
-
-
-class SamplerOrder(Order):
-    """The order of any other sampler. Every rank draws all of it, with the sampler's generator and torch's, numpy's and
-    Python's global ones seeded by (seed, epoch)."""
-
-    def __init__(self, batches: Any, num_samples: int, seed: int) -> None:
-        self._batches, self._seed = batches, seed
-        inner = getattr(batches, "sampler", None)
-        name = kind(batches if inner is None or type(batches) is not BatchSampler else inner)
-        named = {"source": f"a data set by {name}", "num_samples": num_samples, "seed": seed}
-        super().__init__(length_hint(batches, -1), getattr(batches, "batch_size", None), needs_check=True, **named)
-
-    def batches(self, number: int, first: int, drawn: Drawn) -> Iterator[list[Any]]:
-        seed = key(self._seed, "sampler", number)
-        sampler = self._batches
-        while sampler is not None:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(number)
-            if isinstance(getattr(sampler, "generator", None), torch.Generator):
-                sampler.generator.manual_seed(seed)
-            sampler = getattr(sampler, "sampler", None)
-        yield from map(list, generators.drawn_with(seed, lambda: islice(iter(self._batches), first, None)))
 
 
 # ---- reading ----
@@ -163,32 +140,51 @@ class DatasetShare(Share):
         "the sampler must do the same on all ranks. Have it draw from its generator or from torch's, numpy's or "
         "random's global one, and from nothing that differs by rank"
     )
+    _remedy = "have it draw from a torch.Generator or the global generators, and give it set_epoch(epoch) if it counts"
 
     def __init__(
-        self, order: Order, world: World, split: Split, seed: int, loader: DataLoader[Any], draws_worker_seed: bool
+        self, order: LoaderOrder | SeededOrder, world: World, split: Split, seed: int, loader: DataLoader[Any]
     ) -> None:
-        """loader: copied to read. draws_worker_seed: a pass draws a seed for workers, as the script's DataLoader
-        does."""
-        super().__init__(loader.dataset, world, split, order.num_steps, **order.facts)
-        self._order, self._seed, self._given, self._draws_worker_seed = order, seed, loader, draws_worker_seed
+        """loader: copied to read."""
+        super().__init__(loader.dataset, world, split, order.num_steps, (loader, *order.samplers), **order.facts)
+        self._order: Any = order
+        self._seed, self._given = seed, loader
+        self._of_data = generators.OwnState(loader.dataset, getattr(loader.dataset, "dataset", None))
         self._own_ids = _OwnIds()
         self._loader = _rank_loader(loader, world, batch_sampler=self._own_ids, collate_fn=loader.collate_fn)
         self._generator = self._loader.generator = torch.Generator()
         self._before_worker_seed: torch.Tensor | None = None  # the state from which a plain DataLoader draws it
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"not_kept": self._of_data.changed()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if names := state.get("not_kept"):
+            warn(
+                f"{kind(self.dataset)} changes {listed(names)} while it is read, which a checkpoint does not keep, so "
+                "what depends on it differs after this resume. Draw from the global generators of torch, numpy or "
+                "random, or compute the sample from its number",
+                self._world,
+            )
+
     def _begin(self, number: int) -> Drawn:
         drawn: Drawn = {}
         self._before_worker_seed = None
-        if self._draws_worker_seed and (number == 0 or not self._given.persistent_workers):
+        # A plain DataLoader draws a seed for its workers; persistent ones get it once.
+        if isinstance(self._order, LoaderOrder) and (number == 0 or not self._given.persistent_workers):
             self._before_worker_seed = (self._given.generator or torch.default_generator).get_state()
             drawn["base"] = _draw_worker_seed(self._given, self._world)
-        else:
-            self._world.group.barrier()
-        return drawn | self._order.draw(self._world.group)
+        drawn.update(self._order.begin(self._world.group))
+        return drawn
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
+        is_checked = bool(first) and self._order.needs_check
+        ordered = self._order.batches(number, first - is_checked, drawn)
+        if is_checked:  # the step before shows whether the samplers draw what they drew then
+            self._compare(first - 1, next(ordered, None))
         # Workers read ahead, and a rank without rows in a step reads nothing, so the two iterators advance separately.
-        batches, ahead = tee(self._order.batches(number, first, drawn))
+        batches, ahead = tee(ordered)
         own = (
             batch[rows.start : rows.stop]
             for step, batch in enumerate(ahead, first)
@@ -204,7 +200,7 @@ class DatasetShare(Share):
         for step in count(first):
             batch = next(batches, None)
             if self._order.needs_check:
-                self._require_same(step, None if batch is None else key("numbers", repr(batch)))
+                self._compare(step, batch)
             if batch is None:
                 return
             num_rows = len(batch)
@@ -215,6 +211,9 @@ class DatasetShare(Share):
                 pass
             draw = partial(self._read, read, own_rows, [*seeds, step])
             yield self._split.batch(draw, num_rows, (number, step), stand_in=partial(self.peek, num_rows))
+
+    def _compare(self, step: int, batch: Sequence[Any] | None) -> None:
+        self._require_same(step, None if batch is None else key("numbers", repr(batch)))
 
     def _read(self, read: Iterator[Any] | None, own_rows: list[range], seeds: list[int | str]) -> Iterator[Any]:
         for rows in own_rows:
@@ -253,6 +252,7 @@ class StreamShare(Share):
         "it differ by rank (a split by rank, such as split_dataset_by_node; a seed by rank), or give share a function "
         "(lane, num_lanes) -> iterator of samples"
     )
+    _remedy = "have its __iter__ begin anew at each call, and draw from the global generators"
 
     def __init__(self, loader: DataLoader[Any], world: World, split: Split) -> None:
         facts = {
@@ -261,7 +261,8 @@ class StreamShare(Share):
             "drop_last": loader.drop_last,
             "num_workers": loader.num_workers,  # workers take turns, so their number decides the order
         }
-        super().__init__(loader.dataset, world, split, length_hint(loader, -1), **facts)
+        own = () if loader.num_workers else (loader.dataset,)  # workers read copies of it
+        super().__init__(loader.dataset, world, split, length_hint(loader, -1), (loader, *own), **facts)
         own_rows = _OwnRows(loader.collate_fn, split)
         self._given = loader
         self._loader = _rank_loader(
@@ -277,14 +278,17 @@ class StreamShare(Share):
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         self._generator.set_state(generators.state_of(drawn["state"]))
-        found = generators.drawn_with(key("stream", drawn["state"], number), lambda: iter(self._loader))
-        for _ in islice(found, first):  # a stream cannot seek, so it is read again
+        states = generators.of_seed(key("stream", drawn["state"], number))
+        found = generators.drawn_from(states, chain.from_iterable([self._loader]))
+        for _ in islice(found, max(first - 1, 0)):  # a stream cannot seek, so it is read again
             pass
-        for step in count(first):
+        for step in count(max(first - 1, 0)):
             num_rows, digest, micro_batches = next(found, (0, None, []))
             self._require_same(step, digest)
             if digest is None:
                 return
+            if step < first:
+                continue
             self._last = micro_batches[0] if micro_batches else self._last
             yield self._split.batch(partial(list, micro_batches), num_rows, (number, step), stand_in=self.peek)
 
@@ -301,8 +305,7 @@ class _OwnRows:
     def __call__(self, samples: list[Any]) -> tuple[int, int, list[Any]]:
         """Returns the batch's rows, a digest of their number and the first sample, and this rank's micro-batches."""
         mine = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self._split(len(samples))]
-        first = json.dumps(samples[0], default=digest_of, skipkeys=True)
-        return len(samples), key(len(samples), first), mine
+        return len(samples), key(len(samples), sample_digest(samples[0])), mine
 
 
 # ---- a DataLoader of the script ----
@@ -325,7 +328,13 @@ def _rank_loader(loader: DataLoader[Any], world: World | None = None, **reads: A
         }
     if loader.pin_memory_device:
         reads["pin_memory_device"] = loader.pin_memory_device
-    return DataLoader(loader.dataset, num_workers=loader.num_workers, pin_memory=loader.pin_memory, **reads)
+    return _RankLoader(loader.dataset, num_workers=loader.num_workers, pin_memory=loader.pin_memory, **reads)
+
+
+class _RankLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        with signals_wait():  # one that arrives while workers begin would end them
+            return super().__iter__()
 
 
 class _WorkerInit:
@@ -335,11 +344,7 @@ class _WorkerInit:
         self._script_init, self._first = script_init, first
 
     def __call__(self, worker: int) -> None:
-        """Makes the worker ignore stop signals, which a terminal sends to all processes: its rank needs it to finish
-        the step. SIGTERM still ends it, as torch needs."""
-        for name in _STOP_SIGNALS:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        outlive_signals()
         if self._script_init is not None:
             self._script_init(self._first + worker)
 

@@ -23,6 +23,7 @@ from paceline.replica import contents, generators
 from paceline.replica.contents import ReplicaContents, dtype_of
 from paceline.replica.mistakes import warn
 from paceline.replica.replica import BegunFrom, Replica
+from paceline.replica.share import Share
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 
@@ -44,6 +45,9 @@ class CheckpointFolder:
         global random generators. Collective."""
         self._replicas = {name: ReplicaContents(replica, name) for name, replica in replicas.items()}
         self._others, self._keeps_generators = dict(others), keeps_generators
+        for thing in others.values():
+            if isinstance(thing, Share):
+                thing.is_named = True
         self._main = next(iter(replicas.values()))
         self.world, self._group = self._main.world, self._main.world.group
         self.folder, self.checkpoints = folder, folder / "checkpoints"
@@ -109,6 +113,11 @@ class CheckpointFolder:
         states: generators.States | None = generators.states(self.world.device)
         problems = [each.replica.updates.not_kept() for each in self._replicas.values()]
         problems += [f"{name} is of {dtype}" for name, dtype in dtypes.items() if not can_store(dtype)]
+        if any(each.replica.sources.unnamed() for each in self._replicas.values()):
+            problems.append(
+                "the position of the batches that replica.step is given has no name (write "
+                "paceline.Checkpoints(folder, net=replica, train=batches), with what paceline.share returned)"
+            )
         if (begun := self._begun_from()) is not None:
             states = begun.states
             problems.append("" if states else "this step began before paceline.Checkpoints was made")

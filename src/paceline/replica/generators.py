@@ -1,10 +1,11 @@
-"""The global random generators of a process: torch's, the device's, numpy's and Python's, as text and back."""
+"""The global random generators of a process: torch's, the device's, numpy's and Python's, as text and back. Also those
+that a script's objects, such as samplers, keep to themselves."""
 
 import base64
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -66,21 +67,30 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(outside[2])
 
 
-def drawn_with(seed: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Yields the items of an iterator that draws from global generators seeded with `seed` while it starts and
-    advances. Between items the script's own generators are in place."""
+def of_seed(seed: int) -> States:
+    """Returns the states of generators on the CPU with this seed."""
     with seeded(seed):
-        own = states(CPU)
-    items: Iterator[Any] | None = None
+        return states(CPU)
+
+
+def drawn_from(own: States, items: Iterator[Any]) -> Iterator[Any]:
+    """Yields the items of an iterator that draws from global generators, which are in the states `own` when it starts.
+    Between items the script's own generators are in place."""
     while True:
         with aside(CPU):
             put_back(own, CPU)
-            items = begin() if items is None else items
             found = list(islice(items, 1))
             own = states(CPU)
         if not found:
             return
         yield found[0]
+
+
+def advanced(here: States, begun: States, end: States) -> States:
+    """Returns `here`, with `end` for each generator that is in the state `begun`."""
+    was, is_now = (json.loads(to_text(each)) for each in (begun, here))
+    same = [was[name] == is_now[name] for name in ("torch", "cuda", "numpy", "random")]
+    return tuple(after if is_same else now for now, after, is_same in zip(here, end, same, strict=True))
 
 
 def agree(group: Group, device: torch.device) -> None:
@@ -124,3 +134,65 @@ def state_of(text: str) -> torch.Tensor:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+class OwnState:
+    """The random generators that some objects of a script have as attributes, and the numbers there that have changed
+    since this was made, such as a count of epochs."""
+
+    def __init__(self, *objects: Any) -> None:
+        self._objects = objects
+        self._numbers = self._all_numbers()
+        self.at_first = self.now()
+
+    def now(self) -> dict[str, Any]:
+        """Returns the states, as JSON, by the object's place and the attribute's name."""
+        numbers = {name: value for name, value in self._all_numbers().items() if self._numbers.get(name) != value}
+        drawing = {name: _state_of(value) for name, value in self._attributes() if isinstance(value, _GENERATORS)}
+        return {**numbers, **json.loads(json.dumps(drawing, default=np.ndarray.tolist))}
+
+    def changed(self) -> list[str]:
+        """Returns the names of attributes that are not as they were when this was made."""
+        now = self.now()
+        return sorted({name.partition(".")[2] for name in now if now[name] != self.at_first.get(name)})
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Restores what `now` returned. Numbers that had not changed then get their first value."""
+        for name, value in {**self._numbers, **state}.items():
+            place, _, attribute = name.partition(".")
+            thing = self._objects[int(place)]
+            current = vars(thing).get(attribute)
+            if isinstance(current, _GENERATORS):
+                _set_state(current, value)
+            elif current != value:
+                setattr(thing, attribute, value)
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for place, thing in enumerate(self._objects):
+            yield from ((f"{place}.{name}", value) for name, value in getattr(thing, "__dict__", {}).items())
+
+    def _all_numbers(self) -> dict[str, int | float]:
+        return {name: value for name, value in self._attributes() if type(value) in (int, float)}
+
+
+_GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return text_of(generator)
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state_of(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    else:
+        generator.set_state(state)

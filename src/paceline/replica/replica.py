@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from paceline.base.seeds import key
 from paceline.base.sums import exact_sum
-from paceline.base.units import listed
 from paceline.replica import agreement, generators, mistakes
 from paceline.replica.batch import Batch, is_samples
 from paceline.replica.model import ReplicatedModel, drop_abandoned_step
+from paceline.replica.positions import Sources
 from paceline.replica.result import StepResult
-from paceline.replica.share import Share, share
+from paceline.replica.share import Share
 from paceline.replica.step import Step
 from paceline.replica.stopping import StopRequest, why_to_stop
 from paceline.world.calls import mistake
@@ -99,10 +100,7 @@ class Replica(ReplicatedModel):
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         super().__init__(model, optimizers, world, config, _DTYPES[dtype], blocks, read_as, rounded_gradients)
         world.calls.at_leaving = partial(agreement.require_equal_at_leaving, world)
-        self.shares: list[Share] = []  # of the loaders given to `steps`, in the order of first use
-        self.positions: list[dict[str, Any]] = []  # restored, for loaders that `steps` has not seen yet
-        # Source, what it became, arguments. It holds the source, so that its id stays unique.
-        self._shared_before: dict[tuple[int, bool], tuple[Any, Share, dict[str, Any]]] = {}
+        self.sources = Sources(world)
         self._begun_from: BegunFrom | None = None
         self._is_stopped = False  # a loop ended because of `stop_reason`
         earlier, self.earlier = self.earlier, None
@@ -139,7 +137,7 @@ class Replica(ReplicatedModel):
             if most is not None and not most >= 0:
                 raise mistake(f"{name} is {most}; it is a total, at least 0: leave it out for no limit")
         self._drop_open_step()
-        batches = self._shared(source, sharing)
+        batches = self.sources.of_steps(source, sharing)
         if batches.is_endless and epochs is not None:
             raise mistake("a function that draws has no end of a pass, so epochs= has no effect: give max_steps=")
         if self._is_stopped and (self.stop_reason is None or hasattr(sys, "ps1")):
@@ -170,7 +168,9 @@ class Replica(ReplicatedModel):
         if total is not None and not 0 < total < math.inf:
             raise mistake(f"total is {total}; it is the weight of the global batch: a number of samples or tokens")
         self._begun_from = None
-        self.open_step = Step(self, batch if isinstance(batch, Batch) else Batch([batch]), total)
+        batch = batch if isinstance(batch, Batch) else Batch([batch])
+        self.sources.begin_step(batch.dealt_by)
+        self.open_step = Step(self, batch, total)
         return self.open_step
 
     def train(self, batch: Any, loss_of: Callable[..., Any], *, max_norm: float = 0.0) -> StepResult:
@@ -188,17 +188,21 @@ class Replica(ReplicatedModel):
         """Returns the mean of `loss_of` over one pass of the source, shared by the ranks; the same on all. Collective.
 
         source: as for `steps`; a data set is read in order; of a function that draws, one step. Each evaluation reads
-        the first pass. loss_of: as for `train`; if it returns a dict of means, so does this. Ranks have the shares
+        the first pass, and draws the same numbers from the CPU's generators. loss_of: as for `train`; if it returns a dict of means, so does this. Ranks have the shares
         of training, if `steps` was given some. Runs in eval() without gradients and restores the random generators.
         """
         if hasattr(source, "__getitem__") and not isinstance(source, IterableDataset):  # which torch gives one, too
             sharing.setdefault("shuffle", False)
-        if self.shares and not isinstance(source, Share):
-            sharing.setdefault("shares", self.shares[0].shares)
         sums: dict[str, float] = {}
         total = 0.0
-        with torch.no_grad(), self.aside(), self.autocast(), self.sync.shared_weights(), _in_eval_mode(self.model):
-            batches = self._shared(source, sharing, keep=False)
+        with (
+            torch.no_grad(),
+            self._repeatable(),
+            self.autocast(),
+            self.sync.shared_weights(),
+            _in_eval_mode(self.model),
+        ):
+            batches = self.sources.of_evaluation(source, sharing)
             # A function that draws has no end: its evaluation is one step.
             for batch in islice(batches, 1 if batches.is_endless else None):
                 for one in batch.passes_of(self.sync, self.world):
@@ -262,6 +266,12 @@ class Replica(ReplicatedModel):
 
     # ---- inside ----
 
+    @contextmanager
+    def _repeatable(self) -> Iterator[None]:
+        """Inside, each time, the same is drawn from the global generators on the CPU."""
+        with self.aside(), generators.seeded(key("evaluation")):
+            yield
+
     @property
     def begun_from(self) -> BegunFrom | None:
         """Where the open step of a loop began; None between steps."""
@@ -311,27 +321,6 @@ class Replica(ReplicatedModel):
         if self.stop is not None:
             self.stop.__exit__(None, None, None)
         self.stop, self.stop_reason, self._is_stopped = None, None, False
-
-    def _shared(self, source: Any, sharing: dict[str, Any], keep: bool = True) -> Share:
-        """Returns this rank's part of the source, made once for training and once for evaluation. Collective then.
-        keep: checkpoints store its position. Raises UserError for arguments that would have no effect."""
-        if isinstance(source, Share):
-            if sharing:
-                raise mistake(f"{listed(list(sharing))} goes to paceline.share, which has made this source already")
-            return source
-        key = id(source), keep
-        _, known, given = self._shared_before.get(key, (None, None, {}))
-        if known is not None and given == sharing:
-            return known if keep else known.rewound()
-        if known is not None and keep:
-            raise mistake(f"this source was shared with other arguments before: {given}. Give these, or make it anew")
-        made = share(source, self.world, **sharing)
-        self._shared_before[key] = source, made, sharing
-        if keep:
-            self.shares.append(made)
-            if self.positions:
-                made.load_state_dict(self.positions.pop(0))
-        return made
 
 
 def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | None]:

@@ -12,13 +12,14 @@ and datasets.py read each kind of source.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from paceline.data.plan import in_proportion
 from paceline.replica.batch import Split
-from paceline.replica.datasets import DatasetShare, SeededOrder, StreamShare, most_read_ahead, order_of
+from paceline.replica.datasets import DatasetShare, LoaderOrder, SeededOrder, StreamShare, most_read_ahead
 from paceline.replica.mistakes import warn
 from paceline.replica.sources import Collate, FunctionShare, LaneShare, kind, short
 from paceline.replica.sources import Share as Share
@@ -81,7 +82,11 @@ def share(
     shares = shares if isinstance(shares, str) else tuple(shares)
     given = _Arguments(world, batch_size, micro_batch_size, micro_batches, shares, shuffle, seed, drop_last, collate_fn)
     made = _source(source, given)
-    facts = {"micro_batch_size": micro_batch_size, "shares": shares if isinstance(shares, str) else list(shares)}
+    facts = {
+        "num_steps": length_hint(made, -1),
+        "micro_batch_size": micro_batch_size,
+        "shares": shares if isinstance(shares, str) else list(shares),
+    }
     if shares == "auto" and isinstance(source, DataLoader):
         facts["num_workers"] = source.num_workers  # shares change after what workers have read ahead
     _require_same_everywhere(world, {**made.facts, **facts})
@@ -173,7 +178,7 @@ def _source(source: Any, given: _Arguments) -> Share:
         return _of_stream(loader, given)
     order = SeededOrder(len(source), size, drop_last, given.shuffle is not False, given.seed)
     split = given.split(size, most_read_ahead(loader))
-    return DatasetShare(order, given.world, split, given.seed, loader, draws_worker_seed=False)
+    return DatasetShare(order, given.world, split, given.seed, loader)
 
 
 def _of_function(function: Any, given: _Arguments) -> Share:
@@ -218,9 +223,9 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Share:
                 "share: take it away, with batch_size= as that of all ranks together and shuffle=True where it shuffled"
             )
         sampler = getattr(sampler, "sampler", None)
-    order = order_of(loader, given.seed)
+    order = LoaderOrder(loader)
     split = given.split(order.batch_size, most_read_ahead(loader))
-    return DatasetShare(order, given.world, split, given.seed, loader, draws_worker_seed=True)
+    return DatasetShare(order, given.world, split, given.seed, loader)
 
 
 def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Share:

@@ -8,14 +8,16 @@ numbers at any number of ranks.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain, count, islice
 from typing import Any
 
 from paceline.base.seeds import key
 from paceline.replica import generators
-from paceline.replica.batch import Batch, Split, tensors_in
+from paceline.replica.batch import Batch, Split, copied, tensors_in
+from paceline.replica.mistakes import digest_of
 from paceline.world.calls import mistake
 from paceline.world.runtime import World
 
@@ -29,11 +31,16 @@ class Share:
 
     is_endless = False
     """Whether a pass never ends (a function that draws micro-batches)."""
+    is_named = False
+    """Whether paceline.Checkpoints has it by a name."""
     _compared = _advice = ""  # what ranks compare at each step, and the advice if they differ
+    _remedy = ""  # the advice if a resume does not find the place
 
-    def __init__(self, dataset: Any, world: World, split: Split, num_steps: int, **facts: Any) -> None:
-        """Use paceline.share. num_steps: in a pass; -1: not known. facts: identify a position's source; JSON, the same
-        on all ranks."""
+    def __init__(
+        self, dataset: Any, world: World, split: Split, num_steps: int, own: Sequence[Any] = (), **facts: Any
+    ) -> None:
+        """Use paceline.share. num_steps: in a pass; -1: not known. own: objects of the script whose generators and
+        counts decide the order. facts: identify a position's source; JSON, the same on all ranks."""
         self.dataset = dataset
         """The DataLoader's data set, the data set, or the function."""
         self.epoch = 0
@@ -47,6 +54,9 @@ class Share:
         self._is_left = False  # the current pass must not be resumed
         self._iterator = 0  # number of the newest iterator; older ones must not continue
         self._last: Any = None  # a drawn micro-batch, for `peek`
+        self._own = generators.OwnState(*own)
+        self._seen: int | None = None  # digest of the newest step, if ranks compare their samples
+        self._is_checking = False  # the next digest must be `_seen`: that of the last step before a restored position
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -78,6 +88,7 @@ class Share:
     def rewound(self) -> "Share":
         """Returns itself, before its first pass: each evaluation reads the same samples."""
         self._pass, self.epoch, self.step, self._drawn, self._is_left = 0, 0, 0, None, False
+        self._own.put_back(self._own.at_first)
         return self
 
     def leave(self) -> None:
@@ -93,9 +104,12 @@ class Share:
         number = self._iterator
         self._world.calls.record("share")
         if self._drawn is None:
-            self._drawn = self._begin(self._pass)
+            drawn = self._begin(self._pass)
+            self._drawn = {**drawn, "own": self._world.group.broadcast_json(self._own.now())}
+        self._own.put_back(self._drawn.get("own", {}))
         for batch in self._steps(self._pass, self.step, self._drawn):
             self.step += 1
+            batch.dealt_by = self
             yield batch
             if number != self._iterator:
                 raise mistake("this pass lost its place, as another was begun or a checkpoint restored: begin it anew")
@@ -117,7 +131,8 @@ class Share:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and a description of the source; JSON, the same on all ranks at the same step."""
         position = {"epoch": self.epoch, "pass": self._pass, "step": self.step, "drawn": self._drawn}
-        return {**position, "shares": list(self.shares), "of": dict(self.facts)}
+        between_passes = {"own": self._own.now()} if self._drawn is None else {}
+        return {**position, **between_passes, "seen": self._seen, "shares": list(self.shares), "of": dict(self.facts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next pass begin at this state's position; world size and micro-batch size may differ. Raises
@@ -131,10 +146,14 @@ class Share:
             if of.get(name) != mine:
                 raise mistake(
                     f"the saved position is one with {name} {short(of.get(name))}, here it is "
-                    f"{short(mine)}, so the order would differ; give what was given then, or start from the beginning"
+                    f"{short(mine)}, so the order would differ; give what was given then (to replica.steps: the same "
+                    "sources in the same order), or start from the beginning"
                 )
         self._split.restore(state.get("shares", ()))
         self.epoch, self._pass, self.step, self._drawn = epoch, number, step, drawn
+        self._own.put_back(state.get("own", {}))
+        self._seen = state.get("seen")
+        self._is_checking = bool(step) and self._seen is not None
         self._is_loaded, self._is_left = True, False
         self._iterator += 1
 
@@ -168,6 +187,18 @@ class Share:
                 f"{self._advice}",
                 reach="world",
             )
+        self._require_place(digest)
+
+    def _require_place(self, digest: int | None) -> None:
+        """Raises UserError on all ranks if the last step before a restored position is now another than it was."""
+        if self._is_checking and digest != self._seen:
+            raise mistake(
+                f"{self.facts['source']} cannot continue in the pass where the checkpoint was saved: read again, step "
+                f"{self.step - 1} of the pass has other samples, so its order depends on something that is not saved. "
+                f"To make it repeatable {self._remedy}",
+                reach="world",
+            )
+        self._is_checking, self._seen = False, digest
 
 
 class FunctionShare(Share):
@@ -175,26 +206,45 @@ class FunctionShare(Share):
     all draw the same numbers, and keeps its own.
 
     As in a loop that fetches one micro-batch ahead (nanoGPT's), the first of a step is drawn before the script gets the
-    step, the others during it. So draws of the script, as for an evaluation, come in between.
+    step, the others during it. So draws of the script, as for an evaluation, come in between. After a restore the
+    global generators are where they were. A function that begins anew all the same, such as the next() of an iterator,
+    is called as often as before the save.
     """
 
     is_endless = True
 
     def __init__(self, function: Callable[[], Any], world: World, split: Split, num_micro_batches: int) -> None:
-        facts = {"source": "a function", "micro_batches": num_micro_batches}
+        facts: dict[str, Any] = {"source": "a function", "micro_batches": num_micro_batches}
         super().__init__(function, world, split, -1, **facts)
         self._count = num_micro_batches
+        self._num_calls = 0  # by this process
+        self._first: int | None = None  # digest of the run's first micro-batch; `_seen`: of the newest step's first
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._first = state.get("first")
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
+        self._equalise_generators()
+        ahead = self._find_place(first) if self._is_checking else []
         for step in count(first):
             plan = self._split.plan(self._count, (number, step))
             mine = plan.micro_batches(self._world.rank)
             self._equalise_generators()  # dropout may have drawn more on some ranks
-            self._last = self.dataset()
+            self._last = ahead.pop() if ahead else self._call()
+            self._seen = _digest(self._last)
+            self._first = self._seen if self._first is None else self._first
             draw = partial(self._draw, self._last, mine)
             batch = Batch(draw, count=len(mine), passes=plan.passes, stand_in=self.peek)
             batch.observe = self._split.observer((number, step), plan)
             yield batch
+
+    def _call(self) -> Any:
+        self._num_calls += 1
+        return self.dataset()
 
     def _equalise_generators(self) -> None:
         """Copies rank 0's global generators to all ranks. Collective."""
@@ -204,57 +254,87 @@ class FunctionShare(Share):
     def _draw(self, first: Any, mine: list[range]) -> Iterator[Any]:
         """Yields this rank's micro-batches of a step. All are drawn now, while the ranks' generators are equal; a
         single process draws each when needed, with dropout in between, as in a plain loop. Collective."""
-        drawn = chain([first], (self.dataset() for _ in range(self._count - 1)))
+        drawn = chain([first], (self._call() for _ in range(self._count - 1)))
         if self._world.world_size == 1:
             return drawn
         self._equalise_generators()
-        found = [(micro_batch, _versions(micro_batch)) for micro_batch in drawn]
-        if any(_versions(micro_batch) != versions for micro_batch, versions in found):
+        numbers = {rows.start for rows in mine}
+        # Copied at once: the function may fill one buffer again and again.
+        return iter([copied(micro_batch) for number, micro_batch in enumerate(drawn) if number in numbers])
+
+    def _find_place(self, first: int) -> list[Any]:
+        """Returns the next micro-batch, if one was drawn to find out whether the function is where it was at step
+        `first`. Raises UserError if it cannot be put there."""
+        self._is_checking = False
+        called_before, device = self._num_calls, self._world.device
+        states = generators.states(device)
+        here = self._call()
+        if not called_before and _digest(here) != self._first:
+            return [here]  # it does not begin anew: it draws at random, or the script has put it back
+        generators.put_back(states, device)
+        again = self._call()
+        if _digest(again) == _digest(here):
+            return [again]  # it depends on the global generators alone
+        found = list(map(_digest, (here, again)))
+        if not called_before:
+            found += [_digest(self._call()) for _ in range(2, first * self._count)]
+        generators.put_back(states, device)
+        if called_before or len(found) > first * self._count or found[(first - 1) * self._count] != self._seen:
             raise mistake(
-                f"{kind(self.dataset)} writes each micro-batch over the one before, and all of a step's are "
-                "drawn before the first is used: have it return copies (x.clone(), y.clone())"
+                f"{kind(self.dataset)} cannot continue at step {first}, where the checkpoint was saved: it depends on "
+                "more than the global random generators, and "
+                + ("has been called since" if called_before else "calling it as often as then gives other samples")
+                + ". Give share a function (lane, num_lanes) -> iterator of samples, which a resume reads again, or "
+                "keep its state in paceline.Checkpoints and train by replica.step(paceline.Batch([...]))"
             )
-        self._last = found[-1][0]
-        return iter([found[rows.start][0] for rows in mine])
+        return []
 
     def _example(self) -> Any:
-        return self.dataset()
+        return self._call()
 
 
-def _versions(micro_batch: Any) -> list[int]:
-    """Returns counters that grow when a tensor of the micro-batch is written to."""
-    return [tensor._version for tensor in tensors_in(micro_batch) if not tensor.is_inference()]
+def _digest(micro_batch: Any) -> int:
+    """Returns a hash of the first rows of a micro-batch's tensors; 0 if it has none."""
+    return digest_of([tensor[:1] if tensor.ndim else tensor for tensor in tensors_in(micro_batch)])
 
 
 class LaneShare(Share):
     """An iterator of samples (lane) for each row of the batch; this rank runs the lanes of its rows."""
 
+    _remedy = (
+        "have the function begin anew at each call, and draw from the global generators or by its parameters alone"
+    )
+
     def __init__(
         self, function: Callable[..., Iterator[Any]], world: World, split: Split, collate: Collate, **facts: Any
     ) -> None:
         """facts: batch_size, drop_last and seed."""
-        super().__init__(function, world, split, -1, source="lanes", **facts)
+        super().__init__(function, world, split, -1, (function,), source="lanes", **facts)
         self._collate = collate
         self._samples: list[Any] = []  # of the last micro-batch
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         size, rank = self.facts["batch_size"], self._world.rank
-        lanes_of = [[self._open(lane, number, first) for lane in rows] for rows in self._split(size)]
-        while True:
+        begins_at = first - self._is_checking  # the step before shows whether the lanes give what they gave then
+        lanes_of = [[self._open(lane, number, begins_at) for lane in rows] for rows in self._split(size)]
+        for step in count(begins_at):
             with generators.seeded(0):  # on a rank without lanes, too, what numpy has cached is lost
                 found = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]
             found = [samples for samples in found if samples]
-            counts = self._share_integers(sum(map(len, found)), len(found))
-            num_rows = sum(rows for rows, _ in counts)
+            counts = self._share_integers(sum(map(len, found)), len(found), sample_digest(found[0][0]) if found else 0)
+            num_rows = sum(rows for rows, *_ in counts)
+            self._require_place(next((digest for rows, _, digest in counts if rows), None))
+            if step < first:
+                continue
             if num_rows == 0 or (self.facts["drop_last"] and num_rows < size):
                 return
             self._samples = found[0] if found else self._samples
-            ends = list(accumulate(map(len, found), initial=sum(rows for rows, _ in counts[:rank])))
+            ends = list(accumulate(map(len, found), initial=sum(rows for rows, *_ in counts[:rank])))
             yield Batch(
                 partial(map, self._collate, found),
                 rows=list(map(range, ends, ends[1:])),
                 num_rows=num_rows,
-                passes=max(passes for _, passes in counts),
+                passes=max(passes for _, passes, _ in counts),
                 stand_in=self.peek,
             )
 
@@ -274,6 +354,11 @@ class LaneShare(Share):
                 "returns an iterator over the samples of its lane"
             )
         return islice(_seeded(iter(samples), seed, "lanes", epoch, lane), first, None)
+
+
+def sample_digest(sample: Any) -> int:
+    """Returns a hash of a sample's numbers, texts and tensors."""
+    return key(json.dumps(sample, default=digest_of, skipkeys=True))
 
 
 def _seeded(samples: Iterator[Any], *parts: int | str) -> Iterator[Any]:

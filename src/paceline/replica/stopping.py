@@ -1,8 +1,11 @@
 """Stopping early: a signal or a time limit on any rank sets its stop flag; ranks all-gather the flags each step."""
 
+import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 import psutil
@@ -57,6 +60,33 @@ class StopRequest:
             raise KeyboardInterrupt
         if not self.is_training:
             raise Stopped(stopped_early(self._signal), reach="world")
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Inside, stop signals wait, here and in processes that begin: workers of a DataLoader, until `outlive_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def outlive_signals() -> None:
+    """Makes a worker of a DataLoader outlive stop signals, which a scheduler or a terminal sends to all processes: its
+    rank needs it to finish the step. Only a SIGTERM of its rank ends it, which torch sends."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler is not told who sent it, sigwaitinfo is
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - {signal.SIGTERM})
+
+
+def _end_with(rank: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 def why_to_stop(votes: list[float]) -> str | None:

@@ -155,7 +155,7 @@ class _Case:
         """Returns the seconds of a step, and of its forward, backward and update."""
         begun = time.perf_counter()
         passes = num_passes if self._replica.sync.lockstep else self._passes
-        batch = Batch([self._tokens] * num_passes, passes=passes)
+        batch = Batch(lambda: [self._tokens] * num_passes, count=num_passes, passes=passes)
         step = self._replica.step(batch, total=float(num_passes * self._tokens.numel() * self._group.size))
         for tokens in step:
             step.backward(self._replica.model(tokens, tokens), weight=float(tokens.numel()), is_sum=True)

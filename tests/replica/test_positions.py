@@ -1,0 +1,220 @@
+"""A restored position goes to the source that it was saved of, or an error says what to write."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.base.errors import UserError
+from paceline.replica.checkpoints import Checkpoints
+from paceline.replica.replica import Replica
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+from paceline.world.runtime import World, open_world
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
+        yield world
+
+
+def loader(number: int, size: int = 8) -> DataLoader[Any]:
+    """Four batches of two numbers; the hundreds say of which loader."""
+    return DataLoader(TensorDataset(100 * number + torch.arange(float(size))[:, None]), batch_size=2)
+
+
+class Stop(Exception):
+    """The script was killed."""
+
+
+class Script:
+    """Trains, and saves after step `save_at`, where it then ends."""
+
+    def __init__(self, world: World, folder: str, save_at: int, **objects: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        self.replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.0), world)
+        self.checkpoints = Checkpoints(folder, net=self.replica, **objects)
+        self.checkpoints.restore()
+        self.save_at, self.seen = save_at, list[list[int]]()
+
+    def phase(self, source: Any, **limits: Any) -> None:
+        for step in self.replica.steps(source, **limits):
+            self.do(step)
+
+    def do(self, step: Any) -> None:
+        self.seen.append([])
+        for (x,) in step:
+            self.seen[-1] += x.flatten().int().tolist()
+            step.backward(self.replica.model(x).mean())
+        step.finish()
+        if self.replica.num_steps == self.save_at:
+            self.checkpoints.save()
+            self.checkpoints.finish()
+            raise Stop
+
+
+Body = Callable[[Script], None]
+
+
+def run(world: World, folder: str, body: Body, save_at: int = 0, **objects: Any) -> list[list[int]]:
+    script = Script(world, folder, save_at, **objects)
+    try:
+        body(script)
+    except Stop:
+        pass
+    finally:
+        script.checkpoints._end()
+    return script.seen
+
+
+# ---- scripts that resume exactly ----
+
+
+def anew_each_epoch(script: Script) -> None:
+    for epoch in range(3):
+        script.phase(loader(epoch), epochs=1)
+
+
+def curriculum(script: Script) -> None:
+    script.phase(loader(1), max_steps=6)
+    script.phase(loader(2, size=12), max_steps=11)
+
+
+def in_turn(script: Script) -> None:
+    first, second = loader(1), loader(2)
+    for turn in range(5):
+        script.phase((first, second)[turn % 2], max_steps=3 * (turn + 1))
+
+
+EXACT: dict[str, Body] = {"anew each epoch": anew_each_epoch, "curriculum": curriculum, "in turn": in_turn}
+
+
+def every_stop(world: World, folder: str) -> list[str]:
+    """Returns where a resumed run differs from one that was never stopped."""
+    different = []
+    for name, body in EXACT.items():
+        whole = run(world, f"{folder}/{name}", body)
+        for stop in (2, 4, 5, 7, 9):
+            parts = run(world, f"{folder}/{name} {stop}", body, stop)
+            parts += run(world, f"{folder}/{name} {stop}", body)
+            different += [f"{name} {stop}: {whole} {parts}"] if parts != whole else []
+    return different
+
+
+def test_scripts_that_give_their_sources_again_resume_exactly(alone: World, tmp_path: Path) -> None:
+    assert every_stop(alone, str(tmp_path)) == []
+    assert run_ranks(every_stop, 2, f"{tmp_path}/ranks") == [[], []]
+
+
+# ---- scripts that leave sources out ----
+
+
+def rest_of_epochs(script: Script) -> None:
+    for epoch in range(1 if script.replica.num_steps else 0, 3):
+        script.phase(loader(epoch))
+
+
+def rest_of_curriculum(script: Script) -> None:
+    for number, size in ((1, 8), (2, 8))[1 if script.replica.num_steps else 0 :]:
+        script.phase(loader(number, size))
+
+
+def epochs_again(script: Script) -> None:
+    for epoch in range(3):
+        script.phase(loader(epoch))
+
+
+def iterators_in_turn(script: Script) -> None:
+    of_both = [iter(script.replica.steps(loader(number), max_steps=12)) for number in range(2)]
+    for turn in range(script.replica.num_steps, 12):
+        script.do(next(of_both[turn % 2]))
+
+
+@pytest.mark.parametrize("body", [rest_of_epochs, rest_of_curriculum, epochs_again, iterators_in_turn])
+def test_scripts_that_give_other_sources_first_are_refused(alone: World, tmp_path: Path, body: Body) -> None:
+    """Finds: the second epoch's position given to the third epoch's loader."""
+    run(alone, str(tmp_path), body, 5)
+    with pytest.raises(
+        UserError, match=r"had been given 2 sources, and this step is made after 1\..*train=paceline\.share"
+    ):
+        run(alone, str(tmp_path), body)
+
+
+def test_another_size_is_refused(alone: World, tmp_path: Path) -> None:
+    run(alone, str(tmp_path), curriculum, 8)
+    with pytest.raises(UserError, match=r"num_samples 8, here it is 12.*the same sources in the same order"):
+        run(alone, str(tmp_path), lambda script: script.phase(loader(2, size=12), max_steps=11))
+
+
+# ---- shares ----
+
+
+def test_a_loop_of_its_own_names_what_it_reads(alone: World, tmp_path: Path) -> None:
+    def own_loop(script: Script) -> None:
+        for _ in range(2):
+            for batch in batches:
+                script.do(script.replica.step(batch))
+
+    batches = paceline.share(loader(0), alone)
+    with pytest.raises(UserError, match=r"has no name \(write.*train=batches"):
+        run(alone, str(tmp_path / "a"), own_loop, 5)
+    batches = paceline.share(loader(0), alone)
+    first = run(alone, str(tmp_path / "b"), own_loop, 5, train=batches)
+    batches = paceline.share(loader(0), alone)
+    rest = run(alone, str(tmp_path / "b"), lambda script: script.phase(batches), 0, train=batches)
+    assert first + rest == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
+    batches = paceline.share(loader(0), alone)  # steps keeps the position of a share without a name
+    first = run(alone, str(tmp_path / "c"), lambda script: script.phase(batches, epochs=2), 5)
+    batches = paceline.share(loader(0), alone)
+    rest = run(alone, str(tmp_path / "c"), lambda script: script.phase(batches, epochs=2))
+    assert first + rest == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
+
+
+def test_sources_of_later_steps_begin_anew_when_an_earlier_checkpoint_is_restored(alone: World, tmp_path: Path) -> None:
+    script, (first, second) = Script(alone, str(tmp_path), 0), (loader(1), loader(2))
+    script.phase(first, max_steps=3)
+    script.checkpoints.save()
+    script.phase(first, max_steps=4)
+    script.phase(second, max_steps=6)
+    assert script.checkpoints.restore() == 3
+    script.phase(first, max_steps=4)
+    script.phase(second, max_steps=6)
+    assert script.seen[-3:] == [[106, 107], [200, 201], [202, 203]]
+    script.checkpoints._end()
+
+
+# ---- memory ----
+
+
+def test_finished_sources_are_freed_and_may_be_given_again(alone: World, tmp_path: Path) -> None:
+    """Finds: data sets of all epochs kept for ever (38 MB an epoch were)."""
+    script = Script(alone, str(tmp_path), 0)
+    sets = list[weakref.ref[Any]]()
+    for epoch in range(4):
+        made = loader(epoch)
+        sets.append(weakref.ref(made.dataset))
+        script.phase(made)
+        script.replica.evaluate(loader(epoch), lambda x: x.mean())
+    del made
+    gc.collect()
+    assert [each() is None for each in sets[:-2]] == [True, True]
+    kept = [loader(number) for number in range(4)]
+    for _ in range(2):
+        for each in kept:
+            script.phase(each)
+    assert script.seen[-32:] == 2 * [
+        [100 * number + 2 * step, 100 * number + 2 * step + 1] for number in range(4) for step in range(4)
+    ]
+    positions = script.replica.sources.kept(lambda share: share.state_dict())["positions"]
+    assert [position["epoch"] for position in positions] == [1, 1, 1, 1, 2, 2, 2, 2]
+    script.checkpoints._end()
