@@ -149,9 +149,9 @@ STEP_CASES: dict[str, tuple[Callable[[Replica], Any], str]] = {  # an argument t
         lambda r: r.train(X, lambda x: (r.model(x).mean(), r.model(x))),
         r"a tuple that is not \(mean loss, weight\)",
     ),
-    "count": (lambda r: Batch([X, X], count=3), "count is 3, and there are 2 micro-batches"),
-    "rows": (lambda r: Batch([X, X], rows=[range(8)]), "rows has 1 ranges, and there are 2 micro-batches"),
-    "passes": (lambda r: Batch([X, X], passes=1), "passes is 1, the most of any rank, and this rank has 2"),
+    "count": (lambda r: Batch([X, X.clone()], count=3), "count is 3, and there are 2 micro-batches"),
+    "rows": (lambda r: Batch([X, X.clone()], rows=[range(8)]), "rows has 1 ranges, and there are 2 micro-batches"),
+    "passes": (lambda r: Batch([X, X.clone()], passes=1), "passes is 1, the most of any rank, and this rank has 2"),
     "function": (lambda r: Batch(lambda: [X]), "does not know how many micro-batches that draws: give rows= or count="),
     "read_as": (
         lambda r: made(r.world, read_as={"typo": torch.bfloat16}),
