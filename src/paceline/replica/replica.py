@@ -107,8 +107,7 @@ class Replica(ReplicatedModel):
         self.continues = 0 if earlier is None else earlier.number
         """The number of the replica whose steps this one counts on; 0: none."""
         if isinstance(earlier, Replica):
-            self.shares, self.positions = earlier.shares, earlier.positions
-            self._shared_before = earlier._shared_before
+            self.sources = earlier.sources
 
     # ---- training ----
 
