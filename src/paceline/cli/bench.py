@@ -197,6 +197,7 @@ def _scaling(arguments: list[str]) -> int:
         return _compare(parsed, config)
     from paceline.record.console import Console
     from paceline.tools.bench import scaling, scaling_show  # imports torch: seconds
+    from paceline.tools.doctor.host import say_load
 
     setup = scaling.setup_here(
         config,
@@ -208,6 +209,7 @@ def _scaling(arguments: list[str]) -> int:
         rounds=parsed.rounds,
     )
     console = Console(0)
+    say_load(console)
     found = scaling.measure(setup, console)
     tables = scaling_show.tabulate(setup, found)
     for kind, rows in tables.items():
@@ -239,6 +241,7 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
         )
     from paceline.record.console import Console
     from paceline.tools.bench import compare  # imports torch: seconds
+    from paceline.tools.doctor.host import say_load
 
     setup = compare.Setup(
         config=config,
@@ -250,6 +253,7 @@ def _compare(parsed: ScalingArguments, config: Config) -> int:
         rounds=parsed.rounds,
     )
     console = Console(0)
+    say_load(console)
     rows = compare.measure(setup, console)
     console.say(compare.terminal_table(setup, rows))
     console.say(compare.LEGEND, style="dim")

@@ -194,6 +194,10 @@ def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -
     if not env.is_distributed:
         for count in counts:
             find_world(str(count), ParallelConfig())  # refuses more ranks than the memory here holds
+        from paceline.record.console import Console
+        from paceline.tools.doctor.host import say_load
+
+        say_load(Console(0))
         for count in counts:
             if status := start_without_run(count, ["plan", *arguments], ParallelConfig()):
                 return status

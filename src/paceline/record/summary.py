@@ -123,7 +123,7 @@ def who_did_what(console: Console, totals: Totals) -> None:
     ]
     console.say(table("The work of each rank", ["", *names], rows))
     line = f"together {found.sum_of_speeds_frac:.1%} of the sum of their speeds"
-    if found.equal_step_ms is not None:
+    if found.equal_step_ms is not None and len(set(found.sequences)) > 1:
         line += f"; a step takes {found.step_ms:.1f} ms, with equal shares {found.equal_step_ms:.1f} ms"
     console.say(line + "\n")
 

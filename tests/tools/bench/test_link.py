@@ -147,10 +147,19 @@ def test_three_ranks_come_to_the_same_report_and_its_parts_add_up() -> None:
     assert found["paths"][0]["wire_bytes"] == pytest.approx(model["wire_bytes"])
 
 
+@pytest.mark.long
+def test_ranks_that_train_in_shared_memory_get_no_prediction_of_sending(tmp_path: Path) -> None:
+    """Finds a comm_ms of Gloo that is announced for ranks that send nothing."""
+    options = ("--nproc", "2", "--time-budget", "5", "--max-bytes", "65536", "--compute-ms", "640")
+    ended = run("bench", "link", *options, *SMALL, cwd=tmp_path).require(0)
+    assert "no prediction of a training step: `train` lets these ranks add gradients in shared memory" in ended.out
+    assert "comm_ms of a training step" not in ended.out
+
+
 def test_the_command_prints_tables_and_writes_a_file_and_a_page(tmp_path: Path) -> None:
     ended = run(
         *("bench", "link", "--nproc", "2", "--time-budget", "5", "--max-bytes", "65536", "--json", "found.json"),
-        *("--plot", "plot.html", "--compute-ms", "640", *SMALL),
+        *("--plot", "plot.html", "--compute-ms", "640", "--parallel.no-shared-memory", *SMALL),
         cwd=tmp_path,
     ).require(0)
     found = json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)  # no Infinity, no NaN

@@ -154,6 +154,16 @@ def row(label: str = "2 ranks", **changes: object) -> Row:
 
 ONE = row("1 rank", ranks=1, efficiency=1.0, machine=None)
 BENDS = {
+    "rounds that differ": (
+        row(efficiency=0.37, rounds_tokens_per_s=(0.5, 1.9)),
+        "strong scaling bends at 2 ranks (37% of the ideal): rounds differ by 140%, more than what is lost: the cause "
+        "cannot be told; measure again on a quiet machine (`paceline doctor` shows the load)",
+    ),
+    "a world faster than separate runs": (
+        row(efficiency=0.37, machine=0.29),
+        "strong scaling bends at 2 ranks (37% of the ideal): one world seems 128% as fast as separate runs, which "
+        "cannot be: the cause cannot be told; measure again on a quiet machine (`paceline doctor` shows the load)",
+    ),
     "nothing": (row(), "strong scaling does not bend up to 2 ranks: 97% of the ideal"),
     "the network": (
         row("2 hosts, 1gbit", hosts=2, efficiency=0.5, exposed_ms=40.0, spread_ms=2.0),

@@ -127,6 +127,17 @@ def test_a_faster_link_is_never_slower_and_parts_are_parts(job: Job, factor: flo
 # ---- failures, fits ----
 
 
+def test_a_gpu_saves_over_pcie() -> None:
+    """Finds a snapshot at the speed of the GPU's own memory, for which 16 H100 were to save every two minutes."""
+    config = load_preset("gpt2-124m", Config()).replace("parallel", strategy="ddp")
+    cluster = Cluster(hosts=2, ranks_per_host=8, link_gbit=400, latency_us=10)
+    found = plan(config, cluster, H100, vocab_size=50_304)
+    save_s = 12 * 124e6 / 25e9
+    young_s = math.sqrt(2 * save_s * H100.mtbf_hours * 3600 / 16)
+    assert found.best_interval_s == pytest.approx(young_s, rel=0.1)
+    assert found.best_interval_s > 600
+
+
 @pytest.mark.parametrize(("between_s", "save_s"), [(1e4, 1.0), (1e4, 100.0), (3600.0, 600.0), (1e6, 5.0)])
 def test_the_best_interval_is_where_goodput_is_greatest(between_s: float, save_s: float) -> None:
     job = Failures(between_s=between_s, save_s=save_s, restart_s=120)

@@ -86,6 +86,7 @@ class Collective:
 class ModelTimes:
     """Seconds of the all-reduce of a model's float32 gradients, once a step, strategy ddp."""
 
+    shape: str  # of the model
     parameters: int
     gradient_bytes: int
     bucket_bytes: tuple[int, ...]
@@ -109,6 +110,7 @@ class LinkReport:
     model: ModelTimes
     job: Job
     paths: tuple[Prediction, ...]
+    shares_memory: bool = False  # training of these ranks adds in shared memory and sends nothing
 
     @property
     def slowest(self) -> Pair:
@@ -160,6 +162,7 @@ def measure(
         model=model,
         job=job,
         paths=tuple(predict(job, path) for path in paths(job)),
+        shares_memory=world.facts[0].shares_memory,
     )
 
 
@@ -316,6 +319,7 @@ def _time_model(watch: Stopwatch, config: Config, line: Fit, link: float, budget
 
         alone_s = statistics.median(watch.enough(all_buckets, budget_s / 2))
     return ModelTimes(
+        shape=f"{config.model.arch}, {config.model.n_layer} layers x {config.model.n_embd}",
         parameters=sum(elements),
         gradient_bytes=sum(bucket_bytes),
         bucket_bytes=bucket_bytes,

@@ -13,6 +13,12 @@ from paceline.tools.plan.schedule import Prediction
 _GOAL_FRAC = 0.97  # of the speed that a link without cost would give
 
 
+_SHARED_MEMORY = (
+    "no prediction of a training step: `train` lets these ranks add gradients in shared memory, and what is timed here "
+    "is sending, as they do with --parallel.no-shared-memory. `paceline bench scaling` measures training here"
+)
+
+
 def show(report: LinkReport, console: Console) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     world = [("world", f"{_where(report)} ({versions})")]
@@ -28,6 +34,9 @@ def show(report: LinkReport, console: Console) -> None:
     console.say(_model(report))
     model = report.model
     how = "by the fit; not measured, for lack of time (--time-budget)" if model.alone_s is None else "measured alone"
+    if report.shares_memory:
+        console.say(_SHARED_MEMORY + "\n", style="yellow")
+        return
     console.say(f"prediction: comm_ms of a training step, strategy ddp: {_ms(model.predicted_s)} ms ({how})\n")
     console.say(_paths(report))
     console.say(choice_text(report.paths))
@@ -88,7 +97,9 @@ def _model(report: LinkReport) -> Table:
         ["measured alone, all buckets under way", "not measured" if model.alone_s is None else _ms(model.alone_s)],
     ]
     size = f"{units.size(model.gradient_bytes)}, {units.plural(len(model.bucket_bytes), 'bucket')}"
-    return table(f"All-reduce of {units.count(model.parameters)} parameters: {size}", ["once a step", "ms"], rows)
+    return table(
+        f"All-reduce of {units.count(model.parameters)} parameters ({model.shape}): {size}", ["once a step", "ms"], rows
+    )
 
 
 def _paths(report: LinkReport) -> Table:

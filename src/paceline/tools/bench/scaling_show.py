@@ -18,6 +18,7 @@ from paceline.record.console import table
 from paceline.tools.bench.scaling import WARM_UP_STEPS, Found, Kind, Sample, Setup, World
 from paceline.world.cores import usable_cores
 
+_MOST_SYNC = 1.05  # more is a measurement of something else
 _LEAST_STRAIGHT = 0.9  # of the ideal; below it the last line names the cause
 COLUMNS = [
     *("world", "tokens/s", "of ideal", "machine", "sync", "step ms"),
@@ -125,8 +126,22 @@ def where_it_bends(rows: Sequence[Row]) -> str:
     if not bent:
         last = compared[-1]
         return f"{kind} scaling does not bend up to {last.label}: {last.efficiency:.0%} of the ideal"
-    reasons = "; ".join(f"at {row.label} ({row.efficiency:.0%} of the ideal): {_cause(row)}" for row in bent)
+    reasons = "; ".join(
+        f"at {row.label} ({row.efficiency:.0%} of the ideal): {_why_unclear(row) or _cause(row)}" for row in bent
+    )
     return f"{kind} scaling bends {reasons}"
+
+
+def _why_unclear(row: Row) -> str:
+    """Returns why the numbers tell no cause: they scatter more than what is lost. Empty if they do not."""
+    rates, lost = row.rounds_tokens_per_s, 1 - (row.efficiency or 0.0)
+    scatter = (max(rates) - min(rates)) / row.tokens_per_s if rates and row.tokens_per_s else 0.0
+    again = "the cause cannot be told; measure again on a quiet machine (`paceline doctor` shows the load)"
+    if scatter > lost:
+        return f"rounds differ by {scatter:.0%}, more than what is lost: {again}"
+    if (row.synchronisation or 0.0) > _MOST_SYNC:
+        return f"one world seems {row.synchronisation:.0%} as fast as separate runs, which cannot be: {again}"
+    return ""
 
 
 def _cause(row: Row) -> str:

@@ -22,6 +22,7 @@ from paceline.base import units
 from paceline.base.cores import physical_cores
 from paceline.base.errors import nearest
 from paceline.config import Config
+from paceline.record.console import Console
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.world.cores import cgroup_quota, free_memory, usable_cores
 from paceline.world.device import choose_threads
@@ -83,7 +84,13 @@ def cores(place: Place) -> Iterator[Verdict]:
 
 
 def load(place: Place) -> Iterator[Verdict]:
-    """Measures while this program sleeps, and the doctors of other hosts on this machine do."""
+    """Measures while the doctors of other hosts on this machine do: asleep."""
+    seen, is_busy = measured_load()
+    yield warning(seen, "wait until it ends, or stop it if it is yours") if is_busy else ok(seen)
+
+
+def measured_load() -> tuple[str, bool]:
+    """Returns what else computes on this machine while this program sleeps for _QUIET_S, and whether it is much."""
     before = _processes()
     psutil.cpu_percent()
     time.sleep(_QUIET_S)
@@ -91,11 +98,16 @@ def load(place: Place) -> Iterator[Verdict]:
     took = {pid: seconds - before[pid][0] for pid, (seconds, _) in _processes().items() if pid in before}
     top = [pid for pid in sorted(took, key=lambda pid: -took[pid])[:2] if took[pid] > 0.1 * _QUIET_S]
     seen = f"{busy:.1f} cores busy with other work"
-    if busy > _BUSY_FRAC * usable_cores():
-        names = "; ".join(described(pid) for pid in top)
-        yield warning(f"{seen}: {names or 'of other containers'}", "wait until it ends, or stop it if it is yours")
-    else:
-        yield ok(seen)
+    if busy <= _BUSY_FRAC * usable_cores():
+        return seen, False
+    return f"{seen}: {'; '.join(map(described, top)) or 'of other containers'}", True
+
+
+def say_load(console: Console) -> None:
+    """Warns before a measurement if the machine is busy."""
+    seen, is_busy = measured_load()
+    if is_busy:
+        console.say(f"{seen}. These measurements are of a busy machine; repeat them when it is quiet", style="yellow")
 
 
 def described(pid: int) -> str:

@@ -42,7 +42,8 @@ class Device:
     # Seconds a step of all that is neither passes nor the update, by number of blocks: measured between ranks of one
     # host, as forward and backward were, which with sharded weights hold their gathers. Empty: it is simulated.
     exchange: Rates = field(default_factory=dict)
-    copy_bytes_per_s: float  # of digests and snapshots
+    copy_bytes_per_s: float  # of digests; and of snapshots, unless they go elsewhere:
+    snapshot_bytes_per_s: float = 0.0  # of a GPU into the host's memory; 0: as copy_bytes_per_s
     inner_bytes_per_s: float  # between ranks of a host, each way
     inner_latency_s: float
     outer_frac: float = 1.0  # of a link's rate
@@ -114,6 +115,7 @@ def gpu(name: str, *, compiled: bool, dtype: str = "auto") -> Device:
         backward=dict.fromkeys(families, backward),
         update={"adamw": update, "muon": update},
         copy_bytes_per_s=1e9 * facts["bandwidth_gb_s"] * share["memory"] / 2,
+        snapshot_bytes_per_s=1e9 * share["host_gb_s"],
         inner_bytes_per_s=1e9 * facts["inner_gb_s"] * share["inner"],
         inner_latency_s=10e-6,
         outer_frac=share["outer"],

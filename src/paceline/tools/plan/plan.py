@@ -253,9 +253,10 @@ def _between_steps(settings: Settings, device: Device, failures: Failures, step_
 def _failures(cluster: Cluster, device: Device, settings: Settings, num_shards: int) -> Failures:
     hours = cluster.mtbf_hours or device.mtbf_hours
     total = cost.num_parameters(settings.config.model).total
+    snapshot_bytes_per_s = device.snapshot_bytes_per_s or device.copy_bytes_per_s
     return Failures(
         between_s=hours * 3600 / cluster.num_ranks if hours else math.inf,
-        save_s=cluster.save_s or 12.0 * total / num_shards / device.copy_bytes_per_s,
+        save_s=cluster.save_s or 12.0 * total / num_shards / snapshot_bytes_per_s,
         restart_s=cluster.restart_s,
     )
 
