@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # as the tests, before torch is imported
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "golden")]
-NAMES = ("orders", "curves", "runs")
+NAMES = ("orders", "curves", "runs", "mistakes")
 
 
 def main(names: list[str]) -> int:
