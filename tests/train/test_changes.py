@@ -64,6 +64,16 @@ def test_a_change_that_keeps_the_sequences_is_taken_said_and_noted(
     assert f"paceline resume '{run_folder}' --train.steps 12" in said
 
 
+def test_another_end_of_the_run_is_said(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finds: a learning rate that jumps at a resume without a word."""
+    before = tiny().train.steps
+    assert resume(run_folder, train__steps=before + 2) == 0
+    said = words(capsys.readouterr().out)
+    assert (
+        f"the end of the run was changed since the checkpoint of step 4: train.steps {before} -> {before + 2}." in said
+    )
+
+
 @pytest.mark.parametrize(
     "changes", [{"beta1": 0.5}, {"eps": 1e-3}, {"weight_decay": 5.0}, {"grad_clip": 0.01}], ids=str
 )

@@ -131,6 +131,12 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
             f"{config} was changed since {where}: {_shown(by_hand)}. The run continues with what it says now",
             style="yellow",
         )
+    if ends := {name: values for name, values in found.items() if name in HORIZONS}:
+        setup.console.say(
+            f"the end of the run was changed since {where}: {_shown(ends)}. The learning rate now follows the schedule "
+            "to the new end, so it may jump here",
+            style="yellow",
+        )
     if manifest["data"] != setup.data.blend.fingerprint:
         raise UserError(
             f"{path} was trained on other data than {setup.data.blend.name}: the next steps would read other "
