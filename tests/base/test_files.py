@@ -1,11 +1,12 @@
 """Files that survive a crash."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from paceline.base.files import replace
+from paceline.base.files import replace, set_mode, sync
 
 
 def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
@@ -31,3 +32,20 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
     assert calls == [("sync", 11), ("rename", 11)]
     assert path.read_bytes() == b"the new one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_system_that_cannot_sync_folders_or_set_modes_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some shared file systems refuse both; a file that cannot be synced stays an error."""
+    (tmp_path / "file").touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
+    sync(tmp_path)
+    set_mode(tmp_path, 0o700)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(tmp_path / "file")

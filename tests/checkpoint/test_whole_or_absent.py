@@ -21,10 +21,12 @@ from saving import MANIFEST, OPTIMIZER, WEIGHTS, keep, put, reseal, save_by, wei
 
 from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import load, publish
+from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.copies import take
 from paceline.checkpoint.manifest import Damaged, folder_name, list_steps, read
-from paceline.checkpoint.retention import set_aside
+from paceline.checkpoint.retention import set_aside, take_back
+from paceline.checkpoint.steps import newest_whole
 from paceline.checkpoint.writers import save_complete
 from paceline.world.group import LocalGroup
 
@@ -593,3 +595,46 @@ def test_a_pickle_in_the_place_of_the_weights_is_not_run_even_with_a_matching_ma
         with pytest.raises(ValueError, match="weights-00000-of-00001"):
             load.read_weights(tmp_path)
     assert not witness.exists()
+
+
+def test_a_manifest_that_could_not_be_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a limit of reading alone. 70B on 1,024 ranks was saved as good, and no resume could read it."""
+    keep(tmp_path, 1)
+    monkeypatch.setattr(mf, "MOST_BYTES", 500)
+    with pytest.raises(OSError, match=r"would have \d+ bytes, and at most 500 can be read"):
+        keep(tmp_path, 2)
+    assert list_steps(tmp_path) == [1]
+
+
+def test_a_crash_while_a_checkpoint_replaces_another_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames neither has its name. Finds: a sweep that takes both for debris."""
+    folder, rename = keep(tmp_path, 5), os.rename
+    content = (folder / MANIFEST).read_bytes()
+    (folder / WEIGHTS).unlink()  # damaged, so that the next save replaces it
+
+    def crash_at_the_second(source: Path, target: Path) -> None:
+        if target == folder:
+            raise OSError("killed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", crash_at_the_second)
+    with pytest.raises(OSError, match="killed"):
+        keep(tmp_path, 5)
+    monkeypatch.undo()
+    assert list_steps(tmp_path) == []
+    take_back(tmp_path)
+    assert (folder / MANIFEST).read_bytes() == content
+    keep(tmp_path, 5)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_is_not_the_newest(tmp_path: Path) -> None:
+    """Before a resume starts. Finds: the highest name, of a copy that was cut short."""
+    keep(tmp_path, 1)
+    (keep(tmp_path, 2) / MANIFEST).unlink()
+    (keep(tmp_path, 3) / WEIGHTS).write_bytes(b"half")
+    (tmp_path / folder_name(99)).mkdir()
+    assert newest_whole(tmp_path, None) == 1
+    assert newest_whole(tmp_path, 99) == 0

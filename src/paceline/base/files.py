@@ -1,20 +1,34 @@
 """Files that survive a crash: complete on the disk, or absent."""
 
+import contextlib
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 _CHUNK_BYTES = 8 << 20
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
 
 
 def sync(path: Path) -> None:
-    """Returns when a file is on the disk; for a folder, its list of names: without it a crash can undo a rename."""
+    """Returns when a file is on the disk; for a folder, its list of names: without it a crash can undo a rename. Some
+    shared file systems cannot do that for a folder: they are left alone."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Sets the permissions, where the file system has any: CIFS, exFAT and mounted buckets refuse."""
+    with contextlib.suppress(OSError):
+        path.chmod(mode)
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:

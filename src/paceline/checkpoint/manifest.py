@@ -36,7 +36,7 @@ READABLE = (2, 3)  # of format 2 only the weights: replica/checkpoints.py does n
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "extra")
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"(weights|optimizer|extra)-\d{5}-of-\d{5}\.safetensors")
-_MAX_BYTES = 256 << 20  # 100 bytes for each slice: 1,000 tensors, each cut by 2,000 writers
+MOST_BYTES = 256 << 20  # 100 bytes for each slice: 1,000 tensors, each cut by 2,000 writers
 
 
 class Damaged(Exception):
@@ -75,8 +75,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if folder.is_symlink():
         raise Damaged(f"{folder.name} is a symbolic link, which is not followed: move the checkpoint itself here")
     with _as_damage(folder.name, MANIFEST), shards.open_regular(folder / MANIFEST) as file:
-        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
-            raise Damaged(f"{folder.name}: {MANIFEST} has more than {_MAX_BYTES} bytes")
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise Damaged(f"{folder.name}: {MANIFEST} has more than {MOST_BYTES} bytes")
         raw = file.readall()
     manifest = parse(raw, folder.name)
     check_sizes(folder, manifest)

@@ -28,7 +28,7 @@ from paceline.world.side import SideChannel
 
 _POLL_S = 0.02
 _PATIENCE_S = 600.0  # without one more byte in the folder: an fsync on a slow disk may take minutes
-_DEBRIS = re.compile(r"\.step-\d+\..*(unfinished|pruned)")
+_DEBRIS = re.compile(r"\.step-\d+\..*(unfinished|pruned|replaced)")
 
 Record = dict[str, Any]  # {"files": as in the manifest, "tensors": as in the manifest} or {"problem": text}
 
@@ -43,6 +43,7 @@ def unfinished_folder(checkpoints: Path, step: int, attempt: str) -> Path:
 
 def sweep(checkpoints: Path, but: Path) -> None:
     """Removes what unfinished saves have left, except the folder `but`."""
+    retention.take_back(checkpoints)
     for entry in list(checkpoints.iterdir()):
         if entry != but and _DEBRIS.fullmatch(entry.name) and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)  # a late writer may still write into it
@@ -92,7 +93,13 @@ def publish(
     for path in folder.glob("*writer-*"):
         path.unlink()
     faults.strike("save.manifest", step)
-    shards.write_checked(folder / mf.MANIFEST, np.frombuffer(mf.seal(manifest), dtype=np.uint8))
+    sealed = mf.seal(manifest)
+    if len(sealed) > mf.MOST_BYTES:
+        raise ValueError(
+            f"{mf.MANIFEST} would have {len(sealed)} bytes, and at most {mf.MOST_BYTES} can be read: too many slices; "
+            "save from fewer ranks"
+        )
+    shards.write_checked(folder / mf.MANIFEST, np.frombuffer(sealed, dtype=np.uint8))
     sync(folder)
     try:
         mf.check_sizes(folder, manifest)  # the writers have compared the bytes
@@ -108,7 +115,7 @@ def put_in_place(checkpoints: Path, folder: Path, step: int) -> None:
     final = checkpoints / mf.folder_name(step)
     faults.strike("save.rename", step)
     # It is there if it is damaged or outdated, or if a crash came before `latest` named it.
-    replaced = retention.hide(final) if final.exists() else None
+    replaced = retention.hide(final, "replaced") if final.exists() else None
     os.rename(folder, final)
     sync(checkpoints)
     retention.point(checkpoints, "latest", final.name)

@@ -64,12 +64,21 @@ def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # the next save's `sweep` tries again
 
 
-def hide(folder: Path) -> Path:
+def hide(folder: Path, why: str = "pruned") -> Path:
     """Renames a checkpoint before its removal and returns its new path: a crash leaves no half checkpoint."""
-    hidden = folder.with_name(f".{folder.name}.pruned")
+    hidden = folder.with_name(f".{folder.name}.{why}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(folder, hidden)
     return hidden
+
+
+def take_back(checkpoints: Path) -> None:
+    """Gives a checkpoint its name again if a crash came after it was hidden, before the one that replaces it had its
+    name. Only for the process that writes here. Raises OSError."""
+    for hidden in checkpoints.glob(".step-*.replaced"):
+        folder = hidden.with_name(hidden.name.removeprefix(".").removesuffix(".replaced"))
+        if not folder.exists():
+            os.rename(hidden, folder)
 
 
 def set_aside(checkpoints: Path, step: int) -> list[str]:

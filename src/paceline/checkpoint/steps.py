@@ -1,5 +1,6 @@
 """Which checkpoints a folder has, by folder names. Needs no torch: the command line reads it first."""
 
+import json
 import re
 from pathlib import Path
 
@@ -29,3 +30,18 @@ def require_step(checkpoints: Path, step: int | None) -> list[int]:
     if step not in steps:
         raise UserError(f"{checkpoints} has no checkpoint of step {step}; it has {steps or 'none'}")
     return [step]
+
+
+def newest_whole(checkpoints: Path, step: int | None) -> int:
+    """Returns the newest step (only `step` if given) whose checkpoint has a manifest and all files in full size; their
+    bytes are not read. 0 if there is none. Raises UserError if `step` has no folder."""
+    found = reversed(require_step(checkpoints, step))
+    return next((number for number in found if _is_whole(checkpoints / folder_name(number))), 0)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / "manifest.json").read_bytes())["files"]
+        return all((folder / name).stat().st_size == facts["bytes"] for name, facts in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False

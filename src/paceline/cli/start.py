@@ -16,7 +16,7 @@ from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.parent import die_with_parent
 from paceline.base.status import LAUNCHER, has_launcher
-from paceline.checkpoint.steps import require_step
+from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
 from paceline.launch.job import job_name
@@ -278,7 +278,7 @@ def _check_folder(request: Request) -> None:
 
 
 def _check_reached(folder: Path, request: Request) -> None:
-    reached = max(require_step(run_folder.RunFolder(folder).checkpoints, request.resume_step), default=0)
+    reached = newest_whole(run_folder.RunFolder(folder).checkpoints, request.resume_step)
     train = request.config.train
     firsts = {"steps": reached, "stop-at-step": reached + 1, "profile": reached + 1}
     for name, value in (("steps", train.steps), ("stop-at-step", train.stop_at_step), ("profile", train.profile)):

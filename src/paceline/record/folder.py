@@ -30,7 +30,7 @@ import filelock
 
 from paceline.base import units
 from paceline.base.errors import UserError
-from paceline.base.files import replace, sync
+from paceline.base.files import replace, set_mode, sync
 from paceline.base.jsonl import Row, end_of_step, open_at_line_end, rows
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
@@ -334,7 +334,7 @@ def create(path: Path) -> RunFolder:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not any(path.iterdir()):
-            path.chmod(0o700)
+            set_mode(path, 0o700)
         (path / "ranks").mkdir(exist_ok=True, mode=0o700)
         (path / "checkpoints").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:

@@ -14,7 +14,7 @@ from paceline.base import ownership
 from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.base.units import listed
-from paceline.checkpoint import load
+from paceline.checkpoint import load, retention
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.shards import can_store
@@ -159,6 +159,9 @@ class CheckpointFolder:
     def find(self, step: int | None = None) -> load.Found | None:
         """Returns (folder, manifest, problems of newer ones) of the newest complete checkpoint, or of `step`; None if
         nothing was ever saved. Collective; every byte is verified."""
+        if self.world.is_main:
+            with contextlib.suppress(OSError):
+                retention.take_back(self.checkpoints)
         with contextlib.suppress(load.NothingSaved):
             return load.agree(self._group, self.checkpoints, step, self._everyone_sees, self.progress)
         return None

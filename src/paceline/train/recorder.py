@@ -10,6 +10,7 @@ from typing import Any
 import torch.profiler
 
 from paceline.base import units
+from paceline.base.files import set_mode
 from paceline.model import cost
 from paceline.record.balance import listed
 from paceline.record.console import Console, rate
@@ -88,7 +89,7 @@ class Recorder:
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
             profiler.export_chrome_trace(str(path))
-            path.chmod(0o600)
+            set_mode(path, 0o600)
         except (OSError, RuntimeError) as error:
             self._console.say(f"the trace of step {step} could not be written to {path}: {error}", style="yellow")
             return
