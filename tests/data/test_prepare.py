@@ -176,7 +176,7 @@ def test_windows_text_latin_1_bytes_empty_files_and_a_document_longer_than_a_sha
     (source / "latin.txt").write_bytes(b"plain " * 2000 + "Müller".encode("latin-1"))
     (source / "empty.txt").write_bytes(b"")
     (source / "long.txt").write_text("a line of the long one\n" * 40_000)
-    index = make([source], tmp_path / "out", shard_tokens=100_000)
+    index = make([source], tmp_path / "out", shard_tokens=100_000, validation_frac=0.3)
     found = documents(tmp_path / "out")
     whole = "".join(found["train"] + found["validation"])
     assert "\r" not in whole
@@ -485,3 +485,58 @@ def test_two_processes_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> 
     finally:
         first.kill()
         first.wait()
+
+
+def broken_sources(folder: Path) -> list[Path]:
+    """Sources with 240 good records in all, of which each but the first has something that cannot be read."""
+    texts = [f"document {i} of trains and rails" for i in range(300)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    names = ("good.jsonl", "lines.jsonl", "cut.jsonl.gz", "page.parquet", "utf16.jsonl", "column.parquet", "last.jsonl")
+    good, broken, cut, page, utf16, column, last = (folder / name for name in names)
+    good.write_text("\n".join(lines[:100]))
+    broken.write_text(
+        "\n".join([*lines[100:150], lines[150][:-5], "[1]", '{"txt": "a"}', '{"text": 1}', *lines[151:200]])
+    )
+    cut.write_bytes(gzip.compress("\n".join(lines[200:201] * 9).encode())[:-9])
+    page.write_text("<html>404</html>")
+    utf16.write_text(lines[0], encoding="utf-16")
+    pq.write_table(pa.table({"other": ["a"]}), column)
+    last.write_text("\n".join(lines[259:300]))
+    return [good, broken, cut, page, utf16, column, last]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_can_not_be_read_is_skipped_and_counted_by_source(tmp_path: Path, workers: int) -> None:
+    """One broken line of a terabyte ended the preparation for good (mutation: raise as with --on-error stop)."""
+    sources = broken_sources(tmp_path)
+    index = make(sources, tmp_path / "out", workers=workers, on_error="skip", validation_frac=0.1)
+    assert index.origin["skipped_records"] == {str(sources[1]): 4, **{str(sources[i]): 1 for i in (2, 3, 5)}}
+    places = index.origin["skipped_places"]
+    assert len(places) == 5
+    assert any(place.startswith(f"{sources[1]} line 51 is not JSON") for place in places)
+    assert index.origin["skipped_files"] == 1, "the file that is UTF-16"
+    found = {text for texts in documents(tmp_path / "out").values() for text in texts}
+    assert {f"document {i} of trains and rails" for i in (*range(150), *range(151, 200), *range(259, 300))} <= found
+    assert "recipe" in index.origin
+    assert "on_error" not in index.origin["recipe"], "a resume may change it"
+
+
+def test_a_preparation_that_stopped_at_a_broken_record_resumes_with_skip(tmp_path: Path) -> None:
+    """And is as if it had skipped from the beginning; a system's error is no broken record."""
+    sources = broken_sources(tmp_path)[:2]
+    with pytest.raises(UserError, match="line 51 is not JSON"):
+        make(sources, tmp_path / "out", shard_tokens=500)
+    resumed = make(sources, tmp_path / "out", shard_tokens=500, on_error="skip")
+    assert resumed == make(sources, tmp_path / "whole", shard_tokens=500, on_error="skip")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.xfail(strict=True, reason="resumes by source are mended with the rebuilding of the data room")
+def test_mending_one_source_does_not_lose_the_work_on_the_others(tmp_path: Path) -> None:
+    """Half of the shards are complete when a record of the second file is found to be broken, and mended."""
+    good, broken = broken_sources(tmp_path)[:2]
+    good.write_text("\n".join([good.read_text()] * 600))
+    with pytest.raises(UserError, match="line 51 is not JSON"):
+        make([good, broken], tmp_path / "out", shard_tokens=100_000, validation_frac=0.3)
+    broken.write_text(json.dumps({"text": "mended"}))
+    make([good, broken], tmp_path / "out", shard_tokens=100_000, validation_frac=0.3)

@@ -178,6 +178,10 @@ def _print(found: dict[str, Any]) -> None:
             rows[name.split("_")[0]] = f"{origin[name]} {what}"
     if "skipped" in rows and "skipped_bytes" in origin:
         rows["skipped"] += f" ({units.size(origin['skipped_bytes'])})"
+    if by_source := origin.get("skipped_records"):
+        which = units.listed([f"{number} of {source}" for source, number in by_source.items()])
+        rows["unreadable"] = f"{sum(by_source.values())} records could not be read and were left out: {which}"
+        rows["such as"] = "\n".join(origin["skipped_places"])
     console.say(facts(list(rows.items())))
     console.say()
     columns = ["", "documents", "tokens", "text", "bytes a token", "shards"]

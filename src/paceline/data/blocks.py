@@ -8,11 +8,11 @@ lines and Parquet cells are read completely, the first two up to MAX_RECORD_BYTE
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
-from paceline.data import text
+from paceline.data import hub, text
 from paceline.data.config import Recipe
 from paceline.data.sources import Readable, SourceFile, Sources, Stored, open_content, open_stored
 
@@ -47,6 +47,13 @@ class Chunk:
     first_line: int = 1
 
 
+class Skipped(NamedTuple):
+    """A record, or the rest of a file, that is left out because it cannot be read."""
+
+    source: str
+    why: str  # with its place
+
+
 @dataclass(frozen=True)
 class Block:
     """About BLOCK_BYTES of documents, in order, from one or more files. Reading resumes at `next`; `read_bytes` counts
@@ -55,6 +62,7 @@ class Block:
     chunks: tuple[Chunk, ...]
     next: Place
     read_bytes: int
+    skipped: tuple[Skipped, ...] = ()  # rests of files
 
 
 @dataclass(frozen=True)
@@ -84,24 +92,32 @@ def read_blocks(sources: Sources, recipe: Recipe, start: Place = Place()) -> Ite
     """Yields the blocks from a position: the beginning, or a block's `next`.
 
     Raises UserError, naming the file, if it cannot be read, is damaged or shorter than before, has a record that is too
-    long, or is a Parquet file without the column.
+    long, or is a Parquet file without the column. With --on-error skip the rest of such a file is left out instead.
     """
     chunks: list[Chunk] = []
+    skipped: list[Skipped] = []
     weight = 0
     last = None
     for number in range(start.file, len(sources.files)):
         here = start if number == start.file else Place(number)
         file = sources.files[number]
-        with open_stored(file) as stored:
-            for read in _read(file, stored, recipe, here):
-                chunks.append(read.chunk)
-                weight += read.num_bytes + _CHUNK_COST_BYTES
-                last = Place(number, read.offset, read.line), read.read_bytes
-                if weight >= BLOCK_BYTES:
-                    yield Block(tuple(chunks), *last)
-                    chunks, weight = [], 0
-    if last is not None and chunks:
-        yield Block(tuple(chunks), *last)
+        try:
+            with open_stored(file) as stored:
+                for read in _read(file, stored, recipe, here):
+                    chunks.append(read.chunk)
+                    weight += read.num_bytes + _CHUNK_COST_BYTES
+                    last = Place(number, read.offset, read.line), read.read_bytes
+                    if weight >= BLOCK_BYTES:
+                        yield Block(tuple(chunks), *last, tuple(skipped))
+                        chunks, skipped, weight = [], [], 0
+        except UserError as error:
+            is_of_system = getattr(error.__cause__, "errno", None) is not None or hub.is_hub(file.path)
+            if recipe.on_error == "stop" or is_of_system:  # a disk or network may work again: nothing is left out
+                raise
+            skipped.append(Skipped(file.where, str(error)))
+            last = Place(number + 1), 0
+    if last is not None and (chunks or skipped):
+        yield Block(tuple(chunks), *last, tuple(skipped))
 
 
 def _read(file: SourceFile, stored: Stored, recipe: Recipe, start: Place) -> Iterator[_Read]:
@@ -297,24 +313,33 @@ def _as_bytes(column: Any) -> list[bytes]:
     return [cell or b"" for cell in column.cast(pyarrow.large_binary()).to_pylist()]
 
 
-def documents(block: Block, recipe: Recipe) -> Iterator[Document]:
+def documents(block: Block, recipe: Recipe, skipped: list[Skipped] | None = None) -> Iterator[Document]:
     """Yields a block's documents, including empty ones. Raises UserError, naming file and line, if a JSONL line cannot
-    be read or has no string under the key."""
+    be read or has no string under the key; with --on-error skip it is left out, and added to `skipped`."""
+    left_out = [] if skipped is None else skipped
     for chunk in block.chunks:
         is_plain = chunk.kind == "text"
         decode = text.plain_text if is_plain else text.record_text
-        for content in _json_texts(chunk, recipe.text_key) if chunk.kind == "json" else chunk.documents:
+        for content in _json_texts(chunk, recipe, left_out) if chunk.kind == "json" else chunk.documents:
             is_empty = not (content.strip() if is_plain and recipe.separator else content)
             decoded = [] if is_empty else [decode(part) for part in text.slices(content)]
             num_replaced = sum(count for _, count in decoded)
             yield Document(tuple(part for part, _ in decoded), num_replaced, chunk.begins, chunk.ends, chunk.side)
 
 
-def _json_texts(chunk: Chunk, key: str) -> Iterator[bytes]:
+def _json_texts(chunk: Chunk, recipe: Recipe, skipped: list[Skipped]) -> Iterator[bytes]:
     for number, content in enumerate(chunk.documents, chunk.first_line):
         line = content.decode("utf-8", "surrogateescape")
-        if line and not line.isspace():
-            yield (_string_under(key, line, f"{chunk.where} line {number}") or "").encode("utf-8", "surrogatepass")
+        if not line or line.isspace():
+            continue
+        try:
+            found = _string_under(recipe.text_key, line, f"{chunk.where} line {number}")
+        except UserError as error:
+            if recipe.on_error == "stop":
+                raise
+            skipped.append(Skipped(chunk.where, str(error)))
+        else:
+            yield (found or "").encode("utf-8", "surrogatepass")
 
 
 def _string_under(key: str, line: str, place: str) -> str | None:

@@ -21,6 +21,7 @@ from paceline.data.shard import SPLITS, ShardRecord, SplitRecord, SplitWriter
 from paceline.data.workers import DIGEST_BYTES, Encoded, joined
 
 PROGRESS = "progress.json"
+_NUM_PLACES = 5  # of skipped records, to look at
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Counts:
     duplicates: int = 0
     empty: int = 0  # documents without text
     replaced: int = 0  # places that were not UTF-8
+    skipped: dict[str, int] = field(default_factory=dict)  # records that could not be read, by source
+    skipped_places: list[str] = field(default_factory=list)  # of the first few, with the reason
 
 
 class Builder:
@@ -69,6 +72,9 @@ class Builder:
             self._finish_part()
         self.counts.empty += encoded.num_empty
         self.counts.replaced += encoded.num_replaced
+        for source, why in encoded.skipped:
+            self.counts.skipped[source] = self.counts.skipped.get(source, 0) + 1
+            self.counts.skipped_places = [*self.counts.skipped_places, why][:_NUM_PLACES]
         if self._seen:
             encoded, num_duplicates = self._seen.new(encoded)
             self.counts.duplicates += num_duplicates

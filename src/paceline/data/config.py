@@ -92,6 +92,8 @@ class Recipe:
     in 20 by name, or the last tenth of each if they are few."""
     dedup: bool = False
     """Keep only the first of documents with exactly the same text."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """Of a record or file that cannot be read: stop; or skip it, and count it by source."""
     shard_tokens: int = SHARD_TOKENS
     """At most so many tokens in a shard. A killed preparation loses at most one shard's work."""
 

@@ -39,13 +39,14 @@ _WARN_FRAC = 0.03  # share of the text's bytes
 Found = Iterator[SourceFile | LeftOut]
 
 
-def find(specs: Sequence[str], *, format: str = "auto") -> Sources:
+def find(specs: Sequence[str], *, format: str = "auto", skips_unreadable: bool = False) -> Sources:
     """Returns the files that `specs` name: files, folders, patterns, `-`, and data sets on the hub.
 
     Files come in the order given, those of a folder or pattern sorted by name; a file named twice counts once. In a
     folder, hidden files and folders, links to folders and empty files are ignored; files that are neither text nor
-    records are listed as left out. `format` overrides name and content. Raises UserError if a spec does not exist,
-    cannot be read, or has no documents.
+    records are listed as left out. `format` overrides name and content. skips_unreadable: files that are named but are
+    no text are left out, too, and not an error. Raises UserError if a spec does not exist, cannot be read, or has no
+    documents.
     """
     if format not in ("auto", *FORMATS):
         raise UserError(f"there is no format {format!r}{nearest(format, FORMATS)}; there are {', '.join(FORMATS)}")
@@ -56,14 +57,16 @@ def find(specs: Sequence[str], *, format: str = "auto") -> Sources:
     files: dict[str, SourceFile] = {}
     left_out: list[LeftOut] = []
     for spec in specs:
-        found = list(_find(spec, format))
+        found = list(_find(spec, format, skips_unreadable))
         unread = [file for file in found if isinstance(file, LeftOut)]
         taken = [file for file in found if isinstance(file, SourceFile)]
-        if not taken:
+        if not taken and not (skips_unreadable and unread):
             raise UserError(_nothing(spec, unread))
         left_out += unread
         for file in taken:
             files.setdefault(file.real_path, file)
+    if not files:
+        raise UserError(_nothing(specs[0], left_out))
     name = _name(specs[0]) + (f"-and-{len(specs) - 1}-more" if len(specs) > 1 else "")
     return Sources(name, tuple(files.values()), tuple(left_out))
 
@@ -108,16 +111,16 @@ def _standard_input(specs: Sequence[str], format: str) -> Sources:
     return Sources("stdin", (SourceFile(STANDARD_INPUT, STANDARD_INPUT, format),))
 
 
-def _find(spec: str, format: str) -> Found:
+def _find(spec: str, format: str, skips: bool) -> Found:
     given = os.path.expanduser(spec)  # unlike pathlib, keeps a ~user that does not exist
     if hub.is_spec(spec):
         yield from _find_on_hub(spec, format)
     elif "\0" in given:
         raise UserError(f"{spec!r} is no path: it has a NUL character")
     elif os.path.isdir(given):
-        yield from _find_in(given, format)
+        yield from _find_in(given, format, skips=skips)
     elif os.path.isfile(given):
-        yield _file(os.path.basename(given), given, format, is_named=True)
+        yield _file(os.path.basename(given), given, format, is_named=True, skips=skips)
     elif os.path.exists(given):
         raise UserError(
             f"{printable(spec)} is a pipe or device, which can be read only once; pipe it in: "
@@ -127,7 +130,7 @@ def _find(spec: str, format: str) -> Found:
         root = _fixed_part(given)
         for match in sorted(glob.glob(given, recursive=True)):
             if os.path.isfile(match) and os.path.getsize(match):
-                yield _file(os.path.relpath(match, root or "."), match, format, is_named=False)
+                yield _file(os.path.relpath(match, root or "."), match, format, is_named=False, skips=skips)
     else:
         raise UserError(
             f"{printable(spec)} does not exist; give a prepared folder, a folder of text files, a text file, or a "
@@ -135,11 +138,11 @@ def _find(spec: str, format: str) -> Found:
         )
 
 
-def _find_in(folder: str, format: str, *, in_order: bool = True) -> Found:
+def _find_in(folder: str, format: str, *, in_order: bool = True, skips: bool = False) -> Found:
     files = _files(os.path.realpath(folder))
     for name, path in sorted(files) if in_order else files:
         if os.path.getsize(path):
-            yield _file(name, path, format, is_named=False)
+            yield _file(name, path, format, is_named=False, skips=skips)
 
 
 def _fixed_part(pattern: str) -> str:
@@ -175,7 +178,7 @@ def _by_name(name: str) -> tuple[str | None, str, str]:
     return _SUFFIXES.get(kind), kind, compression
 
 
-def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | LeftOut:
+def _file(name: str, path: str, format: str, *, is_named: bool, skips: bool) -> SourceFile | LeftOut:
     known, kind, compression = _by_name(path)
     path = os.path.abspath(path)
     with naming(SourceFile(name, path, "text", compression)):
@@ -188,11 +191,17 @@ def _file(name: str, path: str, format: str, *, is_named: bool) -> SourceFile | 
         raise UserError(f"{found.where} is Parquet in a {compression} file, which can not be read in parts; unpack it")
     if found.format == "parquet":
         return found
-    why = why_not_text(_head(found), trusted=format == "text" or found.format == "jsonl")
+    try:
+        head = _head(found)
+    except UserError:
+        if not skips:
+            raise
+        return found  # whoever reads it skips it, and counts it
+    why = why_not_text(head, trusted=format == "text" or found.format == "jsonl")
     if why is None or (found.format == "jsonl" and why == "is empty"):
         return found
     why = _better_known(path) or why
-    if is_named or found.format == "jsonl":
+    if (is_named or found.format == "jsonl") and not skips:
         raise UserError(f"{found.where} {why}; {REMEDIES[why]}")
     return LeftOut(name, found.num_bytes or 0, why)
 

@@ -116,7 +116,8 @@ def _without_effect(sources: Sources, recipe: Recipe) -> Iterator[str]:
 
 def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
     files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.side] for f in sources.files]
-    return {"format": FORMAT_VERSION, "recipe": asdict(recipe), "sources": _hash(files)}
+    settings = {name: value for name, value in asdict(recipe).items() if name != "on_error"}  # may change at a resume
+    return {"format": FORMAT_VERSION, "recipe": settings, "sources": _hash(files)}
 
 
 def _hash(content: Any) -> str:
@@ -319,7 +320,8 @@ def _require_same_stream(kept: Path) -> None:
 
 def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe) -> None:
     if not splits["train"].documents + splits["validation"].documents:
-        raise UserError(f"there is no text in the sources ({counts.empty} documents are empty)")
+        skipped = f"; {sum(counts.skipped.values())} are skipped: {counts.skipped_places[0]}" if counts.skipped else ""
+        raise UserError(f"there is no text in the sources ({counts.empty} documents are empty{skipped})")
     for split, other in (("train", "validation"), ("validation", "train")):
         if not splits[split].documents:
             raise UserError(
@@ -330,7 +332,9 @@ def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe
 
 
 def _origin(sources: Sources, counts: Counts) -> dict[str, Any]:
+    skipped = {"skipped_records": counts.skipped, "skipped_places": counts.skipped_places} if counts.skipped else {}
     return {
+        **skipped,
         "files": len({file.path for file in sources.files}),
         "skipped_files": len(sources.left_out),
         "skipped_bytes": sum(file.num_bytes for file in sources.left_out),

@@ -23,7 +23,8 @@ _HASHED_CHARACTERS = 1024  # of a document's beginning
 def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> Sources:
     """Returns the sources' files, each with its split if that does not depend on the documents' text. validation:
     sources of that split. Raises UserError for files that cannot be found or read."""
-    found = find(specs, format=recipe.format)
+    skips = recipe.on_error == "skip"
+    found = find(specs, format=recipe.format, skips_unreadable=skips)
     if not validation:
         if recipe.validation_frac == 0:
             raise UserError(
@@ -39,7 +40,7 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
                 f"(--separator), give --validation SRC, or name an uncompressed file, which is cut"
             )
         return found
-    held = find(validation, format=recipe.format)
+    held = find(validation, format=recipe.format, skips_unreadable=skips)
     both = {file.real_path for file in found.files} & {file.real_path for file in held.files}
     if both:
         raise UserError(f"{min(both)} is among the sources and under --validation; it can be in one split only")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import RunError
-from paceline.data.blocks import Block, Document, documents
+from paceline.data.blocks import Block, Document, Skipped, documents
 from paceline.data.config import Recipe
 from paceline.data.encode import Encoder
 from paceline.data.shard import DTYPES, SPLITS, version_for
@@ -48,6 +48,7 @@ class Encoded:
     is_complete: bool = True  # the last part ends its document
     num_replaced: int = 0  # places that were not UTF-8
     num_empty: int = 0  # documents without text
+    skipped: tuple[Skipped, ...] = ()  # of the block, with --on-error skip
 
     def part(self, first: int, last: int) -> "Encoded":
         """Parts first..last-1."""
@@ -78,7 +79,8 @@ class BlockEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """Raises UserError, naming file and line, for a record that can not be read."""
-        found = list(documents(block, self.job.recipe))
+        skipped: list[Skipped] = []
+        found = list(documents(block, self.job.recipe, skipped))
         parts = [document for document in found if document.slices]
         ids = [self._ids(part) for part in parts]
         return Encoded(
@@ -90,6 +92,7 @@ class BlockEncoder:
             is_complete=not parts or parts[-1].ends,
             num_replaced=sum(part.num_replaced for part in parts),
             num_empty=len(found) - len(parts),
+            skipped=(*block.skipped, *skipped),
         )
 
     def _ids(self, part: Document) -> npt.NDArray[Any]:
