@@ -92,6 +92,7 @@ def our_side(world: World, name: str, num_micro_steps: int, bucket_mb: float) ->
         rounded_gradients=model.rounded_gradients(),
     )
     batch = [ids] * num_micro_steps
+    replica.waits_at_once = False
     num_tokens = MICRO_BATCH * SEQ_LEN * num_micro_steps * world.world_size
 
     def step() -> None:

@@ -90,6 +90,7 @@ def rehearsal(
         optimizers = make_optimizers(config.optim, named, lr=1e-3, weight_decay=0.1, compute_dtype=dtype)
         world = _world(group, rank, size)
         replica = Replica(model, optimizers, world, strategy=strategy, blocks=list(model.layers))
+        replica.waits_at_once = False
         replica.scaler = LossScaler.for_dtype(dtype)
         yield Rehearsal(gpu, replica, group, micro_batch=4)
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from paceline.base.cores import has_wide_units, is_amd_with_avx512
 
@@ -19,7 +20,8 @@ def has_faster_mm(x: Tensor) -> bool:
     98 GFLOP/s a core where oneDNN reaches 225 (docs/LOG.md, 2026-11-23). With AVX2 alone MKL is the faster one."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return is_amd_with_avx512() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_amd_with_avx512() and has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, may go
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
@@ -47,6 +49,7 @@ class _Linear(torch.autograd.Function):
         return y.view(*x.shape[:-1], len(weight_OI))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -75,6 +78,7 @@ class _RMSNorm(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """With u = x / rms: dx = (g w - u mean(g w u)) / rms, the mean over the width, and dw = sum(g u)."""
         x, weight_C, inverse_rms = ctx.saved_tensors

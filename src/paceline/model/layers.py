@@ -165,6 +165,7 @@ def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int)
     """Whether there is a flash kernel for sequences of different lengths, which skips what a mask would hide."""
     return (
         device.type == "cuda"
+        and hasattr(torch.ops.aten, "_flash_attention_forward")  # private, may go
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim % 8 == 0
         and head_dim <= 192  # more only on some GPUs

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from paceline.model import cpu
 from paceline.model.cost import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ELEMENTS_CPU, LOSS_CHUNK_ROWS
@@ -54,6 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
         # Of one dimension, or the product would have hidden's dtype, and CUDA would round the factor to it first.

@@ -19,9 +19,9 @@ MOMENTS = ("momentum",)
 
 
 class Muon:
-    """Update: W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, cols)) orth(g + m M), M the momentum buffer. Orthogonalises
-    matrices of one shape as a batch. `param_groups` and `state` are as in torch.optim; the first update makes
-    `state`."""
+    """Update: M <- m M + (1 - m) g, then W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, cols)) orth(m M + (1 - m) g), M the
+    momentum buffer. Orthogonalises matrices of one shape as a batch. `param_groups` and `state` are as in torch.optim;
+    the first update makes `state`."""
 
     def __init__(
         self, matrices: Sequence[torch.Tensor], *, lr: float, decay: float, momentum: float, compute_dtype: torch.dtype

@@ -93,7 +93,8 @@ class Checkpoints(CheckpointFolder):
         return is_due
 
     def save(self, val_loss: float | None = None) -> None:
-        """Starts to save a checkpoint named by the steps made; training continues meanwhile. Collective.
+        """Copies what a checkpoint holds, and starts to write it, named by the steps made; training continues
+        meanwhile, and everything may change in place. Collective.
 
         val_loss: compared by keep_best. Waits for an earlier save. A failed save is printed and training continues;
         only the failure of the last save fails the script. Called before `step.finish()` of a step of `replica.steps`,
@@ -115,6 +116,7 @@ class Checkpoints(CheckpointFolder):
         # Also a barrier: a writer removes files that look unfinished.
         (replaces,), *_ = self._group.share_integers([int(is_outdated)])
         self.begin(self._main.num_steps, facts, states, bool(replaces))
+        self.saver.wait_copied()  # after this the script may change anything in place
 
     def restore(self) -> int | None:
         """Restores all objects, the data position and the random generators from the newest complete checkpoint,

@@ -4,12 +4,11 @@ Others are found elsewhere: calls that not all ranks make, by the watchdog (worl
 backward passes outside the replica, by the step (step.py).
 """
 
-import gc
+import functools
 import math
 import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
 COMPILED = "_orig_mod."  # torch.compile's prefix of parameter names
+_SCALED = "paceline_scaled"  # in the metadata of a loss's last operation: a GradScaler made it
 
 
 def warn(text: str, world: World) -> None:
@@ -207,7 +207,7 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, 
     factor = getattr(made_by, "_saved_other", None)
     if made_by is None or not isinstance(factor, torch.Tensor) or factor.numel() != 1:
         return
-    if factor.dtype == torch.float32 and made_by.name() == "MulBackward0" and _is_scale(factor):
+    if _SCALED in _metadata(made_by):
         raise mistake(
             "the loss was scaled by a GradScaler, which looks at one rank's gradients alone: take "
             'scaler.scale, unscale_, step and update away, and say Replica(..., dtype="float16"), which scales for all '
@@ -317,11 +317,28 @@ def passes_others(loss: torch.Tensor, own: Collection[nn.Parameter]) -> bool:
     return has_others
 
 
-def _is_scale(factor: torch.Tensor) -> bool:
-    """Whether this tensor is a GradScaler's scale. Slow (it searches all objects), so called only if a loss was
-    multiplied by a one-element tensor."""
-    scales = (getattr(thing, "_scale", None) for thing in gc.get_objects() if isinstance(thing, torch.amp.GradScaler))
-    return any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
+def mark_scaled_losses() -> None:
+    """Makes GradScaler.scale mark what it returns, for `check_loss`: nothing else tells a scale from a factor."""
+    scale = torch.amp.GradScaler.scale
+    if hasattr(scale, _SCALED):
+        return
+
+    @functools.wraps(scale)
+    def marked(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        for tensor in tensors_in(scaled) if scaler.is_enabled() else ():
+            if tensor.grad_fn is not None:
+                _metadata(tensor.grad_fn)[_SCALED] = True
+        return scaled
+
+    setattr(marked, _SCALED, True)
+    torch.amp.GradScaler.scale = marked  # type: ignore[assignment,method-assign]
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """Returns what belongs to an operation of a graph; torch's stub takes the property for a method."""
+    found: dict[str, Any] = node.metadata
+    return found
 
 
 def warn_of_batch_norm(model: nn.Module, world: World) -> None:
@@ -346,7 +363,7 @@ def digest_of(batch: object) -> int:
         return zlib.crc32(batch) or 1
     dense = [each for each in tensors_in(batch) if each.layout == torch.strided and not each.is_nested]
     found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in dense]
-    return reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
+    return functools.reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
 
 
 def warn_of_prefix(model: nn.Module, world: World) -> None:

@@ -20,6 +20,7 @@ from paceline.world.calls import mistake, place
 from paceline.world.config import ParallelConfig
 from paceline.world.device import DeviceClock
 from paceline.world.facts import check_strategy
+from paceline.world.group import DistributedGroup
 from paceline.world.runtime import World
 
 
@@ -47,7 +48,10 @@ class ReplicatedModel:
         self.scaler = LossScaler.for_dtype(dtype)
 
         earlier = self._release_earlier()
+        mistakes.mark_scaled_losses()
         mistakes.check_model(model, optimizers, strategy, world)
+        if mistakes.is_on_the_host(model, strategy, world) and not isinstance(world.group, DistributedGroup):
+            model.to(world.device)  # in other worlds fully_shard moves its blocks
         read_as = read_as or {}
         read_as = {name: read_as[key] for key, name in mistakes.full_names(model, read_as, "read_as").items()}
         rounded_gradients = mistakes.full_names(model, rounded_gradients, "rounded_gradients").values()
@@ -61,7 +65,7 @@ class ReplicatedModel:
         # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
         hosts = len({facts.host for facts in world.facts})
         is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
-        rounded = set(rounded_gradients) if is_direct else ()
+        rounded = rounded_gradients if is_direct else ()
         whole = self.updates.updated_whole()
         self.gradients = Gradients(
             model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
@@ -92,7 +96,10 @@ class ReplicatedModel:
         self.has_rounded_gradients = bool(rounded_gradients)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: int | None = None  # of these, at the end of the last step
-        self.waits_at_once = not blocks  # a script may call a part of the model, which would wait for nothing
+        self.waits_at_once = True
+        """Whether `finish` waits until the weights have arrived. False, with `zero` and `blocks`: each block of the
+        next forward pass waits for its own. Then call the whole model only, never a part of it, and call
+        `wait_for_params` before you read weights between steps."""
         self.world.calls.replicas.add(self)
         self.world.calls.num_replicas += 1
         self.number = self.world.calls.num_replicas

@@ -73,11 +73,10 @@ class Replica(ReplicatedModel):
 
         model: any module, compiled or not, on `world.device`. optimizer: one or several, of torch.optim or with the
         same `param_groups`, `state` and `step()`. strategy: `zero` shards the optimizer state, `fsdp` also weights and
-        gradients, `hsdp` these over the ranks of each host; `auto` is `zero` if processors round differently, else
-        `ddp`. dtype: autocast of the loop over micro-batches; `float16` scales the loss. blocks: modules that run one
-        after the other, such as a transformer's layers. With `zero` their weights are gathered during the forward pass
-        (call `wait_for_params` before you read weights between steps), with `fsdp` one block at a time. bucket_mb: MiB
-        of gradients in one transfer; 0: 2 with `zero` on CPUs, else 10.
+        gradients, `hsdp` these over the ranks of each host; `auto` is `zero` if processors round differently or `wire`
+        is given, else `ddp`. dtype: autocast of the loop over micro-batches; `float16` scales the loss. blocks: modules
+        that run one after the other, such as a transformer's layers. `fsdp` gathers the weights of one at a time; for
+        `zero` see `waits_at_once`. bucket_mb: MiB of gradients in one transfer; 0: 2 with `zero` on CPUs, else 10.
         wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
         and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
@@ -256,7 +255,7 @@ class Replica(ReplicatedModel):
         return {mistakes.plain(name): tensor for name, tensor in found.items()}
 
     def wait_for_params(self) -> None:
-        """Waits until the model has the weights of the last update: with `zero` and `blocks` they may still be
+        """Waits until the model has the weights of the last update: without `waits_at_once` they may still be
         arriving. Forward passes and paceline's own functions wait by themselves."""
         self.sync.wait_for_params()
 

@@ -249,6 +249,7 @@ def make_replica(settings: Settings, world: World, console: Console, is_new: boo
         sync_every=config.parallel.sync_every,
         rounded_gradients=model.rounded_gradients(),
     )
+    replica.waits_at_once = False  # the trainer calls the whole model only
     replica.scaler = LossScaler.for_dtype(model.compute_dtype)  # the model casts its own products
     replica.compare_every = 0  # checks.py compares more
     return replica
