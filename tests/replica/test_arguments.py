@@ -165,9 +165,14 @@ STEP_CASES: dict[str, tuple[Callable[[Replica], Any], str]] = {  # an argument t
         lambda r: made(r.world, blocks=[nn.Linear(4, 4)]),
         "blocks has Linear, and the model has no such module",
     ),
+    "criterion": (lambda r: Replica(r.model, sgd(r.model, nn.Linear(2, 2)), r.world), "put both into one nn.Module"),
     "more": (lambda r: rounded(r).backward(r.model(X).sum(), more=True), "leave rounded_gradients out"),
 }
 X = DATA.tensors[0]
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
 
 
 def one(replica: Replica, **settings: Any) -> None:

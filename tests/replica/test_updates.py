@@ -1,10 +1,18 @@
 """Optimizers that update slices of parameters."""
 
+import copy
+import warnings
+
+import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
+from paceline.base.errors import UserError
 from paceline.optim.optimizer import ParamSlice
+from paceline.replica.replica import Replica
 from paceline.replica.updates import Updates
+from paceline.world.runtime import World
 
 
 def test_state_that_there_was_is_cut_as_its_parameter_is() -> None:
@@ -16,3 +24,40 @@ def test_state_that_there_was_is_cut_as_its_parameter_is() -> None:
     assert optimizer.param_groups[0]["params"] == [mine.parameter]
     assert list(optimizer.state) == [mine.parameter]
     assert optimizer.state[mine.parameter]["sum"].tolist() == [2.0, 3.0, 4.0]
+
+
+def on_ranks(world: World) -> list[str]:
+    """A schedule on a rank that owns no slice; and state that is loaded after the replica was made."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    replica = Replica(model, optimizer, world, strategy="zero")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            replica.train(torch.randn(2, 4) + world.rank, lambda x: model(x).square().mean())
+            schedule.step()
+    said = [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    plain(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    for strategy in ("zero", "ddp"):
+        Replica(plain, optimizer, world, strategy=strategy)  # type: ignore[arg-type]
+        try:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        except UserError as error:
+            said.append(f"{strategy}: {error}")
+        optimizer = torch.optim.AdamW(plain.parameters())
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_schedules_and_states_on_ranks_that_own_a_part() -> None:
+    """torch warned of the schedule on one rank; the state ended in an error of shapes inside the update."""
+    for said in run_ranks(on_ranks, 2):
+        assert len(said) == 1
+        assert "zero: test_updates.py:" in said[0]
+        assert "optimizer.load_state_dict came after the Replica was made" in said[0]

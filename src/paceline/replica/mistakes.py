@@ -153,7 +153,7 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World)
         raise mistake(
             f"{others} of the optimizer's {len(given)} parameters are not the model's: it was made "
             "before the model was moved, wrapped, tied or loaded with new parameters. Make the optimizer after that, "
-            "from model.parameters()"
+            "from model.parameters(). If they are of another module, such as a criterion, put both into one nn.Module"
         )
     if len(set(given)) < len(given):
         raise mistake("a parameter is in two groups or two optimizers, and would be updated twice")

@@ -186,9 +186,9 @@ class Replica(ReplicatedModel):
         """Returns the mean of `loss_of` over one pass of the source, shared by the ranks; the same on all. Collective.
 
         source: as for `steps`; a data set is read in order; of a function that draws, one step. Each evaluation reads
-        the first pass, and draws the same numbers from the CPU's generators. loss_of: as for `train`; if it returns a
-        dict of means, so does this. Ranks have the shares of training, if `steps` was given some. Runs in eval()
-        without gradients and restores the random generators.
+        the first pass, of what `paceline.share` returned the next one, and draws the same numbers from the CPU's
+        generators. loss_of: as for `train`; if it returns a dict of means, so does this. Ranks have the shares of
+        training, if `steps` was given some. Runs in eval() without gradients and restores the random generators.
         """
         if hasattr(source, "__getitem__") and not isinstance(source, IterableDataset):  # which torch gives one, too
             sharing.setdefault("shuffle", False)

@@ -22,8 +22,8 @@ from paceline.world.group import Group
 # These update each element by its own gradient and state, so a rank may update any slice. For other optimizers one rank
 # updates a complete parameter.
 _ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
-# By optimizer: its hook that refuses the script's own `optimizer.step()`.
-_HOOKS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+# By optimizer: its hooks that refuse the script's own `optimizer.step()`, and `load_state_dict`.
+_HOOKS: "weakref.WeakKeyDictionary[Any, list[Any]]" = weakref.WeakKeyDictionary()
 
 
 class Updates:
@@ -137,9 +137,8 @@ class Updates:
                     for optimizer in self.optimizers:
                         optimizer.update(tensors, is_finite)
                 return
-            for optimizer in self.optimizers:
-                if any(group["params"] for group in optimizer.param_groups):
-                    optimizer.step()
+            for optimizer in self.optimizers:  # also without a slice on this rank: schedules look for the call
+                optimizer.step()
         finally:
             self._is_updating = False
 
@@ -148,7 +147,7 @@ class Updates:
         is_sharded: ranks have different ones, also where this rank's slices are whole parameters."""
         has_lost = False
         for optimizer, given in zip(self.optimizers, self._given, strict=True):
-            if (handle := _HOOKS.pop(optimizer, None)) is not None:
+            for handle in _HOOKS.pop(optimizer, ()):
                 handle.remove()
             if is_sharded and optimizer.state:
                 optimizer.state.clear()
@@ -169,10 +168,20 @@ class Updates:
             if not self._is_updating:
                 raise mistake("step.finish() makes the optimizer's step, too: remove optimizer.step()")
 
-        if (earlier := _HOOKS.pop(optimizer, None)) is not None:  # of a replica in an earlier world
+        def check_load(*_: object) -> None:
+            has_all = len(self.slices) == len(self._names)
+            if not (has_all and all(part.stop - part.start == math.prod(part.shape) for part in self.slices)):
+                raise mistake(
+                    "optimizer.load_state_dict came after the Replica was made, when each rank has only its share of "
+                    "the state: load before that, or save by paceline.Checkpoints, which any strategy restores"
+                )
+
+        for earlier in _HOOKS.pop(optimizer, ()):  # of a replica in an earlier world
             earlier.remove()
         if hasattr(optimizer, "register_step_pre_hook"):
-            _HOOKS[optimizer] = optimizer.register_step_pre_hook(check)
+            _HOOKS[optimizer] = [optimizer.register_step_pre_hook(check)]
+        if hasattr(optimizer, "register_load_state_dict_pre_hook"):
+            _HOOKS[optimizer].append(optimizer.register_load_state_dict_pre_hook(check_load))
 
 
 def stored_as(key: str, value: Any, part: ParamSlice) -> Literal["moment", "number", "tensor"] | None:
