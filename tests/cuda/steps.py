@@ -92,6 +92,7 @@ def rehearsal(
         replica = Replica(model, optimizers, world, strategy=strategy, blocks=list(model.layers))
         replica.waits_at_once = False
         replica.scaler = LossScaler.for_dtype(dtype)
+        replica.compare_every = 0  # as train/meet.py does
         yield Rehearsal(gpu, replica, group, micro_batch=4)
 
 
