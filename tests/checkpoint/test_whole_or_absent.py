@@ -638,3 +638,14 @@ def test_a_folder_that_only_looks_like_a_checkpoint_is_not_the_newest(tmp_path: 
     (tmp_path / folder_name(99)).mkdir()
     assert newest_whole(tmp_path, None) == 1
     assert newest_whole(tmp_path, 99) == 0
+
+
+def test_reading_weights_verifies_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sample` and `export` hashed the optimizer's state, two thirds of a checkpoint, for nothing."""
+    keep(tmp_path, 1)
+    verified, verify = list[str](), mf.verify
+    monkeypatch.setattr(mf, "verify", lambda folder, name, *rest: verified.append(name) or verify(folder, name, *rest))
+    load.read_weights(tmp_path)
+    assert verified == [WEIGHTS]
+    load.find(tmp_path)
+    assert sorted(verified[1:]) == sorted([WEIGHTS, OPTIMIZER])

@@ -1,4 +1,4 @@
-"""Waiting for a save."""
+"""Waiting for a save, and what is read of its progress."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.train import saves
+from paceline.train.progress import Progress
 from paceline.world.group import LocalGroup
 
 
@@ -45,3 +46,9 @@ def test_the_watchdog_sees_progress_as_long_as_bytes_flow(monkeypatch: pytest.Mo
     waiting._saver, waiting._progress = Slow(10, num_growing), SimpleNamespace(step=2)  # type: ignore[assignment]
     waiting._finish()
     assert len(entered) == num_growing + 1
+
+
+def test_progress_with_a_field_of_a_later_version_is_read() -> None:
+    progress = Progress()
+    progress.restore({"step": 3, "tokens": 7, "invented_later": 1})
+    assert (progress.step, progress.tokens) == (3, 7)

@@ -39,20 +39,25 @@ class NothingSaved(UserError):
     """There has never been a checkpoint here: nothing is lost, and there is nothing to resume from."""
 
 
-def find(checkpoints: Path, step: int | None = None) -> Found:
+def find(checkpoints: Path, step: int | None = None, kinds: Sequence[Kind] = mf.KINDS) -> Found:
     """Returns what `agree` does, in a single process."""
     try:
-        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, everyone_sees=True)
+        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, everyone_sees=True, kinds=kinds)
     except PacelineError as error:
         error.reach = "host" if isinstance(error, UserError) else "rank"
         raise
 
 
 def agree(
-    group: Group, checkpoints: Path, step: int | None, everyone_sees: bool, progress: Progress = _nothing
+    group: Group,
+    checkpoints: Path,
+    step: int | None,
+    everyone_sees: bool,
+    progress: Progress = _nothing,
+    kinds: Sequence[Kind] = mf.KINDS,
 ) -> Found:
     """Returns (folder, manifest, what is wrong with newer ones) of the newest good checkpoint, or of `step`, after
-    reading every byte of it. Equal on all ranks. Collective.
+    reading every byte of its files of these kinds. Equal on all ranks. Collective.
 
     If `everyone_sees` the folder, ranks verify its files in parallel; else rank 0 does. This may take any time, but no
     rank waits longer for another than the disk needs for a few MB. Raises on all ranks UserError if `step` is absent,
@@ -64,7 +69,7 @@ def agree(
         for folder in [checkpoints / name for name in names]:
             manifest, damage = from_rank_0(group, partial(_manifest_or_damage, folder))
             if damage is None:
-                damage = _first_damage(group, folder, manifest, everyone_sees, progress)
+                damage = _first_damage(group, folder, manifest, everyone_sees, progress, kinds)
             if damage is None:
                 return folder, manifest, problems
             if from_rank_0(group, folder.exists):  # else a running job has just pruned it, and there is a newer one
@@ -116,7 +121,7 @@ def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, 
     """Returns the complete weights of the newest good checkpoint, or of `step`, on the CPU, and what is wrong with
     newer ones. If a running job prunes it meanwhile, reads a newer one. Raises as `find`."""
     for _ in range(_MAX_TRIES):
-        folder, manifest, problems = find(checkpoints, step)
+        folder, manifest, problems = find(checkpoints, step, kinds=("weights",))
         specs = mf.tensors(manifest, "weights")
         items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
         with contextlib.suppress(FileNotFoundError):
@@ -212,10 +217,16 @@ def _manifest_or_damage(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _first_damage(
-    group: Group, folder: Path, manifest: Mapping[str, Any], everyone_sees: bool, progress: Progress
+    group: Group,
+    folder: Path,
+    manifest: Mapping[str, Any],
+    everyone_sees: bool,
+    progress: Progress,
+    kinds: Sequence[Kind],
 ) -> str | None:
-    """Reads every byte of a checkpoint's files; returns the first damage, equal on all ranks. Collective."""
-    names = sorted(manifest["files"])
+    """Reads every byte of a checkpoint's files of these kinds; returns the first damage, equal on all ranks.
+    Collective."""
+    names = sorted(name for name in manifest["files"] if name.partition("-")[0] in kinds)
     sizes = [manifest["files"][name]["bytes"] for name in names]
     owners = assign(sizes, group.size) if everyone_sees else [0] * len(names)
     mine = [name for name, owner in zip(names, owners, strict=True) if owner == group.rank]

@@ -21,5 +21,10 @@ class Progress:
         """Whether this step's validation loss is the lowest so far."""
         return self.val_loss is not None and self.val_loss == self.best_val_loss
 
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "Progress":
+        """Returns a manifest's progress, without fields that a later paceline has added."""
+        return cls(**{name: value for name, value in saved.items() if name in cls.__dataclass_fields__})
+
     def restore(self, saved: dict[str, Any]) -> None:
-        vars(self).update(vars(Progress(**saved)))
+        vars(self).update(vars(Progress.of(saved)))
