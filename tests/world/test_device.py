@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -52,14 +53,24 @@ def test_the_users_omp_num_threads_is_obeyed(monkeypatch: pytest.MonkeyPatch, va
     assert choose_threads(0, 2) == (int(value), "OMP_NUM_THREADS")
 
 
-def test_torchruns_own_single_thread_is_not_taken_for_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    threads, reason = choose_threads(0, 1)
-    assert threads == usable_cores()
-    assert "cores / 1 local ranks" in reason
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # torchrun never says 2: this is the user's
-    assert choose_threads(0, 1) == (2, "OMP_NUM_THREADS")
+AS_TORCHRUN = """
+import os, subprocess, sys
+rank = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TORCHELASTIC_RUN_ID": "x"}
+code = "from paceline.world.device import choose_threads; print(*choose_threads(0, 1))"
+subprocess.run([sys.executable, "-c", code], env=rank, check=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [({}, "cores / 1 local ranks"), ({"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS"), ({"OMP_NUM_THREADS": "2"}, "2 OMP")],
+)
+def test_a_single_thread_is_the_users_wish_unless_torchrun_set_it(own: dict[str, str], says: str) -> None:
+    """The launcher's own first environment tells. By the number alone a user's 1 was passed over."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | own
+    done = subprocess.run([sys.executable, "-c", AS_TORCHRUN], env=env, capture_output=True, text=True, check=True)
+    assert says in done.stdout
 
 
 def test_under_our_own_launcher_a_single_thread_is_the_users_wish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +94,43 @@ def test_two_hardware_threads_of_one_core_are_one_core(monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "read_text", lambda path: "0-1" if {"cpu0", "cpu1"} & {*path.parts} else "2-3")
     monkeypatch.setattr("paceline.world.cores.cgroup_quota", lambda: math.inf)  # it reads files, too
     assert usable_cores() == 2
+
+
+@pytest.mark.parametrize("namespace", ["mkldnn", "onednn", "gone"])
+def test_torchs_private_operators_may_be_renamed_or_gone(monkeypatch: pytest.MonkeyPatch, namespace: str) -> None:
+    """torch moves them from `mkldnn` to `onednn`; each start on a CPU asked for the old name."""
+    linear = torch.ops.mkldnn._linear_pointwise
+    own = {f"_is_{namespace}_bf16_supported": lambda: False, "_linear_pointwise": linear}
+    for name in ("mkldnn", "onednn"):
+        monkeypatch.setattr(torch.ops, name, SimpleNamespace(**own if name == namespace else {}), raising=False)
+    monkeypatch.setattr(device_module, "is_amd_with_avx512", lambda: True)
+    device_module.is_faster_in_bfloat16.cache_clear()
+    try:
+        assert choose_dtype("auto", CPU)[0] in (torch.float32, torch.bfloat16)
+        assert namespace == "gone" or not device_module._has_bfloat16_units()
+    finally:
+        device_module.is_faster_in_bfloat16.cache_clear()
+    a, b = torch.rand(8, 8), torch.rand(8, 8)
+    assert torch.allclose(device_module._mm(a, b), a @ b, atol=1e-5)
+
+
+class OldGlibc:
+    """Refuses a threshold above 32 MiB, as glibc before 2.35 does; then nothing may fix the others."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def mallopt(self, which: int, value: int) -> int:
+        self.calls.append((which, value))
+        return int(which != -3 or value <= 32 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_an_old_glibc_gets_the_largest_threshold_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    glibc = OldGlibc()
+    monkeypatch.setattr(device_module.ctypes, "CDLL", lambda _: glibc)
+    device_module.keep_freed_memory()
+    assert glibc.calls == [(-3, 1 << 30), (-3, 32 << 20), (-1, (1 << 31) - 1)]
 
 
 def test_every_rank_has_at_least_one_thread() -> None:
@@ -175,6 +223,7 @@ def test_a_part_of_a_name_is_no_peak(name: str) -> None:
 REPORT_PEAK = """
 import sys, torch
 from pathlib import Path
+from types import SimpleNamespace
 from paceline.world.device import peak_flops
 torch.set_num_threads(1)
 print(peak_flops(torch.device("cpu"), torch.float32, Path(sys.argv[1])).flops_per_s)

@@ -21,8 +21,9 @@ from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
+from paceline.world.device import DeviceClock
 from paceline.world.errors import lost_peers_named
-from paceline.world.group import DistributedGroup, Group, LocalGroup, PeerLost, Traffic, from_rank_0
+from paceline.world.group import DistributedGroup, Group, LocalGroup, PeerLost, Traffic, Transfer, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.staged import StagedGroup
 
@@ -558,3 +559,12 @@ def test_what_nobody_foresaw_on_rank_0_ends_it_there() -> None:
     own, other = (outcome.said for outcome in caught.value.outcomes)
     assert "FileNotFoundError" in own
     assert "PeerLost: rank 1 lost the other ranks during a broadcast" in other
+
+
+def test_what_nobody_asks_for_is_not_kept_for_ever() -> None:
+    """A script without a Replica takes no traffic: each call kept 275 bytes."""
+    traffic = Traffic()
+    limit = traffic.transfers.maxlen
+    assert limit is not None
+    traffic.transfers.extend([Transfer(DeviceClock(torch.device("cpu")))] * (limit + 1))
+    assert len(traffic.transfers) == limit == traffic.waits.maxlen

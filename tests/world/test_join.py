@@ -9,7 +9,7 @@ import random
 import re
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.synchronize import Event, Semaphore
@@ -21,7 +21,7 @@ import torch
 from ranks import FORKS
 from torch.distributed import HashStore, TCPStore
 
-from paceline.base.errors import PacelineError
+from paceline.base.errors import PacelineError, UserError
 from paceline.world import handshake, join, peer, runtime
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
@@ -253,7 +253,8 @@ class ReadMeanwhile(HashStore):
 
     def check(self, keys: list[str]) -> bool:
         is_there = super().check(keys)
-        self.delete_key(keys[0])
+        if keys[0].startswith("refusal"):
+            self.delete_key(keys[0])
         return is_there
 
 
@@ -261,8 +262,8 @@ def test_a_refusal_that_is_removed_while_rank_0_looks_for_it_keeps_nobody_waitin
     store = ReadMeanwhile()
     store.set_timeout(timedelta(seconds=1))
     board = handshake.Board(store)
-    board.post("refusal/nonce", "no")
-    handshake._wait_until_read(board, ["nonce"])  # to get it would raise, after the store's timeout
+    board.post("hello/1", asdict(join._facts(place(1, 2, 1), "lo", "gloo", "cpu")))
+    handshake._refuse_all(board, UserError("no"), 2, 40.0)  # to get it would raise, after the store's timeout
 
 
 def listening(world: World) -> list[tuple[str, int]]:

@@ -14,6 +14,7 @@ from ranks import RanksFailed, run_ranks
 
 from paceline.base.errors import RunError, UserError
 from paceline.world.config import ParallelConfig
+from paceline.world.cores import usable_cores
 from paceline.world.env import Environment
 from paceline.world.facts import RankFacts, unequal_kinds
 from paceline.world.group import LocalGroup, PeerLost
@@ -198,3 +199,16 @@ def test_the_helper_shows_every_ranks_traceback() -> None:
 def test_the_helper_ends_ranks_at_the_deadline() -> None:
     with pytest.raises(RanksFailed, match="not done within 1 s"):
         run_ranks(sleeps, 1, timeout_s=1)
+
+
+def threads_of_two_launchers(config: ParallelConfig, env: Environment) -> list[int]:
+    alone = replace(env, local_rank=0, local_world_size=1)  # as by two torchruns of one rank each
+    with open_world(replace(config, threads=0), alone) as world:
+        return [facts.threads for facts in world.facts]
+
+
+def test_ranks_of_several_launchers_share_the_cores_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took all cores, and a step 18 times as long."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    each = max(1, usable_cores() // 2)
+    assert run_ranks(threads_of_two_launchers, 2, opened=False) == [[each, each]] * 2

@@ -108,3 +108,17 @@ def test_a_rank_that_is_lost_or_elsewhere_ends_the_wait_of_the_others(how: str, 
         run_ranks(breaks, 3, how, last_words_s=2)
     # One of the others may see the end of the other one first.
     assert any(f"lost the other ranks during an all-reduce: {says}" in each.said for each in caught.value.outcomes)
+
+
+def without_memfd(config: ParallelConfig, env: Environment) -> bool:
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "a seccomp profile refuses it")
+
+    if env.rank == 1:
+        os.memfd_create = refuse
+    with open_world(config, env) as world:
+        return world.group.shares_memory
+
+
+def test_where_one_rank_may_not_make_anonymous_files_all_use_sockets() -> None:
+    assert run_ranks(without_memfd, 2, opened=False) == [False, False]

@@ -13,10 +13,15 @@ def cpu_name() -> str:
     return _said_of_cpu("model name") or platform.processor() or platform.machine()
 
 
+def cpu_flags() -> set[str]:
+    """Returns the names of the processor's abilities, as Linux has them: flags on x86, Features on ARM."""
+    return set((_said_of_cpu("flags") or _said_of_cpu("Features")).split())
+
+
 @functools.cache
 def is_amd_with_avx512() -> bool:
     """Whether this machine's processor is AMD's and has AVX-512: since Zen 4."""
-    return "AMD" in cpu_name() and "avx512f" in _said_of_cpu("flags").split()
+    return "AMD" in cpu_name() and "avx512f" in cpu_flags()
 
 
 @functools.cache

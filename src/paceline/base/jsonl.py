@@ -1,7 +1,6 @@
 """Files of JSON lines: reads them, also while another process writes or after a crash, and opens them to append."""
 
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from io import BytesIO
@@ -80,10 +79,12 @@ def open_at_line_end(path: Path) -> int:
     """Opens a file to append lines; only the user may read a new one. Removes a last line that a crash cut short."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     if size := os.fstat(descriptor).st_size:
-        with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        if end < size:
-            os.ftruncate(descriptor, end)
+        end, found = size, -1
+        while end and found < 0:  # read, not mapped: some FUSE mounts refuse that
+            end, before = max(0, end - _CHUNK_BYTES), end
+            found = os.pread(descriptor, before - end, end).rfind(b"\n")
+        if end + found + 1 < size:
+            os.ftruncate(descriptor, end + found + 1)
     return descriptor
 
 

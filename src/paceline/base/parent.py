@@ -7,12 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
+from paceline.base.errors import EXIT_FAILED
+from paceline.base.say import say
+
 
 def die_with_parent(parent: int | None = None) -> None:
     """Asks Linux to kill this process when its parent ends; else ranks keep training after kill -9 of a launcher.
 
-    parent: its pid. If it is dead already, this process ends at once. None: the parent if that is torchrun; processes
-    that a shell started (ssh, nohup) outlive it.
+    parent: its pid. If it is dead already, this process says so and ends at once. None: the parent if that is torchrun;
+    processes that a shell started (ssh, nohup) outlive it.
     """
     if sys.platform != "linux" or (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ):
         return
@@ -20,7 +23,11 @@ def die_with_parent(parent: int | None = None) -> None:
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        say(
+            f"error: pid {parent}, which PACELINE_LAUNCHER names or which started this process, is not its parent: it "
+            "has ended, or the environment is a copy of a rank's (unset PACELINE_LAUNCHER)"
+        )
+        os._exit(EXIT_FAILED)
 
 
 def start_ticks(pid: int) -> int:

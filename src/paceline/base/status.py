@@ -41,6 +41,12 @@ def has_launcher() -> bool:
     return STATUS_FOLDER in os.environ and os.environ.get(LAUNCHER) == str(os.getppid())
 
 
+def launcher_pid() -> int | None:
+    """Returns the pid that the variable names; None if there is no launcher, or no number."""
+    text = os.environ.get(LAUNCHER, "")
+    return int(text) if text.isdecimal() else None
+
+
 def record_status(code: int, consequence: str | None = None) -> int:
     """Reports the exit status to the launcher, if there is one, and returns it. Call it before each exit. The agent
     sees 75 as success, and lets other ranks finish; after a failure the launcher may kill this process at once."""

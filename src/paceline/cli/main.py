@@ -133,6 +133,7 @@ def _end_with(error: PacelineError) -> int:
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     if error.reach == "host" and os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 prints it
         status = record_status(error.exit_status)
+        _tell_other_hosts(error)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_FIRST_S)
             print_error(f"{_rank_prefix()}error: {error}")  # still alive: local rank 0 has not seen it
@@ -142,7 +143,17 @@ def _end_with(error: PacelineError) -> int:
     kind = "" if isinstance(error, Stopped) and error.reach != "rank" else "error: "
     log = own_log() if error.reach == "rank" and not isinstance(error, UserError) else None
     prefix = _rank_prefix() if error.reach == "rank" or os.environ.get("RANK", "0") != "0" else ""
-    return _end(f"{prefix}{kind}{error}" + (f" (the log of this rank is {log})" if log else ""), error.exit_status)
+    status = _end(f"{prefix}{kind}{error}" + (f" (the log of this rank is {log})" if log else ""), error.exit_status)
+    _tell_other_hosts(error)
+    return status
+
+
+def _tell_other_hosts(error: PacelineError) -> None:
+    if {"LOCAL_WORLD_SIZE", "SLURM_PROCID", "PET_MASTER_ADDR"}.isdisjoint(os.environ):  # which tell of other hosts
+        return
+    from paceline.world.join import tell_others  # imports torch
+
+    tell_others(error)
 
 
 def _end(message: str, status: int) -> int:

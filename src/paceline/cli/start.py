@@ -15,7 +15,7 @@ from paceline import __version__
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.parent import die_with_parent
-from paceline.base.status import LAUNCHER, has_launcher
+from paceline.base.status import has_launcher, launcher_pid
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
@@ -64,7 +64,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if hosts:
         env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}")
     if env.is_distributed:
-        die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
+        die_with_parent(launcher_pid())
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
     from paceline.record.console import Console  # imports rich
 

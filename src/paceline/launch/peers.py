@@ -22,8 +22,9 @@ from paceline.launch.options import Address
 from paceline.launch.restarts import Failure
 
 _ASK_EVERY_S = 0.5
-_ANSWER_S = 1.0
-_DEAD_S = 3.0  # without an answer: the host, its launcher or its cable is gone
+_ANSWER_S = 5.0
+_DEAD_S = 10.0  # without an answer: the host, its launcher or its cable is gone
+_STATE_BYTES = 1 << 24  # far more than a state has
 _READ_S = 3.0  # without a byte of a file
 RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl")
 _SERVED = re.compile(r"checkpoints/step-\d{8,}/(manifest\.json|[a-z]+-\d{5}-of-\d{5}\.safetensors)")
@@ -92,7 +93,7 @@ class Peers:
             threading.Thread(target=self._ask, args=(other,), daemon=True).start()
 
     def alive(self) -> dict[int, State]:
-        """Returns node -> state of the hosts that have answered within 3 s; one that refuses to is gone at once."""
+        """Returns node -> state of the hosts that have answered within 10 s; one that refuses to is gone at once."""
         now = time.monotonic()
         return {node: state for node, (state, at) in sorted(self._heard.items()) if now - at < _DEAD_S}
 
@@ -114,13 +115,13 @@ class Peers:
             asked_s = time.monotonic()
             try:
                 with fetch(self._addresses[node], "state", _ANSWER_S) as answer:
-                    self._heard[node] = State.read(answer.read()), asked_s
+                    self._heard[node] = State.read(answer.read(_STATE_BYTES)), asked_s
             except ConnectionRefusedError as error:  # the launcher has ended, and its ranks with it
                 self._heard.pop(node, None)
                 self.problems[node] = error.strerror or "refused"
             except (OSError, http.client.HTTPException) as error:
                 self.problems[node] = str(error) or type(error).__name__
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 self.problems[node] = "another program, or another version of paceline, answers there"
             if self._closed.wait(_ASK_EVERY_S):
                 return

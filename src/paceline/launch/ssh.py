@@ -35,6 +35,7 @@ _OPTIONS = (
 )
 _GREETING_S = 40.0  # Python from a slow network disk, on a busy machine
 _LOOK_EVERY_S = 0.05
+_OUTPUT_S = 2.0  # for the rest of a command's output, after its end
 _REFUSED_S = 2.0  # for the other hosts to end, after one was refused or lost
 _PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACKIO_")  # beginnings of variables
 _SAID = (EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_DONE)  # statuses that came with a message
@@ -96,6 +97,7 @@ class _Host:
     def __init__(self, name: str, line: list[str], output: _Output):
         self.name, self._output = name, output
         self.greeting: Greeting | None = None
+        self._ended_s: float | None = None  # monotonic
         self.complaint = ""  # the last line on standard error before the greeting
         try:
             self._process = subprocess.Popen(
@@ -115,10 +117,14 @@ class _Host:
             reader.start()
 
     def status(self) -> int | None:
-        """Returns the exit status, when all output has been read; None before."""
-        if any(reader.is_alive() for reader in self._readers):
-            return None
-        return self._process.poll()
+        """Returns the exit status, when all output has been read, or two seconds after the end: a process that the
+        command has left behind may keep the output open. None before."""
+        status = self._process.poll()
+        if status is not None and self._ended_s is None:
+            self._ended_s = time.monotonic()
+        if self._ended_s is None or time.monotonic() - self._ended_s < _OUTPUT_S:
+            return None if any(reader.is_alive() for reader in self._readers) else status
+        return status
 
     def send(self, line: str) -> None:
         assert self._process.stdin
@@ -147,7 +153,9 @@ class _Host:
                 with contextlib.suppress(OSError):  # a closed terminal does not end the run
                     os.write(1, line)
             elif line.startswith(GREETING):
-                self.greeting = Greeting(**json.loads(line.removeprefix(GREETING)))
+                with contextlib.suppress(ValueError, AttributeError):
+                    found = json.loads(line.removeprefix(GREETING))  # another version may have other fields
+                    self.greeting = Greeting(str(found.get("version")), str(found.get("address", "")))
 
     def _print(self, stream: IO[bytes]) -> None:
         for line in stream:
@@ -187,7 +195,7 @@ def _greet(hosts: list[_Host], signals: StopSignals) -> list[str]:
         if signals.wait(_LOOK_EVERY_S):
             assert signals.first
             raise KeyboardInterrupt if signals.first == signal.SIGINT else Stopped(stopped_early(signals.first.name))
-    problems = [f"{host.name}: {problem}" for host in hosts if (problem := _problem(host))]
+    problems = [f"{host.name}: {problem}" for host in hosts if (problem := _problem(host, len(hosts) > 1))]
     if problems:
         raise UserError("cannot start on " + "; ".join(problems))
     addresses = [host.greeting.address for host in hosts if host.greeting]
@@ -197,8 +205,8 @@ def _greet(hosts: list[_Host], signals: StopSignals) -> list[str]:
     return addresses
 
 
-def _problem(host: _Host) -> str:
-    """Returns why this host cannot be used, and what helps; empty: it can."""
+def _problem(host: _Host, needs_address: bool) -> str:
+    """Returns why this host cannot be used, and what helps; empty: it can. One host alone needs no address."""
     if host.greeting is None:
         if host.status() is None:
             return f"no answer within {_GREETING_S:g} s; try `ssh {host.name} true`"
@@ -206,7 +214,7 @@ def _problem(host: _Host) -> str:
         return f"{host.complaint or 'ssh ended without a message'}; {help_text.format(name=host.name)}"
     if host.greeting.version != __version__:
         return f"paceline {host.greeting.version} is there, {__version__} here; install the same, or use --python"
-    if "." not in host.greeting.address:
+    if needs_address and "." not in host.greeting.address:
         return (
             f"ssh reached it at '{host.greeting.address}', and ranks need an IPv4 address; "
             "give it, or set AddressFamily inet in ~/.ssh/config"

@@ -18,6 +18,7 @@ from paceline.record.console import print_error
 from paceline.world.calls import LEAVE, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.group import SPEAKS_FIRST_S, PeerLost
+from paceline.world.join import tell_others
 from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 
@@ -173,6 +174,8 @@ class _Membership:
         status = error.exit_status if isinstance(error, PacelineError) else EXIT_FAILED
         status = 130 if isinstance(error, KeyboardInterrupt) else status
         self._print(error)
+        if isinstance(error, PacelineError):
+            tell_others(error)
         atexit.unregister(self.leave_at_exit)
         if not self.is_rank():  # one process ends normally: exit handlers run, files are written
             self._close(error)

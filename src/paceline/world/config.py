@@ -44,7 +44,8 @@ class ParallelConfig:
     expect_ranks: int = 0
     """Refuse a world of any other size, as when a host is missing; 0: accept any size."""
     threads: int = 0
-    """CPU threads of a rank; 0: OMP_NUM_THREADS if the user set it, else the cores divided by the local ranks."""
+    """CPU threads of a rank; 0: OMP_NUM_THREADS if the user set it, else the cores divided by the ranks on them, of all
+    launchers of this machine."""
     port: int = 0
     """Port of the rendezvous under --nproc and --hosts; 0: a free one."""
     bucket_mb: float = 0.0

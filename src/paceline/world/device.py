@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Protocol, cast
 
+import psutil
 import torch
 
-from paceline.base.cores import cpu_name, is_amd_with_avx512
+from paceline.base.cores import cpu_flags, cpu_name, is_amd_with_avx512
 from paceline.base.errors import UserError
 from paceline.base.units import dtype_name
 from paceline.world.cores import free_memory, usable_cores
@@ -77,15 +78,28 @@ def use_deterministic_kernels() -> None:
 
 
 def choose_threads(wanted: int, local_world_size: int) -> tuple[int, str]:
-    """Returns (threads of this rank, why). Under torchrun OMP_NUM_THREADS=1 counts as not set: torchrun sets it."""
+    """Returns (threads of this rank, why). local_world_size: the ranks that share this rank's cores, of all launchers.
+    OMP_NUM_THREADS=1 counts as not set if torchrun has set it, as it does for several ranks."""
     if wanted:
         return wanted, "--parallel.threads"
     user = os.environ.get("OMP_NUM_THREADS", "")
-    from_torchrun = user == "1" and "TORCHELASTIC_RUN_ID" in os.environ and "PACELINE_LAUNCHER" not in os.environ
+    from_torchrun = user == "1" and "PACELINE_LAUNCHER" not in os.environ and not _is_set_by_user("OMP_NUM_THREADS")
     if user.isdecimal() and int(user) > 0 and not from_torchrun:
         return int(user), "OMP_NUM_THREADS"
     cores = usable_cores()
     return max(1, cores // local_world_size), f"{cores} cores / {local_world_size} local ranks"
+
+
+def _is_set_by_user(name: str) -> bool:
+    """Whether the environment in which torchrun was started has this variable; True if this is no rank of torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    with contextlib.suppress(psutil.Error, OSError):
+        for parent in psutil.Process().parents():  # the first one that is no rank, or a wrapper of one
+            started_with = parent.environ()
+            if "TORCHELASTIC_RUN_ID" not in started_with:
+                return name in started_with
+    return False
 
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -154,11 +168,22 @@ def _rounding() -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:6]
 
 
+def _has_bfloat16_units() -> bool:
+    """Whether oneDNN has bfloat16 kernels for this processor and environment. torch renames the private operator; where
+    it has neither name, the processor's flags decide."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    for namespace in ("mkldnn", "onednn"):
+        with contextlib.suppress(AttributeError):
+            return bool(getattr(getattr(torch.ops, namespace), f"_is_{namespace}_bf16_supported")())
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags())
+
+
 @functools.cache
 def is_faster_in_bfloat16() -> bool:
     """Whether this process multiplies bfloat16 matrices clearly faster than float32 ones on the CPU. Measured in 20 ms:
     the environment may restrict oneDNN's instructions, and AVX512_BF16 is slower than float32 on some processors."""
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):  # type: ignore[no-untyped-call]
+    if not _has_bfloat16_units():
         return False  # emulated, in up to 100 times the time
     matrices = [torch.ones(384, 384, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     threads = torch.get_num_threads()
@@ -240,7 +265,10 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns a @ b of CPU tensors, by the kernel that models take (model/cpu.py)."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if a.dtype == torch.float32 and is_amd_with_avx512() and has_onednn:
-        return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], ""))
+        for namespace in ("mkldnn", "onednn"):  # torch renames the private operator
+            with contextlib.suppress(AttributeError):
+                linear = getattr(torch.ops, namespace)._linear_pointwise
+                return cast(torch.Tensor, linear(a, b.t(), None, "none", [], ""))
     return torch.mm(a, b)
 
 
@@ -289,5 +317,6 @@ def keep_freed_memory() -> None:
     m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
     with contextlib.suppress(AttributeError, OSError):  # musl has no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_threshold, 1 << 30)
-        mallopt(m_trim_threshold, (1 << 31) - 1)
+        # Older ones refuse more than 32 MiB. The second call alone would fix the first threshold at 128 KiB.
+        if mallopt(m_mmap_threshold, 1 << 30) or mallopt(m_mmap_threshold, 32 << 20):
+            mallopt(m_trim_threshold, (1 << 31) - 1)

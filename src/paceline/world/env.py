@@ -40,6 +40,11 @@ class Environment:
         """True if a launcher described a world, even one of a single rank."""
         return bool(self.master_addr)
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks were started elsewhere, too."""
+        return self.world_size > self.local_world_size
+
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
     """Returns this process's place in the world. Raises UserError if variables are missing or contradict each other,
@@ -75,6 +80,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
             f"LOCAL_RANK is {local_rank}, LOCAL_WORLD_SIZE {local_world_size}, WORLD_SIZE {world_size}; "
             "they contradict each other"
         )
+    run_id = env.get("TORCHELASTIC_RUN_ID", "")
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -83,7 +89,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
         master_addr=env["MASTER_ADDR"],
         master_port=master_port,
         agent_holds_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=env.get("PACELINE_JOB") or env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),
+        job=env.get("PACELINE_JOB") or ("" if run_id == "none" else run_id),  # torchrun's name for no name
         attempt=_integer(env, "PACELINE_ATTEMPT", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
     )
 
@@ -174,8 +180,8 @@ def is_loopback(address: str) -> bool:
 
 def transfer_address(interface: str) -> str:
     """Returns the address at which Gloo listens: the interface's, else the one of the host's name, else loopback."""
-    if interface:
-        return _addresses(interface)[0]
+    if found := _addresses(interface):  # no interface is named "", and a wrong one has been refused
+        return found[0]
     with contextlib.suppress(OSError):
         return next(filter(_is_own, _resolve(socket.gethostname(), 0)), "127.0.0.1")
     return "127.0.0.1"

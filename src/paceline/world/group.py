@@ -7,6 +7,7 @@ Every rank must call each verb, in the same order. If a peer is gone, a verb rai
 possible any more: the rank exits, and the others notice that.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
@@ -207,7 +208,7 @@ class DistributedGroup(Group):
 
     def take_traffic(self) -> Traffic:
         known, self._traffic = self._traffic, Traffic()
-        over: list[Transfer] = []
+        over: deque[Transfer] = deque()
         for transfer in known.transfers:
             (over if transfer.is_over else self._traffic.transfers).append(transfer)
         in_memory_s = self._memory.cpu_s if self._memory else 0.0

@@ -9,12 +9,16 @@ connect to dead processes. So a rank trusts only answers to its random nonce:
     roster                  rank 0, when all have acknowledged: the generation and its ranks
     refusal/NONCE           why the process with this nonce cannot take part
 
+A rank that has refused to train before, as for a wrong interface, has its problem in its hello: all are refused then.
+
 A living process sees its hello overwritten if a second one comes as the same rank. All later keys, also those of the
 process group, are prefixed with the generation. All values are JSON. No clock of another host is read.
 """
 
+import contextlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -25,7 +29,9 @@ from paceline.base.units import listed
 from paceline.world.env import is_loopback
 from paceline.world.peer import Peer
 
-_READ_S = 0.5  # for other processes to read why they are refused; a dead one never does
+# For other processes to come, and to read why they are refused; a dead one never does. A rank that has printed its own
+# problem has more time: the others may still prepare data.
+REFUSE_S, TELL_S = 5.0, 30.0
 _SETTLED_S = 5.0  # then keys of dead processes are gone, and an unanswered rank looks for a complete world
 
 
@@ -44,6 +50,7 @@ class Facts:
     device: str
     gpu: str  # its UUID; empty: none
     versions: dict[str, str]  # of libraries that must be the same
+    problem: str = ""  # why this rank will not train
 
 
 class Board:
@@ -94,16 +101,13 @@ def gather_ranks(board: Board, me: Facts, deadline: float) -> tuple[str, list[Pe
             # One rank more: one that was started with a larger WORLD_SIZE.
             for rank in range(1, me.world_size + 1):
                 _answer(board, generation, rank, answered, present)
-            if difference := _difference(list(present.values())):
+            if difference := _problem(present.values()) or _difference(list(present.values())):
                 raise UserError(difference, reach="world")
             if time.monotonic() > deadline:
                 raise RunError(_who_is_missing(me.world_size, list(present.values())), reach="world")
         except PacelineError as error:
-            nonces = [facts.nonce for facts in answered.values()]
-            try:
-                _refuse(board, error, nonces)
-            finally:
-                _wait_until_read(board, nonces)
+            _refuse_all(board, error, me.world_size, TELL_S if me.problem else REFUSE_S)
+            raise
         if len(present) < me.world_size:
             _pause(began)
     board.post("roster", {"generation": generation, "peers": [asdict(present[rank].peer) for rank in sorted(present)]})
@@ -128,6 +132,11 @@ def _answer(board: Board, generation: str, rank: int, answered: dict[int, Facts]
         present[rank] = ack
     else:
         present.pop(rank, None)
+
+
+def _problem(present: Iterable[Facts]) -> str:
+    """What one of these ranks has found before it came; empty if there is nothing."""
+    return next((f"{each.peer.shown} cannot train: {each.problem}" for each in present if each.problem), "")
 
 
 def _difference(present: list[Facts]) -> str:
@@ -191,14 +200,27 @@ def _who_is_missing(world_size: int, present: list[Facts]) -> str:
 def _refuse(board: Board, error: PacelineError, nonces: list[str]) -> NoReturn:
     """Posts to the waiting processes why there will be no world, and raises it."""
     for nonce in nonces:
-        board.post(f"refusal/{nonce}", {"message": str(error), "is_user": isinstance(error, UserError)})
+        _post_refusal(board, error, nonce)
     raise error
 
 
-def _wait_until_read(board: Board, nonces: list[str]) -> None:
-    """Waits until the refused processes have read why: the store may end with this one."""
-    deadline = time.monotonic() + _READ_S
-    while time.monotonic() < deadline and any(board.has(f"refusal/{nonce}") for nonce in nonces):
+def _post_refusal(board: Board, error: PacelineError, nonce: str) -> None:
+    board.post(f"refusal/{nonce}", {"message": str(error), "is_user": isinstance(error, UserError)})
+
+
+def _refuse_all(board: Board, error: PacelineError, world_size: int, most_s: float) -> None:
+    """Posts to every process that waits, or comes within `most_s`, why there will be no world. Returns when all ranks
+    have read it, because the store may end with this process."""
+    deadline, refused = time.monotonic() + most_s, set[str]()
+    while time.monotonic() < deadline:
+        for rank in range(1, world_size + 1):
+            with contextlib.suppress(PacelineError):  # raised for another program's value
+                hello = board.read_facts(f"hello/{rank}")
+                if hello is not None and hello.nonce not in refused:
+                    refused.add(hello.nonce)
+                    _post_refusal(board, error, hello.nonce)
+        if len(refused) >= world_size - 1 and not any(board.has(f"refusal/{nonce}") for nonce in refused):
+            return
         time.sleep(0.02)
 
 

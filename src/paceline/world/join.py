@@ -1,5 +1,6 @@
 """Finds the processes of a world: by a handshake over a store, or in an open process group."""
 
+import contextlib
 import os
 import secrets
 import socket
@@ -13,24 +14,26 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from paceline import __version__
 from paceline.base.clock import within
-from paceline.base.errors import RunError, UserError
+from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.net import listen, require_loopback
 from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
 from paceline.world.env import (
     Environment,
+    detect,
     interfaces_text,
     is_loopback,
     listening_address,
     store_addresses,
     transfer_address,
 )
-from paceline.world.handshake import Board, Facts, gather_ranks, join_rank_0
+from paceline.world.handshake import REFUSE_S, TELL_S, Board, Facts, gather_ranks, join_rank_0
 from paceline.world.peer import Peer as Peer
 from paceline.world.peer import network_id, this_process
 
 _ROOT = "paceline"
 _num_joined = 0  # open process groups that this process has joined
+_has_met = False  # this process has met the other ranks, by a handshake
 _held: dict[int, Store] = {}  # by port: stores that this process hosts; it may leave a world and join again
 _LAST_WORD_S = 2.0  # the other ranks wait this much longer: rank 0 knows who is missing
 
@@ -50,6 +53,7 @@ def join_world(env: Environment, interface: str, backend: str, device: str, time
     Raises UserError on all ranks if two processes come as one rank, if world sizes, jobs, versions or backends differ,
     or if other hosts cannot reach Gloo's address; RunError, naming the missing ranks, after `timeout_s`.
     """
+    global _has_met
     deadline = time.monotonic() + timeout_s
 
     def join() -> Joined:
@@ -63,7 +67,9 @@ def join_world(env: Environment, interface: str, backend: str, device: str, time
 
     where = f"{env.master_addr}:{env.master_port}"
     try:
-        return within(timeout_s + 2 * _LAST_WORD_S, join)
+        joined = within(timeout_s + 2 * _LAST_WORD_S + REFUSE_S, join)
+        _has_met = True
+        return joined
     except TimeoutError:
         raise RunError(f"the store at {where} has not answered rank {env.rank} for {timeout_s:g} s") from None
     except RuntimeError as error:  # DistStoreError and DistNetworkError derive from it
@@ -71,6 +77,23 @@ def join_world(env: Environment, interface: str, backend: str, device: str, time
             f"rank {env.rank} lost the store at {where} while it waited for the other ranks: rank 0, or the launcher "
             f"on its host, has ended ({str(error).strip().splitlines()[0]})"
         ) from error
+
+
+def tell_others(error: PacelineError) -> None:
+    """Tells the ranks of other hosts why this one will not train: they would wait for it. Returns when they have heard
+    it, or after some seconds. Does nothing once the ranks have met, for errors that all of them see, and on one host,
+    where the launcher ends all ranks."""
+    with contextlib.suppress(PacelineError, RuntimeError, OSError, TimeoutError):
+        env = detect()
+        if _has_met or not isinstance(error, UserError) or error.reach == "world" or not env.spans_hosts:
+            return
+
+        def tell() -> None:
+            board = Board(PrefixStore(_ROOT, open_store(env, "", TELL_S)))
+            me = replace(_facts(env, "", "", "cpu"), problem=str(error))
+            (join_rank_0 if env.rank else gather_ranks)(board, me, time.monotonic() + TELL_S)
+
+        within(TELL_S + REFUSE_S, tell)
 
 
 def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Environment, Joined]:

@@ -1,5 +1,6 @@
 """The processes of a world, and whether they live."""
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import psutil
 
+from paceline.base.cores import physical_cores
 from paceline.base.parent import start_ticks
+from paceline.world.cores import cgroup_quota
 from paceline.world.env import Environment
 
 
@@ -19,10 +22,16 @@ class Peer:
     local_rank: int
     boot_id: str  # of the running kernel and pid namespace: `pid` means the same where it is equal
     born_ticks: int  # start in clock ticks since boot, because pids are used again; 0: unknown
+    cores: str = ""  # names the processors that this rank may use; equal where ranks share them
 
     @property
     def shown(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def machine(self) -> str:
+        """A text that is equal for the processes of one host; several machines may have one host name."""
+        return f"{self.host} {self.boot_id}"
 
     @property
     def is_alive(self) -> bool:
@@ -41,8 +50,16 @@ def this_process(env: Environment) -> Peer:
         pid=os.getpid(),
         local_rank=env.local_rank,
         boot_id=_namespace("pid"),
+        cores=_cores(),
         born_ticks=start_ticks(os.getpid()),
     )
+
+
+def _cores() -> str:
+    """Names this process's processors. Containers with a quota have processors of their own; without one they share the
+    machine's."""
+    machine = _namespace("pid") if math.isfinite(cgroup_quota()) else _namespace("pid").split()[0]
+    return f"{machine} {sum(1 << core for core in physical_cores()):x}"
 
 
 def network_id() -> str:

@@ -15,11 +15,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
 
 from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
+from paceline.base.status import launcher_pid
 from paceline.base.sums import exact_sum
 from paceline.base.units import dtype_name, listed
 from paceline.world.calls import Calls, mistake
@@ -91,8 +91,8 @@ class World:
     def is_first(self, but: Collection[int] = ()) -> bool:
         """Whether this is the first rank that is alive, as far as its host knows, and not among `but`: the one to print
         what all ranks see."""
-        host = self.peers[self.rank].host
-        living = (peer.rank for peer in self.peers if peer.host != host or peer.is_alive)
+        here = self.peers[self.rank].machine
+        living = (peer.rank for peer in self.peers if peer.machine != here or peer.is_alive)
         return self.rank == next((rank for rank in living if rank not in but), self.rank)
 
     def leave(self) -> None:
@@ -200,7 +200,7 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     """
     adopted = None
     if env is None and dist.is_initialized():
-        env, adopted = join_open_group(_get_default_store(), dist.get_rank(), dist.get_world_size(), config.timeout_s)
+        env, adopted = join_open_group(_store_of_open_group(), dist.get_rank(), dist.get_world_size(), config.timeout_s)
     env = env or detect()
     check_size(env.world_size, config.expect_ranks)
     if adopted is None:
@@ -212,14 +212,16 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     device = choose_device(
         config.device, env.local_rank, env.local_world_size, env.world_size, sees_all_gpus=sees_all_gpus
     )
-    threads = choose_threads(config.threads, env.local_world_size)
-    torch.set_num_threads(threads[0])
     keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
     with group_open as (group, joined, backend):
-        own = own_facts(device, backend, threads, env.local_world_size)
+        peers = joined.peers if joined else (this_process(env),)
+        sharing = max(env.local_world_size, sum(peer.cores == peers[env.rank].cores for peer in peers))
+        threads = choose_threads(config.threads, sharing)
+        torch.set_num_threads(threads[0])
+        own = own_facts(device, backend, threads, sharing)
         facts = gather_facts(group, replace(own, shares_memory=group.shares_memory))
         warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
         idle = warn_of_idle_gpus(facts) if config.device == "auto" else ()
@@ -232,12 +234,20 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             backend=backend,
             threads=threads[0],
             group=group,
-            peers=joined.peers if joined else (this_process(env),),
+            peers=peers,
             facts=facts,
             generation=joined.generation if joined else "",
             store=joined.store if joined else None,
             warnings=(*warnings, *idle),
         )
+
+
+def _store_of_open_group() -> Store:
+    assert dist.group.WORLD is not None
+    if hasattr(dist.distributed_c10d, "_get_default_store"):  # private to torch
+        store: Store = dist.distributed_c10d._get_default_store()
+        return store
+    return PrefixStore("paceline", dist.group.WORLD.get_group_store())
 
 
 @contextmanager
@@ -249,8 +259,7 @@ def _open_group(
         yield LocalGroup(device), None, "none"
         return
     backend = _choose_backend(config.backend, device)
-    launcher = os.environ.get("PACELINE_LAUNCHER")
-    die_with_parent(int(launcher) if launcher else None)
+    die_with_parent(launcher_pid())
     if not config.interface:
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     joined = join_world(env, config.interface, backend, device.type, config.timeout_s)
@@ -271,7 +280,10 @@ def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -
     backend = backend_of_open_group(config, device)
     own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     assert dist.group.WORLD is not None
-    timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
+    try:
+        timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
+    except AttributeError:  # private to torch
+        timeout = timedelta(seconds=config.timeout_s)
     group = _make_group(device, backend, config, joined)
     try:
         yield group, joined, backend
@@ -283,7 +295,7 @@ def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -
 
 def _make_group(device: torch.device, backend: str, config: ParallelConfig, joined: Joined) -> DistributedGroup:
     kind = StagedGroup if device.type == "cuda" and backend == "gloo" else DistributedGroup
-    group = kind(device, config.timeout_s, [peer.host for peer in joined.peers])
+    group = kind(device, config.timeout_s, [peer.machine for peer in joined.peers])
     group.share_memory(joined.peers, config.shared_memory and device.type == "cpu")
     return group
 

@@ -40,7 +40,7 @@ def open_shared_memory(group: Group, peers: Sequence[Peer], is_wanted: bool) -> 
     """Returns what the ranks share; None if they cannot, or one of them does not want it. Collective."""
     me = peers[group.rank]
     is_one_host = len(peers) > 1 and len({(peer.host, peer.boot_id) for peer in peers}) == 1
-    is_possible = is_wanted and is_one_host and hasattr(os, "memfd_create")
+    is_possible = is_wanted and is_one_host and _has_memfd()
     pipes = [os.pipe() for _ in peers] if is_possible else []
     writable = group.share_integers([pipe[1] for pipe in pipes] or [-1] * len(peers))
     writers: list[int] = []
@@ -52,6 +52,15 @@ def open_shared_memory(group: Group, peers: Sequence[Peer], is_wanted: bool) -> 
     for fd in [pipe[1] for pipe in pipes] + ([] if can_all else readers + writers):
         os.close(fd)
     return SharedMemory(group, [peer.pid for peer in peers], readers, writers) if can_all else None
+
+
+def _has_memfd() -> bool:
+    """Whether this process may make anonymous files: only Linux has them, and a seccomp profile may refuse them."""
+    try:
+        os.close(os.memfd_create("paceline"))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 class SharedMemory:

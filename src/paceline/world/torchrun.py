@@ -45,8 +45,10 @@ class Torchrun:
     @classmethod
     def read(cls, arguments: Sequence[str]) -> "Torchrun":
         """Parses torchrun's arguments, and the PET_ variables that replace them, with torchrun's own parser."""
-        from torch.distributed.run import get_args_parser
-
+        try:
+            from torch.distributed.run import get_args_parser
+        except ImportError:  # not documented by torch
+            return cls()
         parsed, _ = get_args_parser().parse_known_args(arguments)
         return cls("1", "c10d") if parsed.standalone else cls(parsed.nnodes, parsed.rdzv_backend)
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from paceline.world.device import DeviceClock, Stamp
 
+_MOST_KEPT = 1 << 15
+
 Messages = Mapping[int, torch.Tensor]  # by the other rank's number
 
 
@@ -81,8 +83,9 @@ class Traffic:
     blocked in them, and the CPU time of the threads that carry them."""
 
     num_bytes: float = 0.0
-    transfers: list[Transfer] = field(default_factory=list)
-    waits: list[tuple[Stamp, Stamp]] = field(default_factory=list)
+    # The latest: a script without a Replica takes none. A step has far fewer.
+    transfers: deque[Transfer] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
+    waits: deque[tuple[Stamp, Stamp]] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
     cpu_s: float = field(default=0.0, compare=False)
 
 

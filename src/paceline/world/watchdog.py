@@ -69,7 +69,6 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._me, self._peers, self._group = world.rank, world.peers, world.group
         self._on_verdict, self._log, self._calls = on_verdict, log, calls
-        self._is_nccl = world.backend == "nccl"  # a collective does not fail when another rank dies: the watchdog looks
         self._clock = AwakeClock()
         self._place = ("start", 0, 0)  # section, step, how many were entered
         self._seen: tuple[object, float] = (None, 0.0)  # what shows progress, and since when it is the same
@@ -135,7 +134,8 @@ class Watchdog:
             still_s = now - self._seen[1]
             self._beats.listens = self._state != "runs" or still_s > 3 * self._beat_s()
             self._obey()
-            if self._beats.listens and wait is not None and self._is_nccl:
+            # A dead rank's collectives fail, but not under NCCL, nor while a child of it holds its connections.
+            if self._beats.listens and wait is not None and self._state == "runs":
                 self._end_if(blame.dead(self._known()))
             if self._beats.listens and wait is not None and self._calls is not None:
                 self._end_if(blame.different_calls(self._known()))

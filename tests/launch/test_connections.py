@@ -1,0 +1,34 @@
+"""A host at the other end of a connection, with a shell in place of ssh and its agent."""
+
+import time
+
+import pytest
+
+from paceline.launch import ssh
+
+GREETING = """echo 'paceline-agent {"version": "0.0", "address": "10.0.0.1", "more": 1}'; """
+
+
+def ended(script: str) -> ssh._Host:
+    host = ssh._Host("a", ["bash", "-c", script], ssh._Output())
+    deadline = time.monotonic() + 60
+    while host.status() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return host
+
+
+def test_an_agent_of_another_version_is_known_by_its_version() -> None:
+    """A field that this version lacks ended the reader with a traceback, and the launcher waited 40 s."""
+    assert "paceline 0.0 is there" in ssh._problem(ended(GREETING), needs_address=True)
+
+
+def test_one_host_needs_no_ipv4_address() -> None:
+    found = ended(GREETING.replace("10.0.0.1", "fd00::1").replace("0.0", ssh.__version__, 1))
+    assert ssh._problem(found, needs_address=False) == ""
+    assert "IPv4" in ssh._problem(found, needs_address=True)
+
+
+@pytest.mark.long
+def test_what_a_command_leaves_behind_does_not_hold_the_launcher() -> None:
+    assert ended(f"{GREETING} setsid sleep 600 & exit 0").status() == 0

@@ -1,0 +1,68 @@
+"""What one host refuses, all hosts are told within seconds: nobody waits for it until the timeout of five minutes."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from program import COLD, Ended, Program
+
+from paceline.data.cache import ensure_datasets
+from paceline.data.config import DataConfig
+from paceline.data.prepare import Quiet
+
+DEADLINE_S = 150.0  # half of parallel.timeout-s, on a machine that may be busy
+SCRIPT = """
+import os, paceline
+from paceline.world.config import ParallelConfig
+paceline.join(ParallelConfig(interface="lo" if os.environ["RANK"] == "0" else "nonesuch"))
+"""
+
+
+def two_hosts(
+    *commands: list[str], command: tuple[str, ...] = (sys.executable, "-m", "paceline"), **own: str
+) -> list[Ended]:
+    """Runs each command as the only rank of its host; the hosts share this machine's loopback."""
+    ensure_datasets(DataConfig(tokenizer_vocab=512), Quiet(), 1)  # that of `tiny`: the other host prepares nothing
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    envs = [{**own, **world, "MASTER_PORT": port, "RANK": str(rank)} for rank in range(2)]
+    with (
+        Program(*commands[0], command=command, env=envs[0]) as zero,
+        Program(*commands[1], command=command, env=envs[1]) as one,
+    ):
+        return [zero.wait(DEADLINE_S), one.wait(DEADLINE_S)]
+
+
+def train(out: Path, interface: str) -> list[str]:
+    return ["train", "--preset", "tiny", "--parallel.interface", interface, "--out", str(out)]
+
+
+@pytest.mark.long
+def test_a_run_folder_that_rank_0_refuses_is_refused_on_the_other_host(tmp_path: Path) -> None:
+    """The same command, typed twice."""
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    zero, one = two_hosts(train(tmp_path, "lo"), train(tmp_path, "lo"))
+    message = f"--out is {tmp_path}, which holds a run already; resume it by"
+    assert zero.require(2).err.startswith(f"error: {message}")
+    assert one.require(2).err.startswith(f"rank 1: error: rank 0 ({socket.gethostname()}, pid ")
+    assert f"cannot train: {message}" in one.err
+
+
+def test_what_another_host_refuses_reaches_rank_0(tmp_path: Path) -> None:
+    zero, one = two_hosts(train(tmp_path / "run", "lo"), train(tmp_path / "run", "nonesuch"))
+    message = "parallel.interface is 'nonesuch', and this machine"
+    assert one.require(2).err.startswith(f"rank 1: error: {message}")
+    assert zero.require(2).err.startswith(f"error: rank 1 ({socket.gethostname()}, pid ")
+    assert f"cannot train: {message}" in zero.err
+
+
+@pytest.mark.long
+def test_a_script_is_told_as_training_is(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    zero, one = two_hosts(
+        [], [], command=(sys.executable, str(tmp_path / "script.py")), **COLD
+    )  # a fork has no excepthook
+    assert "error: parallel.interface is 'nonesuch'" in one.require(2).err
+    assert "cannot train: parallel.interface is 'nonesuch'" in zero.require(2).err
