@@ -1,4 +1,4 @@
-"""Plants 43 mistakes in the core, one at a time, and runs the tests that should catch each.
+"""Plants 46 mistakes in the core, one at a time, and runs the tests that should catch each.
 
     python tests/mutations.py               # all
     python tests/mutations.py zero order    # those with one of these words in the name or the file
@@ -48,6 +48,7 @@ CLIP_AND_SCHEDULE = ("optim/test_clip_and_schedule.py",)
 DAMAGE = ("checkpoint/test_whole_or_absent.py",)
 PARTS = ("checkpoint/test_parts.py",)
 RESOLVE = ("train/test_resolve.py",)
+GOLDEN_CURVES = ("golden/test_golden_curves.py",)
 
 MUTATIONS = (
     # ---- which sequences, in which order ----
@@ -357,6 +358,28 @@ MUTATIONS = (
         "_progress.step % every == 0",
         "_progress.step % every == 1",
         ("train/test_switches.py::test_checkpoints_come_when_asked_and_the_newest_stay",),
+    ),
+    # ---- what 3c0a85c computed ----
+    Mutation(
+        "Adam's first beta is its second",
+        "optim/adamw.py",
+        'beta1=group["betas"][0]',
+        'beta1=group["betas"][1]',
+        GOLDEN_CURVES,
+    ),
+    Mutation(
+        "the second epoch has the order of the first, as recorded",
+        "data/order.py",
+        'seed_key("order", seed, number)',
+        'seed_key("order", seed, 0)',
+        ("golden/test_golden_orders.py",),
+    ),
+    Mutation(
+        "the divisor of the loss counts one token too many",
+        "replica/step.py",
+        "loss * (factor * replica.scaler.scale / self._divisor)",
+        "loss * (factor * replica.scaler.scale / (self._divisor + 1))",
+        GOLDEN_CURVES,
     ),
 )
 

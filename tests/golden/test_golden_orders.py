@@ -2,6 +2,8 @@
 functions of the seed, the sizes and the step, on any processor.
 
 Not recorded: the orders of a user's own samplers (WeightedRandomSampler and others), whose seeds were not used.
+
+Finds "the second epoch has the order of the first, as recorded" in tests/mutations.py.
 """
 
 import hashlib

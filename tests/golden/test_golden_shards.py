@@ -28,7 +28,7 @@ def prepare(folder: Path, num_workers: int) -> None:
         run(*command, cwd=folder).require(0)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_shards_are_those_recorded(tmp_path: Path, num_workers: int) -> None:
     prepare(tmp_path, num_workers)
     for name in DATA_SETS:
