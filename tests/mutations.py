@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "an update with a gradient that is not finite",
         "replica/step.py",
-        "if not math.isfinite(norm):",
-        "if not norm:",
+        "if is_empty or not math.isfinite(norm):",
+        "if is_empty or not norm:",
         TWO_RANKS,
     ),
     Mutation(
@@ -233,8 +233,8 @@ MUTATIONS = (
     Mutation(
         "all ranks take the first micro-batches that a function drew",
         "replica/sources.py",
-        "[found[rows.start][0] for rows in mine]",
-        "[found[index][0] for index, _ in enumerate(mine)]",
+        "numbers = {rows.start for rows in mine}",
+        "numbers = set(range(len(mine)))",
         ("replica/test_steps_of_shares.py",),
     ),
     # ---- an update, a loss ----
@@ -326,15 +326,15 @@ MUTATIONS = (
     Mutation(
         "an optimizer's moments are lost on resume",
         "replica/contents.py",
-        "tensor = found.pop(item).to(part.parameter.device).view(shape)",
-        "tensor = torch.zeros_like(found.pop(item)).to(part.parameter.device).view(shape)",
+        "found.pop(item).to(part.parameter.device).view(shape)",
+        "torch.zeros_like(found.pop(item)).to(part.parameter.device).view(shape)",
         ("replica/test_kept_together.py::test_one_process_goes_on_to_the_bit",),
     ),
     Mutation(
         "replicas that differ are saved",
         "replica/checkpoints.py",
-        "if found := compared(mine, self._group):",
-        "if found := compared(mine, self._group)[:0]:",
+        "list(map(str, compared(mine, self._group))) if is_same",
+        "list(map(str, compared(mine, self._group)[:0])) if is_same",
         ("replica/test_checkpoints.py::test_where_ranks_differ_nothing_is_saved_and_it_is_said",),
     ),
     # ---- what a run decides ----

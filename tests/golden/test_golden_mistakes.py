@@ -7,6 +7,7 @@ paths and for numbers of lines.
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import warnings
@@ -21,7 +22,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.base.errors import PacelineError
-from paceline.config import Config, load_preset, to_toml
 from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import Checkpoints
 from paceline.replica.replica import Replica
@@ -89,7 +89,7 @@ COMMANDS = (
     "resume full",
     "resume run --model.n-layer 3",
     "resume run --step 99",
-    "resume run --train.steps 19",
+    "resume run --train.steps 3",
     "sample run --tokens -1",
     "sample run --temprature 1",
     "export run --out new --step -5",
@@ -117,7 +117,6 @@ FILES = {
     "choice.toml": '[model]\narch = "lama"\n',
     "syntax.toml": "[train\n",
     "full/letter.txt": "a letter\n",
-    "run/config.toml": to_toml(load_preset("tiny", Config())),
     "broken.jsonl": '{"text": "one"}\n{"text": "two"}\n{"text": "three\n{"text": "four"}\n',
     "key.jsonl": '{"text": "one"}\n\n{"txt": "two"}\n',
     "number.jsonl": '{"text": "one"}\n{"text": 2}\n',
@@ -132,8 +131,8 @@ def make_files(folder: Path) -> None:
     (folder / "utf16.txt").write_bytes("some text\n".encode("utf-16") * 50)
     (folder / "empty").mkdir()
     (folder / "link").symlink_to("gone")
-    for step in (10, 20):
-        (folder / "run/checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "trained").symlink_to(golden.SHARDS / "trained")
+    shutil.copytree(golden.HERE / "runs/zero", folder / "run")
 
 
 def of_commands() -> dict[str, list[Any]]:
@@ -413,7 +412,15 @@ def record() -> None:
 
 
 # name -> why it is another one now, and the status and message of now
-CHANGED: dict[str, tuple[str, int, str]] = {}
+CHANGED: dict[str, tuple[str, int, str]] = {
+    "optimizer_made_before": (
+        "an optimizer of a criterion's parameters was told nothing that helps",
+        2,
+        "SCRIPT:LINE: 4 of the optimizer's 4 parameters are not the model's: it was made before the model was moved, "
+        "wrapped, tied or loaded with new parameters. Make the optimizer after that, from model.parameters(). If they "
+        "are of another module, such as a criterion, put both into one nn.Module",
+    ),
+}
 
 
 def test_mistakes_are_answered_as_recorded() -> None:
