@@ -275,7 +275,8 @@ def disturb(case: Case, model: Net, step: int) -> None:
             parameter.data = parameter.data.clone()
     elif case.replaced == "vector":
         parameters = list(model.parameters())
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach(), parameters)
+        vector = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        nn.utils.vector_to_parameters(vector, parameters)
     elif case.replaced == "channels_last":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
