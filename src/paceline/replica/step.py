@@ -123,13 +123,12 @@ class Step:
         self._clock.end("forward")
         fault = replica.at("backward")
         self._stage = "failed"
-        if weight or calls.has_lockstep:  # without weight a pass is made for other ranks only, which communicate in it
-            scaled = loss * (factor * replica.scaler.scale / self._divisor)
-            others = calls.num_replicas > 1 and not replica.sync.shards_weights
-            with replica.autocast(enabled=False):
-                replica.gradients.backward(
-                    scaled, is_last=is_last, may_pass_others=others, has_weight=weight > 0, fault=fault
-                )
+        scaled = loss * (factor * replica.scaler.scale / self._divisor)
+        others = calls.num_replicas > 1 and not replica.sync.shards_weights
+        with replica.autocast(enabled=False):  # a pass without weight still says which parameters the step used
+            replica.gradients.backward(
+                scaled, is_last=is_last, may_pass_others=others, has_weight=weight > 0, fault=fault
+            )
         self._stage = "launched" if is_last else "backward"
         self._clock.end("backward")
         term = loss.detach().to(torch.promote_types(loss.dtype, torch.float32) if is_sum else replica.exact_dtype)
