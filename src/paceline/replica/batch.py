@@ -217,7 +217,7 @@ def _require_own_memory(micro_batches: Sequence[Any]) -> None:
     for number, micro_batch in enumerate(micro_batches):
         dense = (each for each in tensors_in(micro_batch) if each.layout == torch.strided and not each.is_nested)
         addresses = tuple(tensor.data_ptr() for tensor in dense if tensor.numel())
-        if addresses and (earlier := numbers.setdefault(addresses, number)) != number:
+        if any(addresses) and (earlier := numbers.setdefault(addresses, number)) != number:
             raise mistake(
                 f"micro-batches {earlier} and {number} of a paceline.Batch are the same memory: a loader that fills "
                 "one buffer again has written the second over the first. Put copies into the list: x.clone(), or "
