@@ -179,7 +179,7 @@ def convert(world: World) -> None:
         replica = paceline.Replica(model, optimizer, world, **STRATEGIES[strategy])
         model.half()
         with pytest.raises(
-            UserError, match=r"test_memory.py:\d+: 0\.(bias|weight) is torch\.float16.* was torch\.float32"
+            UserError, match=r"test_parameter_memory.py:\d+: 0\.(bias|weight) is torch\.float16.* was torch\.float32"
         ):
             replica.train(torch.ones(2, 4).half(), lambda x: model(x).mean())  # noqa: B023
         world.calls.reducing = None

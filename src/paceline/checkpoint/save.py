@@ -183,6 +183,8 @@ class Saver:
                 num_bytes = self._send(job)
         except Exception as error:  # a failed save never ends training
             problem = _text(error)
+        finally:
+            self._copied.set()  # also if it failed before it copied
         self._outcome = Outcome(job.step, time.perf_counter() - job.began, num_bytes, problem, self._remark)
         self._remark = None
 
