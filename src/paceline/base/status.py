@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
+from paceline.base.files import replace
 
 STATUS_FOLDER = "PACELINE_STATUS_FOLDER"
 LAUNCHER = "PACELINE_LAUNCHER"  # the launcher's pid
@@ -55,11 +56,9 @@ def record_status(code: int, consequence: str | None = None) -> int:
     with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
         sys.stdout.flush()
     path = end_path(Path(os.environ[STATUS_FOLDER]), int(os.environ["RANK"]))
-    aside = path.with_name(f".{path.name}")  # renamed into place: the launcher may read meanwhile
     with contextlib.suppress(OSError):  # a full disk, or the run folder is gone
         path.parent.mkdir(exist_ok=True, mode=0o700)
-        aside.write_text(json.dumps(asdict(Status(code, consequence))))
-        os.replace(aside, path)
+        replace(path, json.dumps(asdict(Status(code, consequence))).encode(), 0o600)  # the launcher may read meanwhile
         return EXIT_DONE if code == EXIT_RESUMABLE else code
     return code
 
