@@ -129,7 +129,7 @@ class Replica(ReplicatedModel):
         stop_on_signals: SIGTERM, SIGINT (Ctrl-C; a second one ends at once), SIGUSR1 and SIGHUP on any rank end the
         loop after the current step, on all ranks; `stop_reason` says why. Then save, and leave with
         `sys.exit(paceline.EXIT_RESUMABLE)`, which asks for a restart. Later loops make no step, until the script sets
-        `stop_reason` to None; at an interactive prompt the next loop goes on.
+        `stop_reason` to None; at an interactive prompt the next loop continues.
         """
         for name, most in (("max_steps", max_steps), ("epochs", epochs)):
             if most is not None and not most >= 0:
@@ -139,7 +139,7 @@ class Replica(ReplicatedModel):
         if batches.is_endless and epochs is not None:
             raise mistake("a function that draws has no end of a pass, so epochs= has no effect: give max_steps=")
         if self._is_stopped and (self.stop_reason is None or hasattr(sys, "ps1")):
-            self._forget_stop()  # the script, or the person at the prompt, goes on
+            self._forget_stop()  # the script, or the person at the prompt, continues
         if self._is_over(batches, max_steps, epochs) and (self.stop_reason or self.continues):
             why = f"a stop was asked for ({self.stop_reason})" if self.stop_reason else "its steps are made"
             how = "set replica.stop_reason = None" if self.stop_reason else "give a larger max_steps= or epochs="
