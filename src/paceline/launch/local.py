@@ -149,6 +149,7 @@ class _Attempts:
         grace = Grace(self.grace_s, self.run_folder / "checkpoints")
         ends = run_attempt(place, self.command, os.environ[JOB], self.signals, statuses, grace, self.group.order)
         began_at = self._records.began_at()
+        self._has_begun = began_at is not None
         if place.attempt and began_at is not None:
             self._num_repeated += max(0, before - began_at)
         if self.signals.is_urgent:
@@ -174,7 +175,8 @@ class _Attempts:
 
     def _judge(self, place: Place, collected: Collected) -> _Ended | None:
         found, ends, lost = collected.found, collected.ends, collected.lost
-        were_killed = not lost and len(ends) < len(place.judged)  # here, when their time was over
+        # Here, when their time was over; what had not begun to train has lost nothing.
+        were_killed = self._has_begun and not lost and len(ends) < len(place.judged)
         if self._stop and not were_killed and not any(status.is_failure for status in found.values()):
             is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
             if is_early or not any(status.is_good for status in found.values()):
