@@ -1,4 +1,4 @@
-"""Plants 46 mistakes in the core, one at a time, and runs the tests that should catch each.
+"""Plants 50 mistakes in the core, one at a time, and runs the tests that should catch each.
 
     python tests/mutations.py               # all
     python tests/mutations.py zero order    # those with one of these words in the name or the file
@@ -47,6 +47,7 @@ OPTIMIZER = ("optim/test_optimizer.py",)
 CLIP_AND_SCHEDULE = ("optim/test_clip_and_schedule.py",)
 DAMAGE = ("checkpoint/test_whole_or_absent.py",)
 PARTS = ("checkpoint/test_parts.py",)
+FUZZ = ("replica/test_fuzz.py",)
 RESOLVE = ("train/test_resolve.py",)
 GOLDEN_CURVES = ("golden/test_golden_curves.py",)
 
@@ -380,6 +381,35 @@ MUTATIONS = (
         "loss * (factor * replica.scaler.scale / self._divisor)",
         "loss * (factor * replica.scaler.scale / (self._divisor + 1))",
         GOLDEN_CURVES,
+    ),
+    # ---- what random scripts on a Replica find ----
+    Mutation(
+        "gradients of channels_last weights are contiguous",
+        "sync/buckets.py",
+        "self.flat.as_strided(p.shape, torch.empty_like(p).stride(), self.flat.storage_offset() + offset)",
+        "self.flat[offset : offset + p.numel()].view_as(p)",
+        FUZZ,
+    ),
+    Mutation(
+        "a step ends before its weights have arrived",
+        "replica/model.py",
+        "        self.waits_at_once = True\n",
+        "        self.waits_at_once = False\n",
+        FUZZ,
+    ),
+    Mutation(
+        "a save returns before it has copied",
+        "replica/checkpoints.py",
+        "        self.saver.wait_copied()  # after this",
+        "        # after this",
+        FUZZ,
+    ),
+    Mutation(
+        "a restored position is not taken",
+        "replica/positions.py",
+        "made.load_state_dict(self._waiting.pop(0))",
+        "self._waiting.pop(0)",
+        FUZZ,
     ),
 )
 

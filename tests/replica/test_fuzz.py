@@ -1,8 +1,8 @@
 """Random training scripts (fuzz.py) are right, or refused for a reason that their case names.
 
-The first cases run always, more of them in the long suite; `python tests/replica/fuzz.py --seed N` takes others.
-Found by these cases when planted: contiguous gradients of channels_last weights, a step's weight taken from the last of
-two sums, a position that is kept by the order of use, weights of `zero` read before they have arrived.
+The first cases run always, more in the long suite; `python tests/replica/fuzz.py --seed N` takes others. Planted
+by tests/mutations.py, these are found: contiguous gradients of channels_last weights, a `finish` that does not wait for
+weights, a save that does not wait for its copy, a restored position that is not taken.
 """
 
 import fuzz

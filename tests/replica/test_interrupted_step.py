@@ -221,7 +221,7 @@ def test_after_a_stop_a_loop_says_that_it_makes_no_step_and_how_to_go_on(
     for step in replica.steps(DATA, batch_size=2, stop_on_signals=True):
         replica.train(step, lambda x, y: nn.functional.mse_loss(replica.model(x), y))
         signal.raise_signal(signal.SIGUSR1)
-    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)  # a notebook: the next cell goes on
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)  # a notebook: the next cell continues
     assert len(train(replica, max_steps=replica.num_steps + 2)) == 2
 
 

@@ -116,6 +116,7 @@ class _Attempts:
         self._failures: list[Failure] = []
         self._num_repeated = self._num_attempts = self._world_size = 0
         self._stop: signal.Signals | None = None  # the signal that ends the run
+        self._has_begun = False  # the attempt has begun to train
 
     def run(self) -> int:
         """Returns the common exit status. Raises RunError for what no rank has printed."""

@@ -34,8 +34,8 @@ def join(config: ParallelConfig | None = None) -> World:
     The world is left at the end of `with paceline.join() as world:`, by `world.leave()`, or when the script ends; a
     process group that was open before stays open. Then `join` may be called again.
 
-    A watchdog ends ranks that have waited for each
-    other for `config.timeout_s` seconds, or at once if they called different functions.
+    A watchdog ends ranks that have waited for each other for `config.timeout_s` seconds, or at once if they called
+    different functions.
 
     An uncaught exception ends this rank at once, so that the others notice: UserError and RunError print one message,
     others a traceback. Exit status 2 for a UserError, else 1.
