@@ -32,3 +32,17 @@ def test_one_host_needs_no_ipv4_address() -> None:
 @pytest.mark.long
 def test_what_a_command_leaves_behind_does_not_hold_the_launcher() -> None:
     assert ended(f"{GREETING} setsid sleep 600 & exit 0").status() == 0
+
+
+def test_what_two_hosts_say_at_one_time_is_printed_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: a line that is left out for the whole run, because another host printed it once: its disk is full, too."""
+    output, now = ssh._Output(), 100.0
+    monkeypatch.setattr(ssh.time, "monotonic", lambda: now)
+    for host in ("a", "b"):
+        output.print(host, b"warning: disk full\n")
+    now += 60
+    output.print("b", b"warning: disk full\n")
+    assert capfd.readouterr().err == "a: warning: disk full\nb: warning: disk full\n"
+    assert len(output._recent) == 1

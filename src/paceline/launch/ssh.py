@@ -36,6 +36,7 @@ _OPTIONS = (
 _GREETING_S = 40.0  # Python from a slow network disk, on a busy machine
 _LOOK_EVERY_S = 0.05
 _OUTPUT_S = 2.0  # for the rest of a command's output, after its end
+_SAME_S = 5.0  # a line that another host prints later is news of that host
 _REFUSED_S = 2.0  # for the other hosts to end, after one was refused or lost
 _PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACKIO_")  # beginnings of variables
 _SAID = (EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_DONE)  # statuses that came with a message
@@ -73,17 +74,19 @@ class Ssh:
 
 
 class _Output:
-    """The terminal. A line that two hosts print, such as the end of the run, is printed once."""
+    """The terminal. A line that two hosts print at about the same time, such as the end of the run, is printed once."""
 
     def __init__(self) -> None:
-        self._first: dict[bytes, str] = {}  # line -> the host that printed it first
+        self._recent: dict[bytes, tuple[str, float]] = {}  # line -> the host that printed it first, and when
         self._lock = threading.Lock()
         self.names: dict[str, str] = {}  # address -> the user's name of the host
         self.is_closed = False
 
     def print(self, host: str, line: bytes) -> None:
         with self._lock:
-            if self.is_closed or self._first.setdefault(line, host) != host:
+            now = time.monotonic()
+            self._recent = {each: (by, at) for each, (by, at) in self._recent.items() if now - at < _SAME_S}
+            if self.is_closed or self._recent.setdefault(line, (host, now))[0] != host:
                 return
             text = line.decode(errors="replace").rstrip()
             for address, name in self.names.items():
