@@ -1,5 +1,6 @@
 """A checkpoint has no ranks in it: what any number of writers cut up, any slices of it can be read."""
 
+import errno
 import itertools
 import os
 import tempfile
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from saving import ended, keep, save_by, shares
 
-from paceline.base.errors import PacelineError
+from paceline.base.errors import PacelineError, UserError
 from paceline.base.ownership import Slice, cut
 from paceline.checkpoint import load, publish
 from paceline.checkpoint.config import CheckpointConfig
@@ -161,6 +162,24 @@ def test_a_rank_that_cannot_read_the_token_does_not_see_the_folder(tmp_path: Pat
     (tmp_path / "0").mkdir()
     (tmp_path / "1" / ".seen").mkdir(parents=True)  # reading it fails, as a file of another user does
     assert run_ranks(find_in_own, 2, str(tmp_path)) == [[0], [0]]
+
+
+def test_a_disk_that_cannot_rename_folders_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: training for hours, of which no checkpoint can get its name at the end. Some mounted buckets are so."""
+    assert find_writers(LocalGroup(torch.device("cpu")), tmp_path)[0] == [0]
+    rename = os.rename
+
+    def only_files(old: Path, new: Path) -> None:
+        if Path(old).is_dir():
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", only_files)
+    with pytest.raises(UserError, match=r"cannot be renamed: Function not implemented\. .*another file system"):
+        find_writers(LocalGroup(torch.device("cpu")), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] in ([], [".seen"])
 
 
 def make_saver(world: World, folder: str, channel: SideChannel) -> Saver:

@@ -23,7 +23,7 @@ _TOKEN = ".seen"  # rank 0 writes a random text into it; a rank that can read th
 
 def find_writers(group: Group, folder: Path) -> tuple[list[int], str]:
     """Returns the ranks that see rank 0's folder, which must exist, and a random token of this attempt. Collective.
-    Raises UserError on all ranks if rank 0 cannot write to the folder."""
+    Raises UserError on all ranks if rank 0 cannot write to the folder, or cannot rename folders in it."""
     path = folder / _TOKEN
 
     def write_token() -> str:
@@ -32,6 +32,7 @@ def find_writers(group: Group, folder: Path) -> tuple[list[int], str]:
             write_synced(path, token.encode(), 0o600)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        _require_renaming(folder)
         return token
 
     token = from_rank_0(group, write_token)
@@ -42,6 +43,25 @@ def find_writers(group: Group, folder: Path) -> tuple[list[int], str]:
     if group.rank == 0:
         path.unlink()
     return writers, token
+
+
+def _require_renaming(folder: Path) -> None:
+    """Raises UserError if folders cannot be renamed, as on some mounted buckets: a checkpoint gets its name when it is
+    complete, so none could ever be saved."""
+    tried = folder / f"{_TOKEN}-folder"
+    renamed = tried.with_name(f"{tried.name}-renamed")
+    try:
+        tried.mkdir(exist_ok=True)
+        tried.rename(renamed)
+    except OSError as error:
+        raise UserError(
+            f"folders in {folder} cannot be renamed: {error.strerror}. A checkpoint gets its name by that when it is "
+            "complete: take a folder on another file system, and copy finished runs to this one"
+        ) from None
+    finally:
+        for left in (tried, renamed):
+            with contextlib.suppress(OSError):
+                left.rmdir()
 
 
 def open_saver(

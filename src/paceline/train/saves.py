@@ -8,6 +8,8 @@ large part of the interval between saves.
 
 import contextlib
 import dataclasses
+import errno
+import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -92,12 +94,13 @@ class Saves:
             if is_over:
                 raise RunError(
                     f"training reached step {progress.step}, and its last checkpoint could not be saved: {problem}. "
-                    f"{newest}. Make room and continue by `paceline resume {shlex.quote(self._setup.folder.shown)}`",
+                    f"{newest}. {_remedy(problem)} and continue by "
+                    f"`paceline resume {shlex.quote(self._setup.folder.shown)}`",
                     reach="world",
                 )
             if not is_again:
                 self._setup.console.say(
-                    f"this is the last checkpoint of the run. {newest}. Make room: it is tried again every "
+                    f"this is the last checkpoint of the run. {newest}. {_remedy(problem)}: it is tried again every "
                     f"{_RETRY_EVERY_S:.0f} s, for {units.duration(left_s)} (--checkpoint.retry-s)",
                     style="red",
                 )
@@ -209,3 +212,9 @@ class Saves:
         yield
         self._group.set_timeout(usual_s)
         self._group.take_traffic()
+
+
+def _remedy(problem: str) -> str:
+    """Returns what to do about a save that failed for this reason."""
+    is_full = any(os.strerror(number) in problem for number in (errno.ENOSPC, errno.EDQUOT))
+    return "Make room" if is_full else "Mend what the disk refuses"
