@@ -189,6 +189,19 @@ def test_a_rank_that_is_killed_while_it_saves_has_not_stopped_well(tmp_path: Pat
     assert "before training" not in ended.err
 
 
+@pytest.mark.parametrize("ranks", [["deaf", "wait"], ["wait", "deaf"]])
+def test_a_rank_that_is_killed_before_training_has_lost_nothing(tmp_path: Path, ranks: list[str]) -> None:
+    """A library that prepares data may hear no signal within the grace: that was a failure of the run, with 1."""
+    with launched(tmp_path, ranks, grace_s=1.0) as program:
+        wait_for_life(program, tmp_path, 0, 2)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = program.wait().require(75)
+        program.wait_until_gone()
+    # Rank 0 says so itself; if it was killed, the launcher does.
+    says = ["stopped by SIGTERM before training began. Nothing was saved: start the same command again"]
+    assert ended.err.splitlines() == (says if ranks[0] == "deaf" else [])
+
+
 def test_a_save_that_makes_progress_may_take_longer_than_the_grace(tmp_path: Path) -> None:
     with launched(tmp_path, ["5 save"], grace_s=1.0) as program:
         wait_for_life(program, tmp_path, 0, 1)

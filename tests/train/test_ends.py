@@ -269,7 +269,7 @@ def test_a_signal_while_data_is_prepared(
 ) -> None:
     """A7. Nothing was saved: a queue that starts again on 75 starts it again."""
     flags = ("--data.path", str(long_text), "--out", str(tmp_path / "run"), "--nproc", str(nproc))
-    flags = (*flags, "--checkpoint.grace-s", "20")  # the tokenizer may hear the signal late
+    flags = (*flags, "--checkpoint.grace-s", "2")  # the tokenizer may hear the signal after its time
     # No fork: in a forked process the tokenizer hears no signal until it has encoded all of it.
     with Program("train", *TINY, *flags, env={**COLD, "PACELINE_CACHE": str(tmp_path / "cache")}) as program:
         ask_when_ready(program, number, nproc, lambda: any((tmp_path / "cache").glob("*/.preparing/lock")))

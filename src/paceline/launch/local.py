@@ -176,12 +176,15 @@ class _Attempts:
 
     def _judge(self, place: Place, collected: Collected) -> _Ended | None:
         found, ends, lost = collected.found, collected.ends, collected.lost
-        # Here, when their time was over; what had not begun to train has lost nothing.
-        were_killed = self._has_begun and not lost and len(ends) < len(place.judged)
-        if self._stop and not were_killed and not any(status.is_failure for status in found.values()):
-            is_early = ends.get(0) == -signal.SIGTERM  # rank 0, which prints, had not begun to train
+        num_killed = 0 if lost else len(place.judged) - len(ends)  # here, when their time was over
+        # A rank that is killed while it reads or prepares data (a library may hear no signal) has lost nothing.
+        if self._stop and not (num_killed and self._has_begun) and not any(status.is_failure for status in found.values()):
+            has_said_it = 0 in found and found[0].is_good  # rank 0, which prints
+            is_early = ends.get(0) == -signal.SIGTERM or (num_killed and not has_said_it)
             if is_early or not any(status.is_good for status in found.values()):
                 return _Ended(self._stopped_before_training(self._stop))
+            if num_killed:
+                return _Ended(found[0].code)
         ended = _judge(found, ends, place.judged, self._stop, self.grace_s)
         if lost and 0 in found and found[0].is_good:  # rank 0 ends last: the run is saved
             ended = _Ended(found[0].code)
