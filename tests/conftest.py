@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PACELINE_LAB"] = f"-test-{os.getpid()}"  # a lab of another process is no obstacle
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else torch's compiler leaves a pool of workers behind
 
+import budget
 import hypothesis
 import namespaces
 import psutil
@@ -34,6 +35,7 @@ hypothesis.settings.load_profile("shared")
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # beginnings of names
 
 _CACHE = pytest.StashKey[str]()
+pytest_addoption = budget.pytest_addoption
 
 # Begun first of the files, so that no process still has one of them to do when the others are done.
 _LONGEST = (
@@ -49,6 +51,7 @@ _LONGEST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """The embedded corpus takes seconds to build: one cache for the session, and never the user's own."""
+    budget.register(config)
     if "PACELINE_TEST_CACHE" in os.environ:  # kept between sessions, for whoever runs the suite again and again
         os.environ["PACELINE_CACHE"] = os.environ["PACELINE_TEST_CACHE"]
         return
