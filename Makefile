@@ -17,10 +17,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: setup  ## the main job: a model on this machine's cores, in under three minutes of training
 	$(BIN)/paceline train --preset demo --nproc auto
 
-test: setup  ## all but the tests that take more than ten seconds each; three files at a time
+test: setup  ## each law once, and what costs little: two minutes on two cores; three files at a time
 	$(BIN)/python -m pytest -m "not long" -n 3 --dist loadgroup --no-loadscope-reorder
 
-test-long: setup  ## those: many ranks, many kills, two hosts, the documents' commands; a failed one is run again, and listed
+test-long: setup  ## the rest: many ranks, many kills, two hosts, the documents' commands; a failed one is run again, and listed
 	$(BIN)/python -m pytest -m "long and not alone" -n 3 --dist loadgroup --no-loadscope-reorder --reruns 1 -rR
 
 test-alone: setup  ## those that measure this machine, with nothing beside them; a busy machine fails them, and CI does not run them
