@@ -178,7 +178,8 @@ class _Attempts:
         found, ends, lost = collected.found, collected.ends, collected.lost
         num_killed = 0 if lost else len(place.judged) - len(ends)  # here, when their time was over
         # A rank that is killed while it reads or prepares data (a library may hear no signal) has lost nothing.
-        if self._stop and not (num_killed and self._has_begun) and not any(status.is_failure for status in found.values()):
+        has_failed = (num_killed and self._has_begun) or any(status.is_failure for status in found.values())
+        if self._stop and not has_failed:
             has_said_it = 0 in found and found[0].is_good  # rank 0, which prints
             is_early = ends.get(0) == -signal.SIGTERM or (num_killed and not has_said_it)
             if is_early or not any(status.is_good for status in found.values()):
