@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RanksFailed, run_ranks
+from ranks import Call, RanksFailed, run_calls, run_ranks
 
 from paceline.base.errors import RunError, UserError
 from paceline.world.config import ParallelConfig
@@ -58,23 +58,8 @@ def who_is_first(world: World) -> tuple[bool, bool, bool]:
     return world.is_first(), replace(world, peers=(dead, *world.peers[1:])).is_first(), world.is_first((0,))
 
 
-def test_the_first_rank_that_lives_prints_what_all_see() -> None:
-    assert run_ranks(who_is_first, 3) == [(True, False, False), (False, True, True), (False, False, False)]
-
-
 def facts_of(world: World) -> tuple[RankFacts, ...]:
     return world.facts
-
-
-def test_every_rank_knows_the_facts_of_all() -> None:
-    first, second = run_ranks(facts_of, 2)
-    assert first == second
-    assert [each.device for each in first] == ["cpu", "cpu"]
-    assert [each.backend for each in first] == ["gloo", "gloo"]
-    assert not unequal_kinds(first), "processes of one machine round alike"
-    other = replace(first[1], rounding="other", host="b")
-    text = unequal_kinds((first[0], other))
-    assert f"{first[0].kind} on rank 0 ({first[0].host}); {other.kind} on rank 1 (b)" == text
 
 
 def verbs_of_odd_values(world: World) -> tuple[bool, torch.Tensor, str]:
@@ -86,48 +71,34 @@ def verbs_of_odd_values(world: World) -> tuple[bool, torch.Tensor, str]:
     return math.isnan(world.max(math.nan if last else 1.0)), short, str(caught.value)
 
 
-def test_a_maximum_hides_no_nan_and_tensors_that_gloo_cannot_add_are_refused() -> None:
-    for is_nan, short, said in run_ranks(verbs_of_odd_values, 2):
-        assert is_nan
-        assert short.tolist() == [1, 5]
-        assert "World.sum needs one dtype and shape, and got by rank: float32 [2], int64 [2]" in said
-
-
 def opens_by_a_wrong_variable(config: ParallelConfig, env: Environment) -> str:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0,eth7"
-    try:
-        with open_world(config, env):
-            return "opened"
-    except UserError as error:
-        return str(error)
-
-
-def test_an_interface_in_gloos_own_variable_is_checked_as_ours_is() -> None:
-    (said,) = run_ranks(opens_by_a_wrong_variable, 1, opened=False)
-    assert said.startswith("GLOO_SOCKET_IFNAME is 'lo0', and this machine (")
-    assert "has no such interface (did you mean 'lo'?); it has: " in said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo0,eth7")
+        with pytest.raises(UserError) as caught, open_world(config, env):
+            pass
+    return str(caught.value)
 
 
 def leaves_three_times(config: ParallelConfig, env: Environment) -> list[str]:
     for _ in range(3):
         with open_world(replace(config, shared_memory=False), env) as world:
-            world.group.start_all_gather(torch.ones(10), [0, 5, 10]).wait()
+            world.group.start_all_gather(torch.ones(9), [0, 3, 6, 9]).wait()
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
             thread.join(5.0)
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_no_thread_of_a_world_is_left() -> None:
-    assert run_ranks(leaves_three_times, 2, opened=False) == [["MainThread"]] * 2
-
-
-def test_a_process_group_is_gone_after_success() -> None:
-    assert run_ranks(succeeds, 2, opened=False) == [((rank, 2, "gloo", 1, True), False) for rank in range(2)]
+def threads_of_two_launchers(config: ParallelConfig, env: Environment) -> list[int]:
+    alone = replace(env, local_rank=0, local_world_size=1)  # as by two torchruns of one rank each
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        with open_world(replace(config, threads=0), alone) as world:
+            return [facts.threads for facts in world.facts]
 
 
 def fails(config: ParallelConfig, env: Environment) -> dict[str, Any]:
-    """Rank 1 raises while rank 0 waits for it."""
+    """Rank 1 raises while the others wait for it."""
     started = time.monotonic()
     try:
         with open_world(config, env) as world:
@@ -144,9 +115,69 @@ def fails(config: ParallelConfig, env: Environment) -> dict[str, Any]:
     return {}
 
 
-def test_a_process_group_is_gone_after_an_exception_and_the_peers_learn_of_it() -> None:
-    rows = run_ranks(fails, 2, opened=False)
-    assert [row["error"] for row in rows] == ["PeerLost", "Deliberate"]
+@pytest.fixture(scope="module")
+def on_three_ranks() -> dict[str, list[Any]]:
+    calls = {
+        "threads": Call(leaves_three_times, opened=False),
+        "success": Call(succeeds, opened=False),
+        "first": Call(who_is_first),
+        "facts": Call(facts_of),
+        "verbs": Call(verbs_of_odd_values),
+        "wrong variable": Call(opens_by_a_wrong_variable, opened=False),
+        "cores": Call(threads_of_two_launchers, opened=False),
+        "failure": Call(fails, opened=False),  # the last: its ranks are apart afterwards
+    }
+    return run_calls(calls, 3)
+
+
+def test_the_first_rank_that_lives_prints_what_all_see(on_three_ranks: dict[str, list[Any]]) -> None:
+    assert on_three_ranks["first"] == [(True, False, False), (False, True, True), (False, False, False)]
+
+
+def test_every_rank_knows_the_facts_of_all(on_three_ranks: dict[str, list[Any]]) -> None:
+    first, second, third = on_three_ranks["facts"]
+    assert first == second == third
+    assert [each.device for each in first] == ["cpu"] * 3
+    assert [each.backend for each in first] == ["gloo"] * 3
+    assert not unequal_kinds(first), "processes of one machine round alike"
+    other = replace(first[1], rounding="other", host="b")
+    text = unequal_kinds((first[0], other))
+    assert f"{first[0].kind} on rank 0 ({first[0].host}); {other.kind} on rank 1 (b)" == text
+
+
+def test_a_maximum_hides_no_nan_and_tensors_that_gloo_cannot_add_are_refused(
+    on_three_ranks: dict[str, list[Any]],
+) -> None:
+    for is_nan, short, said in on_three_ranks["verbs"]:
+        assert is_nan
+        assert short.tolist() == [2, 5]
+        assert "World.sum needs one dtype and shape, and got by rank: float32 [2], float32 [2], int64 [2]" in said
+
+
+def test_an_interface_in_gloos_own_variable_is_checked_as_ours_is(on_three_ranks: dict[str, list[Any]]) -> None:
+    for said in on_three_ranks["wrong variable"]:
+        assert said.startswith("GLOO_SOCKET_IFNAME is 'lo0', and this machine (")
+        assert "has no such interface (did you mean 'lo'?); it has: " in said
+
+
+def test_no_thread_of_a_world_is_left(on_three_ranks: dict[str, list[Any]]) -> None:
+    assert on_three_ranks["threads"] == [["MainThread"]] * 3
+
+
+def test_a_process_group_is_gone_after_success(on_three_ranks: dict[str, list[Any]]) -> None:
+    assert on_three_ranks["success"] == [((rank, 3, "gloo", 1, True), False) for rank in range(3)]
+
+
+def test_ranks_of_several_launchers_share_the_cores_of_their_machine(on_three_ranks: dict[str, list[Any]]) -> None:
+    """Each took all cores, and a step 18 times as long."""
+    assert on_three_ranks["cores"] == [[max(1, usable_cores() // 3)] * 3] * 3
+
+
+def test_a_process_group_is_gone_after_an_exception_and_the_peers_learn_of_it(
+    on_three_ranks: dict[str, list[Any]],
+) -> None:
+    rows = on_three_ranks["failure"]
+    assert [row["error"] for row in rows] == ["PeerLost", "Deliberate", "PeerLost"]
     assert not any(row["open"] for row in rows)
     assert all(row["took_s"] < 25 for row in rows)  # the timeout is 30 s
     assert "rank 0 lost the other ranks" in rows[0]["message"]
@@ -199,16 +230,3 @@ def test_the_helper_shows_every_ranks_traceback() -> None:
 def test_the_helper_ends_ranks_at_the_deadline() -> None:
     with pytest.raises(RanksFailed, match="not done within 1 s"):
         run_ranks(sleeps, 1, timeout_s=1)
-
-
-def threads_of_two_launchers(config: ParallelConfig, env: Environment) -> list[int]:
-    alone = replace(env, local_rank=0, local_world_size=1)  # as by two torchruns of one rank each
-    with open_world(replace(config, threads=0), alone) as world:
-        return [facts.threads for facts in world.facts]
-
-
-def test_ranks_of_several_launchers_share_the_cores_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each took all cores, and a step 18 times as long."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    each = max(1, usable_cores() // 2)
-    assert run_ranks(threads_of_two_launchers, 2, opened=False) == [[each, each]] * 2

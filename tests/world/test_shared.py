@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RanksFailed, run_ranks
+from ranks import Call, RanksFailed, run_calls, run_ranks
 
 from paceline.base.ownership import borders
 from paceline.world.config import ParallelConfig
@@ -43,31 +43,12 @@ def sums(world: World) -> dict[str, Any]:
     return {"reduced": reduced, "scattered": scattered, "mapped": names, "left": mapped()}
 
 
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.long)])
-def test_sums_are_made_in_the_order_of_ranks_in_memory_that_has_no_name_and_ends_with_the_tensor(
-    num_ranks: int,
-) -> None:
-    total = contribution(0)
-    for rank in range(1, num_ranks):
-        total = total + contribution(rank)
-    for row in run_ranks(sums, num_ranks):
-        part, mine = row["scattered"]
-        assert torch.equal(row["reduced"], total)
-        assert torch.equal(mine, total[part])
-        assert row["mapped"] == ["/memfd:paceline (deleted)"] * num_ranks  # no file that a killed rank could leave
-        assert row["left"] == []
-
-
 def one_does_not(config: ParallelConfig, env: Environment) -> tuple[bool, float]:
     own = ParallelConfig(device="cpu", threads=1, timeout_s=config.timeout_s, shared_memory=env.rank != 1)
     with open_world(own, env) as world:
         flat = world.group.zeros(4, torch.zeros(1)).fill_(1)
         world.group.all_reduce(flat)
         return world.group.shares_memory, float(flat.sum())
-
-
-def test_all_ranks_use_sockets_if_one_cannot_share_memory() -> None:
-    assert run_ranks(one_does_not, 3, opened=False) == [(False, 12.0)] * 3
 
 
 def adds_float8(world: World) -> str:
@@ -77,8 +58,47 @@ def adds_float8(world: World) -> str:
     return str(caught.value)
 
 
-def test_an_error_of_the_addition_itself_reaches_the_caller() -> None:
-    for said in run_ranks(adds_float8, 2):
+def without_memfd(config: ParallelConfig, env: Environment) -> bool:
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "a seccomp profile refuses it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if env.rank == 1:
+            patch.setattr(os, "memfd_create", refuse)
+        with open_world(config, env) as world:
+            return world.group.shares_memory
+
+
+@pytest.fixture(scope="module")
+def on_three_ranks() -> dict[str, list[Any]]:
+    calls = {
+        "sums": Call(sums),
+        "one does not": Call(one_does_not, opened=False),
+        "float8": Call(adds_float8),
+        "without memfd": Call(without_memfd, opened=False),
+    }
+    return run_calls(calls, 3)
+
+
+def test_sums_are_made_in_the_order_of_ranks_in_memory_that_has_no_name_and_ends_with_the_tensor(
+    on_three_ranks: dict[str, list[Any]],
+) -> None:
+    total = contribution(0) + contribution(1) + contribution(2)
+    for row in on_three_ranks["sums"]:
+        part, mine = row["scattered"]
+        assert torch.equal(row["reduced"], total)
+        assert torch.equal(mine, total[part])
+        assert row["mapped"] == ["/memfd:paceline (deleted)"] * 3  # no file that a killed rank could leave
+        assert row["left"] == []
+
+
+def test_all_ranks_use_sockets_if_one_cannot_share_memory(on_three_ranks: dict[str, list[Any]]) -> None:
+    assert on_three_ranks["one does not"] == [(False, 12.0)] * 3
+    assert on_three_ranks["without memfd"] == [False] * 3  # one may not make anonymous files
+
+
+def test_an_error_of_the_addition_itself_reaches_the_caller(on_three_ranks: dict[str, list[Any]]) -> None:
+    for said in on_three_ranks["float8"]:
         assert "not implemented" in said
 
 
@@ -108,17 +128,3 @@ def test_a_rank_that_is_lost_or_elsewhere_ends_the_wait_of_the_others(how: str, 
         run_ranks(breaks, 3, how, last_words_s=2)
     # One of the others may see the end of the other one first.
     assert any(f"lost the other ranks during an all-reduce: {says}" in each.said for each in caught.value.outcomes)
-
-
-def without_memfd(config: ParallelConfig, env: Environment) -> bool:
-    def refuse(name: str) -> int:
-        raise PermissionError(1, "a seccomp profile refuses it")
-
-    if env.rank == 1:
-        os.memfd_create = refuse
-    with open_world(config, env) as world:
-        return world.group.shares_memory
-
-
-def test_where_one_rank_may_not_make_anonymous_files_all_use_sockets() -> None:
-    assert run_ranks(without_memfd, 2, opened=False) == [False, False]
