@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.base.cache import cache_dir
 from paceline.base.files import replace, set_mode, sync
 
 
@@ -49,3 +50,14 @@ def test_a_file_system_that_cannot_sync_folders_or_set_modes_is_used(
     set_mode(tmp_path, 0o700)
     with pytest.raises(OSError, match="Invalid argument"):
         sync(tmp_path / "file")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/rider")
+    assert cache_dir() == Path("/home/rider/.cache/paceline")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_dir() == Path("/x/paceline")
+    monkeypatch.setenv("PACELINE_CACHE", "~/own")
+    assert cache_dir() == Path("/home/rider/own")

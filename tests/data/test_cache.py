@@ -13,7 +13,7 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.data import cache as cache_module
-from paceline.data.cache import cache_dir, ensure_datasets, inspect_data
+from paceline.data.cache import ensure_datasets, inspect_data
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
 from paceline.data.prepare import Quiet
@@ -301,14 +301,3 @@ def test_standard_input_is_no_text_to_train_on(tmp_path: Path, cache: Path, monk
         monkeypatch.setattr(sys, "stdin", file)
         with pytest.raises(UserError, match=r"data.path - .*not a plain text file.*paceline data prepare - --out DIR"):
             ensure(DataConfig(path="-"))
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PACELINE_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/home/rider")
-    assert cache_dir() == Path("/home/rider/.cache/paceline")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_dir() == Path("/x/paceline")
-    monkeypatch.setenv("PACELINE_CACHE", "~/own")
-    assert cache_dir() == Path("/home/rider/own")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from paceline.world.device import (
 )
 from paceline.world.facts import gather_facts, warn_of_idle_gpus
 from paceline.world.group import LocalGroup
+from paceline.world.measured import Measured
 from paceline.world.peaks import Peak, gpu_peak
 
 CPU = torch.device("cpu")
@@ -104,12 +106,12 @@ def test_torchs_private_operators_may_be_renamed_or_gone(monkeypatch: pytest.Mon
     for name in ("mkldnn", "onednn"):
         monkeypatch.setattr(torch.ops, name, SimpleNamespace(**own if name == namespace else {}), raising=False)
     monkeypatch.setattr(device_module, "is_amd_with_avx512", lambda: True)
-    device_module.is_faster_in_bfloat16.cache_clear()
+    device_module.bfloat16_speedup.cache_clear()
     try:
         assert choose_dtype("auto", CPU)[0] in (torch.float32, torch.bfloat16)
         assert namespace == "gone" or not device_module._has_bfloat16_units()
     finally:
-        device_module.is_faster_in_bfloat16.cache_clear()
+        device_module.bfloat16_speedup.cache_clear()
     a, b = torch.rand(8, 8), torch.rand(8, 8)
     assert torch.allclose(device_module._mm(a, b), a @ b, atol=1e-5)
 
@@ -221,62 +223,56 @@ def test_a_part_of_a_name_is_no_peak(name: str) -> None:
 
 
 REPORT_PEAK = """
-import sys, torch
-from pathlib import Path
-from types import SimpleNamespace
+import torch
 from paceline.world.device import peak_flops
 torch.set_num_threads(1)
-print(peak_flops(torch.device("cpu"), torch.float32, Path(sys.argv[1])).flops_per_s)
+print(peak_flops(torch.device("cpu"), torch.float32, is_kept=True).flops_per_s)
 """
 BURN = "print(flush=True)\nwhile True: pass"
 
 
-def reported(folder: Path) -> float:
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a test's measurements are kept."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    return tmp_path / "measured"
+
+
+def reported() -> float:
     """The peak that a process of its own reports."""
-    command = [sys.executable, "-c", REPORT_PEAK, str(folder)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(subprocess.run([sys.executable, "-c", REPORT_PEAK], check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.long
-def test_a_slow_start_after_a_fast_one_reports_the_fast_ones_peak(tmp_path: Path) -> None:
-    fast = reported(tmp_path)
-    (file,) = (tmp_path / "peaks").iterdir()
+def test_a_slow_start_after_a_fast_one_reports_the_fast_ones_peak(kept: Path) -> None:
+    fast = reported()
+    (file,) = kept.iterdir()
     with ExitStack() as stack:
         for _ in range(usable_cores()):
             burning = stack.enter_context(subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE))
             stack.callback(burning.kill)
             assert burning.stdout is not None
             burning.stdout.readline()
-        under_load = reported(tmp_path)
+        under_load = reported()
     assert under_load >= fast
-    kept = json.loads(file.read_text())
-    assert kept["flops_per_s"] == under_load
-    assert (kept["threads"], kept["dtype"], kept["torch"]) == (1, "float32", torch.__version__)
-    assert list((tmp_path / "peaks").iterdir()) == [file], "nothing else is left there"
+    content = json.loads(file.read_text())
+    assert content["value"] == under_load
+    assert (content["threads"], content["dtype"], content["torch"]) == (1, "float32", torch.__version__)
+    assert list(kept.iterdir()) == [file], "nothing else is left there"
 
 
-def test_a_kept_peak_is_of_this_dtype_and_these_threads(tmp_path: Path) -> None:
+def test_a_kept_peak_is_of_this_dtype_and_these_threads(kept: Path) -> None:
+    """Finds a key without dtype or threads, and a larger value that does not replace a smaller one."""
     assert torch.get_num_threads() == 1, "the tests' own setting"
-    peak_flops(CPU, torch.float32, tmp_path)
-    peak_flops(CPU, torch.bfloat16, tmp_path)
-    assert len(list((tmp_path / "peaks").iterdir())) == 2
-    for file in (tmp_path / "peaks").iterdir():
-        file.write_text(json.dumps({**json.loads(file.read_text()), "flops_per_s": 1e15}))
-    assert peak_flops(CPU, torch.float32, tmp_path) == Peak(1e15, "the best matmul seen on this machine, float32")
-
-
-def test_an_unreadable_peak_is_measured_anew(tmp_path: Path) -> None:
-    peak_flops(CPU, torch.float32, tmp_path)
-    (file,) = (tmp_path / "peaks").iterdir()
-    for content in (b"", b"[]", b'{"flops_per_s": "x"}', b'{"flops_per_s": NaN}', b"\xff"):
-        file.write_bytes(content)
-        again = peak_flops(CPU, torch.float32, tmp_path).flops_per_s
-        assert json.loads(file.read_text())["flops_per_s"] == again
-
-
-def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
-    (tmp_path / "peaks").write_text("a file")
-    assert peak_flops(CPU, torch.float32, tmp_path).flops_per_s
+    host = socket.gethostname()
+    Measured("peak", host=host, dtype="float32", threads=1).keep(1e15)
+    Measured("peak", host=host, dtype="bfloat16", threads=1).keep(1.0)
+    Measured("peak", host=host, dtype="float32", threads=2).keep(1e16)
+    assert peak_flops(CPU, torch.float32, is_kept=True) == Peak(1e15, "the best matmul seen on this machine, float32")
+    measured = peak_flops(CPU, torch.bfloat16, is_kept=True).flops_per_s
+    assert Measured("peak", host=host, dtype="bfloat16", threads=1).read() == measured
+    assert measured is not None
+    assert measured > 1.0
 
 
 def test_the_clock_of_a_cpu_counts_milliseconds() -> None:

@@ -31,10 +31,14 @@ def has_wide_units() -> bool:
 
 
 def _said_of_cpu(field: str) -> str:
+    found = re.search(rf"^{field}\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+@functools.cache
+def _cpuinfo() -> str:
     with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-        if found := re.search(rf"^{field}\s*:\s*(.+)$", text, re.MULTILINE):
-            return found[1]
+        return Path("/proc/cpuinfo").read_text(errors="replace")
     return ""
 
 

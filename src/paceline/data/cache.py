@@ -15,6 +15,7 @@ from pathlib import Path
 import filelock
 
 from paceline.base import units
+from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.data.config import DataConfig, Recipe
@@ -30,13 +31,6 @@ from paceline.data.tokenizer import SETTINGS
 _NAME = re.compile(r"[^/]+-bpe\d+-[0-9a-f]{16}")  # of a folder in the cache
 _PARALLEL_BYTES = 64 << 20  # of text; starting workers for less costs more time than it saves
 _STALE_S = 7 * 24 * 3600.0  # an unfinished data set unchanged for this time is removed
-
-
-def cache_dir() -> Path:
-    """Returns the folder of prepared data: PACELINE_CACHE, else XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
-    if own := os.environ.get("PACELINE_CACHE"):
-        return Path(os.path.expanduser(own))
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paceline")
 
 
 def inspect_data(config: DataConfig, vocab_size: int) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from paceline.base import seeds
+from paceline.base.cache import cache_dir
 from paceline.config import Config
 from paceline.data.blend import Blend
-from paceline.data.cache import cache_dir, ensure_datasets
+from paceline.data.cache import ensure_datasets
 from paceline.data.dataset import tokenizer_json_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.data.plan import cut

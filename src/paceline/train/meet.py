@@ -16,7 +16,6 @@ from paceline.base.status import record_status
 from paceline.checkpoint.steps import list_steps
 from paceline.config import Config, flatten, from_toml, to_toml, with_size_of
 from paceline.data.blend import Blend
-from paceline.data.cache import cache_dir
 from paceline.data.loader import FixedBatches, Loader
 from paceline.model import cost
 from paceline.model.gpt import build
@@ -87,7 +86,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     require_alike(world.group, request.config, data.blend)
     wanted = _with_begun_size(request, world)
     vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(wanted, world.facts, []))
-    peak = peak_flops(world.device, dtype, kept_in=cache_dir())
+    peak = peak_flops(world.device, dtype, is_kept=True)
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
     speed = _training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0

@@ -5,14 +5,11 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import json
-import math
 import os
 import socket
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Protocol, cast
 
 import psutil
@@ -23,10 +20,13 @@ from paceline.base.errors import UserError
 from paceline.base.units import dtype_name
 from paceline.world.cores import free_memory, usable_cores
 from paceline.world.facts import RankFacts
+from paceline.world.measured import Measured
 from paceline.world.peaks import Peak, gpu_peak
 
 # Time to measure a CPU's peak: at the first start on a machine, and at later ones.
 _BUDGET_S, _KNOWN_BUDGET_S = 0.3, 0.03
+_LEAST_SPEEDUP = 1.5  # of a product in bfloat16, for it to be chosen
+_LEAST_UNDISTURBED = 0.9  # part of a measurement's time that its thread computed, for its result to be kept
 
 
 def count_gpus() -> int:
@@ -113,9 +113,10 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"compute capability {major}.{minor} has bfloat16"
         return torch.float16, f"compute capability {major}.{minor} has no bfloat16 units; float16 with a loss scaler"
     if device.type == "cpu":
-        if is_faster_in_bfloat16():
-            return torch.bfloat16, "measured, it is faster than float32 on this CPU"
-        return torch.float32, "measured, bfloat16 is no faster on this CPU"
+        speedup, measured = bfloat16_speedup()
+        if speedup > _LEAST_SPEEDUP:
+            return torch.bfloat16, f"{measured}, it is faster than float32 on this CPU"
+        return torch.float32, f"{measured}, bfloat16 is no faster on this CPU"
     if torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0):
         return torch.bfloat16, "macOS 14 or later has bfloat16 on Apple GPUs"
     return torch.float16, "macOS before 14 has no bfloat16 on Apple GPUs; float16 with a loss scaler"
@@ -159,7 +160,16 @@ def own_facts(device: torch.device, backend: str, threads: tuple[int, str], loca
 def _rounding() -> str:
     """Returns a digest of operations that optimizers use. It differs between vector units with and without fused
     multiply-add, and between code paths of MKL and oneDNN, which choose them by vendor and model. The number of threads
-    does not change it."""
+    does not change it, nor does load. Kept in the cache folder."""
+    fact = Measured("rounding")
+    digest: str | None = fact.read()
+    if digest is None:
+        digest = _computed_rounding()
+        fact.keep(digest)
+    return digest
+
+
+def _computed_rounding() -> str:
     whole = torch.arange(1, 32769)
     a, b = (whole * 7919 % 10007).float() / 9973, (whole * 104729 % 7919).float() / 7907 - 0.5
     results = [a.sqrt(), a.exp(), a.lerp(b, 0.1), a.add(b, alpha=0.3), a.addcdiv(b, a + 1, value=0.3), b.norm()]
@@ -180,11 +190,28 @@ def _has_bfloat16_units() -> bool:
 
 
 @functools.cache
-def is_faster_in_bfloat16() -> bool:
-    """Whether this process multiplies bfloat16 matrices clearly faster than float32 ones on the CPU. Measured in 20 ms:
-    the environment may restrict oneDNN's instructions, and AVX512_BF16 is slower than float32 on some processors."""
-    if not _has_bfloat16_units():
-        return False  # emulated, in up to 100 times the time
+def bfloat16_speedup() -> tuple[float, str]:
+    """Returns (how much faster the CPU multiplies matrices in bfloat16 than in float32, when that was measured).
+    AVX512_BF16 is slower than float32 on some processors. Kept in the cache folder if nothing disturbed it."""
+    if not _has_bfloat16_units():  # the environment may restrict oneDNN's instructions
+        return 0.0, "measured"  # emulated, in up to 100 times the time
+    fact = Measured("bfloat16-speedup")
+    kept: float | None = fact.read()
+    if kept is not None:
+        return kept, "measured at an earlier start"
+    start, computed = time.perf_counter(), time.thread_time()
+    speedup = _measured_bfloat16_speedup()
+    undisturbed_frac = (time.thread_time() - computed) / (time.perf_counter() - start)
+    first: float | None = fact.read()  # another rank of this host may have been quicker: all take its value
+    if first is not None:
+        return first, "measured"
+    if undisturbed_frac >= _LEAST_UNDISTURBED:
+        fact.keep(speedup)
+    return speedup, "measured"
+
+
+def _measured_bfloat16_speedup() -> float:
+    """Takes 20 ms."""
     matrices = [torch.ones(384, 384, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other where a core is busy
@@ -198,48 +225,31 @@ def is_faster_in_bfloat16() -> bool:
         ratios.append(seconds[0] / seconds[1])
     torch.set_num_threads(threads)
     # The two of a pair share what else runs on their core; the best of each may not, and ranks start at once.
-    return statistics.median(ratios) > 1.5
+    return statistics.median(ratios)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, kept_in: Path | None = None) -> Peak:
+def peak_flops(device: torch.device, dtype: torch.dtype, *, is_kept: bool = False) -> Peak:
     """Returns the device's peak in this dtype: from a data sheet for known GPUs, measured on CPUs. Load makes it too
-    low, so `kept_in` keeps this machine's best: the MFU of different runs is then comparable."""
+    low, so `is_kept` keeps this machine's best in the cache folder: the MFU of different runs is then comparable."""
     short = dtype_name(dtype)
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), short)
     if device.type == "cpu":
-        if kept_in is None:
+        if not is_kept:
             return Peak(_measured_matmul(dtype), f"matmul measured here, {short}")
-        return Peak(_best_so_far(kept_in / "peaks", dtype), f"the best matmul seen on this machine, {short}")
+        return Peak(_best_so_far(dtype), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
 
 
-def _best_so_far(folder: Path, dtype: torch.dtype) -> float:
-    """Measures the FLOP/s, briefly if some are stored; returns the larger and stores it. The file's name has all it
-    depends on."""
-    machine = {
-        "host": socket.gethostname(),
-        "processor": cpu_name(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "dtype": dtype_name(dtype),
-        "torch": torch.__version__,
-    }
-    path = folder / (hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16] + ".json")
-    try:
-        before = float(json.loads(path.read_bytes())["flops_per_s"])
-    except (OSError, ValueError, KeyError, TypeError):
-        before = 0.0
-    is_known = math.isfinite(before) and before > 0
-    measured = _measured_matmul(dtype, _KNOWN_BUDGET_S if is_known else _BUDGET_S)
-    if is_known and before >= measured:
-        return before
-    aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
-    with contextlib.suppress(OSError):  # a read-only folder: measured at each start
-        folder.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps({**machine, "flops_per_s": measured}))
-        os.replace(aside, path)
-    return measured
+def _best_so_far(dtype: torch.dtype) -> float:
+    """Measures the FLOP/s, briefly if some are kept; returns the larger and keeps it."""
+    # Machines with one processor differ in cooling and in what a container may use.
+    fact = Measured("peak", host=socket.gethostname(), dtype=dtype_name(dtype), threads=torch.get_num_threads())
+    best: float = fact.read() or 0.0
+    measured = _measured_matmul(dtype, _KNOWN_BUDGET_S if best else _BUDGET_S)
+    if measured > best:
+        fact.keep(measured)
+    return max(best, measured)
 
 
 def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:

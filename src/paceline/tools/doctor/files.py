@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.base import units
+from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
 from paceline.base.files import write_synced
-from paceline.data.cache import cache_dir, inspect_data
+from paceline.data.cache import inspect_data
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.model import cost
 from paceline.record.folder import check_writable

@@ -16,7 +16,6 @@ import torch
 from paceline.base.cores import cpu_name
 from paceline.base.units import dtype_name
 from paceline.config import Config
-from paceline.data.cache import cache_dir
 from paceline.record.console import Console
 from paceline.replica.batch import Batch
 from paceline.sync.replicas import overall
@@ -60,7 +59,7 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
         name=cpu_name(),
         kind="cpu",
         dtype=dtype_name(dtype),
-        peak_flops_per_s=peak_flops(world.device, dtype, kept_in=cache_dir()).flops_per_s or 0.0,
+        peak_flops_per_s=peak_flops(world.device, dtype, is_kept=True).flops_per_s or 0.0,
         memory_bytes=world.facts[0].free_bytes,
         forward={arch: {"block tokens": blocks.forward / num_tokens, "head tokens": ends.forward / num_tokens}},
         backward={arch: {"block tokens": blocks.backward / num_tokens, "embed tokens": ends.backward / num_tokens}},

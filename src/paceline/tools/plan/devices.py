@@ -135,7 +135,7 @@ def _path(config: Config) -> Path:
     """The file of this machine and this config: its name has everything that was measured, but the number of blocks."""
     import torch  # takes a second, and planning for other machines does without
 
-    from paceline.data.cache import cache_dir
+    from paceline.base.cache import cache_dir
     from paceline.world.device import choose_dtype
 
     model, train = config.model, config.train
