@@ -26,7 +26,7 @@ from paceline.world.peaks import Peak, gpu_peak
 # Time to measure a CPU's peak: at the first start on a machine, and at later ones.
 _BUDGET_S, _KNOWN_BUDGET_S = 0.3, 0.03
 _LEAST_SPEEDUP = 1.5  # of a product in bfloat16, for it to be chosen
-_LEAST_UNDISTURBED = 0.9  # part of a measurement's time that its thread computed, for its result to be kept
+_LEAST_COMPUTED = 0.9  # part of the time of two products that their thread had a core, if nothing disturbed it
 
 
 def count_gpus() -> int:
@@ -199,33 +199,33 @@ def bfloat16_speedup() -> tuple[float, str]:
     kept: float | None = fact.read()
     if kept is not None:
         return kept, "measured at an earlier start"
-    start, computed = time.perf_counter(), time.thread_time()
-    speedup = _measured_bfloat16_speedup()
-    undisturbed_frac = (time.thread_time() - computed) / (time.perf_counter() - start)
+    speedup, is_undisturbed = _measured_bfloat16_speedup()
     first: float | None = fact.read()  # another rank of this host may have been quicker: all take its value
     if first is not None:
         return first, "measured"
-    if undisturbed_frac >= _LEAST_UNDISTURBED:
+    if is_undisturbed:
         fact.keep(speedup)
     return speedup, "measured"
 
 
-def _measured_bfloat16_speedup() -> float:
-    """Takes 20 ms."""
+def _measured_bfloat16_speedup() -> tuple[float, bool]:
+    """Returns (speedup, whether this thread had a core for itself in most of the products). Takes 20 ms."""
     matrices = [torch.ones(384, 384, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other where a core is busy
-    ratios = []
+    ratios, undisturbed = [], []
     for _ in range(15):
-        seconds = []
+        seconds, computed_s = [], -time.thread_time()
         for matrix in matrices:
             start = time.perf_counter()
             _mm(matrix, matrix)
             seconds.append(time.perf_counter() - start)
+        computed_s += time.thread_time()
         ratios.append(seconds[0] / seconds[1])
+        undisturbed.append(computed_s >= _LEAST_COMPUTED * sum(seconds))
     torch.set_num_threads(threads)
     # The two of a pair share what else runs on their core; the best of each may not, and ranks start at once.
-    return statistics.median(ratios)
+    return statistics.median(ratios), statistics.mean(undisturbed) > 0.5
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, is_kept: bool = False) -> Peak:
