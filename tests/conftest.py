@@ -65,9 +65,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Ranks are forked from one process, which imports torch while tests are collected (tests/ranks.py)."""
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # the process that starts pytest-xdist's others runs no test
-    import ranks  # noqa: F401  what it is to import
+    if not session.config.getoption("--few"):
+        import ranks  # noqa: F401  what it is to import
 
-    forkserver.ensure_running()
+        forkserver.ensure_running()
     gc.disable()  # collecting 3,000 tests makes a million objects, and each search of them finds nothing: 2 s of a core
 
 
@@ -172,7 +173,9 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _is_alive(pid: int) -> bool:
-    """Python's own helper of multiprocessing is left out: it ends with the interpreter that started it."""
+    """Python's own helpers of multiprocessing are left out: they end with the interpreter that started them."""
+    if pid == getattr(forkserver._forkserver, "_forkserver_pid", None):  # started by the first test that has ranks
+        return False
     try:
         process = psutil.Process(pid)
         if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
