@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.base.ownership import Slice, assign, borders, cut, fill
@@ -68,6 +68,7 @@ def test_every_item_has_an_owner_and_nobody_more_than_the_mean_and_the_costliest
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 3))
+@example([1, 1, 2], 2)  # in this order: 1 + 2 and 1
 def test_the_most_that_a_rank_gets_is_within_four_thirds_of_the_best_deal(given: list[int], n: int) -> None:
     owners = assign(given, n)
     most = max(sum(c for c, owner in zip(given, owners, strict=True) if owner == rank) for rank in range(n))

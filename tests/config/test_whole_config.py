@@ -200,6 +200,15 @@ def test_impossible_combinations_are_refused_naming_the_field(section: str, fiel
         good.replace(section, **fields).check()
 
 
+def test_shares_are_of_the_whole_batch() -> None:
+    """Finds: shares that are less than the batch, whose other sequences no rank would compute."""
+    config = Config().replace("train", steps=10, global_batch_size=4)
+    config.replace("parallel", shares="3,1").check()
+    for shares in ("2,1", "3,2"):
+        with pytest.raises(UserError, match=f"shares {shares} sum to"):
+            config.replace("parallel", shares=shares).check()
+
+
 def test_flattened_names_are_what_a_person_types() -> None:
     flat = flatten(Config())
     assert {"train.steps", "optim.lr", "model.n-layer", "data.seq-len", "train.global-batch-size"} <= set(flat)

@@ -263,6 +263,24 @@ def test_a_damaged_list_of_documents_is_refused(folder: Path) -> None:
             Dataset.open(folder).documents("train")
 
 
+class Payload:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_list_of_documents_that_is_a_pickle_runs_nothing(folder: Path, tmp_path: Path) -> None:
+    """Finds: numpy's files of objects, which are pickles, read with allow_pickle=True."""
+    np.save(folder / "train-00001.starts.npy", np.array([Payload(tmp_path / "marker")], dtype=object))
+    with pytest.raises(UserError, match=r"train-00001.starts.npy can not be read"):
+        Dataset.open(folder).documents("train")
+    assert not (tmp_path / "marker").exists()
+
+
 def test_the_tokenizer_is_the_one_that_made_the_data(folder: Path) -> None:
     dataset = Dataset.open(folder)
     assert dataset.tokenizer_json == (folder / "tokenizer.json").read_text()

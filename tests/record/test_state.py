@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline.record.folder import COMPLETE, RunFolder, create
@@ -66,6 +67,16 @@ def test_a_run_is_running_while_its_process_lives_and_stale_after_it_was_killed(
         finally:
             writer.send_signal(signal.SIGKILL)
     assert read_state(folder).kind == "stale"
+
+
+def test_a_later_process_with_the_same_pid_is_not_the_run(tmp_path: Path) -> None:
+    """Finds: a run that was killed is shown as running for ever, where its pid was given to another process."""
+    folder = run_with(tmp_path / "run", {"event": "start"})
+    folder.lock()  # as this process
+    assert read_state(folder).kind == "running"
+    os.utime(folder.path / "lock.holder", (0, psutil.Process().create_time() - 3600))
+    assert read_state(folder).kind == "stale"
+    folder.close()
 
 
 def test_of_a_run_on_another_host_only_the_age_of_its_records_is_known(tmp_path: Path) -> None:

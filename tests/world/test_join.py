@@ -239,6 +239,15 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     assert re.search(r"rank 0 \(.*\) and rank 2 \(.*\) would compute on the same GPU, a: show each task its own", says)
 
 
+def test_ranks_of_different_versions_are_refused() -> None:
+    """Finds: ranks whose libraries round differently, each of which makes updates of its own."""
+    here = join._facts(place(0, 2, 1), "lo", "gloo", "cpu")
+    other = replace(join._facts(place(1, 2, 1), "lo", "gloo", "cpu"), versions={**here.versions, "torch": "1.0"})
+    assert handshake._difference([here, replace(other, versions=here.versions)]) == ""
+    says = handshake._difference([here, other])
+    assert re.search(r"rank 1 \(.*\) has torch 1\.0, and rank 0 \(.*\) torch \d.*Install the same version", says)
+
+
 def test_what_another_program_left_in_the_store_is_refused(agents_store: TCPStore) -> None:
     """Not read as anything else than JSON, and never run."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

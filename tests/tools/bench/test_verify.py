@@ -95,9 +95,12 @@ def test_a_curve_that_its_config_bends_is_not_judged(parallel: dict[str, Any], w
 
 
 def test_losses_that_are_not_finite_are_compared_and_shown(tmp_path: Path) -> None:
+    """Finds: a loss that became NaN in one of the two runs taken for equal to the other's."""
     record(tmp_path, "straight", None)
     record(tmp_path, "alone", None)
     assert laws.check_curve(left(tmp_path)) == (True, "at most 0.0e+00 apart, at step 1; loss NaN to NaN")
+    record(tmp_path, "alone", 2.5)
+    assert laws.check_curve(left(tmp_path)) == (False, "at most inf apart, at step 1; loss NaN to NaN")
 
 
 def record(folder: Path, name: str, loss: float | None, **parallel: Any) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from rank_facts import FACTS
 
+from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.config import Config, load_preset
+from paceline.model.cost import num_parameters
 from paceline.tools.doctor.finding import Verdict
 from paceline.tools.doctor.fit import fits
 
@@ -38,9 +40,14 @@ def test_memory_that_is_too_little_for_the_micro_batch_or_for_the_model() -> Non
 
 
 def test_ranks_without_work_and_a_link_that_takes_longer_than_a_step() -> None:
-    levels = [(level, fix) for level, _, fix in found(64 * GIB, 8, 12.5e6, global_batch_size=4, device_batch_size=4)]
+    verdicts = found(64 * GIB, 8, 12.5e6, global_batch_size=4, device_batch_size=4)
+    levels = [(level, fix) for level, _, fix in verdicts]
     assert levels[0] == ("warning", "--train.global-batch-size 8")
     assert levels[-1] == ("warning", "--train.global-batch-size 16: fewer, longer steps")
+    model = load_preset("gpt2-124m", Config()).model_of_data(0)
+    sent = 2 * 7 / 8 * 4 * num_parameters(model).total  # of a ring all-reduce of float32 on 8 ranks
+    seen = f"a step sends {units.size(sent)} of gradients, {units.duration(sent / 12.5e6)} over the slowest link"
+    assert verdicts[-1][1] == seen
 
 
 def test_a_strategy_that_the_ranks_cannot_use() -> None:

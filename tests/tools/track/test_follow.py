@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from program import DEADLINE_S, Program, one_message, rows, run
 from recorded import Recorded, losses, put_back, scalars, val_losses
@@ -204,6 +205,22 @@ def test_prometheus_works_again_when_the_folder_of_its_file_is_there(tmp_path: P
         made.end()
         assert "prometheus works again" in program.wait().require().err
     assert "\npaceline_checkpoints_total 1\n" in file.read_text(), "its only one, though the rows were sent twice"
+
+
+def test_prometheus_gets_seconds_and_only_this_machine_gets_them(tmp_path: Path) -> None:
+    """Finds: milliseconds under a name that ends in seconds; a port that other hosts can read."""
+    with a_used_port() as port:
+        pass
+    sent = Prometheus(RunFolder(tmp_path), TrackConfig(prometheus_port=port), {})
+    try:
+        row = {"loss": 1.0, "step_ms": 250.0, "rank_data_ms": [5.0]}
+        sent.send([Point(index=0, step=1, time_s=5.0, values={}, row=row)])
+        assert b"\npaceline_step_duration_seconds 0.25\n" in sent.text
+        assert b'\npaceline_phase_duration_seconds{rank="0",phase="data"} 0.005\n' in sent.text
+        listening = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+        assert [address for address, number in listening if number == port] == ["127.0.0.1"]
+    finally:
+        sent.close(is_failed=False)
 
 
 def test_the_last_step_ended_when_it_did_and_not_when_its_evaluation_did(tmp_path: Path) -> None:

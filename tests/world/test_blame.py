@@ -1,0 +1,57 @@
+"""Who is named when ranks wait too long: the order of the answers in blame.py, without ranks or a store."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.world.beats import Beat
+from paceline.world.blame import Known, find_blame
+from paceline.world.peer import Peer
+
+SILENT_S = STILL_S = 10.0
+STUCK = 30.0  # longer than both
+
+
+def beat(rank: int, **facts: Any) -> Beat:
+    """A rank that has stood still for long, in an all-reduce unless `facts` say otherwise."""
+    usual = {"state": "runs", "section": "backward", "step": 3, "still_s": STUCK, "waits_for": "an all-reduce"}
+    return Beat(**{"number": 1, "stack": [], "error": "", "calls": [], **usual, **facts})  # type: ignore[arg-type]
+
+
+def known_of(*beats: Beat) -> Known:
+    """What rank 0 knows of ranks on hosts of their own, all of which it has just heard of."""
+    peers = [
+        Peer(rank=rank, host=f"h{rank}", pid=1, local_rank=0, boot_id=f"b{rank}", born_ticks=1)
+        for rank in range(len(beats))
+    ]
+    ages_s = dict.fromkeys(range(1, len(beats)), 0.0)
+    return Known(peers, 0, dict(enumerate(beats)), ages_s, has_listened=True, missing_store=None, beat_s=1.0)
+
+
+WAITS, DATA = beat(0), beat(0, section="data", waits_for=None)
+
+
+@pytest.mark.parametrize(
+    ("known", "named", "said"),
+    [
+        (known_of(WAITS, DATA, WAITS), [1], "rank 1 (h1, pid 1) has made no progress for 30 s; it is in data of step"),
+        (known_of(WAITS, replace(DATA, still_s=1.0), WAITS), [], ""),
+        (known_of(WAITS, WAITS, WAITS), [None], "all ranks stand still in backward of step 3, waiting in"),
+        (known_of(WAITS, WAITS, beat(2, waits_for="a barrier")), [2], "waiting in a barrier, and most ranks in"),
+        (known_of(WAITS, WAITS, beat(2, state="failed", error="full")), [2], "ended with an error in backward"),
+        (replace(known_of(WAITS, WAITS, DATA), ages_s={1: STUCK, 2: 0.0}), [1], "has not answered for at least 30 s"),
+        (replace(known_of(WAITS, WAITS, DATA), ages_s={1: 1.0, 2: 0.0}), [2], "has made no progress"),
+        (replace(known_of(WAITS, DATA), missing_store="the store"), [None], "the store does not answer"),
+        (known_of(beat(0, calls=[(1, "sum", "a.py:1")]), beat(1, calls=[(1, "mean", "a.py:2")])), [None] * 3, "verbs"),
+    ],
+    ids=[
+        *("stands in its data", "is slow", "all wait", "in another collective", "failed", "silent"),
+        *("not silent for long", "no store", "other verbs"),
+    ],
+)
+def test_the_first_answer_that_applies_is_given(known: Known, named: list[int | None], said: str) -> None:
+    """Finds: a rank that waits for the others named as the one that stands still; a rank that makes progress named."""
+    found = find_blame(known, SILENT_S, STILL_S)
+    assert [rank for rank, _ in found] == named
+    assert not said or said in found[0][1]
