@@ -1,7 +1,7 @@
 """A folder in the navigation stands for all its pages: a page that is added needs no line in mkdocs.yml.
 
 First its index (README.md, which GitHub shows for a folder, or index.md), then the pages in the order in which the
-index links to them, then those it does not name, by file name.
+index links to them, then those it does not name, by file name. The log's pages are kept out of the search.
 """
 
 import posixpath
@@ -11,6 +11,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"\]\(([^)#\s]+\.md)")
 
@@ -21,6 +22,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     texts = {file.src_uri: file.content_string for file in files.documentation_pages() if file.inclusion.is_in_nav()}
     config.nav = [_expanded(entry, texts) for entry in config.nav or []]
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Returns the text as it is; of the log it tells the search to leave the page out."""
+    if page.file.src_uri.startswith("log/"):
+        page.meta["search"] = {"exclude": True}
+    return markdown
 
 
 def _expanded(entry: Any, texts: dict[str, str]) -> Any:
