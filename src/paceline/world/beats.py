@@ -1,15 +1,16 @@
-"""Beats: about once a second each rank writes into the world's store what it is doing, and reads the others' beats.
+"""Beats: about once a second each rank writes into the world's store what it is doing, so that the others know the last
+state of a rank that hangs or is dead.
 
     beat/RANK    JSON, a Beat: a counter, section and step, the collective it waits in, its main thread's stack
-    verdict      JSON, a Verdict: who blocks the world, as found by the first rank that looked
-
-So the others know the last state of a rank that hangs or is dead.
+    alarm        changes while a rank has lost the others or makes no progress: rank 0 reads all beats meanwhile
+    verdict      JSON, a Verdict: who blocks the world. All ranks end by it
+    missing      JSON, a Verdict: whom the ranks have lost whose collectives failed; without a message: unknown
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -34,6 +35,7 @@ class Beat:
     stack: list[str]  # of its main thread, innermost first
     error: str  # its message, if it ended with one
     calls: list[tuple[int, str, str]]  # the last collective verbs of a script
+    dead: list[int]  # ranks of its host whose processes are gone
 
     @property
     def where(self) -> str:
@@ -81,24 +83,28 @@ class BeatThread(threading.Thread):
         self,
         store: Store,
         rank: int,
-        num_ranks: int,
         clock: AwakeClock,
         beat_s: Callable[[], float],
         own_beat: Callable[[int], Beat],
+        whom: Callable[[], Iterable[int]],
     ):
+        """whom: the other ranks whose beats are read while this rank listens."""
         super().__init__(name="watchdog-beats", daemon=True)
-        self.beats: dict[int, tuple[Beat, float]] = {}  # by other rank: its newest beat, when first read
-        self.verdict: Verdict | None = None
-        self.listens = False  # whether rounds read the others' beats
-        self.heard_s = -1.0  # when the last such round began
+        self.beats: dict[
+            int, tuple[Beat | None, float]
+        ] = {}  # by rank: its newest beat (None: none yet), first read at
+        self.listens = False  # whether this rank itself has a reason to read the others' beats
+        self.heard_s = -1.0  # when the last round began that read them
+        self.posts: dict[str, Verdict] = {}  # by key: the verdicts that are known
         self.is_broken = False
         self.store_name = "the store"
-        self._store, self._rank, self._num_ranks = store, rank, num_ranks
-        self._clock, self._beat_s, self._own_beat = clock, beat_s, own_beat
+        self._store, self._rank = store, rank
+        self._clock, self._beat_s, self._own_beat, self._whom = clock, beat_s, own_beat, whom
         self._answered_s = clock.now()
+        self._alarm = b""
+        self._proposed: dict[str, Verdict] = {}
         self._closes = False
-        self._proposed: Verdict | None = None
-        self._hurry, self._agreed = threading.Event(), threading.Event()
+        self._hurry = threading.Event()
 
     def answers_within(self, seconds: float) -> bool:
         """Whether the store answered lately; a round begins once a beat."""
@@ -106,24 +112,27 @@ class BeatThread(threading.Thread):
 
     def listen(self, most_s: float) -> None:
         """Returns when all beats sent until now are read, or after `most_s`."""
-        asked_s, deadline = self._clock.now(), time.monotonic() + most_s
+        asked_s = self._clock.now()
         self.listens = True
-        self._hurry.set()
-        while self.heard_s < asked_s and not self.is_broken and time.monotonic() < deadline:
-            time.sleep(0.005)
+        self._wait_for(lambda: self.heard_s >= asked_s, most_s)
 
-    def agree(self, mine: Verdict) -> Verdict:
-        """Proposes a verdict. Returns the first proposed one; `mine` if the store does not answer."""
-        self._proposed = mine
-        self._hurry.set()
-        self._agreed.wait(ANSWER_S)
-        return self.verdict or mine
+    def agree(self, key: str, verdict: Verdict) -> Verdict:
+        """Proposes a verdict. Returns the first that a rank has proposed; this one if the store does not answer."""
+        self._proposed[key] = verdict
+        self._wait_for(lambda: key in self.posts, ANSWER_S)
+        return self.posts.setdefault(key, verdict)
 
     def close(self) -> None:
         """Sends a last beat if the store answers in time, and ends the thread."""
         self._closes = True
         self._hurry.set()
         self.join(ANSWER_S)
+
+    def _wait_for(self, is_done: Callable[[], bool], most_s: float) -> None:
+        deadline = time.monotonic() + most_s
+        self._hurry.set()
+        while not is_done() and not self.is_broken and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def run(self) -> None:
         try:
@@ -142,23 +151,32 @@ class BeatThread(threading.Thread):
     def _round(self, store: Store, number: int) -> None:
         began_s, listens = self._clock.now(), self.listens
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._own_beat(number))))
-        if self._proposed is not None:
-            store.compare_set("verdict", "", json.dumps(asdict(self._proposed)))
-        if self.verdict is None and store.check(["verdict"]):
-            found = json.loads(store.get("verdict"))
-            self.verdict = Verdict(message=found["message"], culprits=tuple(found["culprits"]))
-            self._agreed.set()
-        if listens:
+        if listens and self._rank:
+            store.set("alarm", f"{self._rank} {number}")
+        for key, verdict in list(self._proposed.items()):
+            store.compare_set(key, "", json.dumps(asdict(verdict)))
+        for key in ("verdict", "missing"):
+            if key not in self.posts and store.check([key]):
+                row = json.loads(store.get(key))
+                self.posts[key] = Verdict(message=row["message"], culprits=tuple(row["culprits"]))
+        if listens or (self._rank == 0 and self._has_new_alarm(store)):
             self._read_beats(store, began_s)
             self.heard_s = began_s
         self._answered_s = self._clock.now()
 
+    def _has_new_alarm(self, store: Store) -> bool:
+        before, self._alarm = self._alarm, store.get("alarm") if store.check(["alarm"]) else b""
+        return self._alarm != before
+
     def _read_beats(self, store: Store, now_s: float) -> None:
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        begun = [rank for rank in others if rank in self.beats or store.check([f"beat/{rank}"])]
+        ranks = sorted(self._whom())
+        begun = [rank for rank in ranks if self.beats.get(rank, (None, 0))[0] or store.check([f"beat/{rank}"])]
+        for rank in set(ranks) - set(begun):
+            self.beats.setdefault(rank, (None, now_s))
         for rank, text in zip(begun, store.multi_get([f"beat/{rank}" for rank in begun]), strict=True):
             beat = Beat(**json.loads(text))
-            if rank not in self.beats or self.beats[rank][0].number != beat.number:
+            known = self.beats.get(rank, (None, 0.0))[0]
+            if known is None or known.number != beat.number:
                 self.beats[rank] = beat, now_s
 
 

@@ -1,8 +1,9 @@
 """Finds who blocks a world, from what one rank knows. Pure: nothing here waits or asks the store.
 
-The first answer that applies is used:
+Rank 0 judges for all, because it reads all beats. The others read those of rank 0 and of dead ranks of their host, and
+judge only where rank 0 or the store is silent. The first answer that applies is used:
 
-    1. ranks that are dead, or ended with an error              (processes of this host; last beats of all)
+    1. ranks that are dead, or ended with an error              (by ranks of their host; by their last beats)
     2. scripts that called different verbs                      (none is killed: all end)
     3. the store, if it does not answer                         (its host or the link is gone)
     4. ranks whose beats have stopped                           (stopped, or their host or link is gone)
@@ -29,23 +30,23 @@ Blame = list[tuple[int | None, str]]  # rank (None: no rank is at fault), messag
 
 @dataclass(frozen=True)
 class Known:
-    """What one rank knows of all."""
+    """What one rank knows of those whose beats it reads, and of itself."""
 
     peers: Sequence[Peer]
     me: int
     beats: Mapping[int, Beat]  # by rank, this one included; a rank that has not begun has none
-    ages_s: Mapping[int, float]  # by other rank: how long its beat has not changed
-    has_listened: bool
+    ages_s: Mapping[int, float]  # by other rank that it reads: how long its beat, or the lack of one, has not changed
     missing_store: str | None  # its name, if it does not answer
     beat_s: float
 
     @property
     def others(self) -> list[Peer]:
-        return [peer for peer in self.peers if peer.rank != self.me]
+        return [self.peers[rank] for rank in sorted(self.ages_s)]
 
-    def is_here(self, peer: Peer) -> bool:
-        """Whether it is a process of this host. A pid alone is not enough: pids are used again."""
-        return peer.boot_id == self.peers[self.me].boot_id and peer.born_ticks > 0
+    @property
+    def dead(self) -> set[int]:
+        """Ranks whose processes are gone, by the beats of ranks of their hosts."""
+        return {rank for beat in self.beats.values() for rank in beat.dead}
 
     def last_beat(self, rank: int) -> str:
         """Returns the end of a sentence about a silent rank, whose last beat may be older than its last step."""
@@ -54,26 +55,35 @@ class Known:
         return f"; last heard of up to {self.beat_s:g} s before that, in {self.beats[rank].where_with_stack}"
 
 
+def is_here(peer: Peer, me: Peer) -> bool:
+    """Whether it is another process of this host. A pid alone is not enough: pids are used again."""
+    return peer.rank != me.rank and peer.boot_id == me.boot_id and peer.born_ticks > 0
+
+
 def find_blame(known: Known, silent_s: float, still_s: float) -> Blame:
     """Returns the first answer. Ranks count as silent after silent_s, as standing still after still_s."""
     return (
         dead(known)
         or different_calls(known)
-        or _store_missing(known)
-        or _silent(known, silent_s)
+        or unreachable(known, silent_s)
         or _standing(known, still_s)
         or _in_different_collectives(known, still_s)
     )
 
 
+def unreachable(known: Known, silent_s: float) -> Blame:
+    """The store, if it does not answer; else ranks whose beat has not changed for silent_s."""
+    return _store_missing(known) or _silent(known, silent_s)
+
+
 def dead(known: Known) -> Blame:
-    """Ranks that ended with an error, and processes of this host that are dead."""
+    """Ranks that ended with an error, and those whose processes are gone, unless they left because of others."""
     found: Blame = []
     for peer in known.others:
         beat = known.beats.get(peer.rank)
         if beat and beat.state == "failed":
             found.append((peer.rank, f"{peer.shown} ended with an error in {beat.where}: {beat.error}"))
-        elif (beat is None or beat.state == "runs") and known.is_here(peer) and not peer.is_alive:
+        elif (beat is None or beat.state == "runs") and peer.rank in known.dead:
             found.append((peer.rank, f"{peer.shown} is gone{known.last_beat(peer.rank)}"))
     return found
 
@@ -97,18 +107,22 @@ def _store_missing(known: Known) -> Blame:
     if known.missing_store is None:
         return []
     found: Blame = [(None, f"{known.missing_store} does not answer: its process, its host or the way there is gone")]
-    stopped = [peer for peer in known.others if known.is_here(peer) and _is_stopped(peer)]
+    stopped = [peer for peer in known.peers if is_here(peer, known.peers[known.me]) and _is_stopped(peer)]
     return found + [(p.rank, f"{p.shown} is stopped by a signal{known.last_beat(p.rank)}") for p in stopped]
 
 
 def _silent(known: Known, silent_s: float) -> Blame:
     """Ranks whose beat has not changed for silent_s."""
     found: Blame = []
-    for peer in known.others if known.has_listened else ():
+    for peer in known.others:
+        age_s = known.ages_s[peer.rank]
+        if age_s < silent_s:
+            continue
         if peer.rank not in known.beats:
             found.append((peer.rank, f"{peer.shown} has not begun"))
-        elif known.beats[peer.rank].state == "runs" and (age_s := known.ages_s[peer.rank]) >= silent_s:
-            stopped = " is stopped by a signal, and" if known.is_here(peer) and _is_stopped(peer) else ""
+        elif known.beats[peer.rank].state == "runs":
+            is_stopped = is_here(peer, known.peers[known.me]) and _is_stopped(peer)
+            stopped = " is stopped by a signal, and" if is_stopped else ""
             text = f"{peer.shown}{stopped} has not answered for at least {age_s:.0f} s"
             found.append((peer.rank, text + known.last_beat(peer.rank)))
     return found

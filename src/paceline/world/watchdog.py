@@ -3,7 +3,8 @@
 A rank that waits in a collective cannot know why: a peer may be stopped, hang in its data, or have lost its host. So
 each rank records what it begins (`enter`), and two threads watch it; they run while the main thread waits in Gloo. One
 exchanges beats through the store (beats.py), which may never answer; the other never waits for the store. If a rank
-makes no progress for `timeout_s`, it finds out who is to blame (blame.py).
+makes no progress for `timeout_s`, rank 0 finds out who is to blame (blame.py), and posts it for all. Where rank 0 or
+the store is silent for so long, that is the answer, and each rank finds it by itself.
 
 A script's ranks also send their last verbs (calls.py). If these differ, waiting is useless: the job ends some beats
 after the first rank stands still.
@@ -39,14 +40,22 @@ if TYPE_CHECKING:
 _FRAMES = 12  # of a stack: from a kernel to the training loop
 _SHOWN = 4  # ranks that a message describes; a lost host may take 8
 _BEAT_S = 1.0  # or a tenth of the timeout, if that is shorter
+_RANKS_A_BEAT = 256  # a larger world beats more slowly, so that its store carries less than 1 MB/s
+# In beats:
+_STILL_BEATS = 3.0  # without progress: then others listen
+_PATIENCE_BEATS = 2.4  # until rank 0 judges who is silent
+_SILENT_BEATS = 1.9  # so that a beat has been missed
+_MISSING_BEATS = (
+    4.5  # until a rank that has lost others gives up rank 0's answer, which may begin to listen a beat late
+)
 _LEAVE_S = 0.3  # for a living rank to write its stacks before it is killed
 
 
 class Watchdog:
     """Watches the thread that opens it, and so the world, until it is closed.
 
-    Cost: 1.5 kB per rank and beat in the store. A rank without progress for three beats also reads the others' beats:
-    ranks² x 1.5 kB per beat while all wait, 6 MB/s at 64.
+    Cost: 1.5 kB per rank and beat in the store. While a rank is without progress for three beats, rank 0 reads as much:
+    0.8 MB/s at 256 ranks and more.
     """
 
     def __init__(
@@ -76,7 +85,8 @@ class Watchdog:
         self._error = ""
         self._thread = 0  # the watched thread
         store = HashStore() if world.store is None else world.store
-        self._beats = BeatThread(store, self._me, len(self._peers), self._clock, self._beat_s, self._beat)
+        self._beats = BeatThread(store, self._me, self._clock, self._beat_s, self._beat, self._whom)
+        self._lost_s: float | None = None  # on rank 0: since when a rank has lost others
         self._watching = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._closed, self._ending = threading.Event(), threading.Lock()
 
@@ -100,20 +110,21 @@ class Watchdog:
         self._place = (section, step, self._place[2] + 1)  # as one tuple, for the other thread
 
     def find_missing(self) -> Verdict | None:
-        """Returns who is missing after a collective of this rank failed: a rank of this host is known at once, others
-        within 2.5 beats; None if unknown. If the ranks have a verdict, this process ends by it."""
+        """Returns who is missing after a collective of this rank failed, as rank 0 has found it within some beats, or
+        this rank, if rank 0 is missing; None if unknown. If the ranks have a verdict, this process ends by it."""
         self._state = "lost"
-        patience_s = 2.4 * self._beat_s()
-        deadline = time.monotonic() + patience_s
-        self._beats.listen(patience_s)
+        deadline = time.monotonic() + _MISSING_BEATS * self._beat_s()
+        self._beats.listen(_PATIENCE_BEATS * self._beat_s())
         while time.monotonic() < deadline:
             self._obey()
-            known = self._known()
-            if found := self._verdict(blame.dead(known) or blame.different_calls(known)):
-                return found
+            if (missing := self._beats.posts.get("missing")) is not None:
+                return missing if missing.message else None
+            silent_s = _SILENT_BEATS * self._beat_s()
+            known = self._known(silent_s)
+            if not self._judges and (found := blame.dead(known) or blame.unreachable(known, silent_s)):
+                return self._verdict(found)
             time.sleep(self._beat_s() / 20)
-        silent_s = 1.9 * self._beat_s()
-        return self._verdict(blame.find_blame(self._known(silent_s), silent_s, 0.5 * self.timeout_s))
+        return None
 
     def explained(self, error: PacelineError) -> tuple[str, tuple[int, ...]]:
         """Returns the text of an error of lost ranks, with what `find_missing` knows of them, and whom it blames. Ask
@@ -121,39 +132,81 @@ class Watchdog:
         missing = self.find_missing()
         return (f"{error}. {missing.message}", missing.culprits) if missing else (str(error), ())
 
+    @property
+    def _judges(self) -> bool:
+        return self._me == 0
+
     def _beat_s(self) -> float:
-        return min(_BEAT_S, self.timeout_s / 10)
+        return min(_BEAT_S * max(1.0, len(self._peers) / _RANKS_A_BEAT), self.timeout_s / 10)
 
     def _watch(self) -> None:
         """Ends this process if it must end; returns when the watchdog is closed."""
         while not self._closed.wait(self._beat_s() / 4):
-            now, wait = self._clock.now(), self._group.waiting_for
-            progress = (self._place, self._calls and self._calls.number, wait)
+            now = self._clock.now()
+            progress = (self._place, self._calls and self._calls.number, self._group.waiting_for)
             if progress != self._seen[0]:
                 self._seen = (progress, now)
-            still_s = now - self._seen[1]
-            self._beats.listens = self._state != "runs" or still_s > 3 * self._beat_s()
+            self._beats.listens = self._state != "runs" or now - self._seen[1] > _STILL_BEATS * self._beat_s()
             self._obey()
-            # A dead rank's collectives fail, but not under NCCL, nor while a child of it holds its connections.
-            if self._beats.listens and wait is not None and self._state == "runs":
-                self._end_if(blame.dead(self._known()))
-            if self._beats.listens and wait is not None and self._calls is not None:
-                self._end_if(blame.different_calls(self._known()))
-            is_watched = self._state == "runs" and (self._calls is None or wait is not None)
-            if is_watched and still_s > self.timeout_s:
-                # Half the limit: news of others is some beats late, and a rank that resumed meanwhile is not to blame.
+            if self._judges:
+                self._judge()
+            elif self._is_out_of_time(self._beat()):
                 limit_s = 0.5 * self.timeout_s
-                self._end_if(blame.find_blame(self._known(limit_s), limit_s, limit_s))
+                self._end_if(blame.unreachable(self._known(limit_s), limit_s))
 
-    def _known(self, store_s: float = float("inf")) -> blame.Known:
+    def _judge(self) -> None:
+        """Rank 0 looks for all, while it reads the beats of all."""
+        if not self._listens_now():
+            return
+        limit_s = 0.5 * self.timeout_s
+        known = self._known(limit_s)
+        running = [beat for beat in known.beats.values() if beat.state == "runs"]
+        if any(beat.state == "lost" for beat in known.beats.values()):
+            self._answer_lost(known)
+        # A dead rank's collectives fail, but not under NCCL, nor while a child of it holds its connections.
+        elif any(beat.waits_for and beat.still_s > _STILL_BEATS * self._beat_s() for beat in running):
+            self._end_if(blame.dead(known) or blame.different_calls(known))
+        if any(map(self._is_out_of_time, running)):
+            # Half the limit: news of others is some beats late, and a rank that resumed meanwhile is not to blame.
+            self._end_if(blame.find_blame(known, limit_s, limit_s))
+
+    def _answer_lost(self, known: blame.Known) -> None:
+        """Posts who is missing, for ranks whose collectives failed: a dead rank at once, a silent one later."""
+        if self._lost_s is None:
+            self._lost_s = self._clock.now()
+        found = blame.dead(known) or blame.different_calls(known)
+        if not found and self._clock.now() - self._lost_s > _PATIENCE_BEATS * self._beat_s():
+            silent_s = _SILENT_BEATS * self._beat_s()
+            found = blame.find_blame(self._known(silent_s), silent_s, 0.5 * self.timeout_s)
+        elif not found:
+            return
+        if "missing" not in self._beats.posts:
+            self._beats.agree("missing", self._verdict(found) or Verdict(message="", culprits=()))
+
+    def _is_out_of_time(self, beat: Beat) -> bool:
+        """Whether this rank should have made progress. A script may take its time, except where it waits for others."""
+        is_watched = beat.state == "runs" and (self._calls is None or beat.waits_for is not None)
+        return is_watched and beat.still_s > self.timeout_s
+
+    def _listens_now(self) -> bool:
+        return self._beats.listens or self._clock.now() - self._beats.heard_s < 2 * self._beat_s()
+
+    def _whom(self) -> set[int]:
+        """Returns the ranks whose beats this rank reads."""
+        return set(range(1, len(self._peers))) if self._judges else {0, *self._dead_here()}
+
+    def _dead_here(self) -> list[int]:
+        me = self._peers[self._me]
+        return [peer.rank for peer in self._peers if blame.is_here(peer, me) and not peer.is_alive]
+
+    def _known(self, store_s: float) -> blame.Known:
         """Returns what is known now. The store counts as missing after `store_s` without an answer."""
         heard = dict(self._beats.beats)
         return blame.Known(
             peers=self._peers,
             me=self._me,
-            beats={**{rank: beat for rank, (beat, _) in heard.items()}, self._me: self._beat()},
+            beats={**{rank: beat for rank, (beat, _) in heard.items() if beat}, self._me: self._beat()},
             ages_s={rank: self._beats.heard_s - since_s for rank, (_, since_s) in heard.items()},
-            has_listened=self._beats.heard_s >= 0,
             missing_store=None if self._beats.answers_within(store_s) else self._beats.store_name,
             beat_s=self._beat_s(),
         )
@@ -179,6 +232,7 @@ class Watchdog:
             ],
             error=self._error,
             calls=calls,
+            dead=self._dead_here() if self._listens_now() else [],
         )
 
     def _verdict(self, found: blame.Blame) -> Verdict | None:
@@ -192,11 +246,11 @@ class Watchdog:
 
     def _end_if(self, found: blame.Blame) -> None:
         if verdict := self._verdict(found):
-            self._end(self._beats.agree(verdict))
+            self._end(self._beats.agree("verdict", verdict))
 
     def _obey(self) -> None:
-        if self._beats.verdict is not None:
-            self._end(self._beats.verdict)
+        if (verdict := self._beats.posts.get("verdict")) is not None:
+            self._end(verdict)
 
     def _end(self, verdict: Verdict) -> NoReturn:
         self._ending.acquire()  # never released: only one thread continues
@@ -212,8 +266,8 @@ class Watchdog:
             speaker.join(ANSWER_S)
         except RuntimeError:  # Python 3.12 starts no thread at its exit
             speak()
-        known = self._known()
-        _kill([self._peers[rank] for rank in verdict.culprits if rank != self._me and known.is_here(self._peers[rank])])
+        culprits = [self._peers[rank] for rank in verdict.culprits]
+        _kill([peer for peer in culprits if blame.is_here(peer, self._peers[self._me])])
         os._exit(EXIT_FAILED)
 
 
