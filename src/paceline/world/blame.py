@@ -79,11 +79,13 @@ def unreachable(known: Known, silent_s: float) -> Blame:
 def dead(known: Known) -> Blame:
     """Ranks that ended with an error, and those whose processes are gone, unless they left because of others."""
     found: Blame = []
-    for peer in known.others:
+    for peer in known.peers:
         beat = known.beats.get(peer.rank)
-        if beat and beat.state == "failed":
+        # Without a beat: it had not begun, or died with the store.
+        may_have_left = beat.state != "runs" if beat else peer.rank not in known.ages_s and known.missing_store is None
+        if beat and beat.state == "failed" and peer.rank != known.me:
             found.append((peer.rank, f"{peer.shown} ended with an error in {beat.where}: {beat.error}"))
-        elif (beat is None or beat.state == "runs") and peer.rank in known.dead:
+        elif peer.rank in known.dead and not may_have_left:
             found.append((peer.rank, f"{peer.shown} is gone{known.last_beat(peer.rank)}"))
     return found
 
