@@ -16,6 +16,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, as in conftest.py
 
 import argparse
+import contextlib
 import multiprocessing
 import random
 import shutil
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -48,6 +49,18 @@ class Result(NamedTuple):
 
     failed: str | None  # the first test that failed; none ran after it
     status: int  # of pytest
+    num_passed: int = 0
+
+    def __str__(self) -> str:
+        if self.failed:
+            return f"found by {self.failed}"
+        if self.is_skipped:
+            return "not looked for: its tests are skipped on this machine"
+        return f"NOT FOUND ({self.num_passed} tests passed, pytest's exit status {self.status})"
+
+    @property
+    def is_skipped(self) -> bool:
+        return not (self.failed or self.status or self.num_passed)
 
 
 Run = Callable[[], Result]
@@ -72,9 +85,9 @@ def main(arguments: Sequence[str]) -> int:
         if failed:
             print(f"the tests fail on the code as it is: {failed}")
             return 1
-        missed = _plant(chosen, options.jobs, Path(folder))
-    _print_table(chosen, missed)
-    return int(bool(missed))
+        results = _plant(chosen, options.jobs, Path(folder))
+    _print_table(results)
+    return int(not all(result.failed or result.is_skipped for result in results.values()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,33 +104,33 @@ def _failed_as_it_is(chosen: Sequence[Mutation], folder: Path) -> str | None:
     for is_long in (False, True):
         tests = sorted({test for each in chosen if each.is_long == is_long for test in each.tests})
         if tests:
-            run = partial(_run_tests, shutil.copytree(ROOT / "src", folder / f"src-{is_long}"), tests, folder / "cache")
+            source = shutil.copytree(ROOT / "src", folder / f"src-{is_long}")
+            run = partial(_run_tests, source, tests, folder / "cache", is_long)
             ((_, result),) = _results([run], jobs=1, limit_s=10 * _RUN_S)
             if result.failed or result.status:
                 return result.failed or f"pytest's exit status {result.status}"
     return None
 
 
-def _plant(chosen: Sequence[Mutation], jobs: int, folder: Path) -> list[Mutation]:
-    """Returns the mutations that no test found."""
-    missed = []
+def _plant(chosen: Sequence[Mutation], jobs: int, folder: Path) -> dict[Mutation, Result]:
     runs = [partial(_run_mutated, each, folder / str(number), folder / "cache") for number, each in enumerate(chosen)]
+    results = {}
     for number, result in _results(runs, jobs, _RUN_S):
         each = chosen[number]
-        if not result.failed:
-            missed.append(each)
-        what = f"found by {result.failed}" if result.failed else f"NOT FOUND (pytest's exit status {result.status})"
-        print(f"{each.file:25} {each.name:60} {what}", flush=True)
+        results[each] = result
+        print(f"{each.file}: {each.name}\n    {result}", flush=True)
         shutil.rmtree(folder / str(number), ignore_errors=True)
-    return missed
+    return results
 
 
-def _print_table(chosen: Sequence[Mutation], missed: Sequence[Mutation]) -> None:
-    planted, not_found = (Counter(each.room for each in those) for those in (chosen, missed))
-    print(f"\n{'room':12} planted  found")
-    for room, number in [*sorted(planted.items()), ("all", len(chosen))]:
-        found = number - (not_found[room] if room in planted else len(missed))
-        print(f"{room:12} {number:7} {found:6}")
+def _print_table(results: Mapping[Mutation, Result]) -> None:
+    planted = Counter(each.room for each in results)
+    found = Counter(each.room for each, result in results.items() if result.failed)
+    skipped = Counter(each.room for each, result in results.items() if result.is_skipped)
+    print(f"\n{'room':12} planted  found  skipped")
+    for room in sorted(planted):
+        print(f"{room:12} {planted[room]:7} {found[room]:6} {skipped[room]:8}")
+    print(f"{'all':12} {planted.total():7} {found.total():6} {skipped.total():8}")
 
 
 def _results(runs: Sequence[Run], jobs: int, limit_s: float) -> Iterator[tuple[int, Result]]:
@@ -153,7 +166,8 @@ def _end(process: BaseProcess, receiver: Connection) -> Result:
     except EOFError:  # it died
         process.join()
         result = Result(None, process.exitcode or 0)
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.join()
     return result
 
@@ -163,10 +177,10 @@ def _run_mutated(mutation: Mutation, folder: Path, full_cache: Path) -> Result:
     file = source / "paceline" / mutation.file
     file.write_text(file.read_text().replace(mutation.old, mutation.new))
     cache = shutil.copytree(full_cache, folder / "cache")  # which the mistake may spoil
-    return _run_tests(source, mutation.tests, cache)
+    return _run_tests(source, mutation.tests, cache, mutation.is_long)
 
 
-def _run_tests(source: Path, tests: Sequence[str], cache: Path) -> Result:
+def _run_tests(source: Path, tests: Sequence[str], cache: Path, is_long: bool) -> Result:
     """Runs the tests in this process with `source` in the place of src, up to the first failure."""
     cache.mkdir(exist_ok=True)
     sys.path.insert(0, str(source))
@@ -176,16 +190,19 @@ def _run_tests(source: Path, tests: Sequence[str], cache: Path) -> Result:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
-    flags = ("-x", "-q", "--few", "--tb=no", "-p", "no:cacheprovider", f"--timeout={_TEST_S}")
-    first = _FirstFailure()
-    status = pytest.main([*flags, *(f"tests/{test}" for test in tests)], plugins=[first])
-    return Result(first.failed, int(status))
+    kind = () if is_long else ("-m", "not long")
+    flags = (*kind, "-x", "-q", "--few", "--tb=no", "-p", "no:cacheprovider", f"--timeout={_TEST_S}")
+    seen = _Seen()
+    status = pytest.main([*flags, *(f"tests/{test}" for test in tests)], plugins=[seen])
+    return Result(seen.failed, int(status), seen.num_passed)
 
 
-class _FirstFailure:
+class _Seen:
     failed: str | None = None
+    num_passed = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.num_passed += report.when == "call" and report.passed
         if report.failed and self.failed is None:
             self.failed = report.nodeid.removeprefix("tests/")
 

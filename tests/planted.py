@@ -548,8 +548,8 @@ MUTATIONS = (
     Mutation(
         "what the user must change is tried again",
         "launch/local.py",
-        "    if EXIT_USER in [status.code for status in found.values()]:\n        return _Ended(EXIT_USER)\n",
-        "",
+        "if ended.status not in (EXIT_FAILED, _INTERRUPTED):",
+        "if ended.status not in (EXIT_FAILED, EXIT_USER, _INTERRUPTED):",
         ("launch/test_restarts.py::test_what_the_user_must_change_is_not_tried_again",),
     ),
     Mutation(
@@ -722,7 +722,7 @@ MUTATIONS = (
         "cli/slurm.py",
         "if [ $status = 75 ]",
         "if [ $status = 1 ]",
-        ("cli/test_slurm_script.py::test_the_script_is_a_shells_and_repeats_one_command",),
+        ("cli/test_slurm_script.py::test_a_job_is_queued_again_when_its_ranks_have_saved",),
     ),
     Mutation(
         "an error exits with 0",
@@ -751,7 +751,7 @@ MUTATIONS = (
         "model/dropout.py",
         ".mul_(1.0 / (1.0 - probability))",
         "",
-        ("model/test_dropout.py::test_the_kept_fraction_is_right_as_a_whole_and_along_each_dim",),
+        ("model/test_dropout.py::test_gradient_is_the_masks",),
     ),
     Mutation(
         "all sites of a model drop the same elements",

@@ -1,5 +1,6 @@
 """`paceline slurm` prints a script that a shell reads, and refuses what Slurm or training would."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,21 @@ def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
         *(sys.executable, "-m", "paceline", "train"),
         *(*arguments, "--resume", "auto"),
     ]
+
+
+@pytest.mark.parametrize("status", [0, 1, 75])
+def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status: int) -> None:
+    """With commands of the same names in the place of Slurm's. Finds: a job that failed queued again for ever, and one
+    that saved not at all."""
+    script = here("slurm", "--", "--preset", "tiny", "--out", "run", cwd=tmp_path).require(0).out
+    for name, body in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {tmp_path}/said'), ("sleep", "exit")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    ended = subprocess.run(["bash"], input=script, text=True, env=environ, capture_output=True)
+    assert ended.returncode == status, ended.stderr
+    said = tmp_path / "said"
+    assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if status == 75 else "")
 
 
 @pytest.mark.parametrize(
