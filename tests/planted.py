@@ -540,10 +540,17 @@ MUTATIONS = (
     # ---- launch ----
     Mutation(
         "a run of which one rank saved, and the others are done, is done",
-        "launch/local.py",
-        "return _Ended(max(status.code for status in found.values()))",
-        "return _Ended(min(status.code for status in found.values()))",
+        "launch/ends.py",
+        "return Ended(status=max(report.code for report in ends.reports.values()))",
+        "return Ended(status=min(report.code for report in ends.reports.values()))",
         ("launch/test_restarts.py::test_saved_beats_done",),
+    ),
+    Mutation(
+        "a rank that was killed hides what another one refused",
+        "launch/ends.py",
+        "for rule in (_refused, _early, _died,",
+        "for rule in (_early, _died, _refused,",
+        ("launch/test_end_of_attempt.py::test_the_end_of_an_attempt_follows_from_those_of_its_ranks",),
     ),
     Mutation(
         "what the user must change is tried again",

@@ -14,18 +14,19 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from paceline.base import units
-from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, PacelineError, RunError, UserError
+from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, PacelineError, RunError, UserError
 from paceline.base.net import require_loopback
 from paceline.base.say import say
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
 from paceline.launch.attempt import Grace, run_attempt
+from paceline.launch.ends import Ended, Ends, how_it_ended
 from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
@@ -92,16 +93,6 @@ def start_ranks(
 
 
 @dataclass
-class _Ended:
-    """How one attempt ended, over all ranks."""
-
-    status: int  # 2 beats 1 beats 75 beats 0
-    what: str = ""  # who failed, and how
-    was_said: bool = True  # by a rank, on the terminal
-    rank: int | None = None  # the first to blame
-
-
-@dataclass
 class _Attempts:
     command: Sequence[str]
     run_folder: Path
@@ -141,7 +132,7 @@ class _Attempts:
             if self.signals.wait(delay):
                 return self._stopped_before_training(self.signals.first)
 
-    def _attempt(self, place: Place) -> _Ended | None:
+    def _attempt(self, place: Place) -> Ended | None:
         """Returns how one attempt ended; None if another host judges that, or only the hosts are to change."""
         self._num_attempts, self._world_size = self._num_attempts + 1, place.world_size
         statuses, ranks = self._make_folder(place), place.own_ranks
@@ -174,21 +165,22 @@ class _Attempts:
             raise UserError(f"cannot write in {folder}, where ranks report their ends: {error.strerror}") from None
         return folder
 
-    def _judge(self, place: Place, collected: Collected) -> _Ended | None:
-        found, ends, lost = collected.found, collected.ends, collected.lost
-        num_killed = 0 if lost else len(place.judged) - len(ends)  # here, when their time was over
-        # A rank that is killed while it reads or prepares data (a library may hear no signal) has lost nothing.
-        has_failed = (num_killed and self._has_begun) or any(status.is_failure for status in found.values())
-        if self._stop and not has_failed:
-            has_said_it = 0 in found and found[0].is_good  # rank 0, which prints
-            is_early = ends.get(0) == -signal.SIGTERM or (num_killed and not has_said_it)
-            if is_early or not any(status.is_good for status in found.values()):
-                return _Ended(self._stopped_before_training(self._stop))
-            if num_killed:
-                return _Ended(found[0].code)
-        ended = _judge(found, ends, place.judged, self._stop, self.grace_s)
-        if lost and 0 in found and found[0].is_good:  # rank 0 ends last: the run is saved
-            ended = _Ended(found[0].code)
+    def _judge(self, place: Place, collected: Collected) -> Ended | None:
+        reports, lost = collected.found, collected.lost
+        ends = Ends(
+            ranks=place.judged,
+            reports=reports,
+            exits=collected.ends,
+            stop=self._stop,
+            grace_s=self.grace_s,
+            has_begun=self._has_begun,
+            are_all_known=not lost,
+        )
+        ended = how_it_ended(ends)
+        if ended.is_early:
+            return replace(ended, status=self._stopped_before_training(self._stop))
+        if lost and 0 in reports and reports[0].is_good:  # rank 0 ends last: the run is saved
+            ended = Ended(status=reports[0].code)
         if ended.status == EXIT_RESUMABLE and collected.takes_in and not self._stop:
             return None
         if ended.status == EXIT_FAILED and lost and not self._stop:
@@ -210,7 +202,7 @@ class _Attempts:
         when = f" in {delay:.0f} s" if delay else ""
         say(f"{last.what}, after step {last.reached}; restart {number} of {self.most}{when}")
 
-    def _give_up(self, ended: _Ended) -> int:
+    def _give_up(self, ended: Ended) -> int:
         way_out = self._way_out()
         if len(self._failures) == 1:
             if not ended.was_said:
@@ -225,7 +217,7 @@ class _Attempts:
         logs = f"the logs of the ranks are in {self.run_folder / 'ranks'}"
         raise RunError(f"the run failed {why}; {logs}{saved}\n  " + "\n  ".join(lines))
 
-    def _death(self, ended: _Ended) -> str:
+    def _death(self, ended: Ended) -> str:
         """Returns who died, where and when, and which log says more."""
         reached = self._records.last_step()
         where = socket.gethostname() if ended.rank is None else self.group.host_of(ended.rank)
@@ -251,36 +243,6 @@ class _Attempts:
         return EXIT_RESUMABLE
 
 
-def _judge(
-    found: dict[int, Status], ends: dict[int, int], ranks: range, first: signal.Signals | None, grace_s: float
-) -> _Ended:
-    """Returns one exit status for these ranks, and who is to blame: first those that died without a message."""
-    if EXIT_USER in [status.code for status in found.values()]:
-        return _Ended(EXIT_USER)
-    own = {rank: status for rank, status in found.items() if status.is_failure}
-    # A rank that has only begun to import does not handle signals yet.
-    stopped = {rank for rank, code in ends.items() if rank not in found and first and code == -signal.SIGTERM}
-    silent = [rank for rank in ends if rank not in found and rank not in stopped]
-    if own and all(ends[rank] == -signal.SIGKILL for rank in silent):
-        silent = []  # killed by the watchdog of those ranks, which printed why
-    if silent:
-        code = next((ends[rank] for rank in silent if ends[rank] < 0), ends[silent[0]])
-        dead = sorted(rank for rank in silent if ends[rank] == code)
-        return _Ended(EXIT_FAILED, _who_died(dead, code, is_explained=bool(own)), was_said=False, rank=dead[0])
-    if own:
-        rank = next((rank for rank in ends if rank in own), min(own))
-        return _Ended(own[rank].code, f"rank {rank} failed", rank=rank)
-    if suffered := [status.consequence for status in found.values() if status.consequence]:
-        return _Ended(EXIT_FAILED, str(suffered[0]), was_said=False)  # nobody died, and nobody printed why
-    if len(found) + len(stopped) < len(ranks):
-        hanging = [rank for rank in ranks if rank not in found and rank not in stopped]
-        after = f"{first.name}, and {grace_s:g} s without a byte of a save," if first else "the failure of another"
-        what = f"rank {units.listed(hanging, 16)} did not end after {after} and was killed"
-        advice = "; to give a slow disk more time to save, raise --checkpoint.grace-s" if first else ""
-        return _Ended(EXIT_FAILED, what + advice, was_said=False)
-    return _Ended(max(status.code for status in found.values()))
-
-
 def _forget_refused(run: Path, is_new: bool) -> None:
     """Removes what the launcher has made in the folder of a run that its ranks refused, or that was stopped at once."""
     if (run / "config.toml").exists():
@@ -291,15 +253,6 @@ def _forget_refused(run: Path, is_new: bool) -> None:
         (run / "ranks").rmdir()
         if is_new:
             run.rmdir()
-
-
-def _who_died(ranks: list[int], code: int, *, is_explained: bool) -> str:
-    who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
-    if code >= 0:
-        return f"{who} ended without a word (exit status {code})"
-    name = signal.Signals(-code).name
-    hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" and not is_explained else ""
-    return f"{who} {'were' if len(ranks) > 1 else 'was'} killed by {name}{hint}"
 
 
 def _interface_of(name: str) -> str | None:

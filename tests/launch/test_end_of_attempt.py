@@ -1,0 +1,88 @@
+"""From the ends of ranks to the end of an attempt: the whole table, without a process."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from paceline.base.status import Status
+from paceline.launch.ends import Ended, Ends, how_it_ended
+
+DONE, SAVED, FAILED, REFUSED = Status(0), Status(75), Status(1), Status(2)
+SUFFERED = Status(1, "rank 1 lost the other ranks")  # because of another rank
+KILLED, ENDED = -signal.SIGKILL, -signal.SIGTERM
+STOP = {"stop": signal.SIGTERM, "grace_s": 5.0}
+HUNG = "rank 1 did not end after the failure of another and was killed"
+HUNG_AT_STOP = (
+    "rank 1 did not end after SIGTERM, and 5 s without a byte of a save, and was killed; to give a slow disk more time "
+    "to save, raise --checkpoint.grace-s"
+)
+MEMORY = "(the kernel does that when memory runs out)"
+
+
+def unsaid(what: str, rank: int | None = None) -> Ended:
+    """A failure that the launcher has to print."""
+    return Ended(status=1, what=what, was_said=False, rank=rank)
+
+
+# What ranks 0 and 1 reported (None: nothing), how their processes ended (None: killed by the launcher), what else is
+# known, and the answer.
+TABLE: dict[str, tuple[tuple[Status | None, Status | None], tuple[int | None, int | None], dict[str, Any], Ended]] = {
+    "done": ((DONE, DONE), (0, 0), {}, Ended(status=0)),
+    "one saved, one done": ((DONE, SAVED), (0, 0), {}, Ended(status=75)),
+    "refused": ((REFUSED, SUFFERED), (2, 1), {}, Ended(status=2)),
+    "refused beats a death": ((REFUSED, None), (2, KILLED), {}, Ended(status=2)),
+    "killed, and the other lost it": (
+        (SUFFERED, None),
+        (1, KILLED),
+        {},
+        unsaid(f"rank 1 was killed by SIGKILL {MEMORY}", 1),
+    ),
+    "both killed": ((None, None), (KILLED, KILLED), {}, unsaid(f"ranks 0, 1 were killed by SIGKILL {MEMORY}", 0)),
+    "no report": ((SUFFERED, None), (1, 3), {}, unsaid("rank 1 ended with exit status 3, and did not report why", 1)),
+    "a signal beats a status": ((None, None), (1, -11), {}, unsaid("rank 1 was killed by SIGSEGV", 1)),
+    "failed": ((SUFFERED, FAILED), (1, 1), {}, Ended(status=1, what="rank 1 failed", rank=1)),
+    "killed by the one that names it": ((FAILED, None), (1, KILLED), {}, Ended(status=1, what="rank 0 failed", rank=0)),
+    "died, and another failed": ((FAILED, None), (1, -11), {}, unsaid("rank 1 was killed by SIGSEGV", 1)),
+    "all lost others": ((SUFFERED, SUFFERED), (1, 1), {}, unsaid("rank 1 lost the other ranks")),
+    "hung after a failure": ((FAILED, None), (1, None), {}, Ended(status=1, what="rank 0 failed", rank=0)),
+    "hung, and nobody failed": ((DONE, None), (0, None), {}, unsaid(HUNG)),
+    "stopped and saved": ((SAVED, SAVED), (0, 0), STOP, Ended(status=75)),
+    "stopped while it imports": ((None, None), (ENDED, ENDED), STOP, Ended(status=75, is_early=True)),
+    "stopped, rank 0 while it imports": ((None, SAVED), (ENDED, 0), STOP, Ended(status=75, is_early=True)),
+    "stopped, rank 1 while it imports": ((SAVED, None), (0, ENDED), STOP, Ended(status=75)),
+    "SIGTERM from elsewhere": ((SUFFERED, None), (1, ENDED), {}, unsaid("rank 1 was killed by SIGTERM", 1)),
+    "stopped, and failed": ((FAILED, SUFFERED), (1, 1), STOP, Ended(status=1, what="rank 0 failed", rank=0)),
+    "killed while it saves": ((SAVED, None), (0, None), STOP, unsaid(HUNG_AT_STOP)),
+    "killed before training, rank 0 has said it": (
+        (SAVED, None),
+        (0, None),
+        {**STOP, "has_begun": False},
+        Ended(status=75),
+    ),
+    "killed before training, rank 0 itself": (
+        (None, SAVED),
+        (None, 0),
+        {**STOP, "has_begun": False},
+        Ended(status=75, is_early=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_the_end_of_an_attempt_follows_from_those_of_its_ranks(case: str) -> None:
+    """Mutation: the rules in another order."""
+    reports, exits, known, answer = TABLE[case]
+    ends = Ends(
+        ranks=range(2),
+        reports={rank: report for rank, report in enumerate(reports) if report},
+        exits={rank: code for rank, code in enumerate(exits) if code is not None},
+        **known,
+    )
+    assert how_it_ended(ends) == answer
+
+
+def test_ranks_of_a_host_that_is_lost_are_not_taken_for_killed() -> None:
+    """Nobody knows how they ended."""
+    known = Ends(ranks=range(2), reports={0: SAVED}, exits={0: 0}, stop=signal.SIGTERM, are_all_known=False)
+    assert known.killed == []
