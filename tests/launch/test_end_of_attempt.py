@@ -31,7 +31,7 @@ TABLE: dict[str, tuple[tuple[Status | None, Status | None], tuple[int | None, in
     "done": ((DONE, DONE), (0, 0), {}, Ended(status=0)),
     "one saved, one done": ((DONE, SAVED), (0, 0), {}, Ended(status=75)),
     "refused": ((REFUSED, SUFFERED), (2, 1), {}, Ended(status=2)),
-    "refused beats a death": ((REFUSED, None), (2, KILLED), {}, Ended(status=2)),
+    "refused beats a death": ((REFUSED, None), (2, -11), {}, Ended(status=2)),
     "killed, and the other lost it": (
         (SUFFERED, None),
         (1, KILLED),
