@@ -106,7 +106,7 @@ def test_a_fault_of_the_first_attempt_does_not_end_a_later_one_of_fewer_ranks() 
         ("step=3 rnak=1", r"'rnak=1' \(did you mean 'rank'\?\)"),
         (
             "rank",
-            "'rank'.* is none of rank, step, .*, times, mark with a value",
+            "'rank'.* is not NAME=VALUE; the names are rank, step, .*, times, mark",
         ),
         ("rank= step=1", "'rank='"),
         ("phase=bakward", r"no phase 'bakward' \(did you mean 'backward'\?\); there are data, forward"),
@@ -121,7 +121,7 @@ def test_a_fault_of_the_first_attempt_does_not_end_a_later_one_of_fewer_ranks() 
         ("rank=2", "rank is 2, in a world of 2; the last one is 1"),
         ("rank=2 attempt=1", "rank is 2, in a world of 2"),
         ("attempt=last", "attempt is 'last'"),
-        ("kind=nan phase=forward", "nan strikes at backward only, not at forward"),
+        ("kind=nan phase=forward", "nan happens only at backward, not at forward"),
         ("rank=0 step=1 phase=data; colour=red", "'colour=red'"),
     ],
 )

@@ -254,8 +254,8 @@ def world(**changes: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ({"RANK": "0"}, ("half a world", "RANK set", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, ("half a world", "MASTER_ADDR, MASTER_PORT missing")),
+        ({"RANK": "0"}, ("only a part of a rank", "RANK set", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ("only a part of a rank", "MASTER_ADDR, MASTER_PORT missing")),
         (world(RANK="2", LOCAL_RANK="0"), ("RANK is 2 and WORLD_SIZE is 2",)),
         (world(WORLD_SIZE="two"), ("WORLD_SIZE is 'two'",)),
         (world(MASTER_PORT="http"), ("MASTER_PORT is 'http'",)),
@@ -293,7 +293,7 @@ def test_more_ranks_than_cores_are_warned_of(place: Path) -> None:
     )
     one_step = ("--train.stop-at-step", "1", "--train.sample-tokens", "0")
     ended = run(*TRAIN, "--nproc", str(too_many), *one_step, cwd=place).require(75)
-    says = f"warning: --nproc is {too_many}, and there are {usable_cores()} cores: the ranks take turns"
+    says = f"warning: --nproc is {too_many}, and there are {usable_cores()} cores: ranks share cores"
     assert ended.out.splitlines()[0].startswith(says)
     assert ended.err == ""
 

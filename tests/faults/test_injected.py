@@ -218,7 +218,7 @@ def test_too_many_in_a_row_end_the_run_with_the_state_before_them(made: Made) ->
     first, second = made.ends("nan-in-a-row")
     assert first.startswith("RunError: the gradient was not finite in 3 steps in a row, up to step 6")
     assert "is saved as step 3" in first
-    assert re.search(r"Try this: rank 1 \(.*\) alone brought them, in each of these steps: look at its memory", first)
+    assert re.search(r"Try this: all of them came from rank 1 \(.*\): check its memory", first)
     assert "--optim.lr" not in first, "nothing of the recipe is wrong"
     before = made.base / "nan-in-a-row-before"
     assert saved(before)[-1] == 3

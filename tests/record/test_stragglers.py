@@ -153,7 +153,7 @@ def test_a_slow_rank_of_a_real_run_is_told_and_recorded(tmp_path: Path) -> None:
     assert found["step"] <= 18
     assert found["ms"] >= 45  # 60 and more, but for a noisy step in the window
     assert "rank 1" in ended.out
-    assert "is slow since step" in ended.out
+    assert "has been slow since step" in ended.out
     end = rows(out / "events.jsonl")[-1]
     slept_s = 0.06 * (48 - found["step"])
     assert end["straggler_cost_s"] >= slept_s * 0.8

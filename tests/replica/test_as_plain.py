@@ -251,4 +251,4 @@ def test_a_stream_that_is_split_by_rank_already_is_refused_on_all_ranks() -> Non
     said = run_ranks(split_by_rank, 2)
     assert said[0] == said[1]
     assert "the stream Stream gives other samples on rank 1" in said[0]
-    assert "take away what makes it differ by rank" in said[0]
+    assert "remove what makes it differ by rank" in said[0]

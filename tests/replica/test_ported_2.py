@@ -111,7 +111,7 @@ def test_a_batch_that_was_gone_through_says_what_the_second_model_is_to_be_given
         for (x,) in (step := first.step(batch)):
             step.backward(error_of(critic(x), 1.0))
         step.finish()
-        with pytest.raises(UserError, match=r"another step went through this batch.*batch\.like"):
+        with pytest.raises(UserError, match=r"another step has already used this batch.*batch\.like"):
             next(iter(second.step(batch)))
         with pytest.raises(UserError, match="0 micro-batches cannot stand for the 1"):
             batch.like([])

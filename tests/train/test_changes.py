@@ -108,7 +108,7 @@ def test_a_change_that_would_make_another_run_is_refused_and_changes_nothing(
 
 
 def test_an_end_that_is_behind_is_refused_however_it_is_given(run_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"the end of the run \(train\.tokens 1536\) is behind"):
+    with pytest.raises(UserError, match=r"the end of the run \(train\.tokens 1536\) comes before"):
         resume(run_folder, train__steps=0, train__tokens=2 * 12 * 64)
     with pytest.raises(UserError, match=r"train\.time-budget 0\.001"):
         resume(run_folder, train__steps=0, train__time_budget=0.001)

@@ -65,13 +65,13 @@ def test_a_described_world_of_one_rank_is_distributed() -> None:
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_a_world_is_refused_naming_what_is_missing(missing: str) -> None:
     half = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(UserError, match=f"half a world.*{missing} missing"):
+    with pytest.raises(UserError, match=f"only a part of a rank.*{missing} missing"):
         detect(half)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_an_empty_variable_counts_as_a_missing_one(name: str) -> None:
-    with pytest.raises(UserError, match=f"half a world.*{name}"):
+    with pytest.raises(UserError, match=f"only a part of a rank.*{name}"):
         detect({**TORCHRUN, name: ""})
 
 

@@ -101,7 +101,7 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
         name, _, value = word.partition("=")
         if name not in _FIELDS or not value:
             raise UserError(
-                f"{VARIABLE}: '{word}'{nearest(name, _FIELDS)} is none of {', '.join(_FIELDS)} with a value"
+                f"{VARIABLE}: '{word}'{nearest(name, _FIELDS)} is not NAME=VALUE; the names are {', '.join(_FIELDS)}"
             )
         given[name] = value
     draw = random.Random(given.get("seed", "0"))
@@ -111,7 +111,7 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
         if value not in known:
             raise UserError(f"{VARIABLE}: no {name} '{value}'{nearest(value, known)}; there are {', '.join(known)}")
     if phase != _ONLY_AT.get(kind, phase):
-        raise UserError(f"{VARIABLE}: {kind} strikes at {_ONLY_AT[kind]} only, not at {phase}; leave the phase out")
+        raise UserError(f"{VARIABLE}: {kind} happens only at {_ONLY_AT[kind]}, not at {phase}; leave the phase out")
     rank = _number(given, "rank", draw.randrange(world_size))
     step = _number(given, "step", draw.randint(1, max(1, _number(given, "within", 1))))
     if step < 1:

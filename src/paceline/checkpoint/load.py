@@ -206,7 +206,7 @@ def _refuse(checkpoints: Path, step: int | None, problems: Sequence[str]) -> NoR
 
 
 def _too_fast(checkpoints: Path) -> RunError:
-    return RunError(f"checkpoints in {checkpoints} come and go faster than they can be read; try again")
+    return RunError(f"checkpoints in {checkpoints} are replaced faster than they can be read; try again")
 
 
 def _manifest_or_damage(folder: Path) -> tuple[dict[str, Any], str | None]:

@@ -171,7 +171,7 @@ def shell_words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"these are no words of a shell: {text} ({error}); quote as in a shell") from None
+        raise UserError(f"not valid shell syntax: {text} ({error}); quote as in a shell") from None
 
 
 def check_files(**paths: str) -> None:

@@ -89,7 +89,7 @@ def _run(arguments: list[str]) -> int:
 def _command(words: list[str], verbs: list[str]) -> list[str]:
     if words[0] not in verbs:
         raise UserError(
-            f"the hosts of a lab run a verb of paceline, or `exec` and a program; '{words[0]}' is none"
+            f"the hosts of a lab run a verb of paceline, or `exec` and a program; '{words[0]}' is neither"
             f"{nearest(words[0], verbs)}"
         )
     if words[0] != "exec":

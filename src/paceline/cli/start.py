@@ -81,7 +81,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         _check_folder(request)
     if num_ranks > usable_cores():
         cores = f"there are {usable_cores()} cores"
-        say(f"warning: --nproc is {num_ranks}, and {cores}: the ranks take turns, and steps get slower")
+        say(f"warning: --nproc is {num_ranks}, and {cores}: ranks share cores, and steps are slower")
     if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
         gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.tools.plan.here import predict_here

@@ -140,5 +140,5 @@ def _difference(replica: ReplicatedModel, mine: Digests) -> str:
         )
     return (
         f"buffers are not equal {step}: {first}. Each rank changes it by its own rows: make it equal after "
-        f"step.finish(), say by model.{first.name}.copy_(world.mean(model.{first.name}))"
+        f"step.finish(), for instance by model.{first.name}.copy_(world.mean(model.{first.name}))"
     )

@@ -104,8 +104,8 @@ class Batch:
             micro_batch = next(drawn, _NONE) if is_real else self.stand_in() if self.stand_in else _NONE
             if micro_batch is _NONE:
                 raise mistake(
-                    "another step went through this batch before: for a second model keep what the first "
-                    "one is to see, or made, in a list, and say replica.step(batch.like(that_list))"
+                    "another step has already used this batch: for a second model keep the first one's inputs "
+                    "or outputs in a list, and use replica.step(batch.like(that_list))"
                 )
             size, rows = num_rows(micro_batch), None
             if self.rows is not None:

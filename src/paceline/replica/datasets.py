@@ -248,7 +248,7 @@ class StreamShare(Share):
 
     _compared = "samples"
     _advice = (
-        "the stream must be the same on all ranks, since each keeps its own rows of every batch: take away what makes "
+        "the stream must be the same on all ranks, since each keeps its own rows of every batch: remove what makes "
         "it differ by rank (a split by rank, such as split_dataset_by_node; a seed by rank), or give share a function "
         "(lane, num_lanes) -> iterator of samples"
     )

@@ -107,8 +107,8 @@ class Gradients:
                 raise _read_too_early()
         if unfrozen := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise mistake(
-                f"{listed(unfrozen)} was frozen when the replica was made, so no rank's gradient "
-                "of it would reach another: say requires_grad_(True) before, or make optimizer and Replica anew"
+                f"{listed(unfrozen)} was frozen when the replica was made, so its gradient "
+                "would not be summed over ranks: call requires_grad_(True) before, or make optimizer and Replica again"
             )
         if self.sync.shards_weights and any(not parameter.requires_grad for parameter in self.trained.values()):
             frozen = [name for name, parameter in self.trained.items() if not parameter.requires_grad]
@@ -140,16 +140,16 @@ class Gradients:
         if parameter in self._arrived:
             name = next(name for name, known in self.trained.items() if known is parameter)
             raise mistake(
-                f"the gradient of {name} came twice in one backward, the second time after its sum was on "
-                "the way: say use_reentrant=False to torch.utils.checkpoint"
+                f"the gradient of {name} arrived twice in one backward pass, the second time after its "
+                "all-reduce had started: pass use_reentrant=False to torch.utils.checkpoint"
             )
         self._arrived.add(parameter)
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise mistake("a gradient is sparse, and ranks sum dense ones: say sparse=False to the embedding")
+            raise mistake("a gradient is sparse, and ranks sum dense ones: set sparse=False on the embedding")
         if not self._in_backward:
             raise mistake(
-                "a gradient came without step.backward: say step.backward(loss) for loss.backward(), "
-                "and requires_grad_(False) for a model that another loss only passes through"
+                "a gradient came without step.backward: replace loss.backward() by step.backward(loss), "
+                "and call requires_grad_(False) on a model that a loss only passes through"
             )
 
 
@@ -184,7 +184,7 @@ class _Unfinished(torch.Tensor):
 
 def _read_too_early() -> UserError:
     return mistake(
-        "a gradient was read or changed between step.backward and step.finish, before the sum over ranks: take "
-        "zero_grad() and clip_grad_norm_() away, step.finish(max_norm=...) clips and clears gradients. To read or "
-        "change them yourself call step.reduce() first"
+        "a gradient was read or changed between step.backward and step.finish, before the sum over ranks. Remove "
+        "zero_grad() and clip_grad_norm_(): step.finish(max_norm=...) does both. To read or change gradients call "
+        "step.reduce() first"
     )

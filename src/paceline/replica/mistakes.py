@@ -129,7 +129,7 @@ def _check_device(model: nn.Module, world: World) -> None:
         here, there = world.device, parameter.device
         if there.type != here.type or (None not in (there.index, here.index) and there.index != here.index):
             raise mistake(
-                f"{name} is on {there}, and this rank computes on {here}: say "
+                f"{name} is on {there}, and this rank computes on {here}: call "
                 "`model.to(world.device)` first, then make the optimizer"
             )
 
@@ -159,7 +159,7 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World)
         raise mistake("a parameter is in two groups or two optimizers, and would be updated twice")
     idle = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(given)]
     if idle:
-        warn(f"no optimizer has {listed(idle)}: give them to one, or say requires_grad_(False)", world)
+        warn(f"no optimizer has {listed(idle)}: give them to one, or call requires_grad_(False)", world)
 
 
 def start_alike(model: nn.Module, world: World) -> None:
@@ -209,9 +209,8 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, 
         return
     if _SCALED in _metadata(made_by):
         raise mistake(
-            "the loss was scaled by a GradScaler, which looks at one rank's gradients alone: take "
-            'scaler.scale, unscale_, step and update away, and say Replica(..., dtype="float16"), which scales for all '
-            "ranks together"
+            "the loss was scaled by a GradScaler, which looks at one rank's gradients only. Remove "
+            'the GradScaler calls and use Replica(..., dtype="float16"), which scales for all ranks together'
         )
     if made_by.name() != "DivBackward0" or num_micro_batches == 1 or not is_first_step or factor.requires_grad:
         return
@@ -219,7 +218,7 @@ def check_loss(loss: torch.Tensor, num_micro_batches: int, is_first_step: bool, 
     if divisor == num_micro_batches or (num_micro_batches - 1) * size < divisor <= num_micro_batches * size:
         warn(
             f"the loss is divided by {divisor:g}, the number of micro-batches of the step, and the replica averages "
-            "over the global batch already: take that division away, or the gradient is that much too small",
+            "over the global batch already: remove that division, or the gradient is too small by that factor",
             world,
         )
 
@@ -256,8 +255,8 @@ def check_step(
     sizes = {int(size) for row in rows for size in (row.least_rows, row.most_rows) if size >= 0}
     if len(sizes) > 1:
         raise mistake(
-            f"micro-batches of {min(sizes)} and of {max(sizes)} rows would count alike in this step: "
-            "say step.backward(loss, weight=len(x)), or use replica.steps(loader), which knows the rows",
+            f"micro-batches of {min(sizes)} and of {max(sizes)} rows would have equal weight in this step: "
+            "pass weight=len(x) to step.backward, or use replica.steps(loader), which knows the rows",
             reach="world",
         )
     digests = [int(row.digest) for row in rows]  # of the first micro-batch; 0: none
@@ -312,7 +311,7 @@ def passes_others(loss: torch.Tensor, own: Collection[nn.Parameter]) -> bool:
     if has_others and has_reentrant:
         raise mistake(
             "the loss passed through another model, and through torch.utils.checkpoint with use_reentrant=True, which "
-            "cannot leave that model's gradients out: say use_reentrant=False"
+            "cannot leave that model's gradients out: pass use_reentrant=False"
         )
     return has_others
 

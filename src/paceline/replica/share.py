@@ -194,8 +194,8 @@ def _of_function(function: Any, given: _Arguments) -> Share:
     given.refuse(why, "batch_size", "micro_batch_size")
     if given.micro_batches is None:
         raise mistake(
-            f"{kind(function)} takes no parameters, so it draws a micro-batch a call: say micro_batches=, "
-            "those of a step over all ranks (its gradient accumulation steps, times its ranks)"
+            f"{kind(function)} takes no parameters, so each call draws a micro-batch: pass micro_batches=, "
+            "their number in a step over all ranks (gradient accumulation steps times ranks)"
         )
     split = replace(given, micro_batch_size=1).split(given.micro_batches, read_ahead=0)
     return FunctionShare(function, given.world, split, given.micro_batches)
@@ -220,7 +220,7 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Share:
         if isinstance(sampler, DistributedSampler):
             raise mistake(
                 f"the DataLoader has a {kind(sampler)}, which splits samples over ranks, and so does "
-                "share: take it away, with batch_size= as that of all ranks together and shuffle=True where it shuffled"
+                "share: remove it, make batch_size= that of all ranks together, and set shuffle=True if it shuffled"
             )
         sampler = getattr(sampler, "sampler", None)
     order = LoaderOrder(loader)

@@ -365,11 +365,11 @@ class Step:
             raise mistake("a backward pass of this step failed and left a part of its gradients: begin another loop")
         if self._stage != "backward":
             raise mistake(
-                f"step.backward was called again after the last one of step {self.number}: say more=True to "
-                "all but the last of several losses, or add them up; and call step.finish() once after the loop"
+                f"step.backward was called again after the last one of step {self.number}: pass more=True to "
+                "all losses of a micro-batch but the last, or add them up; call step.finish() once after the loop"
             )
         if self._current is None:
-            done = "had its step.backward already: say more=True to all but the last, or add the losses up"
+            done = "already had its step.backward: pass more=True to all losses but the last, or add them up"
             none = "was not drawn: go through them by `for ... in step`"
             raise mistake(f"this micro-batch {done if self._is_iterating else none}")
         return self._current

@@ -84,8 +84,8 @@ class Updates:
         """Raises UserError if an optimizer was given another parameter since, whose gradient would not be summed."""
         if [len(group["params"]) for group in self.param_groups()] != self._num_held:
             raise mistake(
-                "an optimizer was given parameters after the replica was made, so no rank's gradient of "
-                "them would reach another: make optimizer and Replica anew after the model was changed"
+                "an optimizer was given parameters after the replica was made, so their gradients "
+                "would not be summed over ranks: make optimizer and Replica again after changing the model"
             )
 
     def was_changed(self) -> bool:

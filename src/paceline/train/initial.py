@@ -54,7 +54,7 @@ def require_same_shape(source: Path, given: ModelConfig) -> ModelConfig:
         if getattr(given, name) != getattr(model, name):
             raise UserError(
                 f"model.{field.name.replace('_', '-')} is given as {ours}, and the model of --init-from {source} has "
-                f"{theirs}: its weights fit that alone; leave it out (only --model.dropout may differ)"
+                f"{theirs}: the weights only fit that value; remove the flag (only --model.dropout may differ)"
             )
     return dataclasses.replace(model, dropout=given.dropout)
 
@@ -68,8 +68,8 @@ def check_data(source: Path, config: DataConfig, vocab_size: int) -> None:
             require_same_tokenizer(source, tokenizer_json_of(path), path)
         elif known and not _was_trained_here(known):
             raise UserError(
-                f"{path or 'the embedded corpus'} is text, and would be tokenized otherwise than what "
-                f"--init-from {source} learnt from; {_advice(source, path)}"
+                f"{path or 'the embedded corpus'} is text, and would be tokenized differently from the "
+                f"data of --init-from {source}; {_advice(source, path)}"
             )
     inspect_data(config, vocab_size)
 
@@ -80,8 +80,8 @@ def require_same_tokenizer(source: Path, tokenizer_json: str | None, name: str) 
     if known is None or tokenizer_json is None or _meaning(known) == _meaning(tokenizer_json):
         return
     raise UserError(
-        f"the data ({name or 'the embedded corpus'}) was made with another tokenizer than --init-from {source} learnt "
-        f"with, so its ids mean other text; {_advice(source, name)}"
+        f"the data ({name or 'the embedded corpus'}) was made with another tokenizer than the model of --init-from "
+        f"{source}, so its ids mean other text; {_advice(source, name)}"
     )
 
 

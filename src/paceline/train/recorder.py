@@ -142,8 +142,8 @@ class Recorder:
             facts = {"phase": found.phase, "ms": round(found.ms, 2), "median_ms": round(found.median_ms, 2)}
             self.event("straggler", step=row.step, rank=rank, host=host, since_step=found.since_step, **facts)
             self._console.say(
-                f"rank {rank} ({host}) is slow since step {found.since_step}: its {found.phase} takes {found.ms:.1f} "
-                f"ms, the median rank {found.median_ms:.1f} ms; all wait for it",
+                f"rank {rank} ({host}) has been slow since step {found.since_step}: its {found.phase} takes "
+                f"{found.ms:.1f} ms, the median rank {found.median_ms:.1f} ms; all wait for it",
                 style="yellow",
             )
 
@@ -175,7 +175,7 @@ def cause_of(troubles: list[Trouble | None], hosts: list[str]) -> str:
     ranks = {tuple(trouble.ranks or ()) for trouble in troubles if trouble is not None}
     if len(ranks) == 1 and len(only := next(iter(ranks))) == 1 and len(hosts) > 1:
         return (
-            f"rank {only[0]} ({hosts[only[0]]}) alone brought them, in each of these steps: look at its memory, its "
-            "device and its data, or continue without that host"
+            f"all of them came from rank {only[0]} ({hosts[only[0]]}): check its memory, its device and its data, or "
+            "continue without that host"
         )
     return "lower --optim.lr, or use --train.dtype bfloat16 or float32"

@@ -122,8 +122,8 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
     horizon = [f"{name} {found[name][1]}" for name in HORIZONS if name in found and found[name][1]]
     if horizon and setup.settings.share_done(Progress.of(manifest["progress"])) > 1.0:
         raise UserError(
-            f"the end of the run ({', '.join(horizon)}) is behind {where}: nothing would be trained. Give a later one, "
-            "or an earlier checkpoint by --step",
+            f"the end of the run ({', '.join(horizon)}) comes before {where}: nothing would be trained. Give a later "
+            "end, or an earlier checkpoint by --step",
             reach="world",
         )
     if by_hand:

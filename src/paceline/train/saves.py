@@ -57,7 +57,7 @@ class Saves:
         if is_due and self.any_rank_saving and not self._is_pending:  # printed once per pending save
             self._setup.console.say(
                 f"step {self._progress.step}: the last checkpoint is still being written, the next one waits for it. "
-                "The disk is slower than the interval between checkpoints asks for",
+                "Writing takes longer than the checkpoint interval",
                 style="yellow",
             )
             self._setup.recorder.event("checkpoint postponed", step=self._progress.step)

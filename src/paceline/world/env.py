@@ -64,7 +64,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     missing = [name for name in _NEEDED if not env.get(name)]  # an empty value counts as missing
     if missing:
         raise UserError(
-            f"the environment describes half a world: {', '.join(present) or 'nothing'} set, "
+            f"the environment describes only a part of a rank: {', '.join(present) or 'nothing'} set, "
             f"{', '.join(missing)} missing; start ranks with torchrun, srun or --nproc, or unset them for one process"
         )
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")

@@ -51,7 +51,7 @@ def warn_of_idle_gpus(facts: Sequence[RankFacts]) -> tuple[str, ...]:
     idle = {each.host: each.num_gpus for each in facts if each.device == "cpu" and each.num_gpus}
     return tuple(
         f"{host} computes on its CPU: it has {units.plural(num_gpus, 'visible GPU')} and more ranks. Start "
-        "one rank for each GPU (--nproc auto), or say --parallel.device cpu"
+        "one rank for each GPU (--nproc auto), or set --parallel.device cpu"
         for host, num_gpus in idle.items()
     )
 

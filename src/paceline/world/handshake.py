@@ -192,8 +192,8 @@ def _who_is_missing(world_size: int, present: list[Facts]) -> str:
     missing = [rank for rank in range(world_size) if rank not in came]
     return (
         f"rank{'s' if len(missing) > 1 else ''} {listed(missing, 16)} of {world_size} did not come in time "
-        f"(parallel.timeout-s); {', '.join(facts.peer.shown for facts in present[:8])} did. Are they started, with "
-        "this WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and does their output say more?"
+        f"(parallel.timeout-s); {', '.join(facts.peer.shown for facts in present[:8])} did. Check that they were "
+        "started with this WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and read their output"
     )
 
 

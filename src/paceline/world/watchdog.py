@@ -240,7 +240,7 @@ class Watchdog:
             return None
         parts = [text for _, text in found[:_SHOWN]]
         if len(found) > _SHOWN:
-            parts.append("and so it is with ranks " + ", ".join(str(rank) for rank, _ in found[_SHOWN:]))
+            parts.append("and ranks " + ", ".join(str(rank) for rank, _ in found[_SHOWN:]))
         parts.append(f"noticed by {self._peers[self._me].shown}, in {self._beat().where}")
         return Verdict(message="\n".join(parts), culprits=tuple(rank for rank, _ in found if rank is not None))
 

@@ -283,7 +283,7 @@ REFUSALS = {
     "one host": (("--hosts", "1"), {}, "--hosts is 1; a lab has 2 or more, and 0 leaves it out"),
     "hosts": (("--hosts", "27"), {}, "--hosts is 27; it lies between 0 and 26"),
     "steps": (("--steps", "3"), {}, "--steps is 3; it lies between 5 and 1024"),
-    "rate": (("--rate", "1gbit,fast"), {}, "the rate 'fast' is none"),
+    "rate": (("--rate", "1gbit,fast"), {}, "'fast' is not a rate"),
     "plot": (("--plot", "x.png"), {}, "--plot is x.png; a plot is a page: give it a name that ends in .html"),
     "folder": (("--json", "nowhere/x.json"), {}, "--json is nowhere/x.json; name a file in a folder that exists"),
     "rank": ((), {"RANK": "0"}, "start it once, from a plain shell"),

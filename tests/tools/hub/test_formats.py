@@ -601,7 +601,7 @@ def test_fine_tuning_refuses_another_model_and_another_tokenizer(tmp_path: Path,
         (flags, "made with another tokenizer .*data prepare TEXT --out DIR --tokenizer .*base/tokenizer.json"),
         (
             ["--init-from", str(tmp_path / "foreign"), "--data.path", str(tmp_path / "text.txt"), "--train.steps", "2"],
-            "is text, and would be tokenized otherwise .*data prepare .*text.txt --out DIR",
+            "is text, and would be tokenized differently .*data prepare .*text.txt --out DIR",
         ),
     ]
     for arguments, message in cases:

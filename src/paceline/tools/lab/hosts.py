@@ -96,7 +96,7 @@ def read_rate(text: str) -> int | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
     if not found:
-        raise UserError(f"the rate '{text}' is none; write it as 1gbit, 2.5gbit, 100mbit, 500kbit or unlimited")
+        raise UserError(f"'{text}' is not a rate; write it as 1gbit, 2.5gbit, 100mbit, 500kbit or unlimited")
     rate = round(float(found[1]) * _UNITS[found[2]])
     if not _LEAST_RATE <= rate <= _MOST_RATE:
         raise UserError(f"the rate {text} cannot be kept here; a link has from 100kbit to 400gbit, or unlimited")

@@ -95,7 +95,7 @@ def running_lab() -> State:
             shutil.rmtree(FOLDER, ignore_errors=True)
         os.close(lock)
     if lock is None and state is not None and not state.hosts:
-        raise UserError(f"the lab (pid {state.pid}) is still being made; say it again when it has shown its hosts")
+        raise UserError(f"the lab (pid {state.pid}) is still being made; try again when it has shown its hosts")
     if lock is not None or state is None:
         raise UserError("no lab runs; start one: paceline lab --hosts 2 -- train --preset tiny")
     return state

@@ -76,6 +76,6 @@ def _slow_said(rank: int, event: Row) -> str:
     ms, median_ms = (units.milliseconds(number(event.get(name))) for name in ("ms", "median_ms"))
     who = f"Rank {rank} ({host})" if host else f"Rank {rank}"
     return (
-        f"{who} is slow since step {text(event.get('since_step'))}: its {text(event.get('phase'))} takes {ms}, "
+        f"{who} has been slow since step {text(event.get('since_step'))}: its {text(event.get('phase'))} takes {ms}, "
         f"the median rank {median_ms}; all wait for it."
     )
