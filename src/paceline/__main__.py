@@ -19,7 +19,7 @@ def main() -> int:
     is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
     if is_training:
         end_on_signals()
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name of old
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its deprecated name
             # Less GPU memory is lost between tensors. torch reads it when it is imported, or soon after.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from paceline.cli import main as cli  # after the line above, so that no signal is lost while it is imported

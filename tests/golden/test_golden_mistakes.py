@@ -428,8 +428,8 @@ REWORDED = {
     "say step.backward(loss) for loss.backward(), and requires_grad_(False) for a model that another loss only "
     "passes through": "replace loss.backward() by step.backward(loss), and call requires_grad_(False) on a model that "
     "a loss only passes through",
-    "say more=True to all but the last of several losses, or add them up; and call": "pass more=True to all losses of a "
-    "micro-batch but the last, or add them up; call",
+    "say more=True to all but the last of several losses, or add them up; and call": "pass more=True to all losses of "
+    "a micro-batch but the last, or add them up; call",
     "take that division away, or the gradient is that much too small": "remove that division, or the gradient is too "
     "small by that factor",
     "the sum over ranks: take zero_grad() and clip_grad_norm_() away, step.finish(max_norm=...) clips and clears "
@@ -438,8 +438,9 @@ REWORDED = {
     "so no rank's gradient of it would reach another: say requires_grad_(True) before, or make optimizer and Replica "
     "anew": "so its gradient would not be summed over ranks: call requires_grad_(True) before, or make optimizer and "
     "Replica again",
-    "so no rank's gradient of them would reach another: make optimizer and Replica anew after the model was changed": "so "
-    "their gradients would not be summed over ranks: make optimizer and Replica again after changing the model",
+    "so no rank's gradient of them would reach another: make optimizer and Replica anew after the model was changed": (
+        "so their gradients would not be summed over ranks: make optimizer and Replica again after changing the model"
+    ),
     "say sparse=False to the embedding": "set sparse=False on the embedding",
 }
 

@@ -413,7 +413,7 @@ def test_a_pass_left_by_break_is_followed_by_a_new_one_and_two_at_once_are_refus
             assert [micro.tolist() for micro, _ in zip(batches.flat(), range(1), strict=False)] == [[0, 1]]
         assert [of_step(batch) for batch in batches] == [[[0, 1]], [[2, 3]], [[4, 5]]]
         assert (batches.epoch, batches.step) == (1, 0)
-        with pytest.raises(UserError, match="lost its place"):
+        with pytest.raises(UserError, match="this pass is stale"):
             for _ in zip(batches, batches, strict=False):
                 pass
     shuffled = share(Counted(60), SimulatedRank(), batch_size=30)

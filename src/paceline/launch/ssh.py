@@ -204,7 +204,7 @@ def _greet(hosts: list[_Host], signals: StopSignals) -> list[str]:
     addresses = [host.greeting.address for host in hosts if host.greeting]
     if len(set(addresses)) < len(addresses):
         both = ", ".join(f"{host.name} is {address}" for host, address in zip(hosts, addresses, strict=True))
-        raise UserError(f"two names are one host ({both}); give it once, with all its ranks")
+        raise UserError(f"two names lead to one host ({both}); name it once, with all its ranks")
     return addresses
 
 
@@ -262,7 +262,7 @@ def _judge(ends: dict[str, int]) -> int:
 
 
 def _end(hosts: list[_Host], output: _Output, most_s: float) -> None:
-    """Ends what still runs; what those hosts say about it is not news."""
+    """Ends what still runs, without printing what those hosts say about it."""
     output.is_closed = True
     until_s = time.monotonic() + most_s
     for host in hosts:

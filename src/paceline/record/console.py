@@ -31,7 +31,7 @@ def own_log() -> Path | None:
     return _own_log
 
 
-# C0 and C1 controls and DEL, which a terminal acts on, without newline and tab; and halves of characters, which also
+# C0 and C1 controls and DEL, which a terminal acts on, without newline and tab; and lone surrogates, which also
 # stand for bytes of a path that are not UTF-8.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _ESCAPES |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}

@@ -112,7 +112,9 @@ class Share:
             batch.dealt_by = self
             yield batch
             if number != self._iterator:
-                raise mistake("this pass lost its place, as another was begun or a checkpoint restored: begin it anew")
+                raise mistake(
+                    "this pass is stale: another one was started, or a checkpoint was restored; start a new pass"
+                )
             batch.drain()
         self._pass, self.epoch, self.step, self._drawn = self._pass + 1, self.epoch + 1, 0, None
 

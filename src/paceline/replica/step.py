@@ -8,7 +8,7 @@
 Gradients are sums, never means of means. Each micro-batch's mean loss is multiplied by its weight (samples or tokens),
 and the sum over all ranks is divided by the total weight. Backward divides by the total if it is given, else by an
 estimate: the last step's total, scaled by the batch's rows if known. After backward the ranks learn the true total, and
-clipping multiplies by estimate / total. That is 1, and rounds nothing, if weights are rows or batches are alike.
+clipping multiplies by estimate / total. The factor is exactly 1 if weights are rows or batches are alike.
 """
 
 import math

@@ -112,7 +112,7 @@ class Updates:
         return all(type(optimizer) in (AdamW, Muon) for optimizer in self.optimizers)
 
     def skipped(self) -> None:
-        """Takes back the number of an update in which `is_finite` was False."""
+        """Undoes the step count of an update that was skipped: `is_finite` was False."""
         for optimizer in self.optimizers:
             optimizer.begin(-1)
 

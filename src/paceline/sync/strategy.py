@@ -161,7 +161,7 @@ class Strategy(ABC):
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def copied(self) -> tuple[Mapping[str, torch.Tensor], Sequence[Sequence[int]]]:
-        """Returns weights that are bit for bit equal on some ranks, by name, and these ranks, set by set (hsdp)."""
+        """Returns weights by name, and the groups of ranks that hold identical copies of them (hsdp)."""
         return {}, ()
 
     def full_weights(self) -> Mapping[str, torch.Tensor]:

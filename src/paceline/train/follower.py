@@ -50,7 +50,7 @@ class Follower:
         try:
             self._process.wait(_LAST_S)
         except subprocess.TimeoutExpired:
-            print(f"process {self._process.pid} still sends records to trackers. If it is ended, {self._later()}")
+            print(f"process {self._process.pid} still sends records to trackers. If you stop it, {self._later()}")
 
     def _later(self) -> str:
         return f"`paceline {shlex.join(self._command)}` sends them later"

@@ -1,4 +1,4 @@
-"""Makes ranks one run: the same facts on all of them, one folder, equal replicas."""
+"""Ranks agree on facts, config, data and run folder, and start with equal replicas."""
 
 import json
 import math

@@ -37,7 +37,7 @@ class Settings:
     lr: float
     weight_decay: float
     choices: tuple[Choice, ...]
-    most_tokens: float = 0.0  # that a time trains; 0: no limit
+    most_tokens: float = 0.0  # within train.time-budget; 0: no limit
 
     def share_done(self, progress: Progress) -> float:
         """The share of the horizon that is done, the same on all ranks: elapsed_s is rank 0's."""
@@ -48,7 +48,7 @@ class Settings:
 
     @property
     def item_bytes(self) -> int:
-        """Of a number that a matrix product gives."""
+        """Bytes of an element of a matrix product's result."""
         return item_bytes(self.config.train.dtype)
 
     @property

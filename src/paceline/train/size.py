@@ -41,6 +41,6 @@ def sized(
     shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
     why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {seconds:.3g} s"
     if seconds < train.time_budget:
-        why += f", all that {train.max_epochs:g} passes over the data give"
+        why += f", limited by train.max-epochs {train.max_epochs:g}"
     train = replace(train, global_batch_size=batch, global_batch_tokens=0)
     return replace(config, model=model, train=train), shape, why

@@ -76,8 +76,8 @@ def _introduce(world: World, elements: int, screen: Screen) -> None:
         return
     screen.say(
         f"{size} ranks, each a process of its own ({where}), each with the gradient of the same "
-        f"{units.plural(elements, 'weight')} from {ROWS_A_RANK} rows of data of its own. Each is to have the sum of "
-        f"all {size}: the gradient of all {ROWS_A_RANK * size} rows. They stand in a ring, cut the vector into {size} "
+        f"{units.plural(elements, 'weight')} from {ROWS_A_RANK} rows of data of its own. Goal: every rank gets the "
+        f"sum of all {size}, the gradient of all {ROWS_A_RANK * size} rows. They form a ring, cut the vector into {size} "
         "chunks, and send only to the right.\n",
         "bold",
     )
