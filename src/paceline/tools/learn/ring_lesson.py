@@ -77,8 +77,8 @@ def _introduce(world: World, elements: int, screen: Screen) -> None:
     screen.say(
         f"{size} ranks, each a process of its own ({where}), each with the gradient of the same "
         f"{units.plural(elements, 'weight')} from {ROWS_A_RANK} rows of data of its own. Goal: every rank gets the "
-        f"sum of all {size}, the gradient of all {ROWS_A_RANK * size} rows. They form a ring, cut the vector into {size} "
-        "chunks, and send only to the right.\n",
+        f"sum of all {size}, the gradient of all {ROWS_A_RANK * size} rows. They form a ring, cut the vector into "
+        f"{size} chunks, and send only to the right.\n",
         "bold",
     )
 
