@@ -220,7 +220,7 @@ MUTATIONS = (
         "replica/sources.py",
         "numbers = {rows.start for rows in mine}",
         "numbers = set(range(len(mine)))",
-        ("replica/test_steps_of_shares.py",),
+        ("replica/test_steps.py",),
     ),
     # ---- an update, a loss ----
     Mutation(
@@ -313,7 +313,7 @@ MUTATIONS = (
         "replica/contents.py",
         "found.pop(item).to(part.parameter.device).view(shape)",
         "torch.zeros_like(found.pop(item)).to(part.parameter.device).view(shape)",
-        ("replica/test_kept_together.py::test_one_process_goes_on_to_the_bit",),
+        ("replica/test_checkpoint_contents.py::test_one_process_goes_on_to_the_bit",),
     ),
     Mutation(
         "replicas that differ are saved",
@@ -1019,7 +1019,7 @@ MUTATIONS = (
         "replica/batch.py",
         "if any(addresses) and (earlier := numbers.setdefault(addresses, number)) != number:",
         "if any(addresses) and (earlier := numbers.setdefault((number,), number)) != number:",
-        ("replica/test_places.py::test_a_batch_of_one_buffer_is_refused",),
+        ("replica/test_repeatable_sources.py::test_a_batch_of_one_buffer_is_refused",),
     ),
     Mutation(
         "values that a script puts in a parameter's place are not trained",

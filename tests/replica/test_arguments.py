@@ -23,16 +23,9 @@ from paceline.replica.replica import Replica
 from paceline.replica.share import share
 from paceline.sync.replicas import overall
 from paceline.world.config import ParallelConfig
-from paceline.world.env import detect
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 DATA = TensorDataset(torch.arange(32.0).view(8, 4) / 32, torch.ones(8, 1))
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
-        yield world
 
 
 def made(world: World, optimizer: Any = torch.optim.SGD, **settings: Any) -> Replica:

@@ -29,8 +29,8 @@ from paceline.replica.replica import Replica
 from paceline.replica.share import share
 from paceline.sync.replicas import overall
 from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment, detect
-from paceline.world.runtime import World, open_world
+from paceline.world.env import Environment
+from paceline.world.runtime import World
 
 HALF = 3  # steps before the save, and after it
 KINDS = ("adamw", "sgd", "muon")
@@ -174,10 +174,9 @@ def require_same_curves(found: dict[Any, Any], wanted: dict[Any, Any]) -> int:
 
 
 @pytest.mark.long
-def test_one_process_goes_on(saved: tuple[Path, dict[Any, Any]]) -> None:
+def test_one_process_goes_on(world: World, saved: tuple[Path, dict[Any, Any]]) -> None:
     folder, wanted = saved
-    with alone() as world:
-        require_same_curves(second_half(world, str(folder)), wanted)
+    require_same_curves(second_half(world, str(folder)), wanted)
 
 
 @pytest.mark.long
@@ -227,16 +226,6 @@ def test_where_ranks_differ_nothing_is_saved_and_it_is_said(tmp_path: Path) -> N
 
 
 # ---- one process ----
-
-
-def alone() -> Any:
-    return open_world(ParallelConfig(device="cpu", threads=1), detect())
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with alone() as world:
-        yield world
 
 
 def kept(world: World, folder: Path, steps: int = 2, **settings: Any) -> Script:

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,7 @@ import paceline
 from paceline.base.errors import UserError
 from paceline.replica.checkpoints import Checkpoints
 from paceline.replica.replica import Replica
-from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment
-from paceline.world.runtime import World, open_world
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
-        yield world
+from paceline.world.runtime import World
 
 
 def loader(number: int, size: int = 8) -> DataLoader[Any]:
@@ -111,8 +103,8 @@ def every_stop(world: World, folder: str) -> list[str]:
     return different
 
 
-def test_scripts_that_give_their_sources_again_resume_exactly(alone: World, tmp_path: Path) -> None:
-    assert every_stop(alone, str(tmp_path)) == []
+def test_scripts_that_give_their_sources_again_resume_exactly(world: World, tmp_path: Path) -> None:
+    assert every_stop(world, str(tmp_path)) == []
     assert run_ranks(every_stop, 2, f"{tmp_path}/ranks") == [[], []]
 
 
@@ -141,47 +133,47 @@ def iterators_in_turn(script: Script) -> None:
 
 
 @pytest.mark.parametrize("body", [rest_of_epochs, rest_of_curriculum, epochs_again, iterators_in_turn])
-def test_scripts_that_give_other_sources_first_are_refused(alone: World, tmp_path: Path, body: Body) -> None:
+def test_scripts_that_give_other_sources_first_are_refused(world: World, tmp_path: Path, body: Body) -> None:
     """Finds: the second epoch's position given to the third epoch's loader."""
-    run(alone, str(tmp_path), body, 5)
+    run(world, str(tmp_path), body, 5)
     with pytest.raises(
         UserError, match=r"had been given 2 sources, and this step is made after 1\..*train=paceline\.share"
     ):
-        run(alone, str(tmp_path), body)
+        run(world, str(tmp_path), body)
 
 
-def test_another_size_is_refused(alone: World, tmp_path: Path) -> None:
-    run(alone, str(tmp_path), curriculum, 8)
+def test_another_size_is_refused(world: World, tmp_path: Path) -> None:
+    run(world, str(tmp_path), curriculum, 8)
     with pytest.raises(UserError, match=r"num_samples 8, here it is 12.*the same sources in the same order"):
-        run(alone, str(tmp_path), lambda script: script.phase(loader(2, size=12), max_steps=11))
+        run(world, str(tmp_path), lambda script: script.phase(loader(2, size=12), max_steps=11))
 
 
 # ---- shares ----
 
 
-def test_a_loop_of_its_own_names_what_it_reads(alone: World, tmp_path: Path) -> None:
+def test_a_loop_of_its_own_names_what_it_reads(world: World, tmp_path: Path) -> None:
     def own_loop(script: Script) -> None:
         for _ in range(2):
             for batch in batches:
                 script.do(script.replica.step(batch))
 
-    batches = paceline.share(loader(0), alone)
+    batches = paceline.share(loader(0), world)
     with pytest.raises(UserError, match=r"has no name \(write.*train=batches"):
-        run(alone, str(tmp_path / "a"), own_loop, 5)
-    batches = paceline.share(loader(0), alone)
-    first = run(alone, str(tmp_path / "b"), own_loop, 5, train=batches)
-    batches = paceline.share(loader(0), alone)
-    rest = run(alone, str(tmp_path / "b"), lambda script: script.phase(batches), 0, train=batches)
+        run(world, str(tmp_path / "a"), own_loop, 5)
+    batches = paceline.share(loader(0), world)
+    first = run(world, str(tmp_path / "b"), own_loop, 5, train=batches)
+    batches = paceline.share(loader(0), world)
+    rest = run(world, str(tmp_path / "b"), lambda script: script.phase(batches), 0, train=batches)
     assert first + rest == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
-    batches = paceline.share(loader(0), alone)  # steps keeps the position of a share without a name
-    first = run(alone, str(tmp_path / "c"), lambda script: script.phase(batches, epochs=2), 5)
-    batches = paceline.share(loader(0), alone)
-    rest = run(alone, str(tmp_path / "c"), lambda script: script.phase(batches, epochs=2))
+    batches = paceline.share(loader(0), world)  # steps keeps the position of a share without a name
+    first = run(world, str(tmp_path / "c"), lambda script: script.phase(batches, epochs=2), 5)
+    batches = paceline.share(loader(0), world)
+    rest = run(world, str(tmp_path / "c"), lambda script: script.phase(batches, epochs=2))
     assert first + rest == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
 
 
-def test_sources_of_later_steps_begin_anew_when_an_earlier_checkpoint_is_restored(alone: World, tmp_path: Path) -> None:
-    script, (first, second) = Script(alone, str(tmp_path), 0), (loader(1), loader(2))
+def test_sources_of_later_steps_begin_anew_when_an_earlier_checkpoint_is_restored(world: World, tmp_path: Path) -> None:
+    script, (first, second) = Script(world, str(tmp_path), 0), (loader(1), loader(2))
     script.phase(first, max_steps=3)
     script.checkpoints.save()
     script.phase(first, max_steps=4)
@@ -196,9 +188,9 @@ def test_sources_of_later_steps_begin_anew_when_an_earlier_checkpoint_is_restore
 # ---- memory ----
 
 
-def test_finished_sources_are_freed_and_may_be_given_again(alone: World, tmp_path: Path) -> None:
+def test_finished_sources_are_freed_and_may_be_given_again(world: World, tmp_path: Path) -> None:
     """Finds: data sets of all epochs kept for ever (38 MB an epoch were)."""
-    script = Script(alone, str(tmp_path), 0)
+    script = Script(world, str(tmp_path), 0)
     sets = list[weakref.ref[Any]]()
     for epoch in range(4):
         made = loader(epoch)

@@ -17,9 +17,7 @@ from torch.nn.functional import cross_entropy
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
-from paceline.world.config import ParallelConfig
-from paceline.world.env import detect
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 STEPS = 4
 ROWS = ((2, 2, 2, 1), (2, 2, 2, 1), (1,), (2, 2, 2, 1))  # of each step's micro-batches; step 3 leaves ranks without one
@@ -194,19 +192,14 @@ def require_same(found: Course, wanted: Course, what: object, tolerance: float =
         torch.testing.assert_close(found.weights[name], tensor, rtol=0, atol=10 * tolerance, msg=f"{what}: {name}")
 
 
-def alone() -> Any:
-    return open_world(ParallelConfig(device="cpu", threads=1), detect())
-
-
 @pytest.fixture(scope="module")
 def oracle() -> dict[str, Course]:
     return {name: plain(case) for name, case in CASES.items()}
 
 
-def test_one_process_without_a_launcher(oracle: dict[str, Course]) -> None:
-    with alone() as world:
-        for (name, strategy), course in courses(world).items():
-            require_same(course, oracle[name], (name, strategy))
+def test_one_process_without_a_launcher(world: World, oracle: dict[str, Course]) -> None:
+    for (name, strategy), course in courses(world).items():
+        require_same(course, oracle[name], (name, strategy))
 
 
 @pytest.mark.long

@@ -11,9 +11,7 @@ import torch
 from ranks import run_ranks
 
 from paceline.base.errors import UserError
-from paceline.world.config import ParallelConfig
-from paceline.world.env import detect
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 
 def verbs(world: World, folder: Path) -> dict[str, Any]:
@@ -74,19 +72,12 @@ def expected(size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_verbs_give_the_same_on_all_ranks(size: int, tmp_path: Path) -> None:
-    if size == 1:
-        with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
-            rows = [verbs(world, tmp_path)]
-    else:
-        rows = run_ranks(verbs, size, tmp_path, timeout_s=100)
-    for row in rows:
-        for name, wanted in expected(size).items():
-            if isinstance(wanted, float):
-                assert row[name] == pytest.approx(wanted, nan_ok=True), name
-            else:
-                torch.testing.assert_close(row[name], wanted, msg=name, equal_nan=True)
+def require_expected(found: dict[str, Any], size: int) -> None:
+    for name, wanted in expected(size).items():
+        if isinstance(wanted, float):
+            assert found[name] == pytest.approx(wanted, nan_ok=True), name
+        else:
+            torch.testing.assert_close(found[name], wanted, msg=name, equal_nan=True)
 
 
 def gathers_unlike(world: World) -> str:
@@ -95,13 +86,24 @@ def gathers_unlike(world: World) -> str:
     return str(caught.value)
 
 
-def test_tensors_of_unlike_dtypes_are_refused_on_all_ranks_before_gloo_ends_one() -> None:
-    first, second = run_ranks(gathers_unlike, 2)
-    assert first == second
-    assert re.match(r"test_world.py:\d+: World.gather needs .* got by rank: float32 \[\], int64 \[\]\.", first)
+def on_ranks(world: World, folder: Path) -> tuple[dict[str, Any], str]:
+    return verbs(world, folder), gathers_unlike(world)
 
 
-def test_one_rank_speaks(capfd: pytest.CaptureFixture[str]) -> None:
-    with open_world(ParallelConfig(device="cpu", threads=1), detect()) as world:
-        world.say("said", world.world_size)
-    assert capfd.readouterr().out == "said 1\n"
+def test_verbs_of_one_process(world: World, tmp_path: Path) -> None:
+    require_expected(verbs(world, tmp_path), 1)
+
+
+def test_verbs_give_the_same_on_all_ranks_and_unlike_dtypes_are_refused(tmp_path: Path) -> None:
+    """Finds: tensors of unlike dtypes given to Gloo, which ends one rank and leaves the others waiting."""
+    found = run_ranks(on_ranks, 3, tmp_path)
+    for by_verb, said in found:
+        require_expected(by_verb, 3)
+        assert said == found[0][1]
+    refused = r"test_world.py:\d+: World.gather needs .* got by rank: float32 \[\], int64 \[\], int64 \[\]\."
+    assert re.match(refused, found[0][1])
+
+
+def test_one_rank_speaks_and_takes_what_print_takes(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.say("\rstep", 3, end="", sep="-", flush=True)
+    assert capsys.readouterr().out == "\rstep-3"

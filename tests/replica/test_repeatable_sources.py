@@ -18,16 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 import paceline
 from paceline.base.errors import UserError
 from paceline.replica.share import share
-from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment
-from paceline.world.runtime import World, open_world
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
-        yield world
-
+from paceline.world.runtime import World
 
 # ---- orders that depend on something which is not saved ----
 
@@ -155,9 +146,9 @@ def stopped_and_resumed(world: World, folder: str) -> Any:
     return whole, first + trained(world, f"{folder}/b", counting(), 0)
 
 
-def test_a_function_that_begins_anew_is_called_as_often_as_before(alone: World, tmp_path: Path) -> None:
+def test_a_function_that_begins_anew_is_called_as_often_as_before(world: World, tmp_path: Path) -> None:
     """Finds: a resume whose steps 5 and 6 have the batches of steps 1 and 2."""
-    whole, parts = stopped_and_resumed(alone, str(tmp_path))
+    whole, parts = stopped_and_resumed(world, str(tmp_path))
     assert parts == whole
     assert whole == [[float(number)] * 2 for number in range(18)]
     for rank, (whole, parts) in enumerate(run_ranks(stopped_and_resumed, 2, f"{tmp_path}/ranks")):
@@ -165,7 +156,7 @@ def test_a_function_that_begins_anew_is_called_as_often_as_before(alone: World, 
         assert len(whole) == 6 * (2 - rank)
 
 
-def test_a_function_whose_place_is_not_found_is_refused(alone: World, tmp_path: Path) -> None:
+def test_a_function_whose_place_is_not_found_is_refused(world: World, tmp_path: Path) -> None:
     """It was called besides, so that calling it as often as in the loop gives another place."""
     draw, evaluated = counting(), []
 
@@ -175,21 +166,21 @@ def test_a_function_whose_place_is_not_found_is_refused(alone: World, tmp_path: 
             evaluated.append(draw())
         return found
 
-    trained(alone, str(tmp_path), noisy, 4)
+    trained(world, str(tmp_path), noisy, 4)
     with pytest.raises(UserError, match=r"counting.*cannot continue at step 4.*lane, num_lanes.*paceline.Batch"):
-        trained(alone, str(tmp_path), counting(), 0)
+        trained(world, str(tmp_path), counting(), 0)
 
 
-def test_a_function_is_refused_that_has_been_called_since(alone: World, tmp_path: Path) -> None:
+def test_a_function_is_refused_that_has_been_called_since(world: World, tmp_path: Path) -> None:
     draw = counting()
-    batches = share(draw, alone, micro_batches=2)
+    batches = share(draw, world, micro_batches=2)
     states = [batches.state_dict() for _ in zip(range(3), batches.resumed(), strict=False)]
     batches.load_state_dict(states[1])
     with pytest.raises(UserError, match=r"cannot continue at step 2.*has been called since"):
         next(batches.resumed())
 
 
-def test_a_function_may_be_put_back_by_the_script_or_draw_a_constant(alone: World, tmp_path: Path) -> None:
+def test_a_function_may_be_put_back_by_the_script_or_draw_a_constant(world: World, tmp_path: Path) -> None:
     def by_state(state: dict[str, int]) -> Callable[[], torch.Tensor]:
         def draw() -> torch.Tensor:
             state["next"] += 1
@@ -198,13 +189,13 @@ def test_a_function_may_be_put_back_by_the_script_or_draw_a_constant(alone: Worl
         return draw
 
     whole_state, state = {"next": 0}, {"next": 0}
-    whole = trained(alone, str(tmp_path / "a"), by_state(whole_state), 0, at=whole_state)
-    first = trained(alone, str(tmp_path / "b"), by_state(state), 4, at=state)
+    whole = trained(world, str(tmp_path / "a"), by_state(whole_state), 0, at=whole_state)
+    first = trained(world, str(tmp_path / "b"), by_state(state), 4, at=state)
     state = {"next": 0}
-    assert first + trained(alone, str(tmp_path / "b"), by_state(state), 0, at=state) == whole
+    assert first + trained(world, str(tmp_path / "b"), by_state(state), 0, at=state) == whole
     x = torch.ones(2, 1)
-    assert len(trained(alone, str(tmp_path / "c"), lambda: x, 4)) == 12
-    assert len(trained(alone, str(tmp_path / "c"), lambda: x, 0)) == 6
+    assert len(trained(world, str(tmp_path / "c"), lambda: x, 4)) == 12
+    assert len(trained(world, str(tmp_path / "c"), lambda: x, 0)) == 6
 
 
 # ---- buffers that are filled again ----
@@ -236,9 +227,9 @@ def all_kinds(world: World) -> dict[str, list[list[float]]]:
     return {kind: with_buffers(world, kind) for kind in ("numpy", "torch", "nested")}
 
 
-def test_a_function_may_fill_one_buffer(alone: World) -> None:
+def test_a_function_may_fill_one_buffer(world: World) -> None:
     """Finds: micro-batches of a step on several ranks that are all the last one."""
-    expected = all_kinds(alone)
+    expected = all_kinds(world)
     assert expected["numpy"] == [[44, 47], [64, 67], [67, 9], [83, 21]]
     by_rank = run_ranks(all_kinds, 2)
     for kind in expected:

@@ -2,7 +2,6 @@
 
 import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.base.errors import UserError
-from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 MOMENTS = ("before a backward pass", "after one of two", "after the last")
 
@@ -52,12 +49,6 @@ def losses(world: World, strategy: str, moment: str) -> list[float]:
     said = [each for each in warned if "its gradients are dropped" in str(each.message)]
     assert len(said) == (moment in MOMENTS[1:] and world.is_main)
     return found
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
-        yield world
 
 
 def compare(world: World) -> None:
@@ -244,7 +235,7 @@ def test_a_replica_that_another_replaced_says_so(strategy: str) -> None:
     """With ddp it went on without overlap; with zero ranks waited in different collectives."""
     for said in run_ranks(shared_encoder, 2, strategy):
         for text in said:
-            assert "this replica ended at test_interrupted_step.py:" in text
+            assert "this replica ended at test_exceptions.py:" in text
             assert "put both into one nn.Module and one Replica" in text
 
 

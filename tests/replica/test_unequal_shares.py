@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from paceline.base.errors import UserError
-from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 ROWS = torch.arange(90.0).view(30, 3).sin()
 
@@ -65,17 +63,11 @@ def trained(world: World, name: str, **sharing: Any) -> tuple[list[float], list[
     return losses, rows, replica.evaluate(source, loss_of, **given)
 
 
-@pytest.fixture
-def alone() -> Iterator[World]:
-    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
-        yield world
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n == "stream by a worker" else ()) for n in SOURCES]
 )
-def test_every_source_can_have_shares(alone: World, name: str) -> None:
-    losses, rows, mean = trained(alone, name)
+def test_every_source_can_have_shares(world: World, name: str) -> None:
+    losses, rows, mean = trained(world, name)
     by_rank = run_ranks(partial_of_trained, 2, name)
     for found, _, evaluated in by_rank:
         assert found == pytest.approx(losses, rel=1e-5)
@@ -109,8 +101,8 @@ def follows(world: World, slow_rank: int | None, workers: int) -> tuple[list[flo
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
-def test_auto_follows_the_speeds_and_keeps_the_losses(alone: World, workers: int) -> None:
-    losses, rows, _ = follows(alone, None, 0)
+def test_auto_follows_the_speeds_and_keeps_the_losses(world: World, workers: int) -> None:
+    losses, rows, _ = follows(world, None, 0)
     by_rank = run_ranks(follows, 2, 1, workers)
     for found, _, _ in by_rank:
         assert found == pytest.approx(losses, abs=1e-6)
@@ -121,8 +113,8 @@ def test_auto_follows_the_speeds_and_keeps_the_losses(alone: World, workers: int
     assert by_rank[0][2]["shares"][0] > 4
 
 
-def test_a_checkpoint_keeps_the_shares_for_a_world_of_the_same_size(alone: World) -> None:
-    first = paceline.share(TensorDataset(ROWS), alone, batch_size=8, shares="auto")
+def test_a_checkpoint_keeps_the_shares_for_a_world_of_the_same_size(world: World) -> None:
+    first = paceline.share(TensorDataset(ROWS), world, batch_size=8, shares="auto")
     for shares, expected in (([8], (8,)), ([6, 2], (8,)), ([9], (8,))):
         first.load_state_dict({**first.state_dict(), "shares": shares})
         assert first.shares == expected
@@ -138,6 +130,6 @@ def test_a_checkpoint_keeps_the_shares_for_a_world_of_the_same_size(alone: World
         (Stream(), {"shares": "auto"}, "cannot move between ranks"),
     ],
 )
-def test_refusals(alone: World, source: Any, given: dict[str, Any], says: str) -> None:
+def test_refusals(world: World, source: Any, given: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        paceline.share(source, alone, batch_size=8, **given)
+        paceline.share(source, world, batch_size=8, **given)

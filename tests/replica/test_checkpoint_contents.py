@@ -21,9 +21,7 @@ from paceline.checkpoint.writers import save_complete
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
-from paceline.world.config import ParallelConfig
-from paceline.world.env import detect
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 
 def net(seed: int) -> nn.Sequential:
@@ -129,10 +127,6 @@ def resumed(world: World, folder: str) -> dict[str, Any]:
     return found
 
 
-def alone() -> Any:
-    return open_world(ParallelConfig(device="cpu", threads=1), detect())
-
-
 def require_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for (saved, strategy), (losses, tensors) in found.items():
         straight_losses, straight_tensors = wanted[saved]
@@ -143,88 +137,82 @@ def require_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_everything_goes_on_in_any_world(tmp_path: Path) -> None:
+def test_everything_goes_on_in_any_world(world: World, tmp_path: Path) -> None:
     """S2, D2, D5: saved by two ranks, before a step is made and after it, in the middle of a pass; one, two and three
     go on. Each replica of equal shapes gets its own back."""
     wanted = run_ranks(straight, 2, str(tmp_path))[0]
     assert wanted["ddp-before"][0] == pytest.approx(wanted["ddp-after"][0], abs=1e-6)
-    with alone() as world:
-        require_same(resumed(world, str(tmp_path)), wanted)
+    require_same(resumed(world, str(tmp_path)), wanted)
     for size in (2, 3):
         for found in run_ranks(resumed, size, str(tmp_path)):
             require_same(found, wanted)
 
 
-def test_one_process_goes_on_to_the_bit(tmp_path: Path) -> None:
-    with alone() as world:
-        wanted = straight(world, str(tmp_path))
-        for (saved, strategy), (losses, tensors) in resumed(world, str(tmp_path)).items():
-            if saved.startswith(strategy):
-                assert losses == wanted[saved][0][2 * SAVED :]
-                assert overall(tensors) == overall(wanted[saved][1])
+def test_one_process_goes_on_to_the_bit(world: World, tmp_path: Path) -> None:
+    wanted = straight(world, str(tmp_path))
+    for (saved, strategy), (losses, tensors) in resumed(world, str(tmp_path)).items():
+        if saved.startswith(strategy):
+            assert losses == wanted[saved][0][2 * SAVED :]
+            assert overall(tensors) == overall(wanted[saved][1])
 
 
-def test_a_part_is_restored_with_a_warning_and_weights_are_read_by_name(tmp_path: Path) -> None:
-    with alone() as world:
-        script = Script(world, "zero")
-        script.train(2)
-        script.checkpoints(tmp_path).save()
-        other = Script(world, seed=30)
-        untouched = overall(other.second.state_dict())
-        with pytest.warns(UserWarning, match="second, ema, slow and 3 more was saved and is not restored"):
-            assert Checkpoints(tmp_path, first=other.first).restore() == 2
-        assert overall(other.first.state_dict()) == overall(script.first.state_dict())
-        assert overall(other.second.state_dict()) == untouched
-        for name, replica in (("first", script.first), ("second", script.second)):
-            assert overall(load_weights(tmp_path, name)) == overall(replica.state_dict())
-        with pytest.raises(UserError, match="holds the weights of first, second: name one of them"):
-            load_weights(tmp_path)
-        with pytest.raises(UserError, match="holds no weights of third; it has first, second"):
-            load_weights(tmp_path, "third")
+def test_a_part_is_restored_with_a_warning_and_weights_are_read_by_name(world: World, tmp_path: Path) -> None:
+    script = Script(world, "zero")
+    script.train(2)
+    script.checkpoints(tmp_path).save()
+    other = Script(world, seed=30)
+    untouched = overall(other.second.state_dict())
+    with pytest.warns(UserWarning, match="second, ema, slow and 3 more was saved and is not restored"):
+        assert Checkpoints(tmp_path, first=other.first).restore() == 2
+    assert overall(other.first.state_dict()) == overall(script.first.state_dict())
+    assert overall(other.second.state_dict()) == untouched
+    for name, replica in (("first", script.first), ("second", script.second)):
+        assert overall(load_weights(tmp_path, name)) == overall(replica.state_dict())
+    with pytest.raises(UserError, match="holds the weights of first, second: name one of them"):
+        load_weights(tmp_path)
+    with pytest.raises(UserError, match="holds no weights of third; it has first, second"):
+        load_weights(tmp_path, "third")
 
 
-def test_a_checkpoint_of_the_former_format_is_refused_and_its_weights_are_read(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_former_format_is_refused_and_its_weights_are_read(world: World, tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in net(3).state_dict().items()}
     folder = save_complete(tmp_path / "checkpoints", 5, weights, {}, {"kept": {}})
     content = mf.read_manifest(folder)
     former = {kind: specs for kind, specs in content["tensors"].items() if kind != "extra"}
     (folder / mf.MANIFEST).write_bytes(mf.seal({**content, "format": 2, "tensors": former}))
-    refused = pytest.raises(UserError, match=r"format 2, which an earlier paceline wrote.*load_weights\(")
-    with alone() as world, refused:
+    with pytest.raises(UserError, match=r"format 2, which an earlier paceline wrote.*load_weights\("):
         Script(world).checkpoints(tmp_path).restore()
     assert overall(load_weights(tmp_path)) == overall(weights)
 
 
-def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
+def test_float16_goes_on_with_its_scale(world: World, tmp_path: Path) -> None:
     """D1."""
-    with alone() as world:
-        found = []
-        for model in (net(0), net(1)):
-            replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world, dtype="float16")
-            checkpoints = Checkpoints(tmp_path, net=replica)
-            if not found:
-                replica.train(torch.ones(2, 4), lambda x, model=model: model(x).float().sum() * math.inf)
-                replica.train(torch.ones(2, 4), lambda x, model=model: model(x).float().square().mean())
-                checkpoints.save()
-            else:
-                assert checkpoints.restore() == 2
-            found.append((replica.scaler.scale, replica.scaler.num_finite))
-        assert found == [(2.0**15, 1)] * 2
+    found = []
+    for model in (net(0), net(1)):
+        replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world, dtype="float16")
+        checkpoints = Checkpoints(tmp_path, net=replica)
+        if not found:
+            replica.train(torch.ones(2, 4), lambda x, model=model: model(x).float().sum() * math.inf)
+            replica.train(torch.ones(2, 4), lambda x, model=model: model(x).float().square().mean())
+            checkpoints.save()
+        else:
+            assert checkpoints.restore() == 2
+        found.append((replica.scaler.scale, replica.scaler.num_finite))
+    assert found == [(2.0**15, 1)] * 2
 
 
 @pytest.mark.long
-def test_saving_and_restoring_take_time_in_proportion_to_the_parameters(tmp_path: Path) -> None:
+def test_saving_and_restoring_take_time_in_proportion_to_the_parameters(world: World, tmp_path: Path) -> None:
     """S11: ten times as many took a hundred times as long."""
-    with alone() as world:
-        seconds = []
-        for count in (200, 2000):
-            model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(count)])
-            replica = Replica(model, torch.optim.AdamW(model.parameters()), world)
-            replica.train(torch.ones(1), lambda x, model=model: sum(p.sum() for p in model))  # type: ignore[misc]
-            checkpoints = Checkpoints(tmp_path / str(count), net=replica)
-            began = time.process_time()
-            checkpoints.save()
-            checkpoints.finish()
-            assert checkpoints.restore() == 1
-            seconds.append(time.process_time() - began)
+    seconds = []
+    for count in (200, 2000):
+        model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(count)])
+        replica = Replica(model, torch.optim.AdamW(model.parameters()), world)
+        replica.train(torch.ones(1), lambda x, model=model: sum(p.sum() for p in model))  # type: ignore[misc]
+        checkpoints = Checkpoints(tmp_path / str(count), net=replica)
+        began = time.process_time()
+        checkpoints.save()
+        checkpoints.finish()
+        assert checkpoints.restore() == 1
+        seconds.append(time.process_time() - began)
     assert seconds[1] < 25 * seconds[0] + 0.5, seconds

@@ -1,6 +1,6 @@
 """Steps over shared sources: true weights, noise by row, functions that draw, micro-batches when they are needed."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.world.config import ParallelConfig
-from paceline.world.env import Environment
-from paceline.world.runtime import World, open_world
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    with open_world(ParallelConfig(device="cpu", threads=1), Environment()) as world:
-        yield world
+from paceline.world.runtime import World
 
 
 def linear(width: int = 3, dropout: float = 0.0) -> nn.Module:
@@ -59,7 +51,7 @@ def weighed(world: World) -> dict[str, tuple[float, float, list[float]]]:
     return found
 
 
-def test_a_micro_batch_weighs_its_true_number_of_samples(alone: World) -> None:
+def test_a_micro_batch_weighs_its_true_number_of_samples(world: World, on_ranks: list["Seen"]) -> None:
     """S4: five samples in micro-batches of three and two, whatever the first dimension of their first tensor is."""
     model = linear()
     optimizer = sgd(model)
@@ -67,7 +59,7 @@ def test_a_micro_batch_weighs_its_true_number_of_samples(alone: World) -> None:
     loss.backward()
     optimizer.step()
     expected = model[1].weight.flatten().tolist()  # type: ignore[index,union-attr]
-    for found in (weighed(alone), *run_ranks(weighed, 2)):
+    for found in (weighed(world), *(seen.weighed for seen in on_ranks)):
         for name in COLLATED:
             mean, weight, weights = found[name]
             assert (mean, weight) == (pytest.approx(loss.item()), 5.0), name
@@ -91,10 +83,10 @@ class Noted(Dataset[torch.Tensor]):
         return torch.ones(3)
 
 
-def test_the_second_micro_batch_is_read_after_the_first_one_s_forward(alone: World) -> None:
+def test_the_second_micro_batch_is_read_after_the_first_one_s_forward(world: World) -> None:
     """S11."""
     data, model = Noted(), linear()
-    replica = paceline.Replica(model, sgd(model), alone)
+    replica = paceline.Replica(model, sgd(model), world)
     for step in replica.steps(DataLoader(data, 4), micro_batch_size=2):
         for x in step:
             data.events.append("forward")
@@ -123,60 +115,99 @@ def noisy(world: World) -> tuple[dict[int, list[float]], list[int]]:
     return found, torch.get_rng_state().tolist()
 
 
-def test_noise_belongs_to_the_sample_on_any_number_of_ranks(alone: World) -> None:
+@dataclass(frozen=True)
+class Seen:
+    """By one of three ranks."""
+
+    weighed: dict[str, tuple[float, float, list[float]]]
+    noisy: tuple[dict[int, list[float]], list[int]]
+    drawn: Any
+    drawn_with_dropout: Any
+
+
+def see(world: World) -> Seen:
+    return Seen(weighed(world), noisy(world), drawing(world, 0.0), drawing(world, 0.5))
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[Seen]:
+    return run_ranks(see, 3)
+
+
+def test_noise_belongs_to_the_sample_on_any_number_of_ranks(world: World, on_ranks: list[Seen]) -> None:
     """D6: with several micro-batches, and ranks without one; and the generators stay equal."""
-    expected, state = noisy(alone)
+    expected, state = noisy(world)
     assert sorted(expected) == list(range(8))
     assert len({row[0] for row in expected.values()}) == 8
-    for world_size in (2, 3):
-        results = run_ranks(noisy, world_size)
-        assert {n: row for found, _ in results for n, row in found.items()} == expected
-        assert [after == state for _, after in results] == [True] * world_size
+    assert {n: row for seen in on_ranks for n, row in seen.noisy[0].items()} == expected
+    assert [seen.noisy[1] == state for seen in on_ranks] == [True] * len(on_ranks)
 
 
 # ---- functions that draw ----
 
+NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
 
-def drawing(world: World, dropout: float) -> tuple[list[list[float]], list[list[float]], bool]:
-    """The micro-batches that this rank was given, all that the function drew, and whether generators end equal."""
-    model = linear(dropout=dropout)
+
+def draw() -> torch.Tensor:
+    return torch.rand(1, 3)
+
+
+def numbers_of(batch: torch.Tensor) -> list[float]:
+    return batch.flatten().tolist()
+
+
+def fetching_ahead(rate: float) -> tuple[list[list[list[float]]], list[list[float]]]:
+    """nanoGPT's loop: what it trains on, by step, and what its evaluation before each update draws."""
+    torch.manual_seed(5)
+    trained: list[list[list[float]]] = []
+    evaluated = []
+    batch = draw()
+    for _ in range(NUM_STEPS):
+        evaluated.append(numbers_of(draw()))
+        trained.append([])
+        for _ in range(NUM_MICRO_BATCHES):
+            nn.functional.dropout(torch.ones(3), rate)
+            trained[-1].append(numbers_of(batch))
+            batch = draw()
+    return trained, evaluated
+
+
+def drawing(world: World, rate: float) -> tuple[list[list[list[float]]], list[list[float]]]:
+    """The same loop with a replica: on ranks, this rank's part."""
+    model = linear()
     replica = paceline.Replica(model, sgd(model), world)
-    torch.manual_seed(11)
-    drawn: list[list[float]] = []
-
-    def get_batch() -> torch.Tensor:
-        drawn.append(torch.rand(3).tolist())
-        return torch.tensor([drawn[-1]])
-
-    given = []
-    for step in replica.steps(get_batch, micro_batches=4, max_steps=3):
-        for x in step:
-            given.append(x[0].tolist())
-            step.backward(model(x).square().mean())
+    torch.manual_seed(5)
+    trained: list[list[list[float]]] = []
+    evaluated = []
+    for step in replica.steps(draw, micro_batches=NUM_MICRO_BATCHES, max_steps=NUM_STEPS):
+        evaluated.append(numbers_of(draw()))
+        trained.append([])
+        for batch in step:
+            nn.functional.dropout(torch.ones(3), rate)
+            trained[-1].append(numbers_of(batch))
+            step.backward(model(batch).square().mean())
         step.finish()
-    return given, drawn
+    return trained, evaluated
 
 
-def test_a_function_gives_the_same_micro_batches_on_any_number_of_ranks(alone: World) -> None:
-    plain, all_of_it = drawing(alone, 0.0)
-    assert plain == all_of_it
-    torch.manual_seed(11)
-    assert plain == [torch.rand(3).tolist() for _ in range(12)]
-    for world_size in (2, 3):
-        results = run_ranks(both_drawings, world_size)
-        counts = [len(given) // 3 for (given, _), _ in results]
-        steps = [
-            [given[k * n : (k + 1) * n] for ((given, _), _), n in zip(results, counts, strict=True)] for k in range(3)
-        ]
-        assert [row for step in steps for of_rank in step for row in of_rank] == plain
-        # Dropout draws on each rank as often as it has micro-batches; the next step's draws are rank 0's all the same.
-        assert all(dropped[1] == results[0][1][1] for _, dropped in results)
+def test_a_function_draws_between_the_scripts_own_draws_as_in_a_loop_that_fetches_ahead(world: World) -> None:
+    assert drawing(world, 0.5) == fetching_ahead(0.5)
 
 
-def test_an_evaluation_over_a_function_that_draws_is_one_step_of_it(alone: World) -> None:
+def test_ranks_share_what_a_function_draws_alone(on_ranks: list[Seen]) -> None:
+    """Dropout draws on each rank as often as it has micro-batches; the next step's draws are rank 0's all the same."""
+    trained, evaluated = fetching_ahead(0.0)
+    parts = [seen.drawn for seen in on_ranks]
+    assert [[batch for part in parts for batch in part[0][step]] for step in range(NUM_STEPS)] == trained
+    assert [part[1] for part in parts] == [evaluated] * len(parts)
+    dropped = [seen.drawn_with_dropout[1] for seen in on_ranks]
+    assert dropped == dropped[:1] * len(dropped)
+
+
+def test_an_evaluation_over_a_function_that_draws_is_one_step_of_it(world: World) -> None:
     """It never ended."""
     model = linear()
-    replica = paceline.Replica(model, sgd(model), alone)
+    replica = paceline.Replica(model, sgd(model), world)
     draws: list[torch.Tensor] = []
 
     def get_batch() -> torch.Tensor:
@@ -187,10 +218,6 @@ def test_an_evaluation_over_a_function_that_draws_is_one_step_of_it(alone: World
     assert len(draws) == 3
     with torch.no_grad():
         assert found == pytest.approx(float(torch.stack([model(x).mean() for x in draws]).mean()))
-
-
-def both_drawings(world: World) -> Any:
-    return drawing(world, 0.0), drawing(world, 0.5)
 
 
 # ---- nanoGPT's loop ----
@@ -227,14 +254,14 @@ def curve(world: World, folder: Path, save_at: int, evaluates: str = "draws") ->
     return found
 
 
-def test_an_evaluation_with_random_draws_before_a_save_resumes_to_the_same_curve(alone: World, tmp_path: Path) -> None:
+def test_an_evaluation_with_random_draws_before_a_save_resumes_to_the_same_curve(world: World, tmp_path: Path) -> None:
     """D5."""
-    straight = curve(alone, tmp_path, save_at=6)
+    straight = curve(world, tmp_path, save_at=6)
     assert len(straight) == 9
-    assert curve(alone, tmp_path, save_at=0) == straight[5:]
+    assert curve(world, tmp_path, save_at=0) == straight[5:]
 
 
-def test_what_is_drawn_aside_leaves_no_trace(alone: World, tmp_path: Path) -> None:
+def test_what_is_drawn_aside_leaves_no_trace(world: World, tmp_path: Path) -> None:
     """D5."""
-    assert curve(alone, tmp_path / "a", 0, "never") == curve(alone, tmp_path / "b", 0, "aside")
-    assert curve(alone, tmp_path / "c", 0, "never") != curve(alone, tmp_path / "d", 0, "draws")
+    assert curve(world, tmp_path / "a", 0, "never") == curve(world, tmp_path / "b", 0, "aside")
+    assert curve(world, tmp_path / "c", 0, "never") != curve(world, tmp_path / "d", 0, "draws")
