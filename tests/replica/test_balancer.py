@@ -79,7 +79,7 @@ def test_it_follows_a_machine_that_slows_down_and_recovers_within_40_steps(noise
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.35), (1.0, 0.5, 0.25), (1.0,) * 8])
 def test_noise_changes_nothing_in_500_steps(speeds: tuple[float, ...]) -> None:
     begin = divide(64, [SEQUENCE_MS / s for s in speeds], [UPDATE_MS] * len(speeds))
-    for seed in range(4):
+    for seed in range(2):
         assert not adopted(64, lambda _: speeds, 500, seed=seed, begin=begin)
 
 
@@ -107,7 +107,7 @@ def test_a_refused_change_does_not_delay_the_reaction_to_a_slower_machine() -> N
 
 def test_costs_that_depend_on_the_micro_batch_do_not_make_it_oscillate() -> None:
     """Each micro-batch of up to 16 costs as much as 4 more sequences."""
-    for speed in (0.4, 0.55, 0.7, 0.85):
+    for speed in (0.4, 0.7):
         changes = adopted(
             32,
             lambda _, speed=speed: (1.0, speed),  # type: ignore[misc]
@@ -118,7 +118,7 @@ def test_costs_that_depend_on_the_micro_batch_do_not_make_it_oscillate() -> None
         assert len(changes) <= 8, changes  # some are tried and taken back, ever less often
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_limit_of_processor_time_does_not_make_it_oscillate(seed: int) -> None:
     """Up to a limit the last rank is as fast as the other one, then four times as slow; the limit varies."""
     draw = random.Random(seed)

@@ -8,11 +8,12 @@ weights, a save that does not wait for its copy, a restored position that is not
 import fuzz
 import pytest
 
-AT_ONCE = 30  # cases in one set of ranks
+SHORT, AT_ONCE = 9, 30  # cases in one set of ranks, in the short suite and in the long one
+LONG = [pytest.param(first, AT_ONCE, marks=pytest.mark.long) for first in range(SHORT, 300 + SHORT, AT_ONCE)]
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(30, 330, 30))])
-def test_random_scripts_train_as_a_plain_loop_does(first: int) -> None:
-    print(f"seeds {first} to {first + AT_ONCE - 1}")
-    problems, _ = fuzz.problems_of(fuzz.cases_of(first, AT_ONCE))
+@pytest.mark.parametrize(("first", "num_cases"), [(0, SHORT), *LONG])
+def test_random_scripts_train_as_a_plain_loop_does(first: int, num_cases: int) -> None:
+    print(f"seeds {first} to {first + num_cases - 1}")
+    problems, _ = fuzz.problems_of(fuzz.cases_of(first, num_cases))
     assert not problems, "\n".join(f"{problem}\n  {case}" for case, problem in problems.items())

@@ -15,11 +15,12 @@ import pytest
 from program import TORCHRUN, Program
 
 PARENT = """\
-import json, os, sys
+import gc, json, os, sys
 import torch, torch.distributed, paceline
 from paceline import Replica, join
 from paceline.replica import checkpoints
 torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports torch._dynamo, which takes seconds
+gc.freeze()  # else each child's collections walk what was imported, and copy its pages
 children = {}
 for number, script in enumerate(json.loads(open(sys.argv[1]).read())):
     pid = os.fork()

@@ -122,7 +122,7 @@ def start(world: World) -> Said:
         model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
         Replica(model, sgd(model), world)  # <- batch norm
     with noted(said, "prefix"):
-        compiled = torch.compile(net())
+        compiled = torch.compile(net(), backend="eager")  # whose import takes no second
         replica = Replica(compiled, sgd(compiled), world)
         compiled.state_dict()  # <- prefix
     with noted(said, "no prefix"):
@@ -178,7 +178,7 @@ START = {
 ON_RANK_0 = {"other seeds", "other values", "no optimizer", "batch norm", "prefix", "idle"}  # warnings, once
 
 
-def test_mistakes_before_the_first_step_are_named_with_their_line(ranks: list[tuple[Said, dict[str, Said]]]) -> None:
+def test_mistakes_before_the_first_step_are_named_with_their_line(ranks: list[tuple[Said, Said]]) -> None:
     (first, _), (second, _) = ranks
     for name, parts in START.items():
         kind = "warning: " if name in ON_RANK_0 else "error: "
@@ -388,18 +388,20 @@ def gradients(world: World, strategy: str) -> Said:
     return said
 
 
-def all_mistakes(world: World) -> tuple[Said, dict[str, Said]]:
+def all_mistakes(world: World, strategy: str) -> tuple[Said, Said]:
     """Rank 1 frees nothing that is in a cycle, such as a replica that an error's traceback holds: what a step does may
     not depend on it."""
     if world.rank == 1:
         gc.disable()
-    in_steps = {name: in_step(world, name) | gradients(world, name) for name in ("ddp", "zero", "naive")}
-    return start(world), in_steps
+    return start(world), in_step(world, strategy) | gradients(world, strategy)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[tuple[Said, dict[str, Said]]]:
-    return run_ranks(all_mistakes, 2)
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("zero", "naive")]
+
+
+@pytest.fixture(scope="module", params=["ddp", *OTHERS])
+def ranks(request: pytest.FixtureRequest) -> list[tuple[Said, Said]]:
+    return run_ranks(all_mistakes, 2, request.param)
 
 
 UNFINISHED = "a gradient was read or changed between step.backward and step.finish"
@@ -442,15 +444,14 @@ STEP = {
 WARNED = {"same rows", "divided by its own number", "divided by that of all ranks"}  # once, by rank 0
 
 
-def test_mistakes_in_a_step_are_named_with_their_line(ranks: list[tuple[Said, dict[str, Said]]]) -> None:
+def test_mistakes_in_a_step_are_named_with_their_line(ranks: list[tuple[Said, Said]]) -> None:
     """D1, D9, D10; silent were: a loss divided by accumulation steps, `.grad` read between backward and finish."""
-    for rank, (_, by_strategy) in enumerate(ranks):
-        for strategy, said in by_strategy.items():
-            assert said["nothing wrong"] == said["copied, and made again"] == said["reentrant, once"] == ""
-            for name, text in STEP.items():
-                if rank and name in WARNED:
-                    assert said[name] == ""
-                    continue
-                kind = "warning" if name in WARNED else "error"
-                assert said[name].startswith(f"{kind}: {here(name)}: "), (strategy, name, said[name])
-                assert text in said[name], (strategy, name, said[name])
+    for rank, (_, said) in enumerate(ranks):
+        assert said["nothing wrong"] == said["copied, and made again"] == said["reentrant, once"] == ""
+        for name, text in STEP.items():
+            if rank and name in WARNED:
+                assert said[name] == ""
+                continue
+            kind = "warning" if name in WARNED else "error"
+            assert said[name].startswith(f"{kind}: {here(name)}: "), (name, said[name])
+            assert text in said[name], (name, said[name])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import Call, run_calls
 from simulated import SimulatedRank
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -146,12 +146,21 @@ def stopped_and_resumed(world: World, folder: str) -> Any:
     return whole, first + trained(world, f"{folder}/b", counting(), 0)
 
 
-def test_a_function_that_begins_anew_is_called_as_often_as_before(world: World, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What the functions of this file return on each of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_calls({"resumed": Call(stopped_and_resumed, str(folder)), "buffers": Call(all_kinds)}, 2)
+
+
+def test_a_function_that_begins_anew_is_called_as_often_as_before(
+    world: World, two_ranks: dict[str, list[Any]], tmp_path: Path
+) -> None:
     """Finds: a resume whose steps 5 and 6 have the batches of steps 1 and 2."""
     whole, parts = stopped_and_resumed(world, str(tmp_path))
     assert parts == whole
     assert whole == [[float(number)] * 2 for number in range(18)]
-    for rank, (whole, parts) in enumerate(run_ranks(stopped_and_resumed, 2, f"{tmp_path}/ranks")):
+    for rank, (whole, parts) in enumerate(two_ranks["resumed"]):
         assert parts == whole, rank
         assert len(whole) == 6 * (2 - rank)
 
@@ -227,11 +236,11 @@ def all_kinds(world: World) -> dict[str, list[list[float]]]:
     return {kind: with_buffers(world, kind) for kind in ("numpy", "torch", "nested")}
 
 
-def test_a_function_may_fill_one_buffer(world: World) -> None:
+def test_a_function_may_fill_one_buffer(world: World, two_ranks: dict[str, list[Any]]) -> None:
     """Finds: micro-batches of a step on several ranks that are all the last one."""
     expected = all_kinds(world)
     assert expected["numpy"] == [[44, 47], [64, 67], [67, 9], [83, 21]]
-    by_rank = run_ranks(all_kinds, 2)
+    by_rank = two_ranks["buffers"]
     for kind in expected:
         assert [row for found in by_rank for row in found[kind]] == expected[kind]
 

@@ -1,6 +1,7 @@
 """A replica makes the updates that the same script would make on one process with the whole batch in its hands."""
 
 import math
+import time
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.replica.batch import Batch
 from paceline.replica.replica import Replica
@@ -202,9 +204,26 @@ def test_one_process_without_a_launcher(world: World, oracle: dict[str, Course])
         require_same(course, oracle[name], (name, strategy))
 
 
-@pytest.mark.long
-def test_three_ranks_with_uneven_rows_and_with_none(oracle: dict[str, Course]) -> None:
-    require_all_alike(run_ranks(courses, 3), oracle)
+def test_uneven_batches_give_the_bits_of_a_plain_loop(world: World) -> None:
+    """Three, three and one rows, in one process: a mean over rows is not multiplied and divided again."""
+    data = TensorDataset(torch.randn(7, 5, generator=torch.Generator().manual_seed(1)))
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(2)
+        model = nn.Linear(5, 1)
+        return model, torch.optim.SGD(model.parameters(), 0.3, momentum=0.9), DataLoader(data, batch_size=3)
+
+    model, optimizer, loader = begun()
+    replica = Replica(model, optimizer, world)
+    for step in replica.steps(loader, epochs=2):
+        replica.train(step, lambda x: model(x).square().mean())
+    plain, optimizer, loader = begun()
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            plain(x).square().mean().backward()
+            optimizer.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def require_all_alike(on_ranks: list[dict[tuple[str, str], Course]], oracle: dict[str, Course]) -> None:
@@ -342,14 +361,20 @@ class Even(nn.Module):
 
 
 def compiled(world: World | None, how: str) -> tuple[Course, int]:
-    """Without inductor, for time; also how many graphs were made after the second step."""
+    """Without inductor, for time; also how many graphs were made after the second step. how: the model "wrapped", or a
+    block "in place", with zero, and one rank that sends weights late, so that a stale one would show."""
     net, course = Even(), Course([], [], {})
     torch._dynamo.reset()
     model: Any = torch.compile(net, backend="aot_eager") if how == "wrapped" else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
-    replica = Replica(model, optimizer, world) if world else None
+    replica = None
+    if world is not None:
+        strategy: Any = "zero" if how == "in place" else "ddp"
+        replica = Replica(model, optimizer, world, strategy=strategy, blocks=[net.inner])
+        publish = replica.sync.publish
+        replica.sync.publish = lambda: (time.sleep(0.05 * world.rank), publish())[1]
     if how == "in place":
-        net.compile(backend="aot_eager")
+        net.inner.compile(backend="aot_eager")
     num_graphs = []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -408,7 +433,7 @@ def last_of_a_step(world: World) -> list[str]:
     return seen
 
 
-def own_ways(world: World) -> dict[str, Any]:
+def on_ranks(world: World) -> dict[str, Any]:
     strategies = ("ddp", "zero", "naive")
     return {
         "courses": courses(world),
@@ -419,37 +444,78 @@ def own_ways(world: World) -> dict[str, Any]:
         "left behind": left_behind(world),
         "last of a step": last_of_a_step(world),
         "even": {strategy: even(world, strategy) for strategy in ("fsdp", "zero", "ddp")},
-        "compiled": {how: compiled(world, how) for how in ("wrapped", "in place")},
     }
 
 
-def test_two_ranks_and_what_has_its_own_ways(oracle: dict[str, Course]) -> None:
-    first, second = run_ranks(own_ways, 2)
-    require_all_alike([first["courses"], second["courses"]], oracle)
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Ranks:
+    """What two ranks made of all this."""
+    return run_ranks(on_ranks, 2)
+
+
+def test_two_ranks_make_the_updates_of_one_process(ranks: Ranks, oracle: dict[str, Course]) -> None:
+    require_all_alike([rank["courses"] for rank in ranks], oracle)
+
+
+def test_a_layer_in_bfloat16_that_one_rank_uses_is_trained_on_all(ranks: Ranks) -> None:
+    straight = mixed(None)
+    for strategy, course in ranks[0]["mixed"].items():
+        assert overall(course.weights) == overall(ranks[1]["mixed"][strategy].weights), strategy
+        require_same(course, straight, strategy, 2e-3)
+
+
+def test_fsdp_clips_and_leaves_alone_what_nobody_uses(ranks: Ranks) -> None:
+    straight = even(None)
+    for rank in ranks:
+        for strategy, course in rank["even"].items():
+            require_same(course, straight, strategy)
+
+
+def test_statistics_of_batch_norms_are_means_over_the_rows_of_all_ranks(ranks: Ranks) -> None:
     wanted = expected_statistics()
-    for mine, other in zip(first["norms"], second["norms"], strict=True):
+    for mine, other in zip(ranks[0]["norms"], ranks[1]["norms"], strict=True):
         assert overall(mine) == overall(other)
         torch.testing.assert_close(mine["0.running_mean"], wanted["running_mean"])
         torch.testing.assert_close(mine["0.running_var"], wanted["running_var"])
         assert mine["1.running_mean"].tolist() == torch.tensor([0.1, 0.2, 0.3, 0.7]).tolist()
-    straight = mixed(None)
-    for strategy, course in first["mixed"].items():
-        assert overall(course.weights) == overall(second["mixed"][strategy].weights), strategy
-        require_same(course, straight, strategy, 2e-3)
-    assert first["not finite"] == second["not finite"]
-    for said, is_same, loss in first["not finite"]:
+
+
+def test_an_infinity_of_one_rank_is_named_and_no_rank_updates(ranks: Ranks) -> None:
+    assert ranks[0]["not finite"] == ranks[1]["not finite"]
+    for said, is_same, loss in ranks[0]["not finite"]:
         assert "by rank 1" in said
         assert is_same
         assert math.isfinite(loss)
-    assert len(first["adagrad"] | second["adagrad"]) == 1
-    # Numbers first, or the next forward pass could not begin while weights are under way.
-    assert first["last of a step"][-2:] == ["share", "publish"]
-    for rank in (first, second):
-        left = rank["left behind"]
+
+
+def test_state_that_an_optimizer_makes_at_once_is_cut_like_its_parameters(ranks: Ranks) -> None:
+    assert len(ranks[0]["adagrad"] | ranks[1]["adagrad"]) == 1
+
+
+def test_numbers_are_shared_before_weights_are_sent(ranks: Ranks) -> None:
+    """Or the next forward pass could not begin while weights are under way."""
+    assert ranks[0]["last of a step"][-2:] == ["share", "publish"]
+
+
+def test_a_pass_before_the_replica_leaves_no_gradient(ranks: Ranks, oracle: dict[str, Course]) -> None:
+    """Besides: state_dict takes no collective, tied weights are one tensor, and few transfers are remembered."""
+    for rank in ranks:
+        left = dict(rank["left behind"])
         require_same(left.pop("course"), oracle["sgd, tokens"], "a pass before")
         assert all(left.values()), left
-        for strategy, course in rank["even"].items():
-            require_same(course, even(None), strategy)
-        for how, (course, num_more_graphs) in rank["compiled"].items():
-            require_same(course, compiled(None, "not")[0], how)
+
+
+def compiled_in_both_ways(world: World) -> dict[str, tuple[Course, int]]:
+    return {how: compiled(world, how) for how in ("wrapped", "in place")}
+
+
+@pytest.mark.long
+def test_a_compiled_model_trains_as_it_is_and_is_compiled_once() -> None:
+    straight = compiled(None, "not")[0]
+    for rank in run_ranks(compiled_in_both_ways, 2):
+        for how, (course, num_more_graphs) in rank.items():
+            require_same(course, straight, how)
             assert num_more_graphs == 0, how

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import Call, run_calls
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,9 +21,7 @@ from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import Checkpoints
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import digests, overall
-from paceline.world.config import ParallelConfig
-from paceline.world.env import detect
-from paceline.world.runtime import World, open_world
+from paceline.world.runtime import World
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "naive": {},
@@ -78,28 +76,36 @@ def plain() -> list[float]:
     return found
 
 
-def masked(world: World) -> dict[str, list[float]]:
+def masked(world: World, *names: str) -> dict[str, list[float]]:
+    """The losses with these strategies, and with ddp where losses are sums."""
     found = {}
-    for name in STRATEGIES:
-        for is_mean in (True, False):
-            results = train(made(world, name), DATA, 5, is_mean)
-            assert not any(result.skipped for result in results), (name, is_mean)
-            found[f"{name} {is_mean}"] = [result.loss for result in results]
+    for name, is_mean in [*((name, True) for name in names), ("ddp", False)]:
+        results = train(made(world, name), DATA, 5, is_mean)
+        assert not any(result.skipped for result in results), (name, is_mean)
+        found[f"{name} {is_mean}"] = [result.loss for result in results]
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_mean_over_no_items_contributes_nothing(num_ranks: int) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What the functions of this file return on each of two ranks."""
+    calls = {"masked": Call(masked, *STRATEGIES), "empty": Call(empty, tmp_path_factory.mktemp("ranks"))}
+    return run_calls({**calls, "idle": Call(idle)}, 2)
+
+
+def test_a_mean_over_no_items_contributes_nothing(world: World, two_ranks: dict[str, list[Any]]) -> None:
     """On 2 ranks one of them has no label in each step. Its gradient was not a number, and no rank updated."""
-    one, *others = run_ranks(masked, num_ranks)
-    assert all(other == one for other in others)
-    for name, losses in one.items():
-        if not name.startswith("local") or num_ranks == 1:
+    one, other = two_ranks["masked"]
+    assert one == other
+    del one["local True"]  # whose ranks have weights of their own
+    for found in (one, masked(world, "ddp", "zero", "local")):
+        for name, losses in found.items():
             assert losses == pytest.approx(plain(), abs=0.02 if "int8" in name else 1e-5), name
 
 
 def empty(world: World, folder: Path) -> dict[str, Any]:
-    """Five steps of which the third has no label, at once, and with a stop after it."""
+    """Five steps of which the third has no label; with zero also with a stop after it."""
+    warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     for name in STRATEGIES:
         replica = made(world, name)
@@ -120,29 +126,23 @@ def empty(world: World, folder: Path) -> dict[str, Any]:
 
         straight = made(world, name)
         losses = [each.loss for each in train(straight, NO_LABELS, 5)]
-        stopped = made(world, name)
-        checkpoints = Checkpoints(folder / name, net=stopped)
-        train(stopped, NO_LABELS, 3)
-        checkpoints.save()
-        checkpoints.finish()
-        resumed = made(world, name)
-        checkpoints = Checkpoints(folder / name, net=resumed)
-        assert checkpoints.restore() == 3
-        assert [each.loss for each in train(resumed, NO_LABELS, 2)] == losses[3:], name
-        assert resumed.num_steps == 5
         found[name] = losses[:2] + losses[3:]
-    found.pop("local", None)
-    replica = made(world, "ddp")
-    assert math.isnan(train(replica, NO_LABELS, 3, reduces=True)[2].loss)
+    del found["local"]
+    assert math.isnan(train(made(world, "ddp"), NO_LABELS, 3, reduces=True)[2].loss)
+    stopped, resumed = made(world, "zero"), made(world, "zero")
+    checkpoints = Checkpoints(folder, net=stopped)
+    train(stopped, NO_LABELS, 3)
+    checkpoints.save()
+    checkpoints.finish()
+    assert Checkpoints(folder, net=resumed).restore() == 3
+    assert [each.loss for each in train(resumed, NO_LABELS, 2)] == found["zero"][2:]
     return found
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_without_any_label_makes_no_update_and_training_goes_on(num_ranks: int, tmp_path: Path) -> None:
+def test_a_step_without_any_label_makes_no_update_and_training_goes_on(two_ranks: dict[str, list[Any]]) -> None:
     """It ended the job, and each resume ended at the same batch."""
-    one, *others = run_ranks(empty, num_ranks, tmp_path)
-    assert all(other == one for other in others)
+    one, other = two_ranks["empty"]
+    assert one == other
     assert all(losses == pytest.approx(one["naive"], abs=0.02 if n == "int8" else 1e-5) for n, losses in one.items())
 
 
@@ -159,9 +159,9 @@ def idle(world: World) -> list[float]:
     return [float(state["step"]) for state in replica.optimizers[0].state.values()]
 
 
-def test_with_local_a_rank_without_rows_makes_no_blind_update() -> None:
+def test_with_local_a_rank_without_rows_makes_no_blind_update(two_ranks: dict[str, list[Any]]) -> None:
     """Momentum and decay moved its weights by 0.08 and 0.18 in steps without a row."""
-    one, other = run_ranks(idle, 2)
+    one, other = two_ranks["idle"]
     assert (set(one), set(other)) == ({3.0}, {2.0})
 
 
@@ -171,32 +171,32 @@ SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])
-def test_a_device_that_skips_by_itself_makes_the_updates_of_a_host_that_decides(strategy: Any) -> None:
+def test_a_device_that_skips_by_itself_makes_the_updates_of_a_host_that_decides(world: World, strategy: Any) -> None:
     """A GPU skips an update by itself, and the host learns of it afterwards."""
-    assert _trained(strategy, is_queued=True) == _trained(strategy, is_queued=False)
+    assert trained_gpt(world, strategy, is_queued=True) == trained_gpt(world, strategy, is_queued=False)
 
 
-def _trained(strategy: Any, is_queued: bool) -> str:
+def trained_gpt(world: World, strategy: Any, is_queued: bool) -> str:
     """Losses, norms, skips and digests of weights and state after each of five steps; the gradient of the third is not
     finite, nor that of the first, before there is any state."""
     found: list[Any] = []
-    with open_world(ParallelConfig(device="cpu"), detect({})) as world:
-        model = build(SMALL, 1, "cpu")
-        config = replace(OptimConfig(), name="muon")
-        optimizers = make_optimizers(
-            config, list(model.named_parameters()), lr=0.05, weight_decay=0.1, compute_dtype=torch.float32
-        )
-        mine = Replica(model, optimizers, world, strategy=strategy)
-        world.group.is_queued = is_queued  # after zero has made its buckets, which are padded for NCCL
-        for step in range(5):
-            tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))
-            one = mine.step(tokens, total=32.0)
-            factor = math.inf if step in (0, 2) else 1.0
-            one.backward(model(tokens, tokens) * factor, weight=32, is_sum=True)
-            result = one.finish(max_norm=0.5)
-            states = [each for optimizer in optimizers for each in optimizer.state.values()]
-            state = {f"{i} {key}": value for i, each in enumerate(states) for key, value in each.items()}
-            weights_and_state = digests(mine.state_dict() | (state if step else {}))
-            counts = [group.get("step") for group in mine.param_groups()]
-            found.append((result.grad_norm, result.loss, result.skipped, counts, weights_and_state))
+    model = build(SMALL, 1, "cpu")
+    config = replace(OptimConfig(), name="muon")
+    optimizers = make_optimizers(
+        config, list(model.named_parameters()), lr=0.05, weight_decay=0.1, compute_dtype=torch.float32
+    )
+    mine = Replica(model, optimizers, world, strategy=strategy)
+    world.group.is_queued = is_queued  # after zero has made its buckets, which are padded for NCCL
+    for step in range(5):
+        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))
+        one = mine.step(tokens, total=32.0)
+        factor = math.inf if step in (0, 2) else 1.0
+        one.backward(model(tokens, tokens) * factor, weight=32, is_sum=True)
+        result = one.finish(max_norm=0.5)
+        states = [each for optimizer in optimizers for each in optimizer.state.values()]
+        state = {f"{i} {key}": value for i, each in enumerate(states) for key, value in each.items()}
+        weights_and_state = digests(mine.state_dict() | (state if step else {}))
+        counts = [group.get("step") for group in mine.param_groups()]
+        found.append((result.grad_norm, result.loss, result.skipped, counts, weights_and_state))
+    world.group.is_queued = False
     return repr(found)

@@ -35,7 +35,6 @@ SOURCES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # 3 steps of 8
     "data set": (lambda: TensorDataset(ROWS), {"batch_size": 8, "shuffle": False}),
     "workers": (lambda: DataLoader(TensorDataset(ROWS), 8, num_workers=1), {"micro_batch_size": 2}),
     "stream": (lambda: DataLoader(Stream(), 8), {}),
-    "stream by a worker": (lambda: DataLoader(Stream(), 8, num_workers=1), {"micro_batch_size": 3}),
     "lanes": (lambda: samples, {"batch_size": 8}),
     "a function": (lambda: drawn(itertools.cycle(ROWS)), {"micro_batches": 4, "max_steps": 3}),
 }
@@ -63,12 +62,19 @@ def trained(world: World, name: str, **sharing: Any) -> tuple[list[float], list[
     return losses, rows, replica.evaluate(source, loss_of, **given)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n == "stream by a worker" else ()) for n in SOURCES]
-)
-def test_every_source_can_have_shares(world: World, name: str) -> None:
+def with_shares(world: World) -> dict[str, Any]:
+    return {name: trained(world, name, shares=(24, 8)) for name in SOURCES}
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Any]]:
+    return run_ranks(with_shares, 2)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_can_have_shares(world: World, on_ranks: list[dict[str, Any]], name: str) -> None:
     losses, rows, mean = trained(world, name)
-    by_rank = run_ranks(partial_of_trained, 2, name)
+    by_rank = [found[name] for found in on_ranks]
     for found, _, evaluated in by_rank:
         assert found == pytest.approx(losses, rel=1e-5)
         assert evaluated == pytest.approx(mean, rel=1e-5)
@@ -77,16 +83,12 @@ def test_every_source_can_have_shares(world: World, name: str) -> None:
     assert by_rank[0][1] == [6, 6, 6, {"lanes": 6}.get(name, 5)][: len(rows)]
 
 
-def partial_of_trained(world: World, name: str) -> Any:
-    return trained(world, name, shares=(24, 8))
-
-
-def follows(world: World, slow_rank: int | None, workers: int) -> tuple[list[float], list[int], dict[str, Any]]:
+def follows(world: World, slow_rank: int | None, num_workers: int) -> tuple[list[float], list[int], dict[str, Any]]:
     """Trains 60 steps over epochs of 22; a sequence of the slow rank takes longer."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
-    loader = DataLoader(TensorDataset(ROWS.repeat(6, 1)[:174]), 8, num_workers=workers)
+    loader = DataLoader(TensorDataset(ROWS.repeat(6, 1)[:174]), 8, num_workers=num_workers)
     batches = paceline.share(loader, world, shares="auto")
     losses, rows = [], []
     for step in replica.steps(batches, max_steps=60):
@@ -100,10 +102,9 @@ def follows(world: World, slow_rank: int | None, workers: int) -> tuple[list[flo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [0, 2])
-def test_auto_follows_the_speeds_and_keeps_the_losses(world: World, workers: int) -> None:
+def test_auto_follows_the_speeds_and_keeps_the_losses(world: World) -> None:
     losses, rows, _ = follows(world, None, 0)
-    by_rank = run_ranks(follows, 2, 1, workers)
+    by_rank = run_ranks(follows, 2, 1, 2)
     for found, _, _ in by_rank:
         assert found == pytest.approx(losses, abs=1e-6)
     assert [sum(each) for each in zip(*(rows for _, rows, _ in by_rank), strict=True)] == rows

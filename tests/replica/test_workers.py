@@ -64,8 +64,7 @@ def see(world: World) -> Seen:
     random.seed(7)
     sources: dict[str, Any] = {
         "workers": (loader(), {"micro_batch_size": 1}),
-        "persistent": (loader(persistent_workers=True, prefetch_factor=3), {"micro_batch_size": 1}),
-        "seeded by worker": (loader(worker_init_fn=by_worker, persistent_workers=True), {}),
+        "seeded by worker, persistent": (loader(worker_init_fn=by_worker, persistent_workers=True), {}),
         "uneven": (loader(), {"micro_batch_size": 4}),  # rank 1 has none
         "in process": (loader(0), {}),
         "in process, uneven": (loader(0), {"micro_batch_size": 3}),
@@ -198,6 +197,15 @@ if replica.stop_reason:
 """
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the script that nobody signals."""
+    return losses(tmp_path_factory.mktemp("script") / "whole", (0,), ALONE, "never", "SIGTERM", "")
+
+
+ALONE = (sys.executable,)
+
+
 def losses(folder: Path, statuses: tuple[int, ...], command: tuple[str, ...], *arguments: str) -> list[float]:
     """Returns the losses of the steps that the script makes in all its starts."""
     folder.mkdir()
@@ -207,7 +215,7 @@ def losses(folder: Path, statuses: tuple[int, ...], command: tuple[str, ...], *a
     for status in statuses:
         with Program(str(script), str(folder / "run"), *arguments, command=command) as program:
             ended = program.wait()
-        is_torchrun = command != (sys.executable,)
+        is_torchrun = command != ALONE
         ended.require(bool(status) if is_torchrun else status)  # of ranks that end with 75 it makes 1
         found += [line.split() for line in ended.out.splitlines() if line.startswith("step ")]
         assert status == 0 or 5 <= len(found) < 20
@@ -216,17 +224,23 @@ def losses(folder: Path, statuses: tuple[int, ...], command: tuple[str, ...], *a
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize(("kind", "workers"), [("reads", ""), ("reads", "persistent"), ("begins", "")])
+@pytest.mark.parametrize(
+    ("name", "kind", "workers"),
+    [
+        ("SIGTERM", "reads", ""),
+        ("SIGINT", "reads", "persistent"),
+        ("SIGHUP", "reads", ""),
+        ("SIGTERM", "begins", ""),
+        ("SIGUSR1", "begins", ""),
+    ],
+)
 def test_a_signal_to_ranks_and_workers_stops_the_run_with_its_state_saved(
-    tmp_path: Path, kind: str, name: str, workers: str
+    tmp_path: Path, whole: list[float], name: str, kind: str, workers: str
 ) -> None:
     """Finds: workers that a SIGTERM ends, so that their rank fails before it has saved. "begins": the signal reaches
     workers of the second epoch before they have begun."""
-    alone = (sys.executable,)
-    whole = losses(tmp_path / "whole", (0,), alone, "never", name, workers)
-    assert losses(tmp_path / "stopped", (75, 0), alone, kind, name, workers) == whole
-    if name == "SIGTERM" and (kind, workers) != ("reads", "persistent"):
+    assert losses(tmp_path / "stopped", (75, 0), ALONE, kind, name, workers) == whole
+    if (name, kind) == ("SIGTERM", "reads"):
         two = *TORCHRUN, "--standalone", "--nproc-per-node", "2"
         found = losses(tmp_path / "two", (75, 0), two, kind, name, workers)
         assert found == pytest.approx(whole, rel=1e-5)

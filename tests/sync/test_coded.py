@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import Call, run_calls, run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,9 +18,9 @@ from paceline.sync.coded import block_of
 from paceline.sync.replicas import overall
 from paceline.world.runtime import World
 
-WIDTH, VOCABULARY, NUM_STEPS = 96, 40, 12
-WIRES = ("bf16", "int8", "int4")
-CASES = [(wire, optimizer) for wire in WIRES for optimizer in ("adamw", "muon")]
+WIDTH, VOCABULARY, NUM_STEPS = 96, 40, 6
+CASES = [("bf16", "adamw"), ("int8", "muon"), ("int4", "adamw")]
+SAVED = CASES[1:]  # with bf16 a message leaves nothing out
 SCALE = 4 / WIDTH  # bytes an element: blocks are rows here
 BYTES = {"exact": 8, "bf16": 6, "int8": 1.5 + 2 * SCALE, "int4": 1 + 2 * SCALE}  # a gradient's and a weight's
 
@@ -103,17 +103,25 @@ def on_ranks(world: World) -> dict[Any, Seen]:
     return found
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda size: f"world-{size}"
-)
-def rows(request: pytest.FixtureRequest) -> list[dict[Any, Seen]]:
-    return run_ranks(on_ranks, request.param)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> dict[str, list[Any]]:
+    """What the functions of this file return on each of two ranks."""
+    calls = {each.__name__: Call(each) for each in (on_ranks, dropped, scaled, unscaled, skipping)}
+    calls |= {f"saving {wire}": Call(saving, folder / wire, wire, optimizer) for wire, optimizer in SAVED}
+    calls |= {f"resuming {wire}": Call(resuming, folder / wire, wire, optimizer) for wire, optimizer in SAVED}
+    return run_calls(calls | {"resuming as exact": Call(resuming, folder / "int8", "exact", "muon")}, 2)
 
 
 @pytest.mark.parametrize(("wire", "optimizer"), CASES)
 def test_replicas_are_equal_after_every_step_and_learn_as_without_rounding(
-    rows: list[Any], wire: str, optimizer: str
+    ranks: dict[str, list[Any]], wire: str, optimizer: str
 ) -> None:
+    rows = ranks["on_ranks"]
     exact = rows[0]["exact", optimizer]
     num_elements = sum(p.numel() for p in Net().parameters())
     saved_bytes = NUM_STEPS * (BYTES["exact"] - BYTES[wire]) * num_elements * (len(rows) - 1)
@@ -126,12 +134,12 @@ def test_replicas_are_equal_after_every_step_and_learn_as_without_rounding(
         assert seen.exact == rows[0][wire, optimizer].exact
         assert seen.losses == rows[0][wire, optimizer].losses
         assert seen.losses == pytest.approx(exact.losses, rel=0.03)
-        assert seen.losses[-1] < 0.8 * seen.losses[0]
-        assert (seen.exact != exact.exact) == (wire != "bf16" or len(rows) > 1)
+        assert seen.losses[-1] < 0.9 * seen.losses[0]
+        assert seen.exact != exact.exact
 
 
-def skipping(world: World, wire: str) -> Any:
-    replica = made(world, wire, "adamw")
+def skipping(world: World) -> Any:
+    replica = made(world, "int8", "adamw")
     trained(replica, 2)
     before, digest, exact = wire_state(replica), replica_digest(replica), overall(replica.state_dict())
     assert trained(replica, 1, poisoned=2) == [None]
@@ -140,21 +148,20 @@ def skipping(world: World, wire: str) -> Any:
     return trained(replica, 2)
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-def test_a_skipped_step_changes_neither_weights_nor_what_messages_left_out(wire: str) -> None:
-    first, *others = run_ranks(skipping, 2, wire)
-    assert all(losses == first for losses in others)
+def test_a_skipped_step_changes_neither_weights_nor_what_messages_left_out(ranks: dict[str, list[Any]]) -> None:
+    first, second = ranks["skipping"]
+    assert first == second
 
 
 def scaled(world: World) -> tuple[list[float], str]:
     replica = made(world, "int4", "adamw")
-    losses = trained(replica, 3, scale=1024.0) + trained(replica, 3, scale=64.0)
+    losses = trained(replica, 2, scale=1024.0) + trained(replica, 2, scale=64.0)
     return losses, overall(replica.state_dict())
 
 
 def unscaled(world: World) -> tuple[list[float], str]:
     replica = made(world, "int4", "adamw")
-    return trained(replica, 6), overall(replica.state_dict())
+    return trained(replica, 4), overall(replica.state_dict())
 
 
 def dropped(world: World) -> list[bool]:
@@ -168,31 +175,30 @@ def dropped(world: World) -> list[bool]:
     return [torch.equal(tensor, before[item]) for item, tensor in wire_state(replica).items()]
 
 
-def test_a_step_that_an_exception_ended_changes_neither() -> None:
-    assert all(map(all, run_ranks(dropped, 2)))
+def test_a_step_that_an_exception_ended_changes_neither(ranks: dict[str, list[Any]]) -> None:
+    assert all(map(all, ranks["dropped"]))
 
 
-def test_what_messages_left_out_follows_the_loss_scale() -> None:
+def test_what_messages_left_out_follows_the_loss_scale(ranks: dict[str, list[Any]]) -> None:
     """Scales are powers of two, so nothing rounds differently."""
-    assert run_ranks(scaled, 2) == run_ranks(unscaled, 2)
+    assert ranks["scaled"] == ranks["unscaled"]
 
 
-def saving(world: World, folder: str, wire: str, optimizer: str) -> Any:
+def saving(world: World, folder: Path, wire: str, optimizer: str) -> Any:
     replica = made(world, wire, optimizer)
-    trained(replica, 4)
+    trained(replica, 3)
     checkpoints = Checkpoints(folder, net=replica)
     checkpoints.save()
     kept = wire_state(replica)
-    found = kept, trained(replica, 4), overall(replica.state_dict()), replica_digest(replica)
-    checkpoints.saver.finish()
-    return found
+    checkpoints.finish()
+    return kept, trained(replica, 3), overall(replica.state_dict()), replica_digest(replica)
 
 
-def resuming(world: World, folder: str, wire: str, optimizer: str) -> Any:
+def resuming(world: World, folder: Path, wire: str, optimizer: str) -> Any:
     replica = made(world, wire, optimizer)
     assert Checkpoints(folder, net=replica).restore()
     kept = wire_state(replica)
-    return kept, trained(replica, 4), overall(replica.state_dict()), replica_digest(replica)
+    return kept, trained(replica, 3), overall(replica.state_dict()), replica_digest(replica)
 
 
 def left_out(rows: list[Any]) -> dict[str, torch.Tensor]:
@@ -206,27 +212,31 @@ def left_out(rows: list[Any]) -> dict[str, torch.Tensor]:
     return sums
 
 
-@pytest.mark.parametrize(
-    ("wire", "optimizer"),
-    [pytest.param(*case, marks=() if case == ("int8", "muon") else pytest.mark.long) for case in CASES],
-)
-def test_a_resumed_run_goes_on_bit_for_bit_or_in_another_world_nearly(
-    wire: str, optimizer: str, tmp_path: Path
-) -> None:
-    before = run_ranks(saving, 2, str(tmp_path), wire, optimizer)
-    same = run_ranks(resuming, 2, str(tmp_path), wire, optimizer)
-    for (kept, *after), (restored, *again) in zip(before, same, strict=True):
+@pytest.mark.parametrize("wire", [wire for wire, _ in SAVED])
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: dict[str, list[Any]], wire: str) -> None:
+    for (kept, *after), (restored, *again) in zip(ranks[f"saving {wire}"], ranks[f"resuming {wire}"], strict=True):
         assert again == after
         assert kept.keys() == restored.keys()
         assert all(tensor.equal(restored[item]) for item, tensor in kept.items())
-    for size in (1, 3):
-        other = run_ranks(resuming, size, str(tmp_path), wire, optimizer)
-        assert other[0][1] == pytest.approx(before[0][1], rel=0.03)
-        sums = left_out(other)
+
+
+def resuming_each(world: World, folder: Path) -> dict[str, Any]:
+    return {wire: resuming(world, folder / wire, wire, optimizer) for wire, optimizer in SAVED}
+
+
+@pytest.mark.long
+def test_another_world_goes_on_nearly_and_sends_what_messages_left_out(
+    ranks: dict[str, list[Any]], folder: Path
+) -> None:
+    """The sum over ranks of what was left out is kept to the bit. An exact wire goes on from it, too."""
+    other = run_ranks(resuming_each, 3, folder)
+    for wire, _ in SAVED:
+        before, after = ranks[f"saving {wire}"], [found[wire] for found in other]
+        assert after[0][1] == pytest.approx(before[0][1], rel=0.03)
+        sums = left_out(after)
         assert sums.keys() == left_out(before).keys()
         assert all(sums[name].equal(tensor) for name, tensor in left_out(before).items())
-    plain = run_ranks(resuming, 2, str(tmp_path), "exact", optimizer)
-    assert plain[0][1] == pytest.approx(before[0][1], rel=0.03)
+    assert ranks["resuming as exact"][0][1] == pytest.approx(ranks["saving int8"][0][1], rel=0.03)
 
 
 def test_a_block_lies_in_a_row() -> None:

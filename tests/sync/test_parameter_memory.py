@@ -1,14 +1,13 @@
 """Strategies keep the memory of a model's parameters: its order of elements, and its values where a script puts others
 in a parameter's place. Each case is compared with the same training in plain torch."""
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import Call, run_calls
 from torch import nn
 
 import paceline
@@ -28,6 +27,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad fused": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),  # has state from the start
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.03),
 }
+PAIRS = [(strategy, optimizer) for strategy in ("ddp", "zero") for optimizer in OPTIMIZERS]
+PAIRS += [("local", "AdamW fused"), ("naive", "AdamW fused"), ("fsdp", "AdamW fused"), ("fsdp", "Adagrad fused")]
 RESUMED = {("ddp", "AdamW fused"), ("ddp", "Adagrad fused"), ("local", "AdamW fused")}  # saves take their time
 REPLACES: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
@@ -38,6 +39,10 @@ REPLACES: dict[str, Callable[[nn.Module], object]] = {
     ),
     "channels_last": lambda model: model.to(memory_format=torch.channels_last),
 }
+
+
+REPLACED = [("ddp", name) for name in REPLACES] + [("zero", "other values"), ("zero", "channels_last")]
+REPLACED += [("local", "other values")]  # not fsdp: DTensors ignore an assignment to `.data`; naive's memory is torch's
 
 
 class Net(nn.Module):
@@ -116,7 +121,7 @@ def largest_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
 
 def keep_strides(world: World, folder: Path) -> dict[str, float]:
     errors = {}
-    for strategy, optimizer in itertools.product(STRATEGIES, OPTIMIZERS):
+    for strategy, optimizer in PAIRS:
         where = folder / f"{strategy} {optimizer}" if (strategy, optimizer) in RESUMED else None
         errors[f"{strategy}, {optimizer}"] = largest_error(
             trained(world, strategy, optimizer, folder=where), plain(optimizer, "nothing", 5)
@@ -124,28 +129,33 @@ def keep_strides(world: World, folder: Path) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_and_restored_state_have_the_order_of_their_parameter(num_ranks: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What the functions of this file return on each of two ranks; most of them assert by themselves."""
+    functions = (replace_data, change_rounded, convert, mixed_layouts, start_alike)
+    calls = {each.__name__: Call(each) for each in functions}
+    return run_calls(calls | {"keep_strides": Call(keep_strides, tmp_path_factory.mktemp("ranks"))}, 2)
+
+
+def test_gradients_and_restored_state_have_the_order_of_their_parameter(two_ranks: dict[str, list[Any]]) -> None:
     """Finds: views of a bucket made by view_as; state restored by view(shape); Adagrad's first state, flattened; fsdp
     given parameters that are not contiguous."""
-    for errors in run_ranks(keep_strides, num_ranks, tmp_path):
+    for errors in two_ranks["keep_strides"]:
         assert {case: error for case, error in errors.items() if error > 1e-4} == {}
 
 
 def replace_data(world: World) -> dict[str, float]:
-    """Without fsdp, as torch's DTensors ignore an assignment to `.data`, and naive, whose memory is plain torch's."""
     return {
         f"{strategy}, {replaced_by}": largest_error(
             trained(world, strategy, "AdamW fused", replaced_by), plain("AdamW fused", replaced_by, 5)
         )
-        for strategy, replaced_by in itertools.product(("ddp", "zero", "local"), REPLACES)
+        for strategy, replaced_by in REPLACED
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_values_put_in_a_parameters_place_are_trained(num_ranks: int) -> None:
+def test_values_put_in_a_parameters_place_are_trained(two_ranks: dict[str, list[Any]]) -> None:
     """Finds: a strategy that never looks whether the model still has the memory that it updates."""
-    for errors in run_ranks(replace_data, num_ranks):
+    for errors in two_ranks["replace_data"]:
         assert {case: error for case, error in errors.items() if error > 1e-4} == {}
 
 
@@ -167,9 +177,9 @@ def change_rounded(world: World) -> None:
             assert torch.equal(replica.state_dict()["weight"], torch.full((8, 8), 1 / 3)), settings
 
 
-def test_exact_weights_take_what_a_script_puts_into_rounded_ones() -> None:
+def test_exact_weights_take_what_a_script_puts_into_rounded_ones(two_ranks: dict[str, list[Any]]) -> None:
     """Finds: a change in place of rounded parameters, which the next update overwrites."""
-    run_ranks(change_rounded, 2)
+    assert two_ranks["change_rounded"] == [None, None]
 
 
 def convert(world: World) -> None:
@@ -185,8 +195,8 @@ def convert(world: World) -> None:
         world.calls.reducing = None
 
 
-def test_a_converted_model_is_refused() -> None:
-    run_ranks(convert, 1)
+def test_a_converted_model_is_refused(two_ranks: dict[str, list[Any]]) -> None:
+    assert two_ranks["convert"] == [None, None]
 
 
 def mixed_layouts(world: World) -> None:
@@ -204,9 +214,9 @@ def mixed_layouts(world: World) -> None:
         assert largest_error(dict(model.named_parameters()), right) < 1e-4, strategy
 
 
-def test_ranks_may_store_elements_in_different_orders() -> None:
+def test_ranks_may_store_elements_in_different_orders(two_ranks: dict[str, list[Any]]) -> None:
     """Finds: weights sent, or gradients summed, as they lie in each rank's memory."""
-    run_ranks(mixed_layouts, 2)
+    assert two_ranks["mixed_layouts"] == [None, None]
 
 
 def start_alike(world: World) -> int:
@@ -219,6 +229,6 @@ def start_alike(world: World) -> int:
     return int(world.group.take_traffic().num_bytes)
 
 
-def test_equal_weights_are_not_sent() -> None:
+def test_equal_weights_are_not_sent(two_ranks: dict[str, list[Any]]) -> None:
     """Finds: a broadcast of every tensor after a comparison that found one different."""
-    assert max(run_ranks(start_alike, 2)) < 20_000
+    assert max(two_ranks["start_alike"]) < 20_000

@@ -22,16 +22,17 @@ from paceline.sync.zero import ShardedSync
 from paceline.world.config import ParallelConfig
 from paceline.world.runtime import World
 
-NUM_STEPS, NUM_TOKENS = 12, 16
+NUM_STEPS, NUM_TOKENS = 6, 16
 WIDTH = 64
 ROUNDED = {"gpt2": 2 * (12 * WIDTH * WIDTH + 9 * WIDTH), "llama": 2 * (4 + 3 * 3) * WIDTH * WIDTH}  # in two layers
 CASES = [  # family, optimizer, head, micro-batches of a rank in a step: each pair of choices is in some case
-    (arch, optimizer, head, 1 if (arch == "gpt2") ^ (optimizer == "adamw") ^ (head == "tied") else 3)
-    for arch in ("gpt2", "llama")
-    for optimizer in ("adamw", "muon")
-    for head in ("tied", "untied")
+    ("gpt2", "adamw", "tied", 1),
+    ("gpt2", "muon", "untied", 2),
+    ("llama", "adamw", "untied", 2),
+    ("llama", "muon", "tied", 2),
+    ("llama", "muon", "untied", 1),
 ]
-SOME = (CASES[0], CASES[3], CASES[-1])  # in worlds of other sizes than 2
+SOME = (CASES[0], CASES[1], CASES[-1])  # with fsdp, and on three ranks
 LOSSY = CASES[-1]  # the one that is trained with rounded gradients, too
 pytestmark = pytest.mark.long
 
@@ -119,7 +120,7 @@ def all_cases(world: World) -> dict[Any, Trained]:
     return found | {"bf16": trained(world, LOSSY, torch.bfloat16, "bf16")}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"world-{size}")
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"world-{size}")
 def rows(request: pytest.FixtureRequest) -> list[dict[Any, Trained]]:
     config = ParallelConfig(device="cpu", threads=1, timeout_s=30.0, shared_memory=False)  # else nothing is rounded
     return run_ranks(all_cases, request.param, config=config)

@@ -1,8 +1,7 @@
-"""Sharded strategies train as `ddp` does, at any world size, with a share of the optimizer's state a rank.
+"""Sharded strategies train as one process does, with a share of the optimizer's state a rank.
 
-One start of each world serves all checks: every strategy trains the same model on the same micro-batches, of which
-some ranks get none; one step is skipped because a rank's gradient was poisoned. What a world has half-way goes to the
-next one, which goes on from it with another strategy.
+Four ranks are started once: every strategy trains the same model on the same micro-batches, of which one rank gets
+none; one step is skipped because a rank's gradient was poisoned. Then what `zero` does while weights are on their way.
 """
 
 import time
@@ -12,54 +11,37 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import Call, run_calls, run_ranks
 from torch import nn
 
 from paceline.base.ownership import Slice
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
-from paceline.optim.adamw import MOMENTS as ADAMW_MOMENTS
-from paceline.optim.clip import clip_
 from paceline.optim.config import OptimConfig
-from paceline.optim.muon import MOMENTS as MUON_MOMENTS
-from paceline.optim.muon import Muon, update_cost
-from paceline.optim.optimizer import ParamSlice, is_updated_whole, make_optimizers
+from paceline.optim.optimizer import is_updated_whole, make_optimizers
+from paceline.replica.batch import Batch
+from paceline.replica.replica import Replica
 from paceline.sync.make import make_strategy
-from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
 from paceline.world.config import ParallelConfig
-from paceline.world.group import DistributedGroup, Group, LocalGroup
+from paceline.world.group import LocalGroup
 from paceline.world.hierarchy import Hosts
 from paceline.world.runtime import World
 
-SHAPE = {"n_layer": 3, "n_head": 2, "n_embd": 64, "n_positions": 16, "vocab_size": 128}
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 16, "vocab_size": 128}
 MODELS = {  # by optimizer: tied embeddings and biases, or neither
     "adamw": ModelConfig(arch="gpt2", bias=True, **SHAPE),  # type: ignore[arg-type]
     "muon": ModelConfig(arch="llama", qk_norm=True, embed_mix=2, **SHAPE),  # type: ignore[arg-type]
 }
-NUM_STEPS, HALF, POISONED_STEP = 6, 3, 2
+NUM_RANKS, NUM_STEPS, POISONED_STEP = 4, 4, 1
 MICRO_BATCH, NUM_MICRO_BATCHES = 2, 3  # on four ranks one has none
 NUM_TOKENS = MICRO_BATCH * NUM_MICRO_BATCHES * SHAPE["n_positions"]
-LR, WEIGHT_DECAY = 2e-3, 0.1
 EPS = 1e-6  # above rounding in a gradient, see tests/parity
 POISONED = "layers.1.mlp.down_proj.weight"
-RUNS = [("ddp", "adamw"), ("ddp", "muon"), ("naive", "adamw"), ("zero", "adamw"), ("zero", "muon"), ("fsdp", "adamw")]
-RUNS += [("padded", "adamw"), ("padded", "muon")]  # zero as on NCCL, over Gloo
-RUNS += [("fsdp", "muon"), ("hsdp", "adamw"), ("hsdp", "muon")]  # hsdp: four ranks as two hosts
-SHARDED = ("zero", "fsdp", "padded")
-# What goes on from what another world left: strategy and optimizer before -> strategy after.
-HANDED_ON = {("zero", "adamw"): "fsdp", ("fsdp", "adamw"): "zero", ("zero", "muon"): "fsdp", ("fsdp", "muon"): "zero"}
+SHARDED = ("zero", "padded", "fsdp")  # padded: zero as on NCCL, over Gloo
+STRATEGIES = ("ddp", *SHARDED, "hsdp")  # hsdp: four ranks as two hosts
+RUNS = [(strategy, optimizer) for strategy in STRATEGIES for optimizer in MODELS]
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.long
-
-
-@dataclass
-class Snapshot:
-    """What a checkpoint holds: no ranks in it once the states of all ranks are joined."""
-
-    weights: dict[str, torch.Tensor]
-    state: dict[Slice, torch.Tensor]
-    num_updates: int
 
 
 @dataclass
@@ -69,8 +51,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     own_weights: dict[Slice, torch.Tensor] = field(default_factory=dict)
-    half_way: Snapshot | None = None
-    not_finite: tuple[str | None, bool | None] | None = None
+    trouble: list[tuple[str | None, list[int] | None] | None] = field(default_factory=list)  # of each step
     state_share: float = 0.0
     sent_bytes: float = 0.0
 
@@ -82,140 +63,155 @@ def micro_batch(step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-class Adopted:
-    """The optimizers of a model, over a strategy's slices of its parameters as a Replica has them; state by slices."""
-
-    def __init__(self, config: OptimConfig, model: GPT) -> None:
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "compute_dtype": torch.float32}
-        self.optimizers = make_optimizers(config, model.named_parameters(), **settings)  # type: ignore[arg-type]
-
-    def adopt(self, slices: list[ParamSlice], donor: Snapshot | None = None) -> None:
-        self.slices = slices
-        by_name = {part.name: part for part in slices}
-        whole = {item.name: tensor for item, tensor in donor.state.items()} if donor else {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                mine = [by_name[name] for p in group["params"] if (name := self._names[p]) in by_name]
-                group["params"] = [part.parameter for part in mine]
-                if donor:
-                    group["step"] = donor.num_updates
-                    for part in mine:
-                        moments = MUON_MOMENTS if isinstance(optimizer, Muon) else ADAMW_MOMENTS
-                        optimizer.state[part.parameter] = {
-                            key: whole[f"{part.name}/{key}"][part.start : part.stop].clone().view_as(part.parameter)
-                            for key in moments
-                        }
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def state(self) -> dict[Slice, torch.Tensor]:
-        return {
-            Slice(f"{part.name}/{key}", part.start, part.stop): tensor.view(-1)
-            for optimizer in self.optimizers
-            for part in self.slices
-            for key, tensor in optimizer.state.get(part.parameter, {}).items()
-        }
-
-    @property
-    def num_updates(self) -> int:
-        return int(self.optimizers[0].param_groups[0]["step"])
+def made(optimizer: str) -> tuple[GPT, list[Any]]:
+    model = build(MODELS[optimizer], 1, "cpu")
+    config = OptimConfig(name=optimizer, eps=EPS)  # type: ignore[arg-type]
+    settings = {"lr": 5e-3, "weight_decay": 0.1, "compute_dtype": torch.float32}
+    return model, list(make_optimizers(config, model.named_parameters(), **settings))  # type: ignore[arg-type]
 
 
-def make(group: Group, strategy: str, name: str, donor: Snapshot | None) -> tuple[GPT, Strategy, Adopted]:
-    config = OptimConfig(name=name, eps=EPS)  # type: ignore[arg-type]
-    model = build(MODELS[name], 1, "cpu")
-    if donor:
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                parameter.copy_(donor.weights[parameter_name])
-    parallel = ParallelConfig(strategy=strategy, bucket_mb=0.05)  # type: ignore[arg-type]
-    costs = {n: update_cost(*p.shape) for n, p in model.named_parameters() if is_updated_whole(config, n, p.shape)}
-    optimizer = Adopted(config, model)
-    if isinstance(group, DistributedGroup) and strategy == "hsdp":
-        group.hosts = Hosts.of("aabb" if group.size == 4 else "abc"[: group.size])
-    if strategy == "padded":
-        sync: Strategy = ShardedSync(model, group, 50_000, costs, list(model.layers), is_padded=True)
-    else:
-        sync = make_strategy(parallel, model, group, costs, list(model.layers))
-    optimizer.adopt(sync.slices(), donor)
-    return model, sync, optimizer
-
-
-def train(group: Group, strategy: str, name: str, donor: Snapshot | None = None) -> Trained:
-    model, sync, optimizer = make(group, strategy, name, donor)
+def plain(optimizer: str) -> Trained:
+    """The oracle: one process, torch's own clipping."""
+    model, optimizers = made(optimizer)
     seen = Trained()
-    group.take_traffic()
-    for step in range(HALF if donor else 0, NUM_STEPS):
-        is_poisoned = step == POISONED_STEP and group.rank == 1 % group.size
-        loss_sum = backward(model, sync, group, step, poison=strategy if is_poisoned else "")
-        norm = clip_(sync.reduce(), 1.0, 1.0, sync.total)
-        seen.losses.append(world_loss(group, loss_sum))
-        assert (step == POISONED_STEP) == (norm != norm), f"step {step}: the norm is {norm}"
-        if step == POISONED_STEP:
-            seen.not_finite = sync.not_finite()
-        else:
-            optimizer.step()
-        sync.publish()
-        if step == HALF - 1:
-            sync.wait_for_params()
-            state = {item: tensor.clone() for item, tensor in optimizer.state().items()}
-            weights = {n: weight.clone() for n, weight in sync.full_weights().items()}
-            seen.half_way = Snapshot(weights, state, optimizer.num_updates)
-    sync.wait_for_params()
-    seen.sent_bytes = group.take_traffic().num_bytes
-    seen.weights = {n: weight.clone() for n, weight in sync.full_weights().items()}
-    seen.own_weights = {item: weight.clone() for item, weight in sync.weights().items()}
-    config, plain = OptimConfig(name=name), build(MODELS[name], 1, "cpu").named_parameters()  # type: ignore[arg-type]
-    num_all = sum(p.numel() * (1 if is_updated_whole(config, n, p.shape) else 2) for n, p in plain)  # moments
-    num_held = sum(tensor.numel() for tensor in optimizer.state().values())
-    seen.state_share = num_held / num_all
+    for step in range(NUM_STEPS):
+        loss = sum(model(*micro_batch(step, index)) for index in range(NUM_MICRO_BATCHES)) / NUM_TOKENS
+        seen.losses.append(float(loss.detach()))
+        if step != POISONED_STEP:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for each in optimizers:
+                each.step()
+        model.zero_grad()
+    seen.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return seen
 
 
-def backward(model: GPT, sync: Strategy, group: Group, step: int, poison: str) -> float:
-    """The passes of a step; returns the sum of this rank's losses. A rank that is to be poisoned says its strategy."""
-    mine = range(group.rank, NUM_MICRO_BATCHES, group.size)
-    num_passes = -(-NUM_MICRO_BATCHES // group.size) if sync.lockstep else len(mine)
-    loss_sum = 0.0
-    for i in range(num_passes):
-        weight = float(i < len(mine))
-        with sync.accumulate(last=i == num_passes - 1):
-            loss = model(*micro_batch(step, mine[i] if i < len(mine) else 0))
-            if poison in ("fsdp", "hsdp"):
-                weight = torch.nan
-            elif poison and i == 0:
-                parameter = dict(model.named_parameters())[POISONED]
-                parameter.grad = torch.zeros_like(parameter)
-                parameter.grad[0, 0] = torch.nan
-            (loss * (weight / NUM_TOKENS)).backward()
-        loss_sum += float(loss.detach()) * (i < len(mine))
-    return loss_sum
+def trained(world: World, strategy: str, optimizer: str) -> Trained:
+    model, optimizers = made(optimizer)
+    world.group.hosts = Hosts.of("aabb" if strategy == "hsdp" else "aaaa")  # type: ignore[attr-defined]
+    world.group.is_queued = strategy == "padded"
+    named: Any = {"padded": "zero"}.get(strategy, strategy)
+    replica = Replica(model, optimizers, world, strategy=named, blocks=list(model.layers), bucket_mb=0.05)
+    world.group.is_queued = False
+    seen = Trained()
+    for number in range(NUM_STEPS):
+        mine = [micro_batch(number, index) for index in range(world.rank, NUM_MICRO_BATCHES, world.world_size)]
+        is_poisoned = number == POISONED_STEP and world.rank == 1
+        if is_poisoned and strategy not in ("fsdp", "hsdp"):
+            hook = model.get_parameter(POISONED).register_hook(lambda gradient: gradient * torch.nan)
+        batch = Batch(mine, passes=1, stand_in=lambda number=number: micro_batch(number, 0))
+        step = replica.step(batch, total=NUM_TOKENS)
+        for ids, targets in step:
+            loss = model(ids, targets)
+            if is_poisoned and strategy in ("fsdp", "hsdp"):  # whose parameters are shards
+                loss = loss * torch.nan
+            step.backward(loss, weight=targets.numel(), is_sum=True)
+        result = step.finish(max_norm=1.0)
+        if is_poisoned and strategy not in ("fsdp", "hsdp"):
+            hook.remove()
+        seen.losses.append(result.loss)
+        seen.trouble.append(result.skipped and (result.skipped.parameter, result.skipped.ranks))
+        seen.sent_bytes += result.times.comm_bytes
+    replica.wait_for_params()
+    seen.weights = {name: weight.clone() for name, weight in replica.sync.full_weights().items()}
+    seen.own_weights = {item: weight.clone() for item, weight in replica.sync.weights().items()}
+    seen.state_share = num_moments(replica) / sum(
+        parameter.numel() * (1 if is_updated_whole(OptimConfig(name=optimizer), name, parameter.shape) else 2)  # type: ignore[arg-type]
+        for name, parameter in made(optimizer)[0].named_parameters()
+    )
+    replica.release()
+    return seen
 
 
-def world_loss(group: Group, loss_sum: float) -> float:
-    """The step's loss. After `reduce`: until then buckets are launched, on a rank without a micro-batch later."""
-    return sum(row[0] for row in group.share([loss_sum])) / NUM_TOKENS
+def num_moments(replica: Replica) -> int:
+    states = [state for each in replica.optimizers for state in each.state.values()]
+    return sum(
+        tensor.to_local().numel() if hasattr(tensor, "to_local") else tensor.numel()
+        for state in states
+        for tensor in state.values()
+        if tensor.dim()
+    )
 
 
-def all_runs(group: Group, donors: dict[Any, Snapshot]) -> dict[Any, Trained]:
-    seen = {run: train(group, *run) for run in RUNS}
-    return seen | {(*run, HANDED_ON[run]): train(group, HANDED_ON[run], run[1], donor) for run, donor in donors.items()}
+def all_runs(world: World) -> dict[Any, Trained]:
+    return {run: trained(world, *run) for run in RUNS}
 
 
-def on_ranks(world: World, donors: dict[Any, Any]) -> tuple[dict[Any, Trained], dict[str, Any]]:
-    snapshots = {run: Snapshot(*parts) for run, parts in donors.items()}
-    return all_runs(world.group, snapshots), stale_weights(world.group)
+@pytest.fixture(scope="module")
+def rows() -> list[dict[Any, Trained]]:
+    return run_ranks(all_runs, NUM_RANKS)
+
+
+@pytest.mark.long
+def test_every_strategy_learns_as_one_process_does_and_replicas_are_bit_identical(rows: Any) -> None:
+    for name in MODELS:
+        wanted = plain(name)
+        assert wanted.losses[0] - wanted.losses[-1] > 0.1, "nothing learned"
+        for strategy in STRATEGIES:
+            for rank, row in enumerate(rows):
+                found = row[strategy, name]
+                fine = [n for n in range(NUM_STEPS) if n != POISONED_STEP or strategy not in ("fsdp", "hsdp")]
+                for number in fine:
+                    assert found.losses[number] == pytest.approx(wanted.losses[number], abs=1e-5), (strategy, rank)
+                for key, weight in found.weights.items():
+                    torch.testing.assert_close(weight, wanted.weights[key], rtol=0, atol=1e-4, msg=f"{strategy} {key}")
+                    assert torch.equal(weight, rows[0][strategy, name].weights[key]), (strategy, rank)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", [run for run in RUNS if run[0] in SHARDED], ids="-".join)
+def test_a_rank_holds_its_share_of_the_optimizers_state_and_no_more(rows: Any, run: Any) -> None:
+    shares = [row[run].state_share for row in rows]
+    assert sum(shares) == pytest.approx(1.0)
+    slack = {("padded", "muon"): 1.2, ("fsdp", "muon"): 1.1, ("zero", "muon"): 1.1}.get(run, 1.03)  # of whole matrices
+    assert max(shares) <= slack / NUM_RANKS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_zero_moves_no_more_than_ddp(rows: Any, name: str) -> None:
+    """Beside the gradients' and weights' bytes, some numbers about the step."""
+    zero, ddp = (sum(row[strategy, name].sent_bytes for row in rows) for strategy in ("zero", "ddp"))
+    assert zero == pytest.approx(ddp, rel=0.01)
+
+
+@pytest.mark.long
+def test_weights_that_a_rank_holds_are_all_of_them_or_its_share(rows: Any) -> None:
+    for run in RUNS:
+        whole = rows[0][run].weights
+        counted = dict.fromkeys(whole, 0)
+        for row in rows:
+            for item, weight in row[run].own_weights.items():
+                assert torch.equal(weight, whole[item.name].view(-1)[item.start : item.stop])
+                counted[item.name] += item.num_elements
+        copies = {"ddp": NUM_RANKS, "hsdp": 2}.get(run[0], 1)
+        assert counted == {name: copies * weight.numel() for name, weight in whole.items()}
+
+
+@pytest.mark.long
+def test_what_was_not_finite_is_named_with_the_rank_that_brought_it(rows: Any) -> None:
+    for run in RUNS:
+        for row in rows:
+            before, trouble, *after = row[run].trouble
+            assert before is None
+            assert after == [None] * (NUM_STEPS - 2)
+            parameter, ranks = trouble
+            assert ranks == [1], run
+            assert parameter == POISONED or (run[0] in ("fsdp", "hsdp") and parameter), run
 
 
 # ---- weights that are still on their way ----
 
 
-def stale_weights(group: Group) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, list[Any]]:
+    return run_calls({"stale": Call(stale_weights), "alive": Call(alive_while_read)}, 2)
+
+
+def stale_weights(world: World) -> dict[str, Any]:
     """A forward on all ranks right after `publish`, which one rank reaches 0.3 s late: what each module read."""
-    model = build(MODELS["adamw"], 1, "cpu")
+    group, model = world.group, build(MODELS["adamw"], 1, "cpu")
     sync = ShardedSync(model, group, 4096, {}, list(model.layers))
     read: dict[str, torch.Tensor] = {}
     later: dict[str, int] = {}
@@ -244,139 +240,20 @@ def stale_weights(group: Group) -> dict[str, Any]:
     return {"before": before, "raw": raw, "read": read, "later": later, "settled": dict(sync.full_weights())}
 
 
-# ---- the worlds, each started once ----
-
-
-def join(rows: list[dict[Any, Trained]], run: Any) -> tuple[Any, ...]:
-    """The fields of one snapshot of what the ranks have half-way; every element of the state must be somewhere once."""
-    snapshots = [row[run].half_way for row in rows]
-    found: dict[str, list[tuple[Slice, torch.Tensor]]] = {}
-    for snapshot in snapshots if run[0] in SHARDED else snapshots[:1]:
-        assert snapshot is not None
-        for item, tensor in snapshot.state.items():
-            found.setdefault(item.name, []).append((item, tensor))
-    state = {}
-    for name, parts in found.items():
-        parts.sort(key=lambda part: part[0])
-        edges = [0, *(item.stop for item, _ in parts)]
-        assert [item.start for item, _ in parts] == edges[:-1], f"{run} {name}: gaps or overlaps"
-        state[Slice(name, 0, edges[-1])] = torch.cat([tensor for _, tensor in parts])
-    assert snapshots[0] is not None
-    return snapshots[0].weights, state, snapshots[0].num_updates
-
-
-@pytest.fixture(scope="module")
-def worlds() -> dict[Any, list[dict[Any, Trained]]]:
-    """By world size, and "local" for one process without a group; each goes on from the one before it."""
-    local = LocalGroup(CPU)
-    rows: dict[Any, Any] = {"local": [all_runs(local, {})]}
-    rows["stale"] = {}
-    before: Any = "local"
-    for size in (4, 3, 1):
-        donors = {run: join(rows[before], run) for run in HANDED_ON}
-        answers = run_ranks(on_ranks, size, donors)
-        rows[size] = [runs for runs, _ in answers]
-        rows["stale"][size] = [stale for _, stale in answers]
-        before = size
-    return rows
-
-
-WORLDS = pytest.mark.parametrize("size", [1, 3, 4])
-
-
-@WORLDS
-def test_every_strategy_learns_as_one_process_does(worlds: Any, size: int) -> None:
-    for rank, row in enumerate(worlds[size]):
-        for run in RUNS:
-            wanted = worlds["local"][0]["ddp", run[1]]
-            assert wanted.losses[0] - wanted.losses[-1] > 0.1, "nothing learned"
-            assert row[run].losses == pytest.approx(wanted.losses, abs=1e-5), f"{run}, rank {rank}"
-            for name, weight in row[run].weights.items():
-                torch.testing.assert_close(weight, wanted.weights[name], rtol=0, atol=1e-4, msg=f"{run} {name}")
-
-
-@WORLDS
-def test_replicas_are_bit_identical(worlds: Any, size: int) -> None:
-    first, *others = worlds[size]
-    for run, seen in first.items():
-        for row in others:
-            assert all(torch.equal(weight, row[run].weights[name]) for name, weight in seen.weights.items()), run
-
-
-@WORLDS
-@pytest.mark.parametrize("run", [run for run in RUNS if run[0] in SHARDED], ids="-".join)
-def test_a_rank_holds_its_share_of_the_optimizers_state_and_no_more(worlds: Any, size: int, run: Any) -> None:
-    shares = [row[run].state_share for row in worlds[size]]
-    assert sum(shares) == pytest.approx(1.0)
-    assert max(shares) <= (1.2 if run == ("padded", "muon") else 1.03) / size
-
-
-@WORLDS
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_zero_moves_no_more_than_ddp(worlds: Any, size: int, name: str) -> None:
-    """Beside the gradients' and weights' bytes, 8 a step for the norm to each other rank."""
-    zero, ddp = (sum(row[strategy, name].sent_bytes for row in worlds[size]) for strategy in ("zero", "ddp"))
-    assert (ddp > 0) == (size > 1)
-    assert ddp - 1 <= zero <= ddp + NUM_STEPS * 8 * (size - 1) * size + 1
-
-
-@WORLDS
-def test_weights_that_a_rank_holds_are_all_of_them_or_its_share(worlds: Any, size: int) -> None:
-    for run in RUNS:
-        whole = worlds[size][0][run].weights
-        counted = dict.fromkeys(whole, 0)
-        for row in worlds[size]:
-            for item, weight in row[run].own_weights.items():
-                assert torch.equal(weight, whole[item.name].view(-1)[item.start : item.stop])
-                counted[item.name] += item.num_elements
-        copies = {"hsdp": size // 2 if size == 4 else size}.get(run[0], 1 if run[0] in SHARDED else size)
-        assert counted == {name: copies * weight.numel() for name, weight in whole.items()}
-
-
-@WORLDS
-def test_what_was_not_finite_is_named_by_who_has_it_and_who_brought_it(worlds: Any, size: int) -> None:
-    for run in RUNS:
-        seen = [row[run].not_finite for row in worlds[size]]
-        names = {name for name, _ in seen}
-        if run[0] in ("fsdp", "hsdp"):  # there the whole loss was
-            assert None not in names
-            if run[0] == "hsdp" and size < 4:
-                continue
-            assert [mine for _, mine in seen] == ([None] if size == 1 else [rank == 1 for rank in range(size)])
-            continue
-        assert [mine for _, mine in seen] == [rank == 1 % size for rank in range(size)], run
-        is_zero = run[0] in ("zero", "padded")
-        assert names == ({POISONED, None} if is_zero and size > 1 else {POISONED}), run
-        assert not is_zero or [name for name, _ in seen].count(POISONED) == 1
-
-
-@WORLDS
-@pytest.mark.parametrize("run", HANDED_ON, ids="-".join)
-def test_another_world_and_strategy_goes_on_from_a_state_joined_by_slices(worlds: Any, size: int, run: Any) -> None:
-    wanted = worlds["local"][0]["ddp", run[1]]
-    for row in worlds[size]:
-        went_on = row[*run, HANDED_ON[run]]
-        assert went_on.losses == pytest.approx(wanted.losses[HALF:], abs=1e-5)
-        for name, weight in went_on.weights.items():
-            torch.testing.assert_close(weight, wanted.weights[name], rtol=0, atol=1e-4)
-
-
-@WORLDS
-def test_no_module_reads_a_weight_that_has_not_arrived(worlds: Any, size: int) -> None:
-    for row in worlds["stale"][size]:
+def test_no_module_reads_a_weight_that_has_not_arrived(two_ranks: dict[str, list[Any]]) -> None:
+    for row in two_ranks["stale"]:
         # The positions' table is no module that is called: it is read after the model's own hook.
         assert row["settled"].keys() - row["read"].keys() == {"embed_positions.weight"}
         for name, weight in row["read"].items():
             assert torch.equal(row["settled"][name], weight), name
             assert not torch.equal(weight, row["before"][name]), f"{name} has not changed: this test shows nothing"
-    if size > 1:  # on the first rank, long before the last one came, there was something stale to be read
-        row = worlds["stale"][size][0]
-        assert any(not torch.equal(row["raw"][name], weight) for name, weight in row["settled"].items())
+    # On the first rank, long before the last one came, there was something stale to be read.
+    row = two_ranks["stale"][0]
+    assert any(not torch.equal(row["raw"][name], weight) for name, weight in row["settled"].items())
 
 
-@WORLDS
-def test_a_block_waits_for_its_own_weights_only(worlds: Any, size: int) -> None:
-    for row in worlds["stale"][size]:
+def test_a_block_waits_for_its_own_weights_only(two_ranks: dict[str, list[Any]]) -> None:
+    for row in two_ranks["stale"]:
         later = [row["later"][str(i)] for i in range(SHAPE["n_layer"])]
         assert later == sorted(later, reverse=True)
         assert later[0] > 0
@@ -441,37 +318,6 @@ def test_half_a_block_waits_for_its_own_weights_only() -> None:
     assert seen[0] & of_block == {name for name in of_block if "mlp" in name or "post_attention" in name}
 
 
-def compiled(world: World) -> list[list[float]]:
-    """Losses with blocks compiled in place, and plain; one rank publishes late, so a stale weight would show."""
-    found = []
-    for is_compiled in (True, False):
-        model = build(MODELS["adamw"], 1, "cpu")
-        if is_compiled:
-            for block in model.layers:
-                block.compile(backend="eager")
-        optimizer = Adopted(OptimConfig(eps=EPS), model)
-        sync = ShardedSync(model, world.group, 50_000, {}, list(model.layers))
-        optimizer.adopt(sync.slices())
-        losses = []
-        for step in range(8):
-            loss_sum = backward(model, sync, world.group, step, poison="")
-            clip_(sync.reduce(), 1.0, 1.0, sync.total)
-            losses.append(world_loss(world.group, loss_sum))
-            optimizer.step()
-            if world.rank == 1:
-                time.sleep(0.1)
-            sync.publish()
-        sync.wait_for_params()
-        found.append(losses)
-    return found
-
-
-def test_compiled_blocks_wait_for_their_weights_too() -> None:
-    for with_compiler, plain in run_ranks(compiled, 2):
-        assert with_compiler == pytest.approx(plain, abs=1e-5)
-        assert plain[0] - plain[-1] > 0.1, "nothing learned"
-
-
 def alive_while_read(world: World) -> int:
     """The most complete tensors that exist at once while all of them are read."""
     model = build(MODELS["adamw"], 0, "cpu")
@@ -484,5 +330,5 @@ def alive_while_read(world: World) -> int:
     return most
 
 
-def test_a_sharded_model_is_read_tensor_by_tensor() -> None:
-    assert max(run_ranks(alive_while_read, 2)) <= 2, "the one that is read, and the one before"
+def test_a_sharded_model_is_read_tensor_by_tensor(two_ranks: dict[str, list[Any]]) -> None:
+    assert max(two_ranks["alive"]) <= 2, "the one that is read, and the one before"

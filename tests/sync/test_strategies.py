@@ -25,7 +25,7 @@ from paceline.world.config import ParallelConfig
 from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.runtime import World
 
-BUCKET_BYTES = (1, 200, 3000, 1 << 30)
+BUCKET_BYTES = (1, 200, 1 << 30)
 WHOLE = {"first.weight": 3.0, "sometimes.weight": 2.0, "last.weight": 1.0}  # updated whole, at these costs
 
 
@@ -91,7 +91,7 @@ def strategies(group: Group) -> dict[str, tuple[nn.Module, Strategy]]:
 def on_ranks(world: World) -> dict[str, Any]:
     """Gradients of each strategy at several micro-batch counts, two steps each (buffers are used again)."""
     gradients: dict[Any, dict[Slice, torch.Tensor]] = {}
-    counts = (1, world.world_size, world.world_size + 1, 3 * world.world_size)
+    counts = (1, world.world_size + 1)
     for name, (net, sync) in strategies(world.group).items():
         slices = sync.slices()
         for count, attempt in itertools.product(counts, (1, 2)):
@@ -160,9 +160,7 @@ def replicas(world: World) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda size: f"world-{size}"
-)
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"world-{size}")
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(on_ranks, request.param)
 
@@ -218,12 +216,12 @@ def test_a_gradient_that_all_ranks_have_is_bit_for_bit_the_same(rows: list[dict[
             assert all(torch.equal(gradient, other[name]) for name, gradient in first.items()), key
 
 
-def test_up_to_two_ranks_all_strategies_agree_bit_for_bit(rows: list[dict[str, Any]]) -> None:
+def test_on_two_ranks_all_strategies_agree_bit_for_bit(rows: list[dict[str, Any]]) -> None:
     """Two terms commute; with three the order in which a ring adds depends on the place in the buffer."""
     for key in rows[0]["gradients"]:
         naive = everywhere(rows, ("naive", *key[1:]))[0]
         for name, gradient in everywhere(rows, key)[0].items():
-            if len(rows) <= 2:
+            if len(rows) == 2:
                 assert torch.equal(gradient, naive[name]), key
             else:
                 torch.testing.assert_close(gradient, naive[name], rtol=1e-5, atol=1e-7)
