@@ -69,3 +69,12 @@ def test_the_glossary_is_short_and_in_order() -> None:
     terms = [term for term in terms if term.strip("- ")]
     assert len(terms) <= MOST_TERMS
     assert terms == sorted(terms, key=str.lower)
+
+
+def test_the_readme_shows_before_it_tells() -> None:
+    """A reader sees a command and Python on the first screen, and all of it in five minutes."""
+    text = (ROOT / "README.md").read_text()
+    before_command, before_python = (text[: text.index(fence)] for fence in ("```sh", "```diff"))
+    assert len(before_command.split()) <= 120
+    assert len(before_python.split()) <= 220
+    assert len(text.split()) <= 900
