@@ -10,9 +10,9 @@ class CheckpointConfig:
     """When to save and what to keep. The end of a run and an early stop always save."""
 
     every: int = 0
-    """Save every so many steps; 0: by time, see every-s."""
+    """Save every N steps; 0: by time, see every-s."""
     every_s: float = 600.0
-    """Save after so many seconds of training if `every` is 0; 0: at the end only."""
+    """Save after N seconds of training if `every` is 0; 0: at the end only."""
     keep: int = 2
     """Number of newest complete checkpoints to keep; at least 2, so that one remains if the other is damaged."""
     keep_every: int = 0
@@ -21,7 +21,7 @@ class CheckpointConfig:
     keep_best: bool = False
     """Also keep the one with the lowest validation loss; the file `best` names it."""
     retry_s: float = 300.0
-    """If the last checkpoint of a run cannot be saved (a full disk), try again for so many seconds."""
+    """If the last checkpoint of a run cannot be saved (a full disk), try again for N seconds."""
     grace_s: float = 120.0
     """How long a launcher waits after SIGTERM before it kills the ranks: to finish the step and save. Each time a
     checkpoint has grown within it, it begins again. Give more if the disk is slow: 1B parameters are 12 GB."""

@@ -53,7 +53,7 @@ class Slurm:
     time: str = "04:00:00"
     """Time limit of one start of the job."""
     save_before_s: int = 300
-    """Save and stop so many seconds before the time limit; Slurm may be up to 60 s early."""
+    """Save and stop N seconds before the time limit; Slurm may be up to 60 s early."""
     sbatch: str = ""
     """Further options of sbatch: --sbatch="--partition=gpu --account=mine"."""
 

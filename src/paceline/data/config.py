@@ -29,7 +29,7 @@ class DataConfig:
     """Tokens in a sequence."""
 
     packing: Literal["stream", "bestfit"] = "stream"
-    """stream: windows across the tokens as they stand; bestfit: each sequence begins with a document and is filled with
+    """stream: consecutive windows of the token stream; bestfit: each sequence begins with a document and is filled with
     the beginnings of others, what does not fit is cropped."""
 
     mask_documents: bool = False
