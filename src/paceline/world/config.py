@@ -53,9 +53,9 @@ class ParallelConfig:
     waits for less. Larger: fewer round trips. 0: 2 with zero on CPUs that do not share memory, else 10."""
     shares: str = "equal"
     """How many sequences of a step each rank computes. equal: the same number, in micro-batches that do not depend on
-    the world size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter; not with
-    fsdp. 24,8: these, by rank; their sum is train.global-batch-size. The loss is the same but for rounding: equal and
-    24,8 repeat bit for bit, auto does not, because it depends on the clock."""
+    the world size. auto: by the ranks' measured speeds, changed while training if that makes steps at least 2% shorter;
+    not with fsdp. 24,8: these, by rank; their sum is train.global-batch-size. The loss is the same but for rounding:
+    equal and 24,8 repeat bit for bit, auto does not, because it depends on the clock."""
     check_every: int = 100
     """Compare digests of parameters and optimizer state between ranks every N steps; 0: never."""
     repair: bool = False
