@@ -20,20 +20,15 @@ import torch
 from paceline.base.errors import UserError
 from paceline.cli import start
 from paceline.world import device as device_module
+from paceline.world import processor
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
-from paceline.world.device import (
-    DeviceClock,
-    choose_device,
-    choose_dtype,
-    choose_threads,
-    own_facts,
-    peak_flops,
-)
-from paceline.world.facts import gather_facts, warn_of_idle_gpus
-from paceline.world.group import LocalGroup
+from paceline.world.device import choose_device, choose_dtype, choose_threads, own_facts
+from paceline.world.device_clock import DeviceClock
+from paceline.world.facts import warn_of_idle_gpus
 from paceline.world.measured import Measured
 from paceline.world.peaks import Peak, gpu_peak
+from paceline.world.processor import peak_flops
 
 CPU = torch.device("cpu")
 
@@ -105,15 +100,15 @@ def test_torchs_private_operators_may_be_renamed_or_gone(monkeypatch: pytest.Mon
     own = {f"_is_{namespace}_bf16_supported": lambda: False, "_linear_pointwise": linear}
     for name in ("mkldnn", "onednn"):
         monkeypatch.setattr(torch.ops, name, SimpleNamespace(**own if name == namespace else {}), raising=False)
-    monkeypatch.setattr(device_module, "is_amd_with_avx512", lambda: True)
-    device_module.bfloat16_speedup.cache_clear()
+    monkeypatch.setattr(processor, "is_amd_with_avx512", lambda: True)
+    processor.bfloat16_speedup.cache_clear()
     try:
         assert choose_dtype("auto", CPU)[0] in (torch.float32, torch.bfloat16)
-        assert namespace == "gone" or not device_module._has_bfloat16_units()
+        assert namespace == "gone" or not processor._has_bfloat16_units()
     finally:
-        device_module.bfloat16_speedup.cache_clear()
+        processor.bfloat16_speedup.cache_clear()
     a, b = torch.rand(8, 8), torch.rand(8, 8)
-    assert torch.allclose(device_module._mm(a, b), a @ b, atol=1e-5)
+    assert torch.allclose(processor._mm(a, b), a @ b, atol=1e-5)
 
 
 class OldGlibc:
@@ -224,7 +219,7 @@ def test_a_part_of_a_name_is_no_peak(name: str) -> None:
 
 REPORT_PEAK = """
 import torch
-from paceline.world.device import peak_flops
+from paceline.world.processor import peak_flops
 torch.set_num_threads(1)
 print(peak_flops(torch.device("cpu"), torch.float32, is_kept=True).flops_per_s)
 """
@@ -316,8 +311,7 @@ def test_nproc_auto_is_one_rank_for_each_gpu(
 
 
 def test_a_host_that_leaves_its_gpus_idle_is_named() -> None:
-    group = LocalGroup(CPU)
-    (mine,) = gather_facts(group, own_facts(CPU, "gloo", (1, ""), 1))
+    mine = own_facts(CPU, "gloo", (1, ""), 1)
     on_gpu = replace(mine, device="cuda", num_gpus=8)
     assert warn_of_idle_gpus([mine, on_gpu]) == ()
     (warning,) = warn_of_idle_gpus([on_gpu, *[replace(mine, host="b", num_gpus=4)] * 5])

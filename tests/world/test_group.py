@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
-from paceline.world.device import DeviceClock
+from paceline.world.device_clock import DeviceClock
 from paceline.world.errors import lost_peers_named
 from paceline.world.group import DistributedGroup, Group, LocalGroup, PeerLost, Traffic, Transfer, from_rank_0
 from paceline.world.runtime import World

@@ -22,7 +22,7 @@ from ranks import FORKS
 from torch.distributed import HashStore, TCPStore
 
 from paceline.base.errors import PacelineError, UserError
-from paceline.world import handshake, join, peer, runtime
+from paceline.world import handshake, join, peer, process_group
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
@@ -39,7 +39,7 @@ def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str,
         real = time.time
         time.time = lambda: real() + ahead_s
     if backend := options.get("backend_of", {}).get(env.rank):
-        runtime._choose_backend = lambda *_: backend
+        process_group._choose_backend = lambda *_: backend
     try:
         config = ParallelConfig(device="cpu", threads=1, interface="lo", timeout_s=options.get("timeout_s", 20.0))
         with open_world(config, env) as world:

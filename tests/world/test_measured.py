@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.world import device
+from paceline.world import processor
 from paceline.world.device import choose_dtype
 from paceline.world.measured import Measured
 
@@ -59,8 +59,8 @@ def test_a_damaged_value_is_measured_anew(folder: Path, damage: bytes | str) -> 
     content = file.read_bytes()
     file.write_bytes(damage if isinstance(damage, bytes) else content.replace(b"a1b2c3", b"b1b2c3"))
     assert Measured("rounding").read() is None
-    digest = device._rounding()
-    assert Measured("rounding").read() == digest == device._computed_rounding()
+    digest = processor.rounding()
+    assert Measured("rounding").read() == digest == processor._computed_rounding()
 
 
 def test_a_write_that_is_interrupted_leaves_the_old_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +82,13 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path) -> None:
     folder.write_text("a file")
     Measured("peak").keep(1.0)
     assert Measured("peak").read() is None
-    assert device._rounding() == device._computed_rounding()
+    assert processor.rounding() == processor._computed_rounding()
 
 
 def test_a_kept_rounding_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = device._rounding()
-    monkeypatch.delattr(device, "_computed_rounding")
-    assert device._rounding() == digest
+    digest = processor.rounding()
+    monkeypatch.delattr(processor, "_computed_rounding")
+    assert processor.rounding() == digest
 
 
 class Processor:
@@ -107,18 +107,18 @@ class Processor:
 
     def choice(self, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.dtype, str]:
         """What a process that starts on this processor chooses."""
-        monkeypatch.setattr(device, "_mm", self.multiply)
-        monkeypatch.setattr(device, "_has_bfloat16_units", lambda: True)
+        monkeypatch.setattr(processor, "_mm", self.multiply)
+        monkeypatch.setattr(processor, "_has_bfloat16_units", lambda: True)
         clocks = SimpleNamespace(perf_counter=self.clock, thread_time=lambda: self.computed_s)
-        monkeypatch.setattr(device, "time", clocks)
-        device.bfloat16_speedup.cache_clear()
+        monkeypatch.setattr(processor, "time", clocks)
+        processor.bfloat16_speedup.cache_clear()
         return choose_dtype("auto", CPU)
 
 
 @pytest.fixture(autouse=True)
 def _no_choice_is_left() -> Iterator[None]:
     yield
-    device.bfloat16_speedup.cache_clear()
+    processor.bfloat16_speedup.cache_clear()
 
 
 def test_the_number_format_is_measured_once_and_its_reason_says_when(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from paceline.sync.buckets import release
 from paceline.sync.make import make_strategy
 from paceline.world.calls import mistake, place
 from paceline.world.config import ParallelConfig
-from paceline.world.device import DeviceClock
+from paceline.world.device_clock import DeviceClock
 from paceline.world.facts import check_strategy
 from paceline.world.group import DistributedGroup
 from paceline.world.runtime import World

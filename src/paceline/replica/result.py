@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paceline.base.clock import clip_intervals, union_ms
 from paceline.sync.strategy import Strategy
-from paceline.world.device import DeviceClock, Stamp
+from paceline.world.device_clock import DeviceClock, Stamp
 from paceline.world.group import Group
 
 

@@ -37,8 +37,10 @@ from paceline.train.request import Request
 from paceline.train.resolve import Settings, chosen_dtype, out_of_memory, resolve
 from paceline.train.size import sized
 from paceline.world.config import SHARDS_WEIGHTS
-from paceline.world.device import DeviceClock, peak_flops, product_dtype, use_deterministic_kernels
+from paceline.world.device import product_dtype, use_deterministic_kernels
+from paceline.world.device_clock import DeviceClock
 from paceline.world.group import SPEAKS_FIRST_S, Group, from_rank_0
+from paceline.world.processor import peak_flops
 from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
 

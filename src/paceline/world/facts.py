@@ -2,16 +2,12 @@
 world opens; every automatic choice is a function of them, so all ranks choose alike. Needs no torch."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.units import listed
 from paceline.world.config import SHARDS_WEIGHTS
-
-if TYPE_CHECKING:
-    from paceline.world.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +35,6 @@ class RankFacts:
         if self.device == "cpu":
             return f"CPU with {self.instructions}, rounding {self.rounding}"
         return f"{self.processor}, {self.instructions}"
-
-
-def gather_facts(group: "Group", mine: RankFacts) -> tuple[RankFacts, ...]:
-    """Returns every rank's facts, by rank. Collective."""
-    return tuple(RankFacts(**facts) for facts in group.share_json(asdict(mine)))
 
 
 def warn_of_idle_gpus(facts: Sequence[RankFacts]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.ownership import borders
-from paceline.world.device import DeviceClock
+from paceline.world.device_clock import DeviceClock
 from paceline.world.errors import PeerLost as PeerLost
 from paceline.world.errors import from_rank_0 as from_rank_0
 from paceline.world.errors import lost_peers_named

@@ -1,41 +1,32 @@
 """Opens and closes a world: from the environment to a rank with a device, threads and a group, and back."""
 
-import contextlib
-import gc
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.base.clock import within
-from paceline.base.errors import RunError, UserError
-from paceline.base.parent import die_with_parent
-from paceline.base.status import launcher_pid
 from paceline.base.sums import exact_sum
 from paceline.base.units import dtype_name, listed
 from paceline.world.calls import Calls, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads, keep_freed_memory, own_facts
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
-from paceline.world.facts import RankFacts, gather_facts, warn_of_idle_gpus
-from paceline.world.group import DistributedGroup, Group, LocalGroup, ReduceOp
-from paceline.world.join import Joined, backend_of_open_group, is_held, join_open_group, join_world
+from paceline.world.facts import RankFacts, warn_of_idle_gpus
+from paceline.world.group import Group, ReduceOp
+from paceline.world.join import is_held, join_open_group
 from paceline.world.peer import Peer, this_process
-from paceline.world.staged import StagedGroup
+from paceline.world.process_group import adopt_group, open_group, store_of_open_group
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
 Number = TypeVar("Number", float, torch.Tensor)
-
-_TEARDOWN_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +191,7 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     """
     adopted = None
     if env is None and dist.is_initialized():
-        env, adopted = join_open_group(_store_of_open_group(), dist.get_rank(), dist.get_world_size(), config.timeout_s)
+        env, adopted = join_open_group(store_of_open_group(), dist.get_rank(), dist.get_world_size(), config.timeout_s)
     env = env or detect()
     check_size(env.world_size, config.expect_ranks)
     if adopted is None:
@@ -215,14 +206,15 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group_open = _open_group(config, env, device) if adopted is None else _adopt_group(config, device, adopted)
+    group_open = open_group(config, env, device) if adopted is None else adopt_group(config, device, adopted)
     with group_open as (group, joined, backend):
         peers = joined.peers if joined else (this_process(env),)
         sharing = max(env.local_world_size, sum(peer.cores == peers[env.rank].cores for peer in peers))
         threads = choose_threads(config.threads, sharing)
         torch.set_num_threads(threads[0])
         own = own_facts(device, backend, threads, sharing)
-        facts = gather_facts(group, replace(own, shares_memory=group.shares_memory))
+        own = replace(own, shares_memory=group.shares_memory)
+        facts = tuple(RankFacts(**each) for each in group.share_json(asdict(own)))
         warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
         idle = warn_of_idle_gpus(facts) if config.device == "auto" else ()
         yield World(
@@ -240,110 +232,3 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
             store=joined.store if joined else None,
             warnings=(*warnings, *idle),
         )
-
-
-def _store_of_open_group() -> Store:
-    assert dist.group.WORLD is not None
-    if hasattr(dist.distributed_c10d, "_get_default_store"):  # private to torch
-        store: Store = dist.distributed_c10d._get_default_store()
-        return store
-    return PrefixStore("paceline", dist.group.WORLD.get_group_store())
-
-
-@contextmanager
-def _open_group(
-    config: ParallelConfig, env: Environment, device: torch.device
-) -> Iterator[tuple[Group, Joined | None, str]]:
-    """Yields the group, its ranks and the backend; for one process without a launcher nothing is opened."""
-    if not env.is_distributed:
-        yield LocalGroup(device), None, "none"
-        return
-    backend = _choose_backend(config.backend, device)
-    die_with_parent(launcher_pid())
-    if not config.interface:
-        check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
-    joined = join_world(env, config.interface, backend, device.type, config.timeout_s)
-    clean, group = False, None
-    try:
-        group = _open_process_group(config, env, device, backend, joined)
-        yield group, joined, backend
-        group.finish()
-        clean = True
-    finally:
-        if dist.is_initialized():
-            _close_process_group(group, clean)
-
-
-@contextmanager
-def _adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -> Iterator[tuple[Group, Joined, str]]:
-    """Yields the process group that the script opened. It stays open, with its own timeout."""
-    backend = backend_of_open_group(config, device)
-    own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    assert dist.group.WORLD is not None
-    try:
-        timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
-    except AttributeError:  # private to torch
-        timeout = timedelta(seconds=config.timeout_s)
-    group = _make_group(device, backend, config, joined)
-    try:
-        yield group, joined, backend
-    finally:
-        group.close()
-        if dist.group.WORLD is not None:
-            dist.group.WORLD.set_timeout(timeout)
-
-
-def _make_group(device: torch.device, backend: str, config: ParallelConfig, joined: Joined) -> DistributedGroup:
-    kind = StagedGroup if device.type == "cuda" and backend == "gloo" else DistributedGroup
-    group = kind(device, config.timeout_s, [peer.machine for peer in joined.peers])
-    group.share_memory(joined.peers, config.shared_memory and device.type == "cpu")
-    return group
-
-
-def _choose_backend(wanted: str, device: torch.device) -> str:
-    backend = wanted if wanted != "auto" else "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise UserError(f"parallel.backend nccl needs a GPU, and this rank computes on {device.type}; use gloo")
-    if backend == "nccl" and not dist.is_nccl_available():
-        raise UserError("parallel.backend is nccl, and this build of torch has no NCCL; use --parallel.backend gloo")
-    return backend
-
-
-def _open_process_group(
-    config: ParallelConfig, env: Environment, device: torch.device, backend: str, joined: Joined
-) -> DistributedGroup:
-    if config.interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = config.interface
-        os.environ["NCCL_SOCKET_IFNAME"] = config.interface
-    try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("group", joined.store),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=config.timeout_s),
-            device_id=device if backend == "nccl" else None,
-        )
-        return _make_group(device, backend, config, joined)
-    except (RuntimeError, ValueError) as error:
-        raise RunError(
-            f"rank {env.rank} of {env.world_size} met the others at {env.master_addr}:{env.master_port}, and could not "
-            f"connect to all of them over {config.interface or 'the default interface'}: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from error
-
-
-def _close_process_group(group: DistributedGroup | None, clean: bool) -> None:
-    """Destroys the group. After a clean run all ranks meet first: a rank that leaves early breaks the others' last
-    transfer. After an error the destructor may wait for a peer that hangs; it gets half a second."""
-    if clean:
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
-    if group is not None:
-        group.close()
-    if clean:
-        gc.collect()
-        dist.destroy_process_group()
-        return
-    with contextlib.suppress(Exception):
-        within(_TEARDOWN_S, dist.destroy_process_group)

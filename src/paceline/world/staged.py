@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.world.device import DeviceClock
+from paceline.world.device_clock import DeviceClock
 from paceline.world.group import DistributedGroup, ReduceOp, Transfer
 from paceline.world.transfer import Messages, nothing
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.world.device import DeviceClock, Stamp
+from paceline.world.device_clock import DeviceClock, Stamp
 
 _MOST_KEPT = 1 << 15
 

@@ -26,7 +26,7 @@ from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
 from paceline.tools.plan.schedule import Job, Prediction, paths, predict
 from paceline.train.resolve import resolve
-from paceline.world.device import DeviceClock
+from paceline.world.device_clock import DeviceClock
 from paceline.world.env import interface_of, transfer_address
 from paceline.world.group import Group
 from paceline.world.join import Peer

@@ -7,7 +7,8 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.tools.plan import work
 from paceline.tools.plan.schedule import Job, Stage
 from paceline.train.resolve import Settings
-from paceline.world.device import DeviceClock, product_dtype
+from paceline.world.device import product_dtype
+from paceline.world.device_clock import DeviceClock
 from paceline.world.runtime import World
 
 _ROUNDS = 3  # the fastest counts

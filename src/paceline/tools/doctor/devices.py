@@ -10,9 +10,10 @@ import torch
 from paceline.base import units
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.tools.doctor.host import Place
-from paceline.world.device import choose_device, choose_threads, own_facts, peak_flops, product_dtype
+from paceline.world.device import choose_device, choose_threads, own_facts, product_dtype
 from paceline.world.facts import RankFacts
 from paceline.world.peaks import gpu_peak
+from paceline.world.processor import peak_flops
 
 _SIDE, _TIMED = 4096, 20  # the side of a GPU's timed matrices, and how many products of them
 _LEAST_OF_PEAK = 0.35

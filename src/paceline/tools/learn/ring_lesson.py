@@ -15,7 +15,7 @@ import torch
 from paceline.base import seeds, units
 from paceline.tools.learn.ring import Ring, Step, contributors, ring_all_reduce, steps
 from paceline.tools.learn.ring_show import LEGEND, Grid, Screen, grid, marked, sentence
-from paceline.world.device import DeviceClock
+from paceline.world.device_clock import DeviceClock
 from paceline.world.group import Group
 from paceline.world.runtime import World
 

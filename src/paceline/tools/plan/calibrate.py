@@ -23,8 +23,9 @@ from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
-from paceline.world.device import peak_flops, product_dtype
+from paceline.world.device import product_dtype
 from paceline.world.group import Group
+from paceline.world.processor import peak_flops
 from paceline.world.runtime import World
 
 _DEPTHS = (1, 3)  # blocks of the two models
