@@ -47,6 +47,8 @@ class Step:
         self._clock = StepClock(replica.clock, replica.world.group, replica.sync.take_codec_ms)
         self._is_total_given, self._total = total is not None, total or 0.0
         self._divisor = replica.total_before * (batch.num_rows or 1) if total is None else total  # of losses
+        # float16 has no room for gradients of losses that a first estimate of 1 divides.
+        self._needs_first_weights = replica.scaler.is_dynamic and total is None and not replica.num_steps
         replica.sync.is_one_pass = batch.passes == 1
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
         self._weight = 0.0  # of this rank's micro-batches so far
@@ -115,6 +117,7 @@ class Step:
         mistakes.check_loss(loss, len(self), replica.num_steps == 0, replica.world)
         weight = self._weight_of(current, weight, is_sum)
         self._check_losses(weight, more)
+        self._estimate_total(weight * max(1, len(self)) if current.is_real else 0.0)
         factor = 1.0 if is_sum and weight else weight
         is_last, calls = current.is_last and not more, replica.world.calls
         if is_last:
@@ -235,6 +238,7 @@ class Step:
     def _sum_gradients(self, share: Sequence[float]) -> list[torch.Tensor]:
         """Returns this rank's flat gradients, summed over ranks, along with the total weight if unknown. Collective."""
         replica = self._replica
+        self._estimate_total(0.0)  # a rank without a micro-batch
         replica.gradients.reveal()
         replica.updates.check_groups()
         replica.at("reduce")
@@ -247,6 +251,16 @@ class Step:
             num_trained, is_first = len(replica.gradients.trained), replica.num_steps == 0
             mistakes.check_step(self._rows.exchanged, self._unused, num_trained, is_first, replica.world)
         return gradients
+
+    def _estimate_total(self, weight: float) -> None:
+        """Takes the first step's divisor in float16 from all ranks' first micro-batches, before a gradient is sent:
+        collective. weight: what this rank's micro-batches weigh if all are like its first."""
+        if not self._needs_first_weights:
+            return
+        self._needs_first_weights = False
+        replica = self._replica
+        self._divisor = exact_sum(row[0] for row in replica.world.group.share([weight])) or self._divisor
+        replica.sync.loss_factor = replica.scaler.scale / self._divisor
 
     def _exchange(self, used: Sequence[float], share: Sequence[float]) -> None:
         """Makes the step's one small all-gather."""
