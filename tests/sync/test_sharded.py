@@ -14,6 +14,7 @@ import torch
 from ranks import Call, run_calls, run_ranks
 from torch import nn
 
+from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT, build
@@ -206,7 +207,8 @@ def test_what_was_not_finite_is_named_with_the_rank_that_brought_it(rows: Any) -
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, list[Any]]:
-    return run_calls({"stale": Call(stale_weights), "alive": Call(alive_while_read)}, 2)
+    calls = {"stale": Call(stale_weights), "alive": Call(alive_while_read), "refused": Call(refused_without)}
+    return run_calls(calls, 2)
 
 
 def stale_weights(world: World) -> dict[str, Any]:
@@ -332,3 +334,31 @@ def alive_while_read(world: World) -> int:
 
 def test_a_sharded_model_is_read_tensor_by_tensor(two_ranks: dict[str, list[Any]]) -> None:
     assert max(two_ranks["alive"]) <= 2, "the one that is read, and the one before"
+
+
+def refused_without(world: World) -> dict[str, str]:
+    """What fsdp says where torch has renamed something that is private to it."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+
+    said = {}
+    for name, owner in (
+        ("_fsdp_param_group", _fsdp_state.FSDPState),
+        ("post_backward", _fsdp_param_group.FSDPParamGroup),
+        ("_unsharded_param", _fsdp_param.FSDPParam.__annotations__),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            (patch.delitem if isinstance(owner, dict) else patch.delattr)(owner, name)
+            with pytest.raises(UserError) as refused:
+                make_strategy(ParallelConfig(strategy="fsdp"), build(MODELS["adamw"], 0, "cpu"), world.group)
+        said[name] = str(refused.value)
+    return said
+
+
+def test_fsdp_refuses_a_torch_that_renamed_what_it_uses(two_ranks: dict[str, list[Any]]) -> None:
+    """Finds a private name that is used unchecked: the first two would end in torch's own words, and without the third
+    ranks that use different parameters would add up one's gradient and another's."""
+    for said in two_ranks["refused"]:
+        for name, sentence in said.items():
+            assert sentence.startswith(f"strategies fsdp and hsdp do not work with torch {torch.__version__}")
+            assert name in sentence
+            assert "--parallel.strategy zero" in sentence

@@ -17,7 +17,7 @@ from program import losses, rows
 from whole_runs import events, status_of, words
 
 from paceline.base.errors import RunError, UserError
-from paceline.config import Config
+from paceline.config import Config, from_toml
 from paceline.data.plan import BatchPlan
 from paceline.train.progress import Progress
 from paceline.train.restoring import _restore_shares
@@ -164,3 +164,22 @@ def test_what_a_checkpoint_lacks_is_of_a_later_version(run_folder: Path) -> None
     now = tiny(log__every=3).replace("data", mix=("a",))
     assert changes(manifest["config"], now)["data.mix"] == ([], ["a"])
     assert "log.every" not in changes(manifest["config"], now)
+
+
+@pytest.mark.parametrize("option", ["data__path", "data__mix"])
+def test_a_run_finds_its_data_from_another_folder(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds a path that is recorded as it was typed: a resume by cron or in another job began in another folder, and
+    found other data there or none."""
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a=b.txt").write_text(f"a line that is {folder} " * 2000)
+    text: dict[str, Any] = {"data__path": "a=b.txt"} if option == "data__path" else {"data__mix": ("./a=b.txt=2",)}
+    small: dict[str, Any] = {"data__tokenizer_vocab": 300, "train__eval_every": -1, "train__steps": 3}
+    run = tmp_path / "run"
+    monkeypatch.chdir(tmp_path / "here")
+    assert status_of(run, whole_runs.tiny(**text, **small, train__stop_at_step=2)) == 75
+    monkeypatch.chdir(tmp_path / "there")
+    recorded = from_toml((run / "config.toml").read_text(), "config.toml", Config())
+    assert status_of(run, recorded.replace("train", stop_at_step=0), resume=True) == 0
+    assert [each["step"] for each in rows(run / "metrics.jsonl")] == [1, 2, 3]
+    assert "changed" not in events(run, "resume")[0]

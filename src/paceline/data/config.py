@@ -1,7 +1,8 @@
 """Options for data. Standard library only, so that `--help` starts without numpy or torch."""
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.base.errors import UserError
@@ -57,6 +58,15 @@ class DataConfig:
         """(path, weight) of each data set; one for `path`. Raises UserError for a `mix` item that is not
         PATH=WEIGHT."""
         return tuple(_part(text) for text in self.mix) or ((self.path, 1.0),)
+
+    def absolute(self) -> "DataConfig":
+        """Returns a config that names the same data in any working directory."""
+        mix = tuple(f"{_absolute(path)}={text.rpartition('=')[2]}" for text in self.mix for path, _ in (_part(text),))
+        return replace(self, path=_absolute(self.path), mix=mix)
+
+
+def _absolute(path: str) -> str:
+    return path if not path or path.startswith("~") else os.path.abspath(path)
 
 
 def _part(text: str) -> tuple[str, float]:

@@ -19,25 +19,27 @@ divided over the ranks and each state has one place, as with `zero`, and any opt
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from paceline.base import ownership
 from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import converted, hooked
-from paceline.sync.fully_shard import Gather, ReduceScatter, send_zeros_for_unused
+from paceline.sync.fully_shard import Gather, ReduceScatter, block_of, gathered, send_zeros_for_unused
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 from paceline.world.group import DistributedGroup
 from paceline.world.side import all_reduce_for_torch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 class FullySharded(Strategy):
@@ -88,24 +90,24 @@ class FullySharded(Strategy):
                 f"fsdp and hsdp shard each of the `blocks` by itself, and {listed(torn)} is a parameter that two of "
                 "them share, or one and the rest of the model: leave these modules out of `blocks`"
             )
-        self._gathered: list[FSDPParam] = []
+        self._gathered: list[FSDPParam] = []  # what torch holds of each parameter
         for module in self._modules:
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
             # A plain sum: Gloo lacks the default, a pre-scaled one.
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
-            gathered = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-            if gathered is not None:
-                dtypes = {each.sharded_param.dtype for each in gathered.fsdp_params}
+            block = block_of(module)
+            if block is not None:
+                dtypes = {each.sharded_param.dtype for each in block.fsdp_params}
                 if len(dtypes) > 1:
                     raise mistake(
                         f"parameters of {listed(sorted(map(str, dtypes)))} are in one of the `blocks`, or in the rest "
                         "of the model, and fsdp gathers each of these in one dtype: convert them, or take strategy zero"
                     )
-                send_zeros_for_unused(gathered)
-                self._gathered += gathered.fsdp_params
-                order = [each.sharded_param for each in gathered.fsdp_params]
+                send_zeros_for_unused(block)
+                self._gathered += block.fsdp_params
+                order = [each.sharded_param for each in block.fsdp_params]
                 rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
                 sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
                 sharded.set_custom_all_gather(Gather(group, sizes, rounded))  # type: ignore[arg-type]
@@ -141,13 +143,13 @@ class FullySharded(Strategy):
                 raise converted(mine.name, parameter.dtype, mine.parameter.dtype)
         cast(FSDPModule, self._model).set_requires_gradient_sync(last)
         for each in self._gathered:
-            gathered = getattr(each, "_unsharded_param", None)  # made by the first forward pass
-            if gathered is not None and gathered not in self._sharded:
-                self._sharded[gathered] = cast(DTensor, each.sharded_param)
-                hooked(gathered, self._on_gradient)
+            whole = gathered(each)
+            if whole is not None and whole not in self._sharded:
+                self._sharded[whole] = cast(DTensor, each.sharded_param)
+                hooked(whole, self._on_gradient)
         yield
-        for gathered, sharded in self._sharded.items() if last else ():
-            if gathered not in self._used:  # `.grad` shows what this rank used, as with other strategies
+        for whole, sharded in self._sharded.items() if last else ():
+            if whole not in self._used:  # `.grad` shows what this rank used, as with other strategies
                 self._sums_of_others[sharded], sharded.grad = sharded.grad, None
 
     def reduce(self) -> list[torch.Tensor]:
@@ -172,8 +174,8 @@ class FullySharded(Strategy):
         return next(bad, None), self._sums.not_finite()
 
     def skip(self) -> None:
-        for gathered in self._sharded:  # it has the sum of passes that no last one followed
-            gathered.grad = None
+        for whole in self._sharded:  # it has the sum of passes that no last one followed
+            whole.grad = None
 
     def publish(self) -> None:
         if not self._has_spread:
@@ -184,8 +186,8 @@ class FullySharded(Strategy):
         for kept in (self._sums, self._used, self._sums_of_others):
             kept.clear()
 
-    def _on_gradient(self, gathered: torch.Tensor) -> None:
-        self._used.add(gathered)
+    def _on_gradient(self, whole: torch.Tensor) -> None:
+        self._used.add(whole)
 
     def refresh(self) -> None:
         self._whole.spread_weights()

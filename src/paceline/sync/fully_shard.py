@@ -1,14 +1,46 @@
-"""What fsdp changes in torch's `fully_shard`: its collectives, and gradients of what a rank did not use."""
+"""What fsdp changes in torch's `fully_shard`: its collectives, and gradients of what a rank did not use. Here alone are
+names that are private to torch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from paceline.base.errors import UserError
 from paceline.world.group import DistributedGroup
 from paceline.world.side import all_gather_for_torch, reduce_scatter_for_torch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+def block_of(module: nn.Module) -> "FSDPParamGroup | None":
+    """Returns torch's record of the parameters that a sharded module gathers; None if it has none. Raises UserError if
+    this version of torch names something else than we use: a renamed `_unsharded_param` would go unnoticed."""
+    try:
+        block: FSDPParamGroup | None = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+        for name in ("post_backward", "reduce_grads") if block is not None else ():
+            getattr(block, name)
+        for each in block.fsdp_params if block is not None else ():
+            each.sharded_param  # noqa: B018
+            if "_unsharded_param" not in type(each).__annotations__:
+                raise AttributeError(f"{type(each).__name__} has no _unsharded_param")
+    except AttributeError as error:
+        raise UserError(
+            f"strategies fsdp and hsdp do not work with torch {torch.__version__}: {error}. Install torch 2.13, or "
+            "use --parallel.strategy zero (in a script: strategy='zero')",
+            reach="world",
+        ) from None
+    return block
+
+
+def gathered(each: "FSDPParam") -> torch.Tensor | None:
+    """Returns a parameter in its full size; None before the first forward pass, which makes it."""
+    return getattr(each, "_unsharded_param", None)
 
 
 class _Collective:
@@ -72,16 +104,16 @@ class ReduceScatter(_Collective):
         self._sums.clear()
 
 
-def send_zeros_for_unused(block: FSDPParamGroup) -> None:
+def send_zeros_for_unused(block: "FSDPParamGroup") -> None:
     """Has each rank send a gradient for each parameter. torch leaves out what a rank did not use, and where ranks use
     different parameters it adds up one's and another's; its own switch for this is newer than 2.11."""
     post_backward = block.post_backward
 
     def with_zeros(*unused: Any) -> None:
         for each in block.fsdp_params if block.reduce_grads else ():
-            gathered = getattr(each, "_unsharded_param", None)  # made by the first forward pass
-            if gathered is not None and gathered.requires_grad and gathered.grad is None:
-                gathered.grad = torch.zeros_like(gathered)
+            whole = gathered(each)
+            if whole is not None and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
         post_backward(*unused)
 
     block.post_backward = with_zeros  # type: ignore[method-assign]

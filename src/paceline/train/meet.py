@@ -87,6 +87,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
     wanted = _with_begun_size(request, world)
+    wanted = replace(wanted, data=wanted.data.absolute())  # as recorded: a resume may start in another folder
     vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(wanted, world.facts, []))
     peak = peak_flops(world.device, dtype, is_kept=True)
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
