@@ -248,7 +248,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
-    state = state_bytes(config, world_size, rank.num_gpus)[config.parallel.strategy]
+    state = state_bytes(config, world_size, rank.num_gpus, on_cpu=rank.device == "cpu")[config.parallel.strategy]
     itemsize = item_bytes(config.train.dtype)
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
@@ -280,7 +280,8 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     check_strategy(config.parallel.strategy, facts, config.parallel.wire)
     if config.parallel.strategy != "auto":
         return config.parallel.strategy
-    needed, kinds = state_bytes(config, len(facts)), unequal_kinds(facts)
+    needed = state_bytes(config, len(facts), on_cpu=any(each.device == "cpu" for each in facts))
+    kinds = unequal_kinds(facts)
     free = min(each.free_bytes for each in facts)
     room = f"{units.size(free)} free a rank"
     if config.parallel.wire != "exact":
@@ -288,7 +289,7 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     elif len(facts) == 1:
         chosen, why = "ddp", "one rank"
     elif not kinds and config.optim.name != "muon" and needed["ddp"] <= free * _MEMORY_SHARE:
-        chosen, why = "ddp", f"weights, gradients and state take {units.size(needed['ddp'])} of {room}"
+        chosen, why = "ddp", f"with ddp a rank needs {units.size(needed['ddp'])} of {room}"
     elif needed["zero"] <= free * _MEMORY_SHARE or sends_gpu_memory_by_gloo(facts):
         chosen, why = "zero", f"ddp would take {units.size(needed['ddp'])} of {room}, a share of the state fits"
         why = "Muon's update is divided over the ranks" if config.optim.name == "muon" else why
@@ -311,20 +312,21 @@ def _memory_choice(config: Config, facts: Sequence[RankFacts]) -> list[Choice]:
     return [Choice(f"gradients added {where}", why, "--parallel.no-shared-memory")]
 
 
-def state_bytes(config: Config, world_size: int, per_host: int = 0) -> dict[str, float]:
+def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: bool) -> dict[str, float]:
     """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
-    local's anchor and its momentum; with Muon the owners of fsdp have weights and gradients once more. per_host: ranks
-    of a host; 0: all are on one."""
+    local's anchor and its momentum; with Muon the owners of fsdp have weights and gradients once more. On a CPU each
+    save copies the weights and the state that this rank writes, and keeps that memory. per_host: ranks of a host; 0:
+    all are on one."""
     total = cost.num_parameters(config.model).total
-    shared = (8 + 8 / world_size) * total
-    full = dict.fromkeys(("ddp", "naive"), 16 * total)
     parts = (20 if config.optim.name == "muon" else 16) * total
+    copied = 12 * total if on_cpu else 0
     return {
-        **full,
-        "local": 24 * total,
-        "zero": shared,
-        "fsdp": parts / world_size,
-        "hsdp": parts / (per_host or world_size),
+        "ddp": 16 * total + copied / world_size,
+        "naive": 16 * total + copied,
+        "local": 24 * total + copied,
+        "zero": (8 + 8 / world_size) * total + copied / world_size,
+        "fsdp": (parts + copied) / world_size,
+        "hsdp": (parts + copied) / (per_host or world_size),
     }
 
 

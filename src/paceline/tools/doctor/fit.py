@@ -42,7 +42,8 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
 def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
     config, micro = settings.config, settings.plan.device_batch_size
     least = min(facts, key=lambda rank: rank.free_bytes)
-    state = state_bytes(config, len(facts), facts[0].num_gpus)[config.parallel.strategy] + _RANK_BYTES
+    by_strategy = state_bytes(config, len(facts), facts[0].num_gpus, on_cpu=least.device == "cpu")
+    state = by_strategy[config.parallel.strategy] + _RANK_BYTES
     sequence = sequence_bytes(config, least)
     seen = (
         f"a rank takes {units.size(state)} and {units.size(micro * sequence)} of activations; {least.host} has "
