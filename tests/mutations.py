@@ -1,12 +1,12 @@
-"""Plants the mistakes of planted.py in the code, one at a time, and runs the tests that should find each.
+"""Plants the mistakes of planted.py in the code, one at a time, and runs the test that should find each.
 
     python tests/mutations.py                       # all
     python tests/mutations.py zero order            # those with one of these words in the name or the file
     python tests/mutations.py --jobs 2              # two at a time
     python tests/mutations.py --sample 10 --seed 3  # ten of them at random
 
-For each, src is copied, the mistake is made in the copy, and a process forked from this one runs the tests, with the
-copy at the head of its path; the ranks and commands that tests start import the copy, too. Before that the tests run
+For each, src is copied, the mistake is made in the copy, and a process forked from this one runs the test, with the
+copy at the head of its path; the ranks and commands that it starts import the copy, too. Before that the tests run
 once on the code as it is. Exit status 1: these fail, a text to replace does not occur exactly once, or a mistake is not
 found.
 """
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 def _failed_as_it_is(chosen: Sequence[Mutation], folder: Path) -> str | None:
     """Returns the first test that fails without a mistake. Leaves the cache of the tests full."""
     for is_long in (False, True):
-        tests = sorted({test for each in chosen if each.is_long == is_long for test in each.tests})
+        tests = sorted({each.test for each in chosen if each.is_long == is_long})
         if tests:
             source = shutil.copytree(ROOT / "src", folder / f"src-{is_long}")
             run = partial(_run_tests, source, tests, folder / "cache", is_long)
@@ -177,7 +177,7 @@ def _run_mutated(mutation: Mutation, folder: Path, full_cache: Path) -> Result:
     file = source / "paceline" / mutation.file
     file.write_text(file.read_text().replace(mutation.old, mutation.new))
     cache = shutil.copytree(full_cache, folder / "cache")  # which the mistake may spoil
-    return _run_tests(source, mutation.tests, cache, mutation.is_long)
+    return _run_tests(source, [mutation.test], cache, mutation.is_long)
 
 
 def _run_tests(source: Path, tests: Sequence[str], cache: Path, is_long: bool) -> Result:

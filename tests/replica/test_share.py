@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from simulated import SimulatedRank
@@ -76,6 +76,7 @@ small = st.integers(1, 17)
 
 
 @given(sizes, small, small, st.integers(1, 7), st.booleans(), st.booleans(), st.integers(0, 99))
+@example(12, 4, 2, 2, False, True, 0)  # all batches are complete: drop_last drops none
 def test_every_sample_once_an_epoch_in_batches_that_know_nothing_of_the_world(
     size: int, batch_size: int, micro: int, world_size: int, shuffle: bool, drop_last: bool, seed: int
 ) -> None:

@@ -117,6 +117,14 @@ def test_an_end_that_is_behind_is_refused_however_it_is_given(run_folder: Path) 
     assert len(events(run_folder, "end")) == 3
 
 
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(run_folder: Path) -> None:
+    """Finds: a silent start at step 0, as where the disk with the checkpoints is not mounted."""
+    shutil.rmtree(run_folder / "checkpoints")
+    with pytest.raises(RunError, match=r"have been saved, and .*checkpoints has none: is its disk mounted\?"):
+        resume(run_folder)
+    assert len(rows(run_folder / "metrics.jsonl")) == 4
+
+
 def test_shares_by_speed_begin_equal_where_a_rank_had_no_sequence() -> None:
     """As with equal shares in few micro-batches: its speed would stay unknown, and the shares as they are."""
     plan = BatchPlan(12, 6, 3, (4, 4, 4))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from program import rows
 
 from paceline.config import Config
 from paceline.record.console import Console
@@ -73,6 +74,15 @@ def test_only_waiting_for_ranks_is_communication(
     parts = made.totals.mean_parts()
     assert parts["exposed communication"] == pytest.approx(exposed_ms)
     assert parts["other"] == pytest.approx([mine.step_ms - 66 - ms for ms in exposed_ms])
+
+
+def test_a_rate_is_of_a_second(tmp_path: Path) -> None:
+    """Finds: tokens of a millisecond under the name of a second."""
+    folder = create(tmp_path / "run")
+    recorded(0, 1, folder, result(times(80.0), [times(70.0)]))
+    found = rows(folder.metrics)
+    assert [row["step_ms"] for row in found] == [80.0, 80.0]
+    assert [row["tokens_per_s"] for row in found] == [64 / 0.08] * 2
 
 
 def test_ranks_other_than_0_do_not_look_at_all_ranks_times(tmp_path: Path) -> None:
