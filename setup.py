@@ -12,6 +12,7 @@ from pathlib import Path
 from setuptools import setup
 
 REPOSITORY = os.environ.get("PACELINE_REPOSITORY", "").rstrip("/")
+PICTURE = re.compile(r'<picture>.*?<img alt="([^"]*)" src="([^"]*)">.*?</picture>', re.DOTALL)  # one for each scheme
 LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)]+)\)")  # neither https: nor a heading of the page
 
 
@@ -23,8 +24,9 @@ def elsewhere(link: re.Match[str]) -> str:
     return "" if mark else text
 
 
+readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 setup(
-    long_description=LINK.sub(elsewhere, Path(__file__).with_name("README.md").read_text(encoding="utf-8")),
+    long_description=LINK.sub(elsewhere, PICTURE.sub(r"![\1](\2)", readme)),
     long_description_content_type="text/markdown",
     project_urls={"Repository": REPOSITORY, "Changelog": f"{REPOSITORY}/blob/HEAD/CHANGELOG.md"} if REPOSITORY else {},
 )

@@ -78,7 +78,7 @@ def test_an_index_would_show_them(dist: Path) -> None:
     assert told.get_all("Project-URL", [])[0] == f"Repository, {REPOSITORY}"
     readme = str(told.get_payload())
     assert f"]({REPOSITORY}/blob/HEAD/docs/guide/compare.md)" in readme
-    assert f"![What make train prints]({REPOSITORY}/raw/HEAD/docs/images/demo.svg)" in readme
+    assert f"]({REPOSITORY}/raw/HEAD/docs/images/curves-light.svg)" in readme
     assert all(link.startswith(("https:", "#")) for link in re.findall(r"\]\(([^)]+)\)", readme))
 
 
