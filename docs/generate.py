@@ -140,7 +140,7 @@ def _cell(text: str) -> str:
     choices = re.fullmatch(r"Literal\[(.*)\]", text)
     if choices:
         return ", ".join(f"`{choice.strip()[1:-1]}`" for choice in choices[1].split(","))
-    return text if text == "none" else f"`{text}`"
+    return text if text == "none" else f"`{text}`".replace(" | ", "` or `")  # a bar would end the cell
 
 
 # ---- presets, Python ----
