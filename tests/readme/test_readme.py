@@ -19,6 +19,7 @@ from paceline.cli.main import _VERBS
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDE = sorted([*(ROOT / "docs" / "guide").glob("*.md"), *(ROOT / "docs" / "learn").glob("*.md")])
+IN_EVERY_RUN = ("README", "train", "your-model", "two-machines")  # of `make test-long`
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *GUIDE]
 
 # A block of commands. Its title says what it needs beyond one machine ("needs 8 GPUs"): the site shows it, and no test
@@ -92,17 +93,17 @@ def as_words(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
     return ((*programs[first], *rest), env) if first in programs else (("bash", "-c", command), {})
 
 
+def marks(document: Path) -> list[pytest.MarkDecorator]:
+    """The commands of most pages run at night; test_marked.py parses all."""
+    needed = {"lab": "lab --hosts" in document.read_text(), "nightly": document.stem not in IN_EVERY_RUN}
+    return [pytest.mark.xdist_group(document.stem), *(getattr(pytest.mark, name) for name in needed if needed[name])]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "document",
-    [
-        pytest.param(
-            d, id=d.stem, marks=[pytest.mark.xdist_group(d.stem)] + [pytest.mark.lab] * ("lab --hosts" in d.read_text())
-        )
-        for d in (README, *GUIDE)
-        if "```sh" in d.read_text()
-    ],
+    [pytest.param(d, id=d.stem, marks=marks(d)) for d in (README, *GUIDE) if "```sh" in d.read_text()],
 )
 def test_every_command_of_the_documents_runs_in_order(document: Path, tmp_path: Path) -> None:
     for folder in ("docs", "texts"):  # what a reader would have

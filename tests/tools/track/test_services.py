@@ -1,9 +1,7 @@
 """What trackers with a library of their own have afterwards, read back from their stores.
 
-They are large, so `make setup` leaves them out and these tests are skipped. To run them:
-
-    pip install wandb trackio mlflow tensorboard
-    pytest tests/tools/track/test_services.py
+They are large, so `make setup` leaves them out and these tests are skipped. `.ci/nightly trackers` installs and runs
+them.
 """
 
 import json
