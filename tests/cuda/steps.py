@@ -93,7 +93,7 @@ def rehearsal(
         replica.waits_at_once = False
         replica.scaler = LossScaler.for_dtype(dtype)
         replica.compare_every = 0  # as train/meet.py does
-        yield Rehearsal(gpu, replica, group, micro_batch=4)
+        yield Rehearsal(gpu, replica, group, micro_batch=2)  # two chunks of the loss
 
 
 class _Grid(dict[str, DeviceMesh]):
