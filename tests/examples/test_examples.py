@@ -5,9 +5,7 @@ What the guide shows of them is compared with the files, so it cannot drift: its
 
 import contextlib
 import difflib
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -107,85 +105,40 @@ def test_a_time_budget_ends_all_ranks_at_one_step_and_another_number_of_them_goe
 
 
 @pytest.mark.long
-def test_images_are_learnt_alike_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ("--no-augment", "--images", "600", "--batch-size", "20", "--epochs", "1")
+@pytest.mark.parametrize(
+    ("name", "arguments", "words", "count"),
+    [
+        ("images", ("--no-augment", "--images", "600", "--batch-size", "20", "--epochs", "1"), ["loss", "accuracy"], 4),
+        ("gan", ("--steps", "40"), ["discriminator", "generator"], 8),
+        ("finetune", ("--steps", "8", "--out", "tuned"), ["loss"], 8),
+    ],
+    ids=["images", "gan", "finetune"],
+)
+def test_two_ranks_learn_as_one_process_does(
+    name: str, arguments: tuple[str, ...], words: list[str], count: int, tmp_path: Path
+) -> None:
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(start(EXAMPLES / "images" / "train.py", *arguments, ranks=ranks, cwd=tmp_path))
+            stack.enter_context(start(EXAMPLES / name / "train.py", *arguments, ranks=ranks, cwd=tmp_path / f"{ranks}"))
             for ranks in (0, 2)
         ]
         ended = [program.wait().require() for program in programs]
-    one, two = (numbers(each, "loss", "accuracy") for each in ended)
-    assert len(one) == 4  # three of loss, one of accuracy
+    one, two = (numbers(each, *words) for each in ended)
+    assert len(one) == count
     assert two == pytest.approx(one, abs=1e-4)
     assert "warning" not in (ended[0].err + ended[1].err).lower().replace("warnings.warn", "")
+    if name == "finetune":
+        can_be_loaded(tmp_path / "2" / "tuned" / "model", tmp_path / "0" / "tuned" / "model")
 
 
-# ---- killed, stopped, gone on with ----
-
-
-def is_saved(run: Path, step: int) -> bool:
-    """Whether a checkpoint of this step or a later one is there, whole."""
-    return any(int(path.name[-8:]) >= step for path in run.glob("checkpoints/step-*[0-9]"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "words", "env", "arguments"),
-    [
-        ("gpt/after", ["training", "validation"], {"STEPS": "60", "EVAL_EVERY": "4"}, ()),
-        ("gan/train", ["discriminator", "generator"], {}, ("--steps", "600", "--save-every", "20")),
-    ],
-    ids=["gpt", "gan"],
-)
-def test_what_was_killed_goes_on_with_the_same_curve_on_another_number_of_ranks(
-    name: str, words: list[str], env: dict[str, str], arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    script, run = EXAMPLES / f"{name}.py", tmp_path / "parts" / "runs" / name.split("/")[0]
-    with (
-        start(script, *arguments, cwd=tmp_path / "whole", **env) as undisturbed,
-        start(script, *arguments, ranks=2, cwd=tmp_path / "parts", **env) as killed,
-    ):
-        killed.wait_for(lambda: is_saved(run, 8))
-        killed.kill_all()
-        whole = numbers(undisturbed.wait().require(), *words)
-    with start(script, *arguments, ranks=3, cwd=tmp_path / "parts", **env) as program:
-        ended = program.wait().require()
-    rest = numbers(ended, *words)
-    assert "restored step" in ended.out
-    assert 0 < len(rest) < len(whole)
-    whole = whole[-len(rest) :]
-    assert rest[:20] == pytest.approx(whole[:20], abs=1e-4)  # two nets against each other make rounding larger
-
-
-@pytest.mark.long
-def test_a_fine_tuning_that_is_stopped_and_killed_and_goes_on_ends_as_if_nothing_was(tmp_path: Path) -> None:
+def can_be_loaded(folder: Path, of_one_process: Path) -> None:
+    """transformers takes what two ranks saved, with the weights of one process."""
     from safetensors.torch import load_file
     from transformers import GPT2LMHeadModel
 
-    script, steps = EXAMPLES / "finetune" / "train.py", 40
-    arguments = ("--steps", str(steps), "--save-every", "4", "--out")
-    with (
-        start(script, *arguments, "whole", cwd=tmp_path) as undisturbed,
-        start(script, *arguments, "parts", cwd=tmp_path) as stopped,
-    ):
-        stopped.wait_for(lambda: is_saved(tmp_path / "parts", 4))
-        os.kill(stopped.pid, signal.SIGTERM)
-        assert "stopped by SIGTERM" in stopped.wait().require(75).out
-        whole = numbers(undisturbed.wait().require(), "loss")
-    assert len(whole) == steps
-    with start(script, *arguments, "parts", ranks=2, cwd=tmp_path) as killed:
-        killed.wait_for(lambda: is_saved(tmp_path / "parts", 16))
-        killed.kill_all()
-    with start(script, *arguments, "parts", cwd=tmp_path) as program:
-        ended = program.wait().require()
-    losses = numbers(ended, "loss")
-    assert 0 < len(losses) <= steps - 16
-    assert losses == pytest.approx(whole[-len(losses) :], abs=1e-4)
-
-    weights, wanted = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("parts", "whole"))
+    weights, wanted = (load_file(path / "model.safetensors") for path in (folder, of_one_process))
     assert weights.keys() == wanted.keys()
     assert all(torch.allclose(weights[name], wanted[name], atol=1e-4) for name in wanted)
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "parts" / "model")
+    model = GPT2LMHeadModel.from_pretrained(folder)
     assert torch.equal(model.transformer.wte.weight, weights["transformer.wte.weight"])
     assert model.lm_head.weight is model.transformer.wte.weight

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from program import run
 from paceline.config import Config, load_preset
 from paceline.tools.bench import compare
 from paceline.tools.bench.compare import Sample, Setup, kinds_of_shares
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
+from in_process import here
 
 pytestmark = pytest.mark.alone
 
@@ -68,11 +72,11 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_is_refused_before_anything_runs(case: str, tmp_path: Path) -> None:
     flags, message = REFUSALS[case]
-    ended = run("bench", "scaling", *flags, cwd=tmp_path).require(2)
+    ended = here("bench", "scaling", *flags, cwd=tmp_path).require(2)
     assert message in ended.err.replace("\n", " ")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def _a_machine_that_makes_labs() -> None:
     ended = run("lab", "--hosts", "2", "--cpu", "0.5", "--", "exec", "true")
     if ended.status == 2:
@@ -82,14 +86,14 @@ def _a_machine_that_makes_labs() -> None:
 @pytest.mark.usefixtures("_a_machine_that_makes_labs")
 def test_more_than_the_cores_is_refused(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    ended = run("bench", "scaling", "--preset", "tiny", "--cpu", f"1.0,{cores}", cwd=tmp_path).require(2)
+    ended = here("bench", "scaling", "--preset", "tiny", "--cpu", f"1.0,{cores}", cwd=tmp_path).require(2)
     assert "together the hosts would be slower than each alone" in ended.err.replace("\n", " ")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_a_machine_that_makes_labs")
 def test_one_command_makes_the_table_from_runs_in_a_lab(tmp_path: Path) -> None:
-    flags = ("--preset", "tiny", "--cpu", "0.8,0.4", "--steps", "10", "--rounds", "1", "--parallel.shares", "9,3")
+    flags = ("--preset", "tiny", "--cpu", "0.8,0.4", "--steps", "5", "--rounds", "1", "--parallel.shares", "9,3")
     ended = run("bench", "scaling", *flags, "--json", "t.json", "--markdown", "t.md", cwd=tmp_path).require(0)
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     a, b, equal, auto, fixed = rows
@@ -111,7 +115,7 @@ def test_one_command_makes_the_table_from_runs_in_a_lab(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_a_machine_that_makes_labs")
 def test_variants_are_held_against_hosts_that_exchange_nothing(tmp_path: Path) -> None:
     variants = ("parallel.strategy=ddp", "parallel.strategy=zero train.layered-micro-batches=3")
-    flags = ("--preset", "tiny", "--rate", "1gbit", "--steps", "8", "--rounds", "1", "--json", "t.json")
+    flags = ("--preset", "tiny", "--rate", "1gbit", "--steps", "5", "--rounds", "1", "--json", "t.json")
     run("bench", "scaling", *flags, "--compare", *variants, cwd=tmp_path).require(0)
     apart, *rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert (apart["label"], apart["sequences"], apart["comm_bytes"]) == ("2 hosts, no exchange", [6, 6], 0)

@@ -156,6 +156,7 @@ def test_ranks_that_train_in_shared_memory_get_no_prediction_of_sending(tmp_path
     assert "comm_ms of a training step" not in ended.out
 
 
+@pytest.mark.long
 def test_the_command_prints_tables_and_writes_a_file_and_a_page(tmp_path: Path) -> None:
     ended = run(
         *("bench", "link", "--nproc", "2", "--time-budget", "5", "--max-bytes", "65536", "--json", "found.json"),

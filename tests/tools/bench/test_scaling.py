@@ -18,6 +18,9 @@ from paceline.tools.bench import compare, runs, scaling_show
 from paceline.tools.bench.scaling import Found, Sample, Setup, World, _Bench, sequences_of
 from paceline.tools.bench.scaling_show import Row, tabulate
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
+from in_process import here
+
 
 def setup_of(**changes: object) -> Setup:
     config = load_preset("tiny", Config())  # 12 sequences of 64 tokens
@@ -244,7 +247,7 @@ def test_a_process_apart_inherits_nothing_of_a_world() -> None:
 @pytest.mark.long
 def test_one_command_makes_the_table_from_real_runs(tmp_path: Path) -> None:
     """Where no program is found on PATH there is no lab, which is what its row is to say."""
-    flags = ("--preset", "tiny", "--max-ranks", "2", "--kind", "strong", "--steps", "10", "--rounds", "1")
+    flags = ("--preset", "tiny", "--max-ranks", "2", "--kind", "strong", "--steps", "5", "--rounds", "1")
     files = ("--json", "t.json", "--markdown", "t.md", *(("--plot", "t.html") if has_plotly() else ()))
     ended = run("bench", "scaling", *flags, *files, env={"PATH": str(tmp_path)}, cwd=tmp_path).require(0)
     found = json.loads((tmp_path / "t.json").read_text())
@@ -292,22 +295,26 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_before_anything_runs(case: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_anything_runs(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags, env, message = REFUSALS[case]
-    ended = run("bench", "scaling", *flags, env=env, cwd=tmp_path).require(2)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    ended = here("bench", "scaling", *flags, cwd=tmp_path).require(2)
     assert message in ended.err.replace("\n", " ")
 
 
 def test_devices_that_are_not_there_or_cannot_scale_are_refused(tmp_path: Path) -> None:
-    mps = run("bench", "scaling", "--parallel.device", "mps", cwd=tmp_path).require(2)
+    mps = here("bench", "scaling", "--parallel.device", "mps", cwd=tmp_path).require(2)
     assert "serves one process, so there is nothing to scale" in mps.err
-    cuda = run("bench", "scaling", "--parallel.device", "cuda", "--max-ranks", "99", cwd=tmp_path).require(2)
+    cuda = here("bench", "scaling", "--parallel.device", "cuda", "--max-ranks", "99", cwd=tmp_path).require(2)
     assert "GPU" in cuda.err
 
 
 def test_a_batch_that_leaves_ranks_without_work_is_refused(tmp_path: Path) -> None:
     flags = ("--preset", "tiny", "--train.global-batch-size", "2", "--train.device-batch-size", "1")
-    ended = run("bench", "scaling", *flags, "--max-ranks", "3", cwd=tmp_path).require(2)
+    ended = here("bench", "scaling", *flags, "--max-ranks", "3", cwd=tmp_path).require(2)
     assert "a step has 2 sequences (--train.global-batch-size), too few for 3 ranks" in ended.err
 
 

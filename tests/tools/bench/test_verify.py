@@ -58,8 +58,16 @@ def test_a_rank_that_computes_something_else_fails_the_row_on_the_curve(tmp_path
     assert "straight/metrics.jsonl" in said
 
 
+@pytest.mark.long
+def test_two_ranks_pass(tmp_path: Path) -> None:
+    ended = verified(tmp_path, "--nproc", "2")
+    assert list(verdicts(ended).items()) == [(law, "pass") for law in LAWS]
+    assert not list(tmp_path.glob("paceline-verify-*"))
+
+
 @pytest.mark.lab
 @pytest.mark.long
+@pytest.mark.nightly
 def test_torchrun_on_two_hosts_passes_and_leaves_nothing(tmp_path: Path) -> None:
     """torchrun's own rendezvous between hosts of a lab, each of which has its agent, and one of which has its store."""
     endpoint = "--rdzv-backend c10d --rdzv-id job --rdzv-endpoint 10.0.0.1:29400"
@@ -156,7 +164,6 @@ def test_a_run_that_failed_fails_its_laws_in_its_own_words_and_leaves_the_others
         assert laws.check_resume(left(tmp_path, **{name: "no memory"})) == (False, "no memory")
 
 
-@pytest.mark.long
 def test_a_resume_that_ends_elsewhere_fails_with_both_values(copied: Path) -> None:
     passed, seen = laws.check_resume(left(copied))
     assert passed
@@ -169,7 +176,6 @@ def test_a_resume_that_ends_elsewhere_fails_with_both_values(copied: Path) -> No
     )
 
 
-@pytest.mark.long
 def test_a_resume_with_another_optimizer_state_or_another_curve_fails(copied: Path) -> None:
     change(copied / "stopped/events.jsonl", state_digests=["0"])
     assert laws.check_resume(left(copied)) == (False, "the weights are the same; the state of rank 0 differs")
@@ -179,7 +185,6 @@ def test_a_resume_with_another_optimizer_state_or_another_curve_fails(copied: Pa
     assert laws.check_resume(left(copied))[0] is False
 
 
-@pytest.mark.long
 def test_a_curve_further_away_than_rounding_fails_with_the_step(copied: Path) -> None:
     alone = Path(shutil.copytree(copied / "straight", copied / "alone"))
     assert laws.check_curve(left(copied))[0]
@@ -198,7 +203,6 @@ def test_a_curve_further_away_than_rounding_fails_with_the_step(copied: Path) ->
     assert laws.check_shares(left(copied))[0] is False
 
 
-@pytest.mark.long
 def test_states_that_differ_at_the_end_are_no_equal_replicas(copied: Path) -> None:
     change(copied / "straight/events.jsonl", state_digests=["aa", "bb"])
     differ = "digests of the state at the end: aa (rank 0), bb (rank 1)"
@@ -207,7 +211,6 @@ def test_states_that_differ_at_the_end_are_no_equal_replicas(copied: Path) -> No
     assert laws.check_replicas(left(copied))[0]
 
 
-@pytest.mark.long
 def test_the_world_is_the_one_that_trained_on_equal_devices(copied: Path) -> None:
     events, metrics = copied / "straight/events.jsonl", copied / "straight/metrics.jsonl"
     start = next(line for line in map(json.loads, events.read_text().splitlines()) if line["event"] == "start")

@@ -86,7 +86,7 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
     options = ("--preset", "gpt2-124m", "--out", "disk/run", "--nproc", "2", "--data.path", str(data))
     options += ("--train.device-batch-size", "480", "--parallel.device", "cpu", "--parallel.interface", "eth99")
     command = ("unshare", "--mount", "sh", "-c", BROKEN, *DOCTOR, *options)
-    busy = ("sh", "-c", "while :; do :; done")
+    busy = ("nice", "-n", "-19", "sh", "-c", "while :; do :; done")  # the busiest program also of a busy machine
     with Program(command=busy) as other, Program(command=command, env=environment, cwd=tmp_path) as program:
         ended = program.wait().require(1)
         assert other.process.poll() is None

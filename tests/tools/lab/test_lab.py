@@ -128,7 +128,7 @@ class Remains:
 # ---- hosts ----
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3, 4])
+@pytest.mark.parametrize("num_hosts", [2, 4])
 def test_hosts_reach_each_other_and_see_nothing_else(num_hosts: int) -> None:
     names = "abcd"[:num_hosts]
     rates = ",".join(["1gbit", "100mbit", "unlimited", "10mbit"][:num_hosts])
@@ -150,17 +150,10 @@ def test_hosts_reach_each_other_and_see_nothing_else(num_hosts: int) -> None:
         }
     table = [line.split() for line in ended.err.splitlines()]
     assert ["b", "10.0.0.2", "100mbit"] in [words[:3] for words in table]
-
-
-def test_hosts_have_cores_of_their_own_where_there_are_enough() -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one processor")
-    ended = lab("--hosts", "2", "--", "exec", *GUEST, "meet").require(0)
-    first = set(json.loads(ended.out)["cores"])
-    second = set(json.loads(next(line for line in ended.err.splitlines() if line.startswith("[b1]"))[5:])["cores"])
-    assert first
-    assert second
-    assert not first & second
+    cores = [core for facts in told.values() for core in facts["cores"]]
+    assert all(facts["cores"] for facts in told.values())
+    if len(os.sched_getaffinity(0)) >= num_hosts:
+        assert len(cores) == len(set(cores)), "each host has cores of its own"
 
 
 # ---- links ----
@@ -416,11 +409,13 @@ def test_a_terminal_that_cannot_be_written_ends_no_lab() -> None:
 
 
 def test_a_machine_whose_tcp_cannot_be_chosen_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that offers no choice of congestion control. Finds: a choice written all the same."""
     monkeypatch.setattr(network, "_TCP", tmp_path)
-    network._control_congestion(os.getpid())  # which has this machine's own network: a change of it would be refused
+    network._control_congestion(os.getpid())
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("next_one", [("--", "exec", "true"), ("clean",)])
+@pytest.mark.parametrize("next_one", [("--", "exec", "true"), pytest.param(("clean",), marks=pytest.mark.long)])
 def test_a_killed_lab_dies_whole_and_the_next_one_cleans_up(next_one: tuple[str, ...]) -> None:
     with running("--hosts", "2", "--cpu", "0.5", "--", "exec", "sh", "-c", "sleep 600 & sleep 600") as program:
         remains = Remains()

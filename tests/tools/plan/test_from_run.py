@@ -260,6 +260,7 @@ def train_as_hosts(_: ParallelConfig, env: Environment, folder: Path, config: Co
             path.unlink()
 
 
+@pytest.mark.long
 def test_ranks_on_two_hosts_print_a_prediction_with_their_link(tmp_path: Path) -> None:
     config = tiny(train__steps=12, parallel__strategy="zero", train__eval_every=-1)
     assert run_ranks(train_as_hosts, 2, tmp_path / "run", config, opened=False) == [0, 0]

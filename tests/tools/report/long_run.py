@@ -1,9 +1,9 @@
-"""A run folder such as a run of 20,000 steps on four ranks and two hosts leaves it, made in a second.
+"""A run folder such as a run of 2,000 steps on four ranks and two hosts leaves it, made in a tenth of a second.
 
-    restart      killed at step 15,130, gone on from 15,000 five minutes later
-    straggler    rank 2 (host b) needs three times as long for forward in steps 9,001 to 12,400
-    spike        the loss of step 7,777 alone is 14.5
-    no update    step 4,242 has no finite loss
+    restart      killed at step 1,513, gone on from 1,500 five minutes later
+    straggler    rank 2 (host b) needs three times as long for forward in steps 901 to 1,240
+    spike        the loss of step 777 alone is 14.5
+    no update    step 424 has no finite loss
 
 Its rows are what a reader of metrics.jsonl is promised, not what the writer makes: a change of one of both is noticed.
 """
@@ -17,18 +17,19 @@ from typing import Any
 
 from paceline.config import Config, load_preset, to_toml
 
-NUM_STEPS, NUM_RANKS, TOKENS = 20_000, 4, 32_768
+NUM_STEPS, NUM_RANKS, TOKENS = 2_000, 4, 32_768
 HOSTS = ["a", "a", "b", "b"]
-SLOW_RANK, SLOW_FROM, SLOW_TO = 2, 9_001, 12_400
-SPIKE_AT, SPIKE = 7_777, 14.5
-NOT_FINITE_AT = 4_242
-SAVED_AT, KILLED_AT = 15_000, 15_130
-COST_S = 411.5
+SLOW_RANK, SLOW_FROM, SLOW_TO = 2, 901, 1_240
+SPIKE_AT, SPIKE = 777, 14.5
+NOT_FINITE_AT = 424
+SAVED_AT, KILLED_AT = 1_500, 1_513
+COST_S = 41.5
 _BEGUN = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
 
 
 def write(folder: Path, num_steps: int = NUM_STEPS, **config: Any) -> Path:
-    """Writes the run, or its first steps, into a new folder and returns it. config: other fields of `train`."""
+    """Writes the run into a new folder and returns it: its first steps, or with more after it. config: other fields of
+    `train`."""
     folder.mkdir(parents=True)
     preset = load_preset("gpt2-124m", Config())
     resolved = preset.replace("model", vocab_size=50_257, n_positions=1024).replace("parallel", strategy="ddp")
@@ -38,10 +39,10 @@ def write(folder: Path, num_steps: int = NUM_STEPS, **config: Any) -> Path:
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
             file.write(json.dumps(step_row(step, draws)) + "\n")
-            if step % 500 == 0:
+            if step % 50 == 0:
                 file.write(json.dumps(_evaluation(step)) + "\n")
     with (folder / "events.jsonl").open("w") as file:
-        for event in events():
+        for event in events(num_steps):
             file.write(json.dumps(event) + "\n")
     return folder
 
@@ -58,7 +59,7 @@ def step_row(step: int, draws: random.Random) -> dict[str, Any]:
     return {
         "step": step,
         "loss": loss,
-        "lr": 6e-4 * min(1, step / 700) * (0.55 + 0.45 * math.cos(math.pi * step / NUM_STEPS)),
+        "lr": 6e-4 * min(1, step / 70) * (0.55 + 0.45 * math.cos(math.pi * min(1, step / NUM_STEPS))),
         "grad_norm": None if loss is None else 0.5 + draws.expovariate(8),
         "skipped": loss is None,
         "tokens": step * TOKENS,
@@ -100,7 +101,7 @@ def _evaluation(step: int) -> dict[str, Any]:
     return {"step": step, "val_loss": val_loss, "val_bpb": val_loss / 3.1, **facts}
 
 
-def events() -> list[dict[str, Any]]:
+def events(num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
     """What events.jsonl holds."""
     found: list[dict[str, Any]] = []
 
@@ -110,7 +111,7 @@ def events() -> list[dict[str, Any]]:
 
     tell("start", 0, world_size=NUM_RANKS, hosts=HOSTS, version="0.1.0", torch="2.13.0+cpu")
     slow = {"rank": SLOW_RANK, "host": "b"}
-    lived = range(1_000, SAVED_AT + 1, 1_000)
+    lived = range(100, SAVED_AT + 1, 100)
     for step in sorted([*lived, NOT_FINITE_AT, SLOW_FROM, SLOW_TO]):
         if step == NOT_FINITE_AT:
             tell("skipped step", step, step=step, loss_scale=1.0, parameter="blocks.3.mlp.up.weight", ranks=[1])
@@ -125,8 +126,8 @@ def events() -> list[dict[str, Any]]:
     tell("failed", KILLED_AT, step=KILLED_AT, error="rank 0 lost the other ranks during an all-reduce")
     worlds = {"from_world_size": NUM_RANKS, "world_size": NUM_RANKS, "hosts": HOSTS}
     tell("resume", KILLED_AT, 300, step=SAVED_AT, reached=KILLED_AT, **worlds)
-    for step in range(SAVED_AT + 1_000, NUM_STEPS + 1, 1_000):
+    for step in range(SAVED_AT + 100, NUM_STEPS + 1, 100):
         tell("checkpoint", step, 300, step=step, seconds=2.52, bytes=1_493_000_000)
     end = {"reason": "horizon reached", "digest": "c9ca11ceadd49d78", "state_digests": ["19050cea"] * NUM_RANKS}
-    tell("end", NUM_STEPS, 301, step=NUM_STEPS, straggler_cost_s=0.0, **end)
+    tell("end", num_steps, 301, step=num_steps, straggler_cost_s=0.0, **end)
     return found

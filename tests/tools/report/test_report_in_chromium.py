@@ -13,7 +13,8 @@ from paceline.cli.main import main
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
-# Of all plots of a run of 20,000 steps: 13,712 points, with which a page took 1.3 s of a processor's time.
+NUM_STEPS = 20_000
+# Of all plots of that run: 13,712 points, with which a page took 1.3 s of a processor's time.
 MAX_POINTS = 20_000
 POINTS = """[...document.querySelectorAll('.plot')].flatMap(p => p.data ?? [])
     .reduce((sum, trace) => sum + (trace.z?.flat() ?? trace.y ?? trace.x ?? []).length, 0)"""
@@ -25,11 +26,13 @@ TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => !e.closest('.
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folders: one of 20,000 steps, one that wants to be markup, and a real one of 40 steps on two ranks."""
+    """Run folders: one of 20,000 steps, one that wants to be markup, and a real one on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
-    long_run.write(folder / "long")
+    long_run.write(folder / "long", NUM_STEPS)
     evil_run(folder)
-    program.run("train", *program.TINY, "--nproc", "2", "--out", str(folder / "real"), cwd=folder).require()
+    program.run(
+        "train", *program.TINY, "--train.steps", "12", "--nproc", "2", "--out", str(folder / "real"), cwd=folder
+    ).require()
     return folder
 
 
@@ -98,7 +101,7 @@ def test_what_is_chosen_is_drawn(browser: Browser, runs: Path, tmp_path: Path) -
         shown.wait_for(then)
 
     last = "Math.round(Math.max(...document.getElementById('{}').data[2].x))"
-    assert shown.evaluate(last.format("loss")) == pytest.approx(long_run.NUM_STEPS, abs=27)
+    assert shown.evaluate(last.format("loss")) == pytest.approx(NUM_STEPS, abs=27)
     loss = "document.getElementById('loss')"
     chosen("x", "tokens", f"{loss}.layout.xaxis.title.text === 'tokens' && {last.format('loss')} > 6e8")
     chosen("x", "time", f"{loss}.layout.xaxis.title.text.startsWith('training time') && {last.format('loss')} < 100")

@@ -82,7 +82,7 @@ def test_no_spike_and_no_straggler_is_lost(page: bytes) -> None:
     heat = figures["run0-heat"]["traces"][0]
     columns, steps = np.array(heat["meta"]["zs"]["mean"]), np.array(heat["meta"]["xs"]["step"])
     assert columns.shape == (long_run.NUM_RANKS, 400)
-    inside = (steps > long_run.SLOW_FROM + 50) & (steps < long_run.SLOW_TO - 50)
+    inside = (steps > long_run.SLOW_FROM + 5) & (steps < long_run.SLOW_TO - 5)
     assert (columns[long_run.SLOW_RANK, inside] > 0.5).all()
     assert (columns[:, ~inside].mean(axis=1) < 0.05).all()
     assert (np.array(heat["meta"]["zs"]["slowest"]) >= columns - 1e-3).all()
@@ -99,16 +99,16 @@ def test_it_says_what_happened(page: bytes) -> None:
     said = text_of(page)
     for told in (
         "finished",
-        "655M in 20,000 steps",  # tokens
-        "1 130 steps repeated",  # restarts
-        "6m52s named: rank 2",
+        "65.5M in 2,000 steps",  # tokens
+        "1 13 steps repeated",  # restarts
+        "42s named: rank 2",
         "4 on a, b",
-        "Rank 2 (host b) was slow in steps 9,001 to 12,407: forward took it 182 ms, the median rank 61 ms",
+        "Rank 2 (host b) was slow in steps 901 to 1,247: forward took it 182 ms, the median rank 61 ms",
         "A rank sends 711.4 MiB a step",
         "come to 712.1 MiB by the ring's formula",  # 2 * 3/4 * 4 bytes * 124,439,808
         "1 step without a finite loss",
-        "hang 15,130 rank 3, host b",
-        "straggler over 12,407 rank 2, host b, cost 411.5 s",
+        "hang 1,513 rank 3, host b",
+        "straggler over 1,247 rank 2, host b, cost 41.5 s",
     ):
         assert told in said, told
 
@@ -353,7 +353,7 @@ _KINDS = st.sampled_from(
 )
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     st.lists(_rows_of(_ROW_NAMES), max_size=8),
     st.lists(st.builds(lambda row, kind: row | {"event": kind}, _rows_of(_EVENT_NAMES), _KINDS), max_size=6),

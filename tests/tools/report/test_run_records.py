@@ -164,7 +164,7 @@ def test_report_and_watch_name_the_same_ranks(tmp_path: Path) -> None:
         shown = {fact.label: fact.value for fact in watch.view.facts}
         rates = [fact.value for fact in Summary(run).facts() if fact.label == "Throughput"]
         assert rates == [shown["Throughput"]]
-        assert watch.view.ranks_said.startswith("Rank 1 (b) is slow" if named else "No rank is named slow. ")
+        assert watch.view.ranks_said.startswith("Rank 1 (b) has been slow" if named else "No rank is named slow. ")
 
 
 def by_rank_row(step: int, parts: dict[str, list[float]]) -> dict[str, Any]:
