@@ -8,7 +8,7 @@ weights, a save that does not wait for its copy, a restored position that is not
 import fuzz
 import pytest
 
-SHORT, AT_ONCE = 9, 30  # cases in one set of ranks, in the short suite and in the long one
+SHORT, AT_ONCE = 9, 60  # cases in one set of ranks, in the short suite and in the long one
 LONG = [pytest.param(first, AT_ONCE, marks=pytest.mark.long) for first in range(SHORT, 300 + SHORT, AT_ONCE)]
 
 

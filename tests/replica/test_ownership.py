@@ -207,7 +207,7 @@ def train_a_while(world: World, folder: Path, kind: dict[str, Any]) -> list["wea
     replica = paceline.Replica(model, optimizer, world, **kind)
     checkpoints = paceline.Checkpoints(folder, net=replica)
     checkpoints.restore()
-    loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=8)
+    loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), batch_size=8)
     for step in replica.steps(loader, epochs=1):
         for x, y in step:
             step.backward(nn.functional.mse_loss(model(x), y))
