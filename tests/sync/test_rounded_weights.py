@@ -22,7 +22,7 @@ from paceline.sync.zero import ShardedSync
 from paceline.world.config import ParallelConfig
 from paceline.world.runtime import World
 
-NUM_STEPS, NUM_TOKENS = 4, 16
+NUM_STEPS, NUM_TOKENS = 6, 16
 WIDTH = 64
 ROUNDED = {"gpt2": 2 * (12 * WIDTH * WIDTH + 9 * WIDTH), "llama": 2 * (4 + 3 * 3) * WIDTH * WIDTH}  # in two layers
 CASES = [  # family, optimizer, head, micro-batches of a rank in a step: each pair of choices is in some case
