@@ -84,12 +84,6 @@ Steps = list[list[list[int]]]  # [step][column] -> values
 PASSES = 2
 
 
-def short(*with_workers: str) -> list[Any]:
-    """The names of the loaders, of which those with workers are long but for these: a worker costs 0.1 s to fork."""
-    marks = {name: [pytest.mark.long] for name in {"workers", "persistent"} - set(with_workers)}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in LOADERS]
-
-
 def seed(number: int = 7) -> None:
     torch.manual_seed(number)
     np.random.seed(number)
@@ -114,7 +108,7 @@ def read(batches: Any, steps: Steps) -> None:
         np.random.rand()
 
 
-@pytest.mark.parametrize("name", short("workers"))
+@pytest.mark.parametrize("name", LOADERS)
 def test_one_process_reads_what_the_plain_loader_gives(name: str) -> None:
     """D4."""
     plain: Steps = []
@@ -132,7 +126,7 @@ def test_one_process_reads_what_the_plain_loader_gives(name: str) -> None:
     assert str(states()) == str(after)
 
 
-@pytest.mark.parametrize("name", short("persistent"))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == "workers" else ()) for n in LOADERS])
 def test_ranks_together_read_the_samples_of_the_plain_loader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """D4. Where reading draws from the script's generator, the next pass's order depends on how much one process read;
     what workers draw does not."""
@@ -150,7 +144,7 @@ def test_ranks_together_read_the_samples_of_the_plain_loader(name: str, monkeypa
     assert [list(chain(*step)) for step in zip(*ranks, strict=True)] == plain
 
 
-@pytest.mark.parametrize("name", short("workers"))
+@pytest.mark.parametrize("name", LOADERS)
 def test_a_resume_in_the_middle_of_a_pass_reads_what_is_left(name: str) -> None:
     """D4."""
     plain: Steps = []
