@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _FORK = multiprocessing.get_context("fork")
 _TEST_S = 120  # a mistake may make ranks wait for each other
 _RUN_S = 600
+_MOST_SAID = 2000
 
 
 class Result(NamedTuple):
@@ -50,13 +51,14 @@ class Result(NamedTuple):
     failed: str | None  # the first test that failed; none ran after it
     status: int  # of pytest
     num_passed: int = 0
+    said: str = ""  # the end of what pytest said, if it ended for another reason
 
     def __str__(self) -> str:
         if self.failed:
             return f"found by {self.failed}"
         if self.is_skipped:
             return "not looked for: its tests are skipped on this machine"
-        return f"NOT FOUND ({self.num_passed} tests passed, pytest's exit status {self.status})"
+        return f"NOT FOUND ({self.num_passed} tests passed, pytest's exit status {self.status}){self.said}"
 
     @property
     def is_skipped(self) -> bool:
@@ -108,7 +110,7 @@ def _failed_as_it_is(chosen: Sequence[Mutation], folder: Path) -> str | None:
             run = partial(_run_tests, source, tests, folder / "cache", is_long)
             ((_, result),) = _results([run], jobs=1, limit_s=10 * _RUN_S)
             if result.failed or result.status:
-                return result.failed or f"pytest's exit status {result.status}"
+                return result.failed or f"pytest's exit status {result.status}{result.said}"
     return None
 
 
@@ -187,14 +189,17 @@ def _run_tests(source: Path, tests: Sequence[str], cache: Path, is_long: bool) -
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "PACELINE_TEST_CACHE": str(cache)}
     os.chdir(ROOT)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)
+    output = cache.with_name("output")
+    for standard, opened in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(output, os.O_WRONLY | os.O_CREAT))):
+        os.dup2(opened, standard)
+    os.dup2(1, 2)
     kind = () if is_long else ("-m", "not long")
     flags = (*kind, "-x", "-q", "--few", "--tb=no", "-p", "no:cacheprovider", f"--timeout={_TEST_S}")
     seen = _Seen()
     status = pytest.main([*flags, *(f"tests/{test}" for test in tests)], plugins=[seen])
-    return Result(seen.failed, int(status), seen.num_passed)
+    sys.stdout.flush()
+    said = "" if seen.failed or not status else "\n" + output.read_text(errors="replace")[-_MOST_SAID:]
+    return Result(seen.failed, int(status), seen.num_passed, said)
 
 
 class _Seen:

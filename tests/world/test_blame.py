@@ -16,7 +16,7 @@ STUCK = 30.0  # longer than both
 def beat(rank: int, **facts: Any) -> Beat:
     """A rank that has stood still for long, in an all-reduce unless `facts` say otherwise."""
     usual = {"state": "runs", "section": "backward", "step": 3, "still_s": STUCK, "waits_for": "an all-reduce"}
-    return Beat(**{"number": 1, "stack": [], "error": "", "calls": [], **usual, **facts})  # type: ignore[arg-type]
+    return Beat(**{"number": 1, "stack": [], "error": "", "calls": [], "dead": [], **usual, **facts})  # type: ignore[arg-type]
 
 
 def known_of(*beats: Beat) -> Known:
@@ -26,7 +26,7 @@ def known_of(*beats: Beat) -> Known:
         for rank in range(len(beats))
     ]
     ages_s = dict.fromkeys(range(1, len(beats)), 0.0)
-    return Known(peers, 0, dict(enumerate(beats)), ages_s, has_listened=True, missing_store=None, beat_s=1.0)
+    return Known(peers, 0, dict(enumerate(beats)), ages_s, missing_store=None, beat_s=1.0)
 
 
 WAITS, DATA = beat(0), beat(0, section="data", waits_for=None)
@@ -40,13 +40,14 @@ WAITS, DATA = beat(0), beat(0, section="data", waits_for=None)
         (known_of(WAITS, WAITS, WAITS), [None], "all ranks stand still in backward of step 3, waiting in"),
         (known_of(WAITS, WAITS, beat(2, waits_for="a barrier")), [2], "waiting in a barrier, and most ranks in"),
         (known_of(WAITS, WAITS, beat(2, state="failed", error="full")), [2], "ended with an error in backward"),
+        (known_of(WAITS, beat(1, dead=[2]), WAITS), [2], "is gone"),
         (replace(known_of(WAITS, WAITS, DATA), ages_s={1: STUCK, 2: 0.0}), [1], "has not answered for at least 30 s"),
         (replace(known_of(WAITS, WAITS, DATA), ages_s={1: 1.0, 2: 0.0}), [2], "has made no progress"),
         (replace(known_of(WAITS, DATA), missing_store="the store"), [None], "the store does not answer"),
         (known_of(beat(0, calls=[(1, "sum", "a.py:1")]), beat(1, calls=[(1, "mean", "a.py:2")])), [None] * 3, "verbs"),
     ],
     ids=[
-        *("stands in its data", "is slow", "all wait", "in another collective", "failed", "silent"),
+        *("stands in its data", "is slow", "all wait", "in another collective", "failed", "dead", "silent"),
         *("not silent for long", "no store", "other verbs"),
     ],
 )
