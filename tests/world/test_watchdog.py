@@ -4,6 +4,7 @@ Ranks are forked from a process that has torch imported: 10 ms each instead of t
 waiting, so the worlds that are to end by their timeout all stand still at the same time.
 """
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -74,7 +75,7 @@ class Rank:
 Task = Callable[[Rank], None]
 
 
-def be_a_rank(folder: Path, env: Environment, task: Task) -> None:
+def be_a_rank(folder: Path, env: Environment, task: Task, timeout_s: float) -> None:
     """Does a task under a watchdog; what is said, by whom ever, is left as files."""
 
     def leave(name: str, text: str) -> None:
@@ -89,7 +90,7 @@ def be_a_rank(folder: Path, env: Environment, task: Task) -> None:
     with open_world(config, env) as world, (folder / f"stacks-{env.rank}").open("w") as log:
         watchdog = Watchdog(
             world,
-            timeout_s=TIMEOUT_S,
+            timeout_s=timeout_s,
             on_verdict=on_verdict,
             log=log,
         )
@@ -105,7 +106,7 @@ class Ranks:
     """The ranks of a world, all at the same task. `port` is that of their store; None: one that is held here, as
     torchrun's agent does."""
 
-    def __init__(self, folder: Path, num_ranks: int, task: Task, port: int | None = None):
+    def __init__(self, folder: Path, num_ranks: int, task: Task, port: int | None = None, timeout_s: float = TIMEOUT_S):
         self.folder = folder
         folder.mkdir()
         if port is None:
@@ -121,7 +122,9 @@ class Ranks:
             agent_holds_store=True,
         )
         self.processes = [
-            FORKS.Process(target=be_a_rank, args=(folder, replace(env, rank=rank, local_rank=rank), task), daemon=True)
+            FORKS.Process(
+                target=be_a_rank, args=(folder, replace(env, rank=rank, local_rank=rank), task, timeout_s), daemon=True
+            )
             for rank in range(num_ranks)
         ]
         for process in self.processes:
@@ -202,6 +205,21 @@ def rank_2_evaluates_and_the_others_check(rank: Rank) -> None:
         rank.world.group.broadcast(torch.ones(1), source=2)
 
 
+def rank_1_dies_and_its_worker_lives(rank: Rank) -> None:
+    """The worker holds the connections of its parent, as one of a DataLoader does: no collective fails."""
+    rank.reduce(1)
+    rank.send_beat()
+    rank.leave("here", "")
+    if rank.world.rank == 1:
+        worker = os.fork()
+        if not worker:
+            compute(120)
+            os._exit(0)
+        rank.leave("worker", str(worker))
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.reduce(2)
+
+
 def sleep_alone(rank: Rank) -> None:
     rank.watchdog.enter("data", 7)
     rank.leave("here", "")
@@ -259,6 +277,23 @@ def test_a_stopped_rank_is_named_and_killed(standing: dict[str, Ranks]) -> None:
     assert re.search(r"for at least \d+ s; last heard of up to 0\.2 s before that, in backward of step 2\n", message)
     assert re.search(r"\n    tests/world/test_watchdog\.py:\d+ compute\n", message)
     assert re.search(r"\nnoticed by rank [02] \(.*\), in reduce of step 2, waiting in an all-reduce$", message)
+
+
+def test_a_dead_rank_whose_worker_holds_its_connections_is_named_long_before_the_timeout(tmp_path: Path) -> None:
+    """Mutation: only ranks under NCCL look for the dead; the others wait until the worker ends, or for the timeout."""
+    ranks = Ranks(tmp_path / "ranks", 3, rank_1_dies_and_its_worker_lives, timeout_s=10 * LATEST_S)
+    ranks.wait_for("here")
+    try:
+        ranks.end(time.monotonic() + LATEST_S)
+        worker = int(ranks.said("worker", 1))
+        assert start_ticks(worker), "it ended, and its connections with it"
+    finally:
+        with contextlib.suppress(ValueError, OSError):
+            os.kill(int(ranks.said("worker", 1)), signal.SIGKILL)
+    assert ranks.statuses() == [1, -signal.SIGKILL, 1]
+    message, culprits = ranks.verdict(0)
+    assert culprits == [1]
+    assert re.match(rf"rank 1 \(.*, pid {ranks.pids[1]}\) is gone", message)
 
 
 def test_rank_0_which_judges_is_named_by_the_others_when_it_is_stopped(standing: dict[str, Ranks]) -> None:
