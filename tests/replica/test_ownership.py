@@ -4,6 +4,7 @@ it stays in memory when the script needs it no more."""
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.base import faults
 from paceline.base.errors import UserError
-from paceline.world.runtime import World
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment
+from paceline.world.runtime import World, open_world
 
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "ddp"},
@@ -48,6 +51,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     calls = {each.__name__: Call(each) for each in (call_parts, multiply_loss, refuse)}
     return run_calls(
         calls
+        | {"drop_rounded": Call(drop_rounded, opened=False)}
         | {
             each.__name__: Call(each, folder / each.__name__)
             for each in (change_after_save, freeze_later, kept_in_memory)
@@ -232,3 +236,25 @@ def kept_in_memory(world: World, folder: Path) -> list[Any]:
 def test_ranks_free_what_nobody_needs(two_ranks: dict[str, list[Any]]) -> None:
     """Finds: hooks, handles or a list of replicas that keep the model of an earlier cell."""
     assert two_ranks["kept_in_memory"] == [[], []]
+
+
+def drop_rounded(config: ParallelConfig, environment: Environment) -> bool:
+    """Whether a model has its exact weights again under a new replica, when rank 1 alone still held the one before, as
+    a traceback does. Ranks with shared memory send exact weights."""
+    with open_world(replace(config, shared_memory=False), environment) as world:
+        model = net()
+        replica = made(world, model, strategy="zero", read_as={"0.weight": torch.bfloat16})
+        train(replica)
+        exact = replica.state_dict()["0.weight"].clone()
+        assert not torch.equal(model[0].weight, exact), "it is not rounded, so the test shows nothing"
+        held = [replica] if world.rank == 1 else []
+        del replica
+        gc.collect()
+        made(world, model)
+        held.clear()
+        return torch.equal(model[0].weight, exact)
+
+
+def test_rounded_weights_become_exact_again_on_all_ranks(two_ranks: dict[str, list[Any]]) -> None:
+    """Finds: an exchange of exact weights that depends on a rank's garbage collector, and weights that stay rounded."""
+    assert two_ranks["drop_rounded"] == [True, True]

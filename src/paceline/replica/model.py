@@ -101,6 +101,7 @@ class ReplicatedModel:
         next forward pass waits for its own. Then call the whole model only, never a part of it, and call
         `wait_for_params` before you read weights between steps."""
         self.world.calls.replicas.add(self)
+        self.sync.keep_with_model(self)
         self.world.calls.num_replicas += 1
         self.number = self.world.calls.num_replicas
         """Of this replica, the same on all ranks."""

@@ -121,6 +121,11 @@ class Strategy(ABC):
         forward pass waits itself; other readers call this first."""
         return
 
+    def keep_with_model(self, replica: object) -> None:
+        """Keeps the replica as long as its model, if that has rounded weights: `release` is collective then, and each
+        rank has to find the replica, whatever its garbage collector did."""
+        return
+
     def release(self) -> None:
         """Removes the strategy's hooks from the model's modules; buckets.release removes those of parameters. Gives the
         parameters their exact values: collective if they are rounded."""

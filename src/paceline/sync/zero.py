@@ -259,6 +259,10 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
         _wait_for(self.buckets)
         super().wait_for_params()
 
+    def keep_with_model(self, replica: object) -> None:
+        if self.holds_rounded:
+            self._of_model.keeps = replica
+
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -287,9 +291,11 @@ class ShardedSync(BucketStrategy[ShardedBucket]):
             waiting = [stage for parameter in bucket.parameters for stage in stages_of.get(parameter, [self._model])]
             for module in dict.fromkeys(waiting):
                 needed.setdefault(module, []).append(bucket)
+        waits = {module: _WaitForWeights(buckets) for module, buckets in needed.items()}
+        self._of_model = waits[self._model]
         handles = []
-        for module, buckets in needed.items():
-            hook: Callable[..., None] = _WaitForWeights(buckets)
+        for module, wait in waits.items():
+            hook: Callable[..., None] = wait
             if getattr(module, "_compiled_call_impl", None) is not None:  # nn.Module.compile: keep the wait out of it
                 hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
             handles.append(module.register_forward_pre_hook(hook))
@@ -301,6 +307,7 @@ class _WaitForWeights:
 
     def __init__(self, buckets: Sequence[ShardedBucket] = ()):
         self._buckets = buckets
+        self.keeps: object = None  # what lives as long as the module
 
     def __call__(self, *_: object) -> None:
         _wait_for(self._buckets)
