@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +21,14 @@ from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
 
 _PIPE_WIDTH = 1000  # a table takes what it needs: a line for each run
+_SHOWN = 12  # settings on a run's line
 _NOT_COMPARED = ("data.path", "track.name")  # they differ between most runs, and say little
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunsArguments:
-    """List the runs in a folder: state, step, loss, tokens/s, age, and the settings in which they differ. Newest record
-    last. A run is stale if no end is recorded and its process is gone."""
+    """List the runs in a folder: state, step, loss, tokens/s, age, and the settings that a run does not share with most
+    of the others. Newest record last. A run is stale if no end is recorded and its process is gone."""
 
     folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FOLDER")]] = "runs"
     """The folder with run folders; also one run folder."""
@@ -52,8 +54,12 @@ def main(arguments: list[str]) -> int:
     shown = table("", columns, [[escape(printable(path.name)), *_cells(states[path])] for path in paths])
     shown.columns[0].overflow = "fold"  # a name is never cut
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(shown)
+    texts = {path: {name: _one_line(value) for name, value in settings[path].items()} for path in paths}
+    usual = _of_most(list(texts.values()))
     for path in paths:
-        facts = [states[path].why, *(f"{name} {value}" for name, value in settings[path].items())]
+        own = [f"{name} {value}" for name, value in texts[path].items() if value != usual.get(name)]
+        more = [f"{len(own) - _SHOWN} more settings (--json)"] if len(own) > _SHOWN else []
+        facts = [states[path].why, *own[:_SHOWN], *more]
         if text := ", ".join(fact for fact in facts if fact):
             print(printable(f"{path.name}: {text}"))
     return 0
@@ -76,6 +82,16 @@ def _differences(configs: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, An
     ]
     differing = [name for name in names if len({repr(config.get(name)) for config in configs.values()}) > 1]
     return {path: {name: config.get(name) for name in differing} for path, config in configs.items()}
+
+
+def _one_line(value: object) -> str:
+    return str(value).replace("\n", "\\n")
+
+
+def _of_most(settings: list[dict[str, str]]) -> dict[str, str]:
+    """Returns the fields that have one value in more than half of the runs, with that value."""
+    counts = Counter(item for each in settings for item in each.items())
+    return {name: value for (name, value), count in counts.items() if 2 * count > len(settings)}
 
 
 def _cells(state: RunState) -> list[str]:
