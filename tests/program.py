@@ -41,7 +41,7 @@ import psutil
 from namespaces import Host
 from ranks import FORKS
 
-from paceline.launch import attempt
+from paceline.launch import attempt, warm
 from paceline.tools.bench import runs
 
 _MARK = "PACELINE_TEST_MARK"
@@ -183,7 +183,8 @@ class Program:
                 env, session = process.environ(), str(os.getsid(process.pid))
                 is_ours = env.get(_MARK) == self.mark or session in forked or session == str(self.pid)
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((process.pid, forked.get(str(process.pid), env.get("RANK", ""))))
+                    warm_rank = process.name().partition("paceline-r")[2]
+                    found.append((process.pid, forked.get(str(process.pid), env.get("RANK") or warm_rank)))
         return found
 
     def _read(self, file: Any) -> str:
@@ -272,6 +273,7 @@ def _be_the_command(
         return Fork(FORKS.Process(target=_be_the_command_on, args=what))
 
     attempt.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment]
+    warm.is_supported = lambda: False  # its server would import torch once more
     runs.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=popen_of_bench, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )

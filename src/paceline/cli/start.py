@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from paceline import __version__
 from paceline.base import units
@@ -32,6 +33,8 @@ from paceline.world.kubernetes import Pod, read_pod
 _MOST_AUTOMATIC_RANKS = 4
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux
 _RUNS = Path("runs")
+_PRELOAD = ("paceline.train.loop", "paceline.tools.plan.here")  # what a rank imports
+_NVIDIA = Path("/dev/nvidiactl")  # of NVIDIA's driver
 _FIRST_S = 2.0  # torchrun ends all ranks as soon as one ends: rank 0 prints its message first
 
 
@@ -44,6 +47,9 @@ class RankFlags:
     torchrun leave it out."""
     max_restarts: int = 0
     """How often to start the ranks again, from the newest checkpoint, after one of them failed."""
+    start: Literal["auto", "warm", "cold"] = "auto"
+    """warm: ranks are forks of one process that has imported torch, so a restart takes a second (Linux). cold: each
+    rank is a new process. auto: cold where there are NVIDIA GPUs, with which warm ranks were not tried yet."""
     hosts: str = ""
     """Train on these hosts, ADDRESS:PORT,ADDRESS:PORT: start the same command on each. One that is lost or taken away
     leaves the others training, and comes back when the command is started there again. No shared disk is needed: each
@@ -96,9 +102,9 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     assert request.out is not None
     if not request.resume:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
-    arguments = without(arguments, "--nproc", "--max-restarts", "--hosts", "--min-hosts", "--node-rank")
+    arguments = without(arguments, "--nproc", "--max-restarts", "--start", "--hosts", "--min-hosts", "--node-rank")
     command = (sys.executable, "-m", "paceline", *arguments)
-    return _start_ranks(request, num_ranks, flags.max_restarts, hosts or pod, command)
+    return _start_ranks(request, num_ranks, flags, hosts or pod, command)
 
 
 def _require_devices(wanted: str, num_ranks: int) -> None:
@@ -149,16 +155,18 @@ def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions
 
 
 def _start_ranks(
-    request: Request, num_ranks: int, max_restarts: int, hosts: HostsOptions | Pod | None, command: tuple[str, ...]
+    request: Request, num_ranks: int, flags: RankFlags, hosts: HostsOptions | Pod | None, command: tuple[str, ...]
 ) -> int:
     from paceline.launch.local import start_ranks
     from paceline.launch.place import OneHost, OneOfMany
 
     out, job, config = request.out, request.job, request.config
     assert out is not None
-    start = partial(start_ranks, command, out, grace_s=config.checkpoint.grace_s)
+    is_warm = flags.start == "warm" or (flags.start == "auto" and not _NVIDIA.exists())
+    preload = _PRELOAD if is_warm else ()
+    start = partial(start_ranks, command, out, grace_s=config.checkpoint.grace_s, preload=preload)
     if hosts is None:
-        return start(lambda _: OneHost(num_ranks, config.parallel.port), max_restarts=max_restarts)
+        return start(lambda _: OneHost(num_ranks, config.parallel.port), max_restarts=flags.max_restarts)
     assert job is not None
     if isinstance(hosts, Pod):
         group = OneOfMany(num_ranks, hosts.number, hosts.num_pods, hosts.master_addr, hosts.master_port)
@@ -169,7 +177,7 @@ def _start_ranks(
     copy = partial(take, run_folder.RunFolder(out).checkpoints, config=config.checkpoint)
     return start(
         lambda signals: Hosts(hosts, job, num_ranks, out, signals, copy),
-        max_restarts=max_restarts,
+        max_restarts=flags.max_restarts,
         job=job,
         address=hosts.addresses[hosts.node][0],
     )

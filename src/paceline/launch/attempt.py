@@ -12,15 +12,29 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from paceline.base.say import say
 from paceline.base.status import read_statuses
 from paceline.launch.place import Order, Place
 from paceline.launch.signals import StopSignals, has_handler
+from paceline.launch.warm import WarmServer
 
 _LOOK_EVERY_S = 0.05
 _KILLED_S = 10.0  # for a killed process to end
 _FAILURE_GRACE_S = 2.0  # for the other ranks: those that wait for the dead one notice within 0.1 s and print why
+
+
+class Process(Protocol):
+    """A rank's process: a Popen, or a WarmRank."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class Grace:
@@ -59,12 +73,14 @@ def run_attempt(
     statuses: Path,
     grace: Grace,
     order: Callable[[], Order],
+    warm: WarmServer | None = None,
 ) -> dict[int, int]:
     """Runs the command as this host's ranks until all have ended; none of their processes remains.
 
     statuses: the folder in which ranks record how they end; a failed rank that has done so is not waited for. grace:
-    how long they may save after a signal. order: asked all the time what the ranks are to do. Returns rank -> exit
-    status (negative: the signal that killed it), in the order of the ends, without ranks killed here.
+    how long they may save after a signal. order: asked all the time what the ranks are to do. warm: from which ranks
+    are forked, as long as it lives. Returns rank -> exit status (negative: the signal that killed it), in the order of
+    the ends, without ranks killed here.
     """
     world = {
         "WORLD_SIZE": str(place.world_size),
@@ -75,31 +91,36 @@ def run_attempt(
         "TORCHELASTIC_USE_AGENT_STORE": str(place.knows_all),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun does
     }
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    store = None
+    processes: dict[int, Process] = {}
+    store = _open_store(place) if warm else None  # imports torch, while the server does
     try:
         for local, rank in enumerate(place.own_ranks):
-            own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(local)}
-            processes[rank] = subprocess.Popen(command, env=own, start_new_session=True)  # a group, for `_kill`
-        store = _open_store(place)
+            environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            processes[rank] = (warm and warm.fork(environment)) or _start_cold(command, environment)
+        store = store or _open_store(place)  # imports torch, while ranks do
         return _watch(processes, signals, statuses, grace, order)
     finally:
         _kill([process for process in processes.values() if process.returncode is None])
         del store  # it listens until here
 
 
+def _start_cold(command: Sequence[str], environment: Mapping[str, str]) -> Process:
+    """Starts a rank that leads a session, and so a process group, for `_kill`."""
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
 def _open_store(place: Place) -> object:
     """Returns the store of all ranks, if this host holds it. Ranks that have connected to the listener wait for it."""
     if place.listener is None:
         return None
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch: a second, in which ranks import it
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     fd = place.listener.detach()
     return TCPStore(place.address, place.port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _watch(
-    processes: Mapping[int, subprocess.Popen[bytes]],
+    processes: Mapping[int, Process],
     signals: StopSignals,
     statuses: Path,
     grace: Grace,
@@ -134,7 +155,7 @@ def _watch(
     return ends
 
 
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[Process]) -> None:
     """Kills what is left, also processes that ranks started: each rank leads its own process group."""
     for process in processes:
         _kill_group(process)
@@ -145,6 +166,6 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             say(f"pid {process.pid}, a rank, does not end after SIGKILL: it waits for a disk or a device")
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

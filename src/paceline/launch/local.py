@@ -25,12 +25,14 @@ from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, PacelineError, Run
 from paceline.base.net import require_loopback
 from paceline.base.say import say
 from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
+from paceline.launch import warm
 from paceline.launch.attempt import Grace, run_attempt
 from paceline.launch.ends import Ended, Ends, how_it_ended
 from paceline.launch.job import ATTEMPT, JOB
 from paceline.launch.place import LOOPBACK, Collected, Order, Place, Verdict
 from paceline.launch.restarts import Failure, Records, delay_s, is_loop
 from paceline.launch.signals import StopSignals
+from paceline.launch.warm import WarmServer
 
 _INTERRUPTED = 130  # exit status of a rank that Ctrl-C ended
 
@@ -55,13 +57,15 @@ def start_ranks(
     grace_s: float = 120.0,
     job: str = "",
     address: str = LOOPBACK,
+    preload: Sequence[str] = (),
 ) -> int:
     """Runs the command as the ranks of this host, of the run in this folder, and returns all ranks' common exit status.
 
     After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. grace_s: how
     long they may save after a signal, see `Grace`. job: names all attempts; empty: a random name. address: of the
     interface that ranks use, unless their config names one, or the user does and it is not loopback; empty: the backend
-    chooses.
+    chooses. preload: modules that ranks import; if there are any, ranks are forked from one process that has imported
+    them (warm.py).
 
     Raises UserError if loopback is down; RunError naming the rank that died without a message, or listing all attempts;
     KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
@@ -79,9 +83,12 @@ def start_ranks(
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_refused, run, is_new)
         signals = stack.enter_context(StopSignals())
+        server = WarmServer(preload, command) if preload and warm.is_supported() else None
+        if server:
+            stack.enter_context(closing(server))
         group = stack.enter_context(closing(open_group(signals)))
         try:
-            status = _Attempts(command, run, max_restarts, grace_s, group, signals).run()
+            status = _Attempts(command, run, max_restarts, grace_s, group, signals, server).run()
         except PacelineError as error:
             group.conclude(error.exit_status, str(error))
             raise
@@ -100,6 +107,7 @@ class _Attempts:
     grace_s: float
     group: Group
     signals: StopSignals
+    server: WarmServer | None
 
     def __post_init__(self) -> None:
         self._records = Records(self.run_folder)
@@ -139,7 +147,9 @@ class _Attempts:
         os.environ[STATUS_FOLDER], os.environ[ATTEMPT] = str(statuses.absolute()), str(place.attempt)
         before = self._records.last_step()
         grace = Grace(self.grace_s, self.run_folder / "checkpoints")
-        ends = run_attempt(place, self.command, os.environ[JOB], self.signals, statuses, grace, self.group.order)
+        ends = run_attempt(
+            place, self.command, os.environ[JOB], self.signals, statuses, grace, self.group.order, self.server
+        )
         began_at = self._records.began_at()
         self._has_begun = began_at is not None
         if place.attempt and began_at is not None:
