@@ -36,7 +36,7 @@ class PlanArguments(ModelFlags):
     """Predict a run before anything runs: does it fit, how long does it take, what bounds it, what does it cost.
 
     Takes the options of `train`; without a preset or file it takes the preset demo. Without --cluster it is for this
-    machine, once that is calibrated."""
+    machine, and first measures it if it does not know the config: about 15 seconds for each number of ranks."""
 
     cluster: str = ""
     """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md).
@@ -83,6 +83,9 @@ def main(arguments: list[str]) -> int:
         is_given = bool(counts or parsed.cluster)
         at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
         return _calibrate(arguments, list(variants.values()), sorted(at_once))
+    is_here = not (parsed.cluster or parsed.json or parsed.plot)
+    if is_here and (status := _measure_unknown(arguments, list(variants.values()), counts)):
+        return status
     from paceline.record.console import Console
     from paceline.tools.plan.band import write_plot
     from paceline.tools.plan.show import as_json, ranked, show
@@ -176,6 +179,24 @@ def _up_to(most: int, per_host: int) -> list[int]:
     """Returns 1, 2, 4 ... and `most`: as many as hosts of so many ranks have."""
     doubled = [1 << power for power in range(most.bit_length())]
     return sorted({most, *(count for count in doubled if count <= per_host or count % per_host == 0)})
+
+
+def _measure_unknown(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
+    """Calibrates this machine, unless each config has been measured here. Returns an exit status."""
+    from paceline.tools.plan.devices import stored
+
+    unknown = [config for config in configs if not stored(config)]
+    if not unknown:
+        return EXIT_DONE
+    at_once = sorted(count for count in {*counts, 1} if count <= usable_cores())
+    print(
+        "nothing was measured for this config on this machine yet: measuring "
+        f"{units.listed([units.plural(count, 'rank') for count in at_once])} at once, about 15 seconds each; later "
+        "plans use it",
+        flush=True,
+    )
+    words = [word for word in arguments if word not in ("--explain", "--no-calibrate")]
+    return _calibrate([*words, "--calibrate"], unknown, at_once)
 
 
 def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -> int:

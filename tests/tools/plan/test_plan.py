@@ -308,7 +308,7 @@ def test_a_wrong_cluster_is_refused_by_name(text: str, says: str, tmp_path: Path
 
 def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    ended = here("plan", "--preset", "tiny", cwd=tmp_path)
+    ended = here("plan", "--preset", "tiny", "--json", cwd=tmp_path)  # for programs, which know nothing of the wait
     assert ended.status == 2
     assert "the same command with --calibrate" in ended.err
     slow = replace(H100, kind="cpu", name="here", source="measured here, 2 ranks")
@@ -319,6 +319,25 @@ def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, mo
     assert "here" in here("plan", "--preset", "tiny", "--model.n-layer", "9", cwd=tmp_path).require().out
     path.write_text(path.read_text()[:-40])
     assert devices.find_calibration(config, 1) is None
+
+
+def test_a_machine_that_is_not_known_yet_is_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds a first plan that only tells to calibrate, and a second one that measures again."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    measured: list[list[str]] = []
+
+    def measure(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
+        measured.append(arguments)
+        for config in configs:
+            devices.store(config, counts[0], replace(H100, kind="cpu", name="here", source="measured here"))
+        return 0
+
+    monkeypatch.setattr("paceline.cli.plan._calibrate", measure)
+    first = here("plan", "--preset", "tiny", "--explain", cwd=tmp_path).require().out
+    assert first.startswith("nothing was measured for this config on this machine yet: measuring 1 rank")
+    assert "here" in first
+    here("plan", "--preset", "tiny", cwd=tmp_path).require()
+    assert measured == [["--preset", "tiny", "--calibrate"]]
 
 
 def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
