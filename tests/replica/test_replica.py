@@ -1,7 +1,6 @@
 """A replica makes the updates that the same script would make on one process with the whole batch in its hands."""
 
 import math
-import time
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -362,19 +361,18 @@ class Even(nn.Module):
 
 def compiled(world: World | None, how: str) -> tuple[Course, int]:
     """Without inductor, for time; also how many graphs were made after the second step. how: the model "wrapped", or a
-    block "in place", with zero, and one rank that sends weights late, so that a stale one would show."""
+    block "in place" with zero, whose hook waits for the block's weights."""
     net, course = Even(), Course([], [], {})
     torch._dynamo.reset()
     model: Any = torch.compile(net, backend="aot_eager") if how == "wrapped" else net
+    if how == "in place":
+        net.inner.compile(backend="aot_eager")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     replica = None
     if world is not None:
         strategy: Any = "zero" if how == "in place" else "ddp"
-        replica = Replica(model, optimizer, world, strategy=strategy, blocks=[net.inner])
-        publish = replica.sync.publish
-        replica.sync.publish = lambda: (time.sleep(0.05 * world.rank), publish())[1]
-    if how == "in place":
-        net.inner.compile(backend="aot_eager")
+        replica = Replica(model, optimizer, world, strategy=strategy, blocks=[net.inner], bucket_mb=1e-4)
+        replica.waits_at_once = False
     num_graphs = []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
