@@ -128,7 +128,7 @@ class Remains:
 # ---- hosts ----
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("num_hosts", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_hosts_reach_each_other_and_see_nothing_else(num_hosts: int) -> None:
     names = "abcd"[:num_hosts]
     rates = ",".join(["1gbit", "100mbit", "unlimited", "10mbit"][:num_hosts])

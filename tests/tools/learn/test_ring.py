@@ -3,16 +3,15 @@
 import os
 import pty
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from program import TORCHRUN, Ended, Program, run
-from ranks import run_ranks
+from program import TORCHRUN, Ended, Fork, Program, _be_the_command, run
+from ranks import FORKS, run_ranks
 
 from paceline.cli.main import main
 from paceline.tools.learn.ring import contributors, ring_all_reduce, steps
@@ -123,17 +122,18 @@ def test_on_a_terminal_tables_move_and_plain_ones_do_not(tmp_path: Path) -> None
 def on_a_terminal(folder: Path, *flags: str) -> str:
     """What the lesson of two ranks writes to a terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "paceline", "learn", "ring", "--ranks", "2", "--elements", "4", "--delay", "0"]
+    words = ("-m", "paceline", "learn", "ring", "--ranks", "2", "--elements", "4", "--delay", "0", *flags)
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "130", "LINES": "50"}
-    with subprocess.Popen(
-        [*command, *flags], stdin=theirs, stdout=theirs, stderr=subprocess.STDOUT, cwd=folder, env=environment
-    ) as process:
-        os.close(theirs)
-        said = b""
-        while part := _read(ours):
-            said += part
-        os.close(ours)
-        assert process.wait(60) == 0, said.decode()
+    with open(os.devnull, "w") as pids:
+        streams = [reduction.DupFd(number) for number in (theirs, theirs, pids.fileno())]
+        what = words, environment, str(folder), streams, None
+        process = Fork(FORKS.Process(target=_be_the_command, args=what))
+    os.close(theirs)
+    said = b""
+    while part := _read(ours):
+        said += part
+    os.close(ours)
+    assert process.wait(60) == 0, said.decode()
     return said.decode()
 
 

@@ -161,7 +161,8 @@ def calibrated(world: World, config: Config) -> devices.Device:
     return calibrate.measure(world, config, Console(world.rank), seconds=0.0)
 
 
-@pytest.mark.parametrize("strategy", ["zero", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
 def test_two_ranks_calibrate_a_device_that_plans_a_deeper_model(strategy: str) -> None:
     config = tiny(parallel__strategy=strategy)
     first, second = run_ranks(calibrated, 2, config.replace("parallel", shares="4,4,4"))

@@ -292,7 +292,7 @@ def test_several_runs_are_overlaid_and_told_apart(run: Path, tmp_path: Path) -> 
 
 def test_equal_curves_of_several_runs_all_show(tmp_path: Path) -> None:
     """Each is thinner than the one that it lies upon, and broken; marks of validation are rings around each other."""
-    figures = figures_of(make_page([long_run.write(tmp_path / "short", 1000)] * 4, {}))
+    figures = figures_of(make_page([long_run.write(tmp_path / "short", 200)] * 4, {}))
     for name in ("loss", "throughput", "lr", "grad-norm"):
         named = [trace for trace in figures[name]["traces"] if trace.get("showlegend") is not False]
         lines = [trace["line"] for trace in named if trace["mode"] == "lines"]
