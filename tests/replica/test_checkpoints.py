@@ -449,35 +449,6 @@ def test_state_that_has_no_place_is_named_after_the_first_step(world: World, tmp
         Checkpoints(tmp_path, net=replica).save()
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop", "SGD"]
-)
-def test_any_optimizer_and_a_number_of_its_own_go_on_to_the_bit(world: World, tmp_path: Path, name: str) -> None:
-    def made(seed: int, strategy: Any) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
-        model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return Replica(model, optimizer, world, strategy=strategy), schedule
-
-    def steps(replica: Replica, schedule: Any) -> list[float]:
-        losses = []
-        for _ in range(3):
-            loss_of = lambda x: ((replica.model(x) * replica.model.scale).square().mean(), 2)  # noqa: E731
-            losses.append(replica.train(torch.ones(2, 4), loss_of).loss)
-            schedule.step()
-        return losses
-
-    one = made(0, "zero")
-    steps(*one)
-    Checkpoints(tmp_path, net=one[0], schedule=one[1]).save()
-    wanted = steps(*one)
-    other = made(1, "ddp")
-    Checkpoints(tmp_path, net=other[0], schedule=other[1]).restore()
-    assert steps(*other) == wanted
-
-
 def test_a_folder_in_use_is_refused(world: World, tmp_path: Path) -> None:
     holder = "import filelock, sys; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=1); input()"
     command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]

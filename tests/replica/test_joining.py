@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import TORCHRUN, Program
+from program import Program
 
 PARENT = """\
 import gc, json, os, sys
@@ -363,15 +363,3 @@ def test_a_rank_that_goes_another_way_is_named_with_its_line(ends: Ends, name: s
             "came to the end of its script" if call is None else f"called {call[0]} at script.py:{line(name, call[1])}"
         )
         assert any(text.startswith(f"rank {rank} ") and text.endswith(does) for text in said.splitlines()), said
-
-
-@pytest.mark.long
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TOGETHER["clean"].replace("print(", "world.say("))
-    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script))
-    with Program(command=command) as program:
-        ended = program.wait().require(0)
-        program.wait_until_gone()
-    assert ended.out == "1.0 [0.0, 1.0] 3.0\n"
-    assert "Warning" not in ended.err

@@ -320,15 +320,6 @@ def not_finite(world: World, strategy: Any) -> tuple[str, bool, float]:
     return str(result.skipped), is_same, replica.train(torch.ones(2, 4), detour).loss
 
 
-def adagrad(world: World, strategy: Any) -> str:
-    """Its state is there before the first step."""
-    model = Mixed()
-    replica = Replica(model, torch.optim.Adagrad(model.parameters(), lr=0.1), world, strategy=strategy)
-    for _ in range(2):
-        replica.train(torch.ones(2, 4), partial(model, detour=True))
-    return overall(replica.state_dict())
-
-
 def left_behind(world: World) -> dict[str, Any]:
     """A pass before the replica, what rank 0 does alone, what is kept of transfers."""
     net = Net()
@@ -438,7 +429,6 @@ def on_ranks(world: World) -> dict[str, Any]:
         "norms": [norms(world, strategy) for strategy in strategies],
         "mixed": {strategy: mixed(world, strategy) for strategy in strategies},
         "not finite": [not_finite(world, strategy) for strategy in strategies],
-        "adagrad": {adagrad(world, strategy) for strategy in strategies},
         "left behind": left_behind(world),
         "last of a step": last_of_a_step(world),
         "even": {strategy: even(world, strategy) for strategy in ("fsdp", "zero", "ddp")},
@@ -487,10 +477,6 @@ def test_an_infinity_of_one_rank_is_named_and_no_rank_updates(ranks: Ranks) -> N
         assert "by rank 1" in said
         assert is_same
         assert math.isfinite(loss)
-
-
-def test_state_that_an_optimizer_makes_at_once_is_cut_like_its_parameters(ranks: Ranks) -> None:
-    assert len(ranks[0]["adagrad"] | ranks[1]["adagrad"]) == 1
 
 
 def test_numbers_are_shared_before_weights_are_sent(ranks: Ranks) -> None:
