@@ -52,7 +52,8 @@ TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-token
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _COMMAND = (sys.executable, "-m", "paceline")
 # Beginnings of environment variables that Python or torch read once: with them the command is no fork.
-_READ_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MKL", "OMP", "ONEDNN", "PYTHON", "TORCH")
+# ATEN_CPU_CAPABILITY, MKL_CBWR and ONEDNN_MAX_CPU_ISA are read by a process's first operation, which is in the fork.
+_READ_AT_START = ("CUDA", "GLIBC", "LD_", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV")
 # As it is already: for a command, and ranks, that take their time to start, and for what reads torchrun's command line.
 COLD = {"OMP_NUM_THREADS": "1"}

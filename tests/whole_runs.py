@@ -1,10 +1,15 @@
-"""Whole runs of the preset `tiny` in the test's own process, and what they leave in their folder."""
+"""Whole runs of the preset `tiny`, in the test's own process or on ranks of run_ranks, and what they leave."""
 
 import contextlib
+import dataclasses
+import itertools
 import os
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from program import rows
 
@@ -15,13 +20,21 @@ from paceline.train.request import Request
 from paceline.world.env import Environment
 
 STEPS = 6
+BATCH, SEQ_LEN = 12, 16  # sequences of a step, and their tokens
+SHARDS = Path(__file__).parent / "golden/shards"  # data sets that are there already
+_WORLDS = itertools.count()  # of this process, for `first_ranks`
 
 
 def tiny(**changes: Any) -> Config:
-    """Returns the preset `tiny` with few steps and these changes, `section__field=value`."""
-    config = load_preset("tiny", Config())
-    config = config.replace("train", steps=STEPS, sample_tokens=0, eval_sequences=8).replace("parallel", threads=1)
-    config = config.replace("checkpoint", retry_s=0.0)
+    """Returns the preset `tiny`, smaller and with few steps, and these changes, `section__field=value`.
+
+    12 sequences in micro-batches of 4 are three: of two ranks one has two of them.
+    """
+    config = load_preset("tiny", Config()).replace("model", n_embd=32)
+    config = config.replace("data", path=str(SHARDS / "trained"), seq_len=SEQ_LEN)
+    config = config.replace("train", steps=STEPS, sample_tokens=0, eval_sequences=8)
+    config = config.replace("train", global_batch_size=BATCH, device_batch_size=4)
+    config = config.replace("parallel", threads=1).replace("checkpoint", retry_s=0.0)
     for name, value in changes.items():
         section, field = name.split("__")
         config = config.replace(section, **{field: value})
@@ -33,6 +46,33 @@ def status_of(folder: Path, config: Config, faults: str = "", **request: Any) ->
     """Trains, with faults as in PACELINE_FAULTS, and returns the exit status."""
     with _injected(faults):
         return train(Request(config, folder, **request), Environment())
+
+
+@contextlib.contextmanager
+def first_ranks(num_ranks: int, env: Environment, base: Path) -> Iterator[Environment | None]:
+    """Gives the environment of a world of the first `num_ranks` of these ranks; None on the others.
+
+    So processes that are there already make worlds of any size, one after another, in the same order on all. Each waits
+    until rank 0 has come to this world: one that still waits for its ranks would refuse a rank that is ahead.
+    """
+    turn = base / f"world-{next(_WORLDS)}"
+    if env.rank == 0:
+        turn.touch()
+    if env.rank >= num_ranks:
+        yield None
+        return
+    while not turn.exists():
+        time.sleep(0.01)
+    smaller = dataclasses.replace(env, world_size=num_ranks, local_world_size=num_ranks)
+    yield smaller if num_ranks > 1 else Environment()  # one process as anybody starts it
+
+
+def train_on(num_ranks: int, env: Environment, config: Config, folder: Path, status: int = 0, **request: Any) -> None:
+    """Trains on the first `num_ranks` of these ranks (`run_ranks` with opened=False); with hsdp on hosts of two."""
+    host = f"{socket.gethostname()}-{env.rank // 2}" if config.parallel.strategy == "hsdp" else socket.gethostname()
+    with first_ranks(num_ranks, env, folder.parent) as smaller, patch("socket.gethostname", lambda: host):
+        if smaller is not None:
+            assert train(Request(config, folder, **request), smaller) == status
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:

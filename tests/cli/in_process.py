@@ -1,16 +1,18 @@
 """Runs a command in the test's own process: for what is said and refused, where nothing depends on a process."""
 
 import contextlib
+import io
 import os
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 from program import Ended
 
 from paceline.cli.main import main
 
 
-def here(*arguments: str, cwd: Path) -> Ended:
+def here(*arguments: str, cwd: Path, stdin: bytes = b"") -> Ended:
     """What `program.run` returns, without the quarter second that a process takes to start, or the two with torch."""
     with contextlib.chdir(cwd), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         kept = os.dup(1), os.dup(2)
@@ -18,7 +20,11 @@ def here(*arguments: str, cwd: Path) -> Ended:
         os.dup2(err.fileno(), 2)
         streams = tuple(open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
         try:
-            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+            with (
+                contextlib.redirect_stdout(streams[0]),
+                contextlib.redirect_stderr(streams[1]),
+                patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin))),
+            ):
                 status = main(list(arguments))
         except SystemExit as left:  # tyro's
             status = int(left.code or 0)

@@ -22,6 +22,7 @@ from in_process import here
 from program import digest, losses, run
 
 TRAIN = ("train", "--preset", "tiny", "--train.sample-tokens", "0", "--train.eval-sequences", "8")
+TRAIN = (*TRAIN, "--model.n-embd", "32", "--train.device-batch-size", "12")
 FRAC = ("--validation-frac", "0.2")
 
 
@@ -78,11 +79,9 @@ def documents_of(folder: Path) -> set[str]:
 
 
 def from_stdin(place: Path, content: bytes, *arguments: str) -> str:
-    command = [sys.executable, "-m", "paceline", "data", "prepare", "-", *arguments]
-    ended = subprocess.run(command, cwd=place, input=content, capture_output=True)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == b""
-    return ended.stdout.decode()
+    ended = here("data", "prepare", "-", *arguments, cwd=place, stdin=content).require(0)
+    assert ended.err == ""
+    return ended.out
 
 
 def test_standard_input_text(place: Path) -> None:
@@ -125,7 +124,7 @@ def test_what_info_says_is_what_is_there(place: Path) -> None:
         assert said["document_tokens"]["median"] == int(np.median(lengths))
         assert said["text_bytes"] == ids.size - lengths.size
     assert sum(said["documents"] for said in found["splits"].values()) == len(kept)
-    shown = run("data", "info", str(folder), "--verify").require(0)
+    shown = here("data", "info", str(folder), "--verify", cwd=place).require(0)
     assert "every byte was read" in shown.out
     assert "documents have no text" in shown.out
     assert shown.err == ""
@@ -133,7 +132,7 @@ def test_what_info_says_is_what_is_there(place: Path) -> None:
 
 def test_progress_without_a_terminal_is_plain_lines(place: Path) -> None:
     write_records(place / "data.jsonl", texts())
-    ended = run("data", "prepare", "data.jsonl", "--out", "x", "--tokenizer", "bytes", *FRAC, cwd=place).require(0)
+    ended = here("data", "prepare", "data.jsonl", "--out", "x", "--tokenizer", "bytes", *FRAC, cwd=place).require(0)
     assert "\x1b" not in ended.out
     assert "\r" not in ended.out
     assert "tokens" in ended.out.splitlines()[0]
@@ -151,7 +150,7 @@ def test_files_left_out_are_said_before_the_work_and_in_info(place: Path) -> Non
     said = " ".join(ended.out.split())
     assert said.startswith("data: warning: 4 of 8 files, 2.7 KiB of 8.6 KiB, are left out (latin0.txt, latin1.txt,")
     assert "4 files are neither text nor a known format and were left out (2.7 KiB)" in said
-    ended = run(*TRAIN, "--data.path", "texts", "--data.seq-len", "16", "--train.steps", "1", cwd=place).require(0)
+    ended = here(*TRAIN, "--data.path", "texts", "--data.seq-len", "16", "--train.steps", "1", cwd=place).require(0)
     assert "warning: 4 of 8 files, 2.7 KiB of 8.6 KiB, are left out" in " ".join(ended.out.split())
 
 
@@ -257,7 +256,7 @@ def test_nanogpt_s_characters_are_trained_on_and_sampled(place: Path) -> None:
     assert found["vocab_size"] == len(letters)
     assert found["splits"]["train"]["tokens"] == 12000
     assert found["splits"]["train"]["documents"] is None
-    run(*TRAIN, "--data.path", "chars", "--train.steps", "4", "--out", "run", cwd=place).require(0)
+    here(*TRAIN, "--data.path", "chars", "--train.steps", "2", "--out", "run", cwd=place).require(0)
     ended = here("sample", "run", "--prompt", "To be", "--tokens", "40", cwd=place).require(0)
     assert ended.out.startswith("To be")
     assert set(ended.out) <= set(letters)
@@ -277,9 +276,9 @@ def test_llm_c_s_shards_are_trained_on(place: Path) -> None:
     found = info(folder, "--vocab-size", "700", "--verify")
     assert found["splits"]["train"] | {"tokens": 18000, "shards": 2} == found["splits"]["train"]
     assert found["tokenizer_sha256"] is None
-    command = (*TRAIN, "--data.path", "web", "--model.vocab-size", "700", "--train.steps", "4", "--out", "run")
-    run(*command, cwd=place).require(0)
-    assert len(losses(place / "run")) == 4
+    command = (*TRAIN, "--data.path", "web", "--model.vocab-size", "700", "--train.steps", "2", "--out", "run")
+    here(*command, cwd=place).require(0)
+    assert len(losses(place / "run")) == 2
 
 
 @pytest.fixture(scope="module")

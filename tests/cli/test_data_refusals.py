@@ -249,10 +249,10 @@ def test_a_flipped_page_of_a_parquet_file_is_refused(place: Path) -> None:
 
 def test_a_source_that_was_repaired_is_another_one(place: Path) -> None:
     """What was made of the old one may not fit it: --restart is asked for, and then it is as if nothing had been."""
-    good = (place / "records.jsonl").read_text() * 100
+    good = (place / "records.jsonl").read_text() * 100  # more than a block, so that something is made of it
     cut = good.rindex('{"text": "document 1 ')
     (place / "some.jsonl").write_text(good[:cut] + good[cut:].replace("{", "[", 1))
-    command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "100000")
+    command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "100000", "--workers", "1")
     refused(place, *command, "--out", "x", says=("some.jsonl line 19802",))
     assert not counts(place / "x")
     (place / "some.jsonl").write_text(good)
@@ -302,8 +302,8 @@ def test_a_read_only_disk_is_refused(place: Path, mount: Path) -> None:
 
 def test_a_disk_that_fills_is_refused_and_gone_on_with(place: Path, mount: Path) -> None:
     big = place / "big.jsonl"
-    big.write_text("".join(json.dumps({"text": f"document {i} " * 300}) + "\n" for i in range(1200)))  # 4 MB
-    command = (*PREPARE, "big.jsonl", "--tokenizer", "train:300", "--shard-tokens", "500000", "--workers", "1")
+    big.write_text("".join(json.dumps({"text": f"document {i} " * 300}) + "\n" for i in range(500)))  # 1.8 MB
+    command = (*PREPARE, "big.jsonl", *BYTES, "--shard-tokens", "300000", "--workers", "1")
     command = (*command, "--validation-frac", "0.05", "--out")
     (mount / "ballast").write_bytes(b"x" * (1 << 20))
     out = mount / "x"
@@ -333,12 +333,13 @@ def test_another_recipe_for_a_finished_folder(place: Path, data: Path) -> None:
 
 
 def test_another_recipe_for_a_begun_folder(place: Path) -> None:
-    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() * 200 + "{\n")
-    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, says=("broken.jsonl line 40001",))
+    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() * 100 + "{\n")
+    how = (*BYTES, "--workers", "1")
+    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *how, says=("broken.jsonl line 20001",))
     says = ("x was begun", "--shard-tokens 100000000, not 5000", "--restart")
-    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *BYTES, "--shard-tokens", "5000", says=says)
-    refused(place, *PREPARE, "records.jsonl", "--out", "x", *BYTES, says=("x was begun from other sources",))
-    here(*PREPARE, "records.jsonl", "--out", "x", *BYTES, "--restart", cwd=place).require(0)
+    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *how, "--shard-tokens", "5000", says=says)
+    refused(place, *PREPARE, "records.jsonl", "--out", "x", *how, says=("x was begun from other sources",))
+    here(*PREPARE, "records.jsonl", "--out", "x", *how, "--restart", cwd=place).require(0)
 
 
 def change(path: Path, at: int, value: bytes) -> None:
@@ -512,7 +513,8 @@ def test_an_unfinished_data_set_is_not_trained_on(place: Path) -> None:
     refused(place, *PREPARE, "broken.jsonl", "--out", "data", *BYTES, says=("broken.jsonl line 1",))
     refused(place, *TRAIN_DATA, says=("data was not prepared to the end", "paceline data prepare"))
     (place / "broken2.jsonl").write_text((place / "records.jsonl").read_text() * 100 + "{\n")
-    refused(place, *PREPARE, "broken2.jsonl", "--out", "data2", *BYTES, says=("broken2.jsonl line 20001",))
+    command = (*PREPARE, "broken2.jsonl", "--out", "data2", *BYTES, "--workers", "1")
+    refused(place, *command, says=("broken2.jsonl line 20001",))
     assert list((place / "data2").glob("train-*.bin"))
     says = ("data2 was not prepared to the end", "paceline data prepare")
     refused(place, *TRAIN, "--data.path", "data2", "--out", "run", says=says)

@@ -4,16 +4,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from in_process import here
 from program import TINY, losses, rows, run, steps
 
-FLAGS = ("train", *TINY, "--checkpoint.every", "5", "--resume", "auto")
+FLAGS = (*TINY, "--model.n-embd", "32", "--train.device-batch-size", "10", "--train.eval-sequences", "8")
+AUTO = ("train", *FLAGS, "--checkpoint.every", "5", "--resume", "auto")
 
 
 @pytest.mark.long
 def test_the_same_command_begins_continues_and_completes_the_run(tmp_path: Path) -> None:
     straight, out = tmp_path / "straight", tmp_path / "run"
-    run("train", *TINY, "--out", str(straight)).require(0)
-    command = (*FLAGS, "--out", str(out))
+    run("train", *FLAGS, "--out", str(straight)).require(0)
+    command = (*AUTO, "--out", str(out))
     run(*command, env={"PACELINE_FAULTS": "rank=0 step=3 kind=raise phase=forward"}).require(1)  # nothing is saved yet
     run(*command, "--train.stop-at-step", "12").require(75)
     run(*command, env={"PACELINE_FAULTS": "rank=0 step=18 kind=kill phase=update"}).require(-9)
@@ -28,40 +30,41 @@ def test_the_same_command_begins_continues_and_completes_the_run(tmp_path: Path)
 
 def test_a_longer_horizon_continues_a_complete_run_and_other_settings_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = (*FLAGS, "--out", str(out))
-    run(*command, "--train.steps", "6", "--train.global-batch-size", "10").require(0)
-    run(*command, "--train.steps", "8", "--train.global-batch-size", "10").require(0)
+    command = (*AUTO, "--out", str(out))
+    here(*command, "--train.steps", "6", "--train.global-batch-size", "10", cwd=tmp_path).require(0)
+    here(*command, "--train.steps", "8", "--train.global-batch-size", "10", cwd=tmp_path).require(0)
     assert len(steps(out)) == 8
-    refused = run(*command, "--train.steps", "9", "--optim.lr", "1e-4").require(2).err
+    refused = here(*command, "--train.steps", "9", "--optim.lr", "1e-4", cwd=tmp_path).require(2).err
     assert "--optim.lr 0.0001 would make it another run" in refused
     assert len(steps(out)) == 8
-    assert "--resume auto needs --out" in run(*FLAGS).require(2).err
+    assert "--resume auto needs --out" in here(*AUTO, cwd=tmp_path).require(2).err
 
 
 def test_the_same_command_with_a_batch_in_tokens_continues_and_the_horizon_may_have_another_unit(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
-    command = (*FLAGS, "--out", str(out), "--train.global-batch-tokens", "640", "--train.tokens")
-    run(*command, "3840", "--train.stop-at-step", "3").require(75)
-    run(*command, "3840", "--train.stop-at-step", "5").require(75)
-    run(*command[:-1], "--train.steps", "8").require(0)
+    command = (*AUTO, "--out", str(out), "--train.global-batch-tokens", "640", "--train.tokens")
+    here(*command, "3840", "--train.stop-at-step", "3", cwd=tmp_path).require(75)
+    here(*command, "3840", "--train.stop-at-step", "5", cwd=tmp_path).require(75)
+    here(*command[:-1], "--train.steps", "8", cwd=tmp_path).require(0)
     assert len(steps(out)) == 8
-    refused = run(*command[:-2], "1280", "--train.steps", "8").require(2).err
+    refused = here(*command[:-2], "1280", "--train.steps", "8", cwd=tmp_path).require(2).err
     assert "--train.global-batch-size 20 would make it another run: it was started with 10" in refused
 
 
 def test_a_stop_is_of_one_attempt(tmp_path: Path) -> None:
-    command = (*FLAGS, "--out", str(tmp_path / "run"), "--train.steps", "8")
+    command = (*AUTO, "--out", str(tmp_path / "run"), "--train.steps", "8")
     fault = {"PACELINE_FAULTS": "rank=0 step=6 kind=kill phase=update"}
     run(*command, "--train.stop-at-step", "7", env=fault).require(-9)
-    run(*command).require(0)
+    here(*command, cwd=tmp_path).require(0)
     assert len(steps(tmp_path / "run")) == 8
 
 
+@pytest.mark.long
 def test_a_size_that_was_chosen_stays_in_restarts_and_when_the_same_command_has_another_horizon(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = (*FLAGS, "--out", str(out), "--model.size", "auto", "--train.time-budget")
+    command = (*AUTO, "--out", str(out), "--model.size", "auto", "--train.time-budget")
     fault = {"PACELINE_FAULTS": "rank=0 step=2 attempt=0 kind=kill phase=update"}
     run(*command, "60", "--train.stop-at-step", "4", "--max-restarts", "1", env=fault).require(75)
     chosen = tomllib.loads((out / "config.toml").read_text())

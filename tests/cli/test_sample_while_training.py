@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from in_process import here
 from program import Program, run, steps
 
 PROMPT = "def main("
@@ -46,10 +47,11 @@ def test_sample_works_while_checkpoints_come_and_go(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with living_run(folder, every=1, sequences=2):
         for _ in range(3):
-            ended = run("sample", str(folder), *SAMPLE).require(0)
+            ended = here("sample", str(folder), *SAMPLE, cwd=tmp_path).require(0)
             assert ended.out.startswith(PROMPT)
             assert ended.err == ""
         for words in (("--prompt", "--x"), ("--prompt=--x",)):
-            assert run("sample", str(folder), "--tokens", "2", *words).require(0).out.startswith("--x")
-        text = run("sample", str(folder), "--tokens", "2", "--prompt", "\x1b[2Jred\x07\n\tx").require(0).out
+            assert here("sample", str(folder), "--tokens", "2", *words, cwd=tmp_path).require(0).out.startswith("--x")
+        prompt = ("--prompt", "\x1b[2Jred\x07\n\tx")
+        text = here("sample", str(folder), "--tokens", "2", *prompt, cwd=tmp_path).require(0).out
         assert text.startswith("\\x1b[2Jred\\x07\n\tx")

@@ -28,6 +28,7 @@ from program import TINY, Program, losses, rows, run, steps
 from paceline.base.faults import SAVE_PHASES, STEP_PHASES
 
 STEPS, EVERY = 40, 5
+MICRO_BATCHES = ("--train.device-batch-size", "4")  # three
 SETTINGS = (
     (2, ("--parallel.strategy", "ddp")),
     (2, ("--parallel.strategy", "zero", "--optim.name", "muon")),
@@ -59,7 +60,16 @@ class Hit:
 
 
 def flags(setting: int) -> tuple[str, ...]:
-    return (*TINY, "--checkpoint.every", str(EVERY), "--nproc", str(SETTINGS[setting][0]), *SETTINGS[setting][1])
+    return (
+        *TINY,
+        "--train.device-batch-size",
+        "4",
+        "--checkpoint.every",
+        str(EVERY),
+        "--nproc",
+        str(SETTINGS[setting][0]),
+        *SETTINGS[setting][1],
+    )
 
 
 def ending(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from program import TINY, Program, losses, run, steps
 STEPS, EVERY, TOLERANCE = 160, 20, 1e-4
 WAYS = ("kill", "power", "cable", "sleep")
 PACE = "rank=0 step=1 phase=data kind=sleep seconds=0.04 times=1000 attempt=any"  # else it would end before the return
-FLAGS = (*TINY, "--train.steps", str(STEPS), "--checkpoint.every", str(EVERY))
+FLAGS = (*TINY, "--train.device-batch-size", "6", "--train.steps", str(STEPS), "--checkpoint.every", str(EVERY))
 _DEADLINE_S = 180.0
 
 

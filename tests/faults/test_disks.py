@@ -29,10 +29,10 @@ def meanwhile(what: Callable[[], None]) -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """RUN/checkpoints on a disk of its own, which one checkpoint fits, but not two."""
+    """RUN/checkpoints on a disk of its own, which one checkpoint (0.6 MB) fits, but not two."""
     folder = tmp_path / "run/checkpoints"
     folder.mkdir(parents=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
     if made.returncode:
         pytest.skip(f"cannot mount here: {made.stderr.decode().strip()}")
     yield folder

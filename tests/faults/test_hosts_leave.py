@@ -85,7 +85,17 @@ def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
         "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3",
     )
     torchrun = (*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "1", *at, *patience)
-    flags = (*TINY, "--train.steps", "60", "--checkpoint.every", "5", "--out", str(tmp_path / "run"))
+    flags = (
+        *TINY,
+        "--train.device-batch-size",
+        "6",
+        "--train.steps",
+        "60",
+        "--checkpoint.every",
+        "5",
+        "--out",
+        str(tmp_path / "run"),
+    )
     run("train", *flags[:-1], str(tmp_path / "straight")).require(0)
     slow = {"PACELINE_FAULTS": "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=100 attempt=any"}
     with ExitStack() as stack:

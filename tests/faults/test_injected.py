@@ -9,29 +9,21 @@ import os
 import pickle
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 import whole_runs
+from plain_loop import plain_curve
 from program import TINY, digest, losses, rows, run, steps
 from ranks import run_ranks
-from whole_runs import saved
+from whole_runs import first_ranks, saved
 
 from paceline.base.errors import PacelineError
 from paceline.base.files import sha256_of
 from paceline.checkpoint import manifest as mf
 from paceline.config import Config
-from paceline.data.loader import Loader
-from paceline.data.plan import BatchPlan
-from paceline.data.prepare import Quiet
-from paceline.model.gpt import build
-from paceline.optim.schedule import lr_factor
-from paceline.train.data import open_data
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -39,7 +31,6 @@ from paceline.world.env import Environment
 
 STEPS, EVERY = 8, 2
 FIRST = "embed_tokens.weight"
-CURVE_TOLERANCE = 1e-5
 # These steps take 20 ms and writing takes 40: a save that is to be of this very step needs the one before to be done.
 WAITS = "rank=0 step=4 phase=data kind=sleep seconds=1"
 STRATEGIES = ("ddp", "zero", "fsdp")
@@ -125,15 +116,9 @@ def make_all(_: ParallelConfig, env: Environment, base: Path) -> dict[str, list[
     """What each run of each scenario came to, as this rank saw it."""
     came_to = {}
     for name, (num_ranks, scenario) in _scenarios().items():
-        turn = base / f"{name}.turn"
-        if env.rank == 0:
-            turn.touch()
-        if env.rank >= num_ranks:
-            continue
-        while not turn.exists():  # a world that still waits for its own would refuse this rank
-            time.sleep(0.01)
-        smaller = dataclasses.replace(env, world_size=num_ranks, local_world_size=num_ranks)
-        came_to[name] = scenario(base / name, smaller)
+        with first_ranks(num_ranks, env, base) as smaller:
+            if smaller is not None:
+                came_to[name] = scenario(base / name, smaller)
     return came_to
 
 
@@ -175,36 +160,11 @@ def manifest_of(folder: Path, step: int) -> dict[str, Any]:
 # ---- gradients that are not finite ----
 
 
-def curve_without_update(skipped: int) -> list[float]:
-    """The losses of a plain loop on one process that makes no update in one step; torch's AdamW and clipping."""
-    config = tiny()
-    loader = Loader(open_data(config, Quiet()).training, BatchPlan(12, 12, 1), 0, config.train.seed)
-    model = build(config.replace("model", vocab_size=512, n_positions=64).model, config.train.seed, "cpu").train()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
-    )
-    curve = []
-    for step in range(STEPS):
-        (batch,) = loader.micro_batches(step)
-        loss = F.cross_entropy(model.logits(batch.tokens).flatten(0, 1), batch.targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = config.optim.lr * lr_factor(config.optim, step, step / STEPS)
-        if step + 1 != skipped:
-            optimizer.step()
-        curve.append(loss.item())
-    return curve
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nan_in_one_ranks_gradient_is_an_update_of_nobody_and_named(made: Made, strategy: str) -> None:
     name = f"nan-{strategy}"
     assert made.ends(name) == ["0"], "replicas were compared after every step"
-    assert losses(made.base / name) == pytest.approx(curve_without_update(3), abs=CURVE_TOLERANCE)
+    assert losses(made.base / name) == pytest.approx(plain_curve(tiny(), without_update=3).losses, abs=1e-5)
     (event,) = made.events(name, "skipped step")
     assert (event["step"], event["parameter"]) == (3, FIRST)
     assert event["ranks"] == [1]

@@ -11,7 +11,7 @@ from program import COLD, TINY, TORCHRUN, Program, digest, losses, rows, run
 
 from paceline.launch.signals import has_handler
 
-SAVING = ("train", *TINY, "--checkpoint.every", "10")
+SAVING = ("train", *TINY, "--train.device-batch-size", "6", "--checkpoint.every", "10")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,7 @@ def test_torchruns_own_restarts_go_on_with_the_folder_until_the_stop_that_was_as
     assert "was asked to stop (train.stop-at-step) and is saved: it is not started again" in ended.out
 
 
+@pytest.mark.long
 def test_kill_9_of_the_launcher_ends_ranks_that_have_not_met_yet(tmp_path: Path) -> None:
     with Program("train", *TINY, "--nproc", "2", "--out", str(tmp_path / "run"), env=COLD) as program:
         program.wait_for(lambda: [has_handler(pid, signal.SIGTERM) for pid in program.ranks().values()] == [True] * 2)

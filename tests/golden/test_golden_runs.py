@@ -18,7 +18,8 @@ from typing import Any
 import golden
 import pytest
 from ranks import run_ranks
-from test_golden_curves import STRATEGIES, TINY, config_of, curve, train_here
+from test_golden_curves import STRATEGIES, TINY, config_of, curve
+from whole_runs import train_on
 
 from paceline.config import Config, load_run
 from paceline.world.config import ParallelConfig
@@ -50,41 +51,38 @@ def recorded_runs(_: ParallelConfig, env: Environment, folder: str) -> dict[str,
     curves = {}
     for name in CASES:
         whole, stopped = Path(folder, "whole", name), Path(folder, "stopped", name)
-        train_here(env, config_for(name), whole)
-        train_here(env, config_for(name, stop_at_step=STOP), stopped, status=75)
+        train_on(2, env, config_for(name), whole)
+        train_on(2, env, config_for(name, stop_at_step=STOP), stopped, status=75)
         if env.rank == 0:
             curves[name] = curve(whole)
     return curves
 
 
-def continued(_: ParallelConfig, env: Environment, names: list[str], folder: str) -> dict[str, dict[str, Any]]:
-    """Resumes the runs of these names in this folder, and returns their curves on rank 0."""
+def continued(_: ParallelConfig, env: Environment, base: Path, cases: list[str]) -> dict[str, dict[str, Any]]:
+    """Resumes a copy of the run of each case, and returns their curves on rank 0."""
     gc.freeze()
     os.chdir(golden.SHARDS)
     curves = {}
-    for name in names:
-        run = Path(folder, name)
+    for case in cases:
+        run = base / case
         config = load_run(run / "config.toml").replace("train", stop_at_step=0)  # as `paceline resume`
-        train_here(env, config, run, resume=True)
+        train_on(int(case.split()[1]), env, config, run, resume=True)
         if env.rank == 0:
-            curves[name] = curve(run)
+            curves[case] = curve(run)
     return curves
 
 
 def computed(cases: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns name -> curve of the run that a copy of each folder is continued to."""
-    by_world: dict[int, list[str]] = {}
-    for case in cases:
-        name, world = case.split()
-        by_world.setdefault(int(world), []).append(name)
-    found = {}
-    for world, names in by_world.items():
-        with tempfile.TemporaryDirectory() as folder:
-            for name in names:
-                shutil.copytree(RUNS / name, Path(folder, name))
-            curves = run_ranks(continued, world, names, folder, timeout_s=60 + 10 * len(names), opened=False)[0]
-            found |= {f"{name} {world}": curves[name] for name in names}
-    return found
+    """Returns case -> curve of the run that a copy of each folder is continued to."""
+    chosen = list(cases)
+    num_ranks, timeout_s = max(int(case.split()[1]) for case in chosen), 60 + 10 * len(chosen)
+    with tempfile.TemporaryDirectory() as base:
+        for case in chosen:
+            shutil.copytree(RUNS / case.split()[0], Path(base, case))
+        curves: dict[str, dict[str, Any]] = run_ranks(
+            continued, num_ranks, Path(base), chosen, timeout_s=timeout_s, opened=False
+        )[0]
+    return curves
 
 
 def record() -> None:
@@ -116,6 +114,5 @@ def test_a_run_that_was_stopped_continues_as_recorded() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_runs_continue_as_recorded(world: int) -> None:
-    assert_as_recorded([case for case in CONTINUED if case.endswith(f" {world}")])
+def test_all_runs_continue_as_recorded() -> None:
+    assert_as_recorded(CONTINUED)

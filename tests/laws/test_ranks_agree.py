@@ -100,7 +100,7 @@ def test_versions_that_differ_are_refused(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_torchrun_on_one_host_is_the_same_run(runs, tmp_path: Path) -> None:
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
-    with Program("-m", "paceline", "train", *TINY, "--out", str(tmp_path / "run"), command=torchrun) as program:
+    with Program("-m", "paceline", "train", *runs.flags, "--out", str(tmp_path / "run"), command=torchrun) as program:
         ended = program.wait().require(0)
         program.wait_until_gone()
     assert losses(tmp_path / "run") == losses(runs.get(2))  # one thread a rank in both: not a bit differs

@@ -13,7 +13,7 @@ import paceline
 from paceline.optim.muon import Muon
 from paceline.sync.replicas import differences, overall
 
-STEPS, SAVED = 30, 15
+STEPS, SAVED = 12, 6
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
     "plain": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),

@@ -40,6 +40,7 @@ def test_all_three_products_are_those_of_matrices_rounded_to_float8() -> None:
     assert float((out - torch.nn.functional.linear(x, w)).detach().norm() / out.detach().norm()) < 0.06
 
 
+@pytest.mark.long
 def test_a_model_with_float8_products_learns_nearly_as_one_with_bfloat16() -> None:
     losses = {}
     for is_float8 in (False, True):

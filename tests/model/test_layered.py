@@ -18,9 +18,8 @@ def gradients(model: GPT) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("sizes", [[12], [8, 4], SIZES], ids=str)
+@pytest.mark.parametrize(("dtype", "recomputes"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("sizes", [[12], SIZES], ids=str)
 def test_gradients_and_loss_are_those_of_micro_batches_one_after_the_other(
     config: ModelConfig, dtype: torch.dtype, recomputes: bool, sizes: list[int]
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import whole_runs
 from program import losses, rows
-from whole_runs import events, status_of, words
+from whole_runs import BATCH, SEQ_LEN, events, status_of, words
 
 from paceline.base.errors import RunError, UserError
 from paceline.config import Config, from_toml
@@ -93,7 +93,7 @@ def test_a_change_of_the_optimizer_has_its_effect(run_folder: Path, stopped: Pat
         ({"model__n_layer": 3}, r"model\.n-layer 2 -> 3"),
         ({"model__dropout": 0.5}, r"model\.dropout 0\.0 -> 0\.5"),
         ({"train__global_batch_size": 8}, r"train\.global-batch-size 12 -> 8"),
-        ({"data__seq_len": 32}, r"data\.seq-len 64 -> 32"),
+        ({"data__seq_len": 32}, r"data\.seq-len 16 -> 32"),
     ],
     ids=str,
 )
@@ -108,8 +108,8 @@ def test_a_change_that_would_make_another_run_is_refused_and_changes_nothing(
 
 
 def test_an_end_that_is_behind_is_refused_however_it_is_given(run_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"the end of the run \(train\.tokens 1536\) comes before"):
-        resume(run_folder, train__steps=0, train__tokens=2 * 12 * 64)
+    with pytest.raises(UserError, match=r"the end of the run \(train\.tokens 384\) comes before"):
+        resume(run_folder, train__steps=0, train__tokens=2 * BATCH * SEQ_LEN)
     with pytest.raises(UserError, match=r"train\.time-budget 0\.001"):
         resume(run_folder, train__steps=0, train__time_budget=0.001)
     assert resume(run_folder) == 0

@@ -14,6 +14,7 @@ from rank_facts import FACTS
 from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.model import cost
+from paceline.model.gpt import build
 from paceline.train.resolve import Settings, out_of_memory, resolve
 from paceline.world.facts import RankFacts
 
@@ -46,6 +47,19 @@ def test_the_strategy_is_the_simplest_that_fits_on_the_rank_with_the_least_memor
 def test_a_horizon_in_tokens_is_reached(tokens: int, num_steps: int) -> None:
     settings = settings_of([1e9, 1e9], train__steps=0, train__tokens=tokens)
     assert settings.num_steps == num_steps == math.ceil(tokens / settings.tokens_per_step)
+
+
+def test_a_horizon_in_tokens_a_parameter_counts_those_outside_the_embeddings() -> None:
+    settings = settings_of([1e9], train__steps=0, train__tokens_per_param=2.0)
+    model = build(settings.config.model, 0, "cpu")
+    outside = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embed_"))
+    assert settings.num_steps == math.ceil(2.0 * outside / settings.tokens_per_step)
+
+
+def test_a_batch_given_in_tokens_is_that_many_sequences() -> None:
+    for tokens, sequences in ((12 * SEQ_LEN, 12), (12 * SEQ_LEN - 1, 12)):
+        plan = settings_of([1e9], train__global_batch_size=0, train__global_batch_tokens=tokens).plan
+        assert plan.global_batch_size == sequences
 
 
 def test_a_horizon_of_less_than_a_token_is_one_step() -> None:
