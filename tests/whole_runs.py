@@ -31,7 +31,8 @@ def tiny(**changes: Any) -> Config:
     12 sequences in micro-batches of 4 are three: of two ranks one has two of them.
     """
     config = load_preset("tiny", Config()).replace("model", n_embd=32)
-    config = config.replace("data", path=str(SHARDS / "trained"), seq_len=SEQ_LEN)
+    path = "" if "data__mix" in changes else str(SHARDS / "trained")
+    config = config.replace("data", path=path, seq_len=SEQ_LEN)
     config = config.replace("train", steps=STEPS, sample_tokens=0, eval_sequences=8)
     config = config.replace("train", global_batch_size=BATCH, device_batch_size=4)
     config = config.replace("parallel", threads=1).replace("checkpoint", retry_s=0.0)

@@ -23,7 +23,7 @@ def here(*arguments: str, cwd: Path, stdin: bytes = b"") -> Ended:
             with (
                 contextlib.redirect_stdout(streams[0]),
                 contextlib.redirect_stderr(streams[1]),
-                patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin))),
+                patch("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(stdin)))),
             ):
                 status = main(list(arguments))
         except SystemExit as left:  # tyro's

@@ -154,7 +154,7 @@ def places() -> list[str]:
 def test_what_any_strategy_saved_on_any_number_of_ranks_any_other_goes_on_from(tmp_path: Path) -> None:
     """One run whose every step is another process's, of 22 places; with PACELINE_TEST_ALL_PAIRS=1 of all 144 pairs."""
     parts = places()
-    how = {"train__steps": len(parts), "checkpoint__keep": 1}
+    how = {"train__steps": len(parts)}
     straight, moved = curves_of([a_run("ddp 1", **how), a_run(", ".join(parts), **how)], tmp_path)
     for place, loss, expected in zip(parts, moved.losses, straight.losses, strict=True):
         assert loss == pytest.approx(expected, abs=TOLERANCE), f"{place}, of {parts}"
@@ -165,7 +165,7 @@ def test_what_any_strategy_saved_on_any_number_of_ranks_any_other_goes_on_from(t
 def mixture() -> dict[str, Any]:
     """Dropout, and a mixture of two data sets of one tokenizer, packed by best fit, each document by itself."""
     mix = (f"{SHARDS}/trained=2", f"{SHARDS}/again=1")
-    how = {"data__path": "", "data__mix": mix, "data__packing": "bestfit", "data__mask_documents": True}
+    how = {"data__mix": mix, "data__packing": "bestfit", "data__mask_documents": True}
     return {"model__dropout": 0.1, "train__device_batch_size": 2, **how}
 
 

@@ -258,7 +258,7 @@ def ask_when_ready(program: Program, number: signal.Signals, num_ranks: int, is_
 def test_a_signal_while_data_is_prepared(tmp_path: Path, nproc: int, number: signal.Signals, status: int) -> None:
     """A7. Nothing was saved: a queue that starts again on 75 starts it again."""
     text = tmp_path / "text.txt"  # whose preparation takes longer than the signal
-    text.write_text("".join(f"{number} {number * 7919 % 10007} is a line of text\n" for number in range(300_000)))
+    text.write_text("".join(f"{number} {number * 7919 % 10007} is a line of text\n" for number in range(100_000)))
     flags = ("--data.path", str(text), "--out", str(tmp_path / "run"), "--nproc", str(nproc))
     flags = (*flags, "--checkpoint.grace-s", "2")  # the tokenizer may hear the signal after its time
     # No fork: in a forked process the tokenizer hears no signal until it has encoded all of it.
