@@ -32,7 +32,7 @@ def tiny(**changes: Any) -> Config:
     """
     config = load_preset("tiny", Config()).replace("model", n_embd=32)
     path = "" if "data__mix" in changes else str(SHARDS / "trained")
-    config = config.replace("data", path=path, seq_len=SEQ_LEN)
+    config = config.replace("data", path=path, tokenizer_vocab=320, seq_len=SEQ_LEN)  # 320: that data set's
     config = config.replace("train", steps=STEPS, sample_tokens=0, eval_sequences=8)
     config = config.replace("train", global_batch_size=BATCH, device_batch_size=4)
     config = config.replace("parallel", threads=1).replace("checkpoint", retry_s=0.0)
