@@ -494,7 +494,7 @@ MUTATIONS = (
         "checkpoint/manifest.py",
         'if sha256_of(folder / name, progress) != manifest["files"][name]["sha256"]:',
         "if not sha256_of(folder / name, progress):",
-        "checkpoint/test_whole_or_absent.py::test_every_flipped_byte_of_the_tensors_is_found",
+        "checkpoint/test_integrity.py::test_120_flipped_bits_of_120_are_found",
     ),
     Mutation(
         "gaps between slices are no fault",
@@ -508,7 +508,7 @@ MUTATIONS = (
         "checkpoint/shards.py",
         "            os.fsync(descriptor)\n",
         "",
-        "checkpoint/test_whole_or_absent.py::test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name",
+        "checkpoint/test_integrity.py::test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name",
     ),
     Mutation(
         "a wrong border of what is read",
@@ -522,21 +522,21 @@ MUTATIONS = (
         "checkpoint/save.py",
         "        self._thread.start()\n",
         "        self._thread.start()\n        self._copied.set()\n",
-        "checkpoint/test_saving_goes_on_behind.py::test_what_is_saved_is_the_moment_of_begin_and_only_the_copy_is_waited_for",
+        "checkpoint/test_background_saving.py::test_what_is_saved_is_the_moment_of_begin_and_only_the_copy_is_waited_for",
     ),
     Mutation(
         "one checkpoint fewer stays",
         "checkpoint/retention.py",
         "[: -config.keep]",
         "[: 1 - config.keep]",
-        "checkpoint/test_whole_or_absent.py::test_what_was_asked_is_kept_and_no_more",
+        "checkpoint/test_integrity.py::test_what_was_asked_is_kept_and_no_more",
     ),
     Mutation(
         "a checkpoint has its name before the names of its files are on the disk",
         "checkpoint/publish.py",
         "    sync(folder)\n    try:\n",
         "    try:\n",
-        "checkpoint/test_whole_or_absent.py::test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name",
+        "checkpoint/test_integrity.py::test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name",
     ),
     Mutation(
         "a copy of a checkpoint is not compared with its manifest",
@@ -550,7 +550,7 @@ MUTATIONS = (
         "checkpoint/retention.py",
         "best = min(known, key=lambda step: (known[step], step), default=None)",
         "best = max(known, key=lambda step: (known[step], step), default=None)",
-        "checkpoint/test_whole_or_absent.py::test_what_was_asked_is_kept_and_no_more",
+        "checkpoint/test_integrity.py::test_what_was_asked_is_kept_and_no_more",
     ),
     # ---- record: rows, rates, stragglers ----
     Mutation(

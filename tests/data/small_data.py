@@ -1,5 +1,6 @@
 """Small data sets of real files, for the tests of whatever reads them."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,11 @@ def prepare_small(
     record = TokenizerRecord("tokenizer.json", made.sha256, made.vocab_size, made.end_of_text)
     write_index(folder, Index(name, made.vocab_size, splits, record, "token_bytes.npy"))
     return folder
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    """The sha256 of each file; an error where there is a folder, as of an unfinished preparation."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 def flat(documents: Documents, begin: int = 256) -> list[int]:

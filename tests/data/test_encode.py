@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from paceline.data import encode
+from paceline.data import text as text_module
 from paceline.data.encode import PATTERNS, Encoder
 from paceline.data.tokenizer import END_OF_TEXT, Tokenizer, byte_characters, bytes_tokenizer, character_tokenizer, train
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-TEXT = "".join((STDLIB / name).read_text() for name in ("argparse.py", "ast.py", "locale.py", "tarfile.py"))
-OTHER = "".join((STDLIB / name).read_text() for name in ("difflib.py", "enum.py", "http/__init__.py"))
+TEXT = "".join((STDLIB / name).read_text()[:40_000] for name in ("argparse.py", "locale.py"))
+OTHER = "".join((STDLIB / name).read_text()[:20_000] for name in ("difflib.py", "http/__init__.py"))
 WORDS = (
     "Größe naïve Ωμέγα Привет שלום 你好 한국어 e\u0301 ½ Ⅷ ٣٤ 🎉👨\u200d👩\u200d👧 don't WE'LL ǅ ʰ \u017f \u212a "
     "\u3000\xa0\x85 ²³ 12345 \r\n\r\n \t\n"
@@ -101,11 +102,12 @@ def test_any_text(encoders: list[tuple[Tokenizer, Encoder]], text: str) -> None:
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
 
 
+@pytest.mark.parametrize("longest", [3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_the_patterns_cut_alike_whatever_follows_what(name: str) -> None:
-    """All strings up to 4 of characters that stand for all kinds; with each of them a token, every cut is visible."""
+def test_the_patterns_cut_alike_whatever_follows_what(name: str, longest: int) -> None:
+    """All strings of a few characters that stand for all kinds; with each of them a token, every cut is visible."""
     kinds = [*" \n\r\t\xa0'sLa1²./\u0301\u017fǅʰ你🎉"]
-    strings = ["".join(one) for length in (1, 2, 3, 4) for one in itertools.product(kinds, repeat=length)]
+    strings = ["".join(one) for length in range(1, longest + 1) for one in itertools.product(kinds, repeat=length)]
     if name != "gpt4o":  # elsewhere all letters and marks are alike
         strings = [one for one in strings if not set(one) & set("ǅʰ你")]
     pieces = {one.encode(): 256 + i for i, one in enumerate(strings)}
@@ -265,7 +267,7 @@ def test_what_is_proven_is_so_for_any_merges() -> None:
     texts = ["".join(random.Random(i).choices("abc", k=1 + i % 30)) for i in range(60)]
 
     @given(merge_lists())
-    @settings(max_examples=400, database=None, derandomize=True)
+    @settings(max_examples=200, database=None, derandomize=True)
     def law(content: Json) -> None:
         tokenizer = Tokenizer(json.dumps(content))
         proven = Encoder(tokenizer).library == "tiktoken"
@@ -276,8 +278,8 @@ def test_what_is_proven_is_so_for_any_merges() -> None:
         counts["differ"] += not same
 
     law()
-    assert counts["proven"] > 50
-    assert counts["differ"] > 20
+    assert counts["proven"] > 25
+    assert counts["differ"] > 10
 
 
 def all_three(content: Callable[[str], Json]) -> Iterator[tuple[Tokenizer, Encoder]]:
@@ -304,28 +306,28 @@ def test_bytes(content: Callable[[str], Json]) -> None:
     check(moved, WORDS, library="bytes")
 
 
-ONE_MEGABYTE = 1 << 20
+NUM_BYTES = text_module.SLICE_BYTES  # no longer text is encoded at once
 LONG = {
-    "one letter": "a" * ONE_MEGABYTE,
-    "no spaces": "abcdefghij" * (ONE_MEGABYTE // 10),
-    "signs": "=" * ONE_MEGABYTE,
-    "digits": "1" * ONE_MEGABYTE,
-    "spaces": " " * (2 * ONE_MEGABYTE) + "x",
-    "line ends": " \n" * (ONE_MEGABYTE // 2) + "x",
-    "nul": "\0" * ONE_MEGABYTE,
-    "emoji": "🎉" * (ONE_MEGABYTE // 4),
-    "marks": "e" + "\u0301" * (ONE_MEGABYTE // 2),
-    "right to left": "שלום" * (ONE_MEGABYTE // 8),
+    "one letter": "a" * NUM_BYTES,
+    "no spaces": "abcdefghij" * (NUM_BYTES // 10),
+    "signs": "=" * NUM_BYTES,
+    "digits": "1" * NUM_BYTES,
+    "spaces": " " * (2 * NUM_BYTES) + "x",
+    "line ends": " \n" * (NUM_BYTES // 2) + "x",
+    "nul": "\0" * NUM_BYTES,
+    "emoji": "🎉" * (NUM_BYTES // 4),
+    "marks": "e" + "\u0301" * (NUM_BYTES // 2),
+    "right to left": "שלום" * (NUM_BYTES // 8),
 }
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_megabyte_of_anything_takes_a_time_in_proportion(name: str, content: Callable[[str], Json]) -> None:
+def test_a_long_text_of_anything_takes_a_time_in_proportion(name: str, content: Callable[[str], Json]) -> None:
     text = LONG[name]
     tokenizer, encoder = next(all_three(content))
     began = time.process_time()
     ids = encoder.encode(text)
-    assert time.process_time() - began < 60  # a second; quadratic would be hours
+    assert time.process_time() - began < 60  # 0.3 s; quadratic would be minutes
     assert tokenizer.decode(ids.tolist()) == text
 
 

@@ -121,6 +121,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_RANGE_BYTES", 1 << 16)
     monkeypatch.setattr(blocks, "_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 17)
     yield made
     made.shutdown()
     made.server_close()
@@ -174,7 +175,7 @@ def test_a_repository_is_read_in_ranges(server: Hub) -> None:
 
 
 def test_reading_goes_on_in_the_middle(server: Hub) -> None:
-    found = long_texts(1, 6000)
+    found = long_texts(1, 800)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in found).encode()
     server.repositories["some/text", "main"] = {"a.parquet": parquet(found), "b.jsonl": lines}
     for pattern in ("hub:some/text:*.parquet", "hf://datasets/some/text/b.*"):

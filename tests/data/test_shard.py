@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from small_data import prepare_small
 
 from paceline.base.errors import UserError
 from paceline.data.dataset import Dataset
-from paceline.data.shard import Index, SplitWriter, write_index
+from paceline.data.shard import SplitWriter
 from paceline.data.stream import Shard, TokenStream
 
 END = 0
@@ -26,15 +25,6 @@ def write(folder: Path, split: str, documents: list[list[int]], vocab_size: int 
     return writer.finish(text_bytes=0)
 
 
-def small_dataset(folder: Path, vocab_size: int = 100) -> Path:
-    splits = {
-        "train": write(folder, "train", [list(range(1, 60)), [7] * 20], vocab_size, shard_tokens=32),
-        "validation": write(folder, "validation", [[1, 2, 3, 4, 5]], vocab_size),
-    }
-    write_index(folder, Index("small", vocab_size, splits))
-    return folder
-
-
 @pytest.mark.parametrize(("vocab_size", "version", "code"), [(50257, 1, "<H"), (65536, 1, "<H"), (65537, 2, "<I")])
 def test_the_bytes_are_llm_c_s(tmp_path: Path, vocab_size: int, version: int, code: str) -> None:
     record = write(tmp_path, "train", [[5, vocab_size - 1], [], [9]], vocab_size)
@@ -44,27 +34,6 @@ def test_the_bytes_are_llm_c_s(tmp_path: Path, vocab_size: int, version: int, co
     assert [token for (token,) in struct.iter_unpack(code, content[1024:])] == [END, 5, vocab_size - 1, END, END, 9]
     assert np.load(tmp_path / "train-00000.starts.npy").tolist() == [0, 3, 4]
     assert (record.tokens, record.documents) == (6, 3)
-
-
-@given(st.lists(st.lists(st.integers(1, 299), max_size=25), min_size=1, max_size=12), st.integers(1, 40), st.data())
-@settings(max_examples=10)
-def test_round_trip_at_any_shard_size_and_any_read(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard_tokens: int, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("shards")
-    record = write(folder, "train", documents, 300, shard_tokens=shard_tokens)
-    expected = [token for document in documents for token in (END, *document)]
-    files = [np.fromfile(folder / shard.file, dtype="<u2", offset=1024) for shard in record.shards]
-    assert np.concatenate(files).tolist() == expected
-    assert all(len(file) == shard_tokens for file in files[:-1])
-    starts = [np.load(folder / shard.starts) + i * shard_tokens for i, shard in enumerate(record.shards)]
-    assert [expected[i] for i in np.concatenate(starts)] == [END] * len(documents)
-    stream = TokenStream("train", [Shard.open(folder / shard.file) for shard in record.shards], 300)
-    start = data.draw(st.integers(0, len(expected)))
-    count = data.draw(st.integers(0, len(expected) - start))
-    found = stream.read(start, count)
-    assert found.dtype == np.int64
-    assert found.tolist() == expected[start : start + count]
 
 
 def test_a_writer_continues_after_the_shards_that_are_done(tmp_path: Path) -> None:
@@ -124,7 +93,7 @@ def test_an_unfinished_shard_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_index_is_refused(tmp_path: Path, change: Any, message: str) -> None:
-    path = small_dataset(tmp_path) / "index.json"
+    path = prepare_small(tmp_path, [range(1, 60), [7] * 20], shard=32) / "index.json"
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))

@@ -1,5 +1,7 @@
 """A host at the other end of a connection, with a shell in place of ssh and its agent."""
 
+import re
+import sys
 import time
 
 import pytest
@@ -23,13 +25,23 @@ def test_an_agent_of_another_version_is_known_by_its_version() -> None:
     assert "paceline 0.0 is there" in ssh._problem(ended(GREETING), needs_address=True)
 
 
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        (f"{sys.executable} -I -S", r".*No module named 'paceline.*; install the same paceline there"),
+        ("/nonexistent", ".*/nonexistent: .*; name the interpreter"),
+    ],
+)
+def test_a_host_without_this_paceline_is_told_what_to_do(python: str, says: str) -> None:
+    assert re.match(says, ssh._problem(ended(f"exec {python} -m paceline.launch.agent"), needs_address=True))
+
+
 def test_one_host_needs_no_ipv4_address() -> None:
     found = ended(GREETING.replace("10.0.0.1", "fd00::1").replace("0.0", ssh.__version__, 1))
     assert ssh._problem(found, needs_address=False) == ""
     assert "IPv4" in ssh._problem(found, needs_address=True)
 
 
-@pytest.mark.long
 def test_what_a_command_leaves_behind_does_not_hold_the_launcher() -> None:
     assert ended(f"{GREETING} setsid sleep 600 & exit 0").status() == 0
 

@@ -3,27 +3,17 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from namespaces import Host, Unavailable, two_hosts
+from namespaces import Host
 from program import TINY, Ended, Program, losses, rows, run, steps
 
 pytestmark = [pytest.mark.lab, pytest.mark.long]
 
 SLOW = "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=1000 attempt=any"  # so that there is time to disturb it
 FLAGS = (*TINY, "--checkpoint.every", "5", "--train.steps", "24")
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[Host]]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except Unavailable as why:
-        pytest.skip(str(why))
 
 
 def start(job: dict, number: int, host: Host) -> Program:
@@ -44,7 +34,7 @@ def end_of(pods: list[Program]) -> list[Ended]:
 
 
 def test_pods_are_killed_drained_started_again_and_end_with_the_undisturbed_curve(
-    hosts: list[Host], tmp_path: Path
+    two_hosts: list[Host], tmp_path: Path
 ) -> None:
     straight, out = tmp_path / "straight", tmp_path / "run"
     run("train", *FLAGS, "--out", str(straight)).require(0)
@@ -53,13 +43,13 @@ def test_pods_are_killed_drained_started_again_and_end_with_the_undisturbed_curv
         options = ("--nodes", "2", "--nproc", nproc, "--volumes", f"runs:{tmp_path}")
         printed = run("kubernetes", *options, "--", *FLAGS, "--out", str(out)).require(0).out
         job = list(yaml.safe_load_all(printed))[1]
-        return [start(job, number, host) for number, host in enumerate(hosts)]
+        return [start(job, number, host) for number, host in enumerate(two_hosts)]
 
     pods = begin("2")
     pods[1].wait_for(lambda: "run-0.run does not resolve yet" in pods[1]._said())
-    for host in hosts:
+    for host in two_hosts:
         with Path(f"/etc/netns/{host.name}/hosts").open("a") as names:
-            names.write(f"{hosts[0].address} run-0.run\n")
+            names.write(f"{two_hosts[0].address} run-0.run\n")
     pods[0].wait_for(lambda: len(steps(out)) >= 7)
     pods[1].kill_all()  # its node is lost
     lost = end_of(pods)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from ranks import run_ranks
 
 from paceline.base.errors import UserError
 from paceline.cli import start
@@ -25,12 +26,18 @@ from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 from paceline.world.device import choose_device, choose_dtype, choose_threads, own_facts
 from paceline.world.device_clock import DeviceClock
+from paceline.world.env import Environment
 from paceline.world.facts import warn_of_idle_gpus
 from paceline.world.measured import Measured
 from paceline.world.peaks import Peak, gpu_peak
 from paceline.world.processor import peak_flops
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_BUDGET_S", 0.03)  # of the peak; 0.3 s otherwise
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +55,8 @@ def test_the_flag_decides_the_threads_before_all_else(monkeypatch: pytest.Monkey
 def test_the_users_omp_num_threads_is_obeyed(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert choose_threads(0, 2) == (int(value), "OMP_NUM_THREADS")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun sets 1 or nothing
+    assert value == "1" or choose_threads(0, 2) == (int(value), "OMP_NUM_THREADS")
 
 
 AS_TORCHRUN = """
@@ -60,8 +69,7 @@ subprocess.run([sys.executable, "-c", code], env=rank, check=True)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("own", "says"),
-    [({}, "cores / 1 local ranks"), ({"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS"), ({"OMP_NUM_THREADS": "2"}, "2 OMP")],
+    ("own", "says"), [({}, "cores / 1 local ranks"), ({"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS")]
 )
 def test_a_single_thread_is_the_users_wish_unless_torchrun_set_it(own: dict[str, str], says: str) -> None:
     """The launcher's own first environment tells. By the number alone a user's 1 was passed over."""
@@ -139,12 +147,18 @@ def test_a_given_dtype_is_the_dtype(name: str) -> None:
     assert choose_dtype(name, CPU) == (getattr(torch, name), "--train.dtype")
 
 
-@pytest.mark.parametrize("instructions", ["AVX2", pytest.param("AVX512_CORE", marks=pytest.mark.long)])
-def test_bfloat16_is_not_chosen_where_the_environment_leaves_no_units_for_it(instructions: str) -> None:
-    code = "import torch; from paceline.world import device; print(*device.choose_dtype('auto', torch.device('cpu')))"
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "torch.float32 measured, bfloat16 is no faster on this CPU"
+def chosen_dtype(config: ParallelConfig, env: Environment) -> tuple[torch.dtype, str]:
+    return choose_dtype("auto", CPU)
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
+def test_bfloat16_is_not_chosen_where_the_environment_leaves_no_units_for_it(
+    instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, whose oneDNN has not read the variable yet."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", instructions)
+    expected = torch.float32, "measured, bfloat16 is no faster on this CPU"
+    assert run_ranks(chosen_dtype, 1, opened=False) == [expected]
 
 
 def test_amx_means_bfloat16_and_an_old_macos_float16() -> None:
@@ -217,12 +231,6 @@ def test_a_part_of_a_name_is_no_peak(name: str) -> None:
     assert peak == Peak(None, f"{name} is not in the table of peaks")
 
 
-REPORT_PEAK = """
-import torch
-from paceline.world.processor import peak_flops
-torch.set_num_threads(1)
-print(peak_flops(torch.device("cpu"), torch.float32, is_kept=True).flops_per_s)
-"""
 BURN = "print(flush=True)\nwhile True: pass"
 
 
@@ -233,9 +241,15 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "measured"
 
 
+def find_peak(config: ParallelConfig, env: Environment) -> float | None:
+    torch.set_num_threads(1)
+    return peak_flops(CPU, torch.float32, is_kept=True).flops_per_s
+
+
 def reported() -> float:
     """The peak that a process of its own reports."""
-    return float(subprocess.run([sys.executable, "-c", REPORT_PEAK], check=True, capture_output=True, text=True).stdout)
+    (found,) = run_ranks(find_peak, 1, opened=False)
+    return float(found)
 
 
 @pytest.mark.long

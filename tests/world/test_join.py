@@ -3,6 +3,7 @@
 Ranks are processes without a model, forked from one that has torch imported: 10 ms each instead of two seconds.
 """
 
+import gc
 import os
 import pickle
 import random
@@ -27,11 +28,12 @@ from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
 
-NUM_RESTARTS = 20
+NUM_RESTARTS = 5
 
 
 def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str, Any]) -> None:
     """Joins, reduces once, tells what it saw; or the error that it ended with."""
+    gc.freeze()  # what the server imported (see ranks.py)
     time.sleep(after_s)
     began = time.monotonic()
     handshake._SETTLED_S = options.get("settled_s", handshake._SETTLED_S)
@@ -104,7 +106,7 @@ def place(rank: int, world_size: int, port: int, **changes: Any) -> Environment:
 
 
 @pytest.mark.long
-def test_twenty_restarts_on_one_store_with_kills_while_joining(agents_store: TCPStore) -> None:
+def test_restarts_on_one_store_after_kills_while_joining(agents_store: TCPStore) -> None:
     draw = random.Random(0)
     generations = set()
     for restart in range(NUM_RESTARTS):
@@ -258,12 +260,14 @@ def test_what_another_program_left_in_the_store_is_refused(agents_store: TCPStor
 
 
 class ReadMeanwhile(HashStore):
-    """In which another rank reads and removes a key right after it was found."""
+    """In which another rank reads and removes a refusal right after it was found."""
+
+    num_read_meanwhile = 0
 
     def check(self, keys: list[str]) -> bool:
         is_there = super().check(keys)
         if keys[0].startswith("refusal"):
-            self.delete_key(keys[0])
+            self.num_read_meanwhile += self.delete_key(keys[0])
         return is_there
 
 
@@ -272,7 +276,8 @@ def test_a_refusal_that_is_removed_while_rank_0_looks_for_it_keeps_nobody_waitin
     store.set_timeout(timedelta(seconds=1))
     board = handshake.Board(store)
     board.post("hello/1", asdict(join._facts(place(1, 2, 1), "lo", "gloo", "cpu")))
-    handshake._refuse_all(board, UserError("no"), 2, 40.0)  # to get it would raise, after the store's timeout
+    handshake._refuse_all(board, UserError("no"), 2, 40.0)  # a `get` would raise after the store's timeout
+    assert store.num_read_meanwhile == 1
 
 
 def listening(world: World) -> list[tuple[str, int]]:
@@ -296,7 +301,6 @@ def test_restarts_need_no_agent(agents_store: TCPStore) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     envs = [place(rank, 2, port, agent_holds_store=False) for rank in (0, 1)]
-    for _ in range(3):
-        killed, _ = complete(*envs)
-        killed.kill()
+    killed, _ = complete(*envs)
+    killed.kill()
     assert [row[3] for row in Ranks(*envs).ended()] == [2.0, 2.0]

@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 from program import COLD, Ended, Program
 
-from paceline.data.cache import ensure_datasets
-from paceline.data.config import DataConfig
-from paceline.data.prepare import Quiet
-
 DEADLINE_S = 150.0  # half of parallel.timeout-s, on a machine that may be busy
 SCRIPT = """
 import os, paceline
@@ -23,7 +19,6 @@ def two_hosts(
     *commands: list[str], command: tuple[str, ...] = (sys.executable, "-m", "paceline"), **own: str
 ) -> list[Ended]:
     """Runs each command as the only rank of its host; the hosts share this machine's loopback."""
-    ensure_datasets(DataConfig(tokenizer_vocab=512), Quiet(), 1)  # that of `tiny`: the other host prepares nothing
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -36,15 +31,19 @@ def two_hosts(
 
 
 def train(out: Path, interface: str) -> list[str]:
-    return ["train", "--preset", "tiny", "--parallel.interface", interface, "--out", str(out)]
+    text = out.parent / "text.txt"
+    text.write_text("a line of text\n" * 1000)
+    flags = ["--data.path", str(text), "--parallel.interface", interface, "--out", str(out)]
+    return ["train", "--preset", "tiny", *flags]
 
 
 @pytest.mark.long
 def test_a_run_folder_that_rank_0_refuses_is_refused_on_the_other_host(tmp_path: Path) -> None:
     """The same command, typed twice."""
-    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    zero, one = two_hosts(train(tmp_path, "lo"), train(tmp_path, "lo"))
-    message = f"--out is {tmp_path}, which holds a run already; resume it by"
+    out = tmp_path / "run"
+    (out / "checkpoints" / "step-00000001").mkdir(parents=True)
+    zero, one = two_hosts(train(out, "lo"), train(out, "lo"))
+    message = f"--out is {out}, which holds a run already; resume it by"
     assert zero.require(2).err.startswith(f"error: {message}")
     assert one.require(2).err.startswith(f"rank 1: error: rank 0 ({socket.gethostname()}, pid ")
     assert f"cannot train: {message}" in one.err

@@ -5,6 +5,7 @@ waiting, so the worlds that are to end by their timeout all stand still at the s
 """
 
 import contextlib
+import gc
 import itertools
 import json
 import multiprocessing
@@ -77,6 +78,7 @@ Task = Callable[[Rank], None]
 
 def be_a_rank(folder: Path, env: Environment, task: Task, timeout_s: float) -> None:
     """Does a task under a watchdog; what is said, by whom ever, is left as files."""
+    gc.freeze()  # what the server imported (see ranks.py)
 
     def leave(name: str, text: str) -> None:
         aside = folder / f".{name}-{env.rank}"
@@ -226,6 +228,14 @@ def sleep_alone(rank: Rank) -> None:
     compute(60)
 
 
+def rank_1_is_slow(rank: Rank) -> None:
+    rank.leave("here", "")
+    for _ in range(35 if rank.world.rank == 1 else 0):
+        rank.watchdog.enter("backward", 1)
+        time.sleep(0.1)
+    rank.reduce(1)
+
+
 def hold_a_store(port: "multiprocessing.SimpleQueue[int]") -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port.put(store.port)
@@ -239,6 +249,7 @@ STANDING: dict[str, tuple[Task, int]] = {
     "elsewhere": (rank_2_evaluates_and_the_others_check, 3),
     "storeless": (rank_2_sleeps_in_its_data, 3),
     "alone": (sleep_alone, 1),
+    "slow": (rank_1_is_slow, 2),
 }
 
 
@@ -247,7 +258,7 @@ STOPPED = {"stopped": 1, "judge": 0}  # the rank that a signal stops
 
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
-    """A world for each way to stand still, all gone in time."""
+    """A world for each way to stand still, and a slow one, all gone in time."""
     folder = tmp_path_factory.mktemp("standing")
     port = FORKS.SimpleQueue()
     holder = FORKS.Process(target=hold_a_store, args=(port,), daemon=True)
@@ -351,14 +362,6 @@ def test_the_first_rank_that_is_not_to_blame_speaks_for_all() -> None:
 # ---- worlds that come on ----
 
 
-def rank_1_is_slow(rank: Rank) -> None:
-    rank.leave("here", "")
-    for _ in range(35 if rank.world.rank == 1 else 0):
-        rank.watchdog.enter("backward", 1)
-        time.sleep(0.1)
-    rank.reduce(1)
-
-
 def rank_1_takes_a_second(rank: Rank) -> None:
     rank.watchdog.enter("backward", 1)
     rank.leave("here", "")
@@ -367,17 +370,21 @@ def rank_1_takes_a_second(rank: Rank) -> None:
     rank.reduce(1)
 
 
-def test_who_is_slow_or_sleeps_for_a_while_is_left_alone(tmp_path: Path) -> None:
-    """The slow rank makes the other wait for longer than the timeout. The stopped one is away for three quarters of it.
-    The world that sleeps, as on a laptop that is closed, does so for longer than the timeout, and its ranks are not
-    awake again at the same moment."""
-    slow = Ranks(tmp_path / "slow", 2, rank_1_is_slow)
+def test_a_slow_rank_is_left_alone(standing: dict[str, Ranks]) -> None:
+    """It makes the other one wait for longer than the timeout."""
+    assert standing["slow"].statuses() == [0, 0]
+
+
+@pytest.mark.long
+def test_who_sleeps_for_a_while_is_left_alone(tmp_path: Path) -> None:
+    """The stopped rank is away for three quarters of the timeout. The world that sleeps, as on a laptop that is closed,
+    does so for longer than the timeout, and its ranks are not awake again at the same moment."""
     sleeping = Ranks(tmp_path / "sleeping", 2, rank_1_is_slow)
     sleeping.wait_for("here")
     for pid in sleeping.pids:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(0.1)
-    worlds = [slow, sleeping]
+    worlds = [sleeping]
     for number in range(10):
         worlds.append(Ranks(tmp_path / f"stopped-{number}", 2, rank_1_takes_a_second))
         worlds[-1].wait_for("here")
