@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from small_data import flat, prepare_small, sequence_ids
@@ -77,6 +77,7 @@ class World:
         return [rows([batch]) for rank in self.ranks for batch in rank.micro_batches(step)]
 
 
+@settings(max_examples=12)
 @given(
     st.sampled_from(["stream", "bestfit", "mixture", "bestfit mixture"]),
     st.integers(1, 30),
@@ -104,6 +105,7 @@ def test_every_sequence_once_an_epoch_whatever_the_worlds(
         assert not Counter(of_part[: part.num_sequences]) - whole  # also where less than an epoch was seen
 
 
+@settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 7)), min_size=1, max_size=4), st.integers(0, 99))
 def test_resumed_anywhere_in_other_worlds_the_tokens_are_those_of_one_rank(
     several: dict[str, Sequences], stops: list[tuple[int, int]], seed: int
@@ -124,6 +126,7 @@ def test_resumed_anywhere_in_other_worlds_the_tokens_are_those_of_one_rank(
         step += number_of_steps
 
 
+@settings(max_examples=12)
 @given(
     st.sampled_from(["stream", "bestfit", "bestfit mixture"]),
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
 from paceline.world.device_clock import DeviceClock
 from paceline.world.errors import lost_peers_named
-from paceline.world.group import DistributedGroup, Group, LocalGroup, PeerLost, Traffic, Transfer, from_rank_0
+from paceline.world.group import DistributedGroup, Group, LocalGroup, Traffic, Transfer, from_rank_0
 from paceline.world.runtime import World
 from paceline.world.staged import StagedGroup
 
@@ -387,33 +386,23 @@ def test_a_collective_takes_from_its_start_to_its_end_and_a_rank_waits_for_what_
 
 
 def lonely(world: World, verb: str) -> None:
-    """Rank 1 never comes; rank 0 says after how long it gave up."""
+    """Rank 1 never comes; rank 0 gives up."""
     world.group.set_timeout(1.0)
     if world.rank == 1:
         time.sleep(3)
     flat = torch.ones(10)
-    started = time.monotonic()
-    try:
-        if verb == "all-reduce":
-            world.group.start_all_reduce(flat).wait()
-        elif verb == "messages":
-            world.group.start_messages({}, {1: flat}).wait()
-        else:
-            world.group.start_all_gather(flat, [0, 5, 10]).wait()
-    except PeerLost as error:
-        raise PeerLost(f"gave up after {time.monotonic() - started:.2f} s: {error}") from None
+    if verb == "messages":
+        world.group.start_messages({}, {1: flat}).wait()
+    else:
+        world.group.start_all_gather(flat, [0, 5, 10]).wait()
 
 
-@pytest.mark.parametrize(
-    "verb", ["all-reduce", *(pytest.param(v, marks=pytest.mark.long) for v in ("all-gather", "messages"))]
-)
-def test_a_timeout_set_later_is_the_one_in_force(verb: str) -> None:
+@pytest.mark.parametrize(("verb", "what"), [("messages", "messages between ranks"), ("all-gather", "an all-gather")])
+def test_a_timeout_set_later_is_the_one_in_force(verb: str, what: str) -> None:
+    """Not the 30 s of the group. test_shared.py has that of an all-reduce."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(lonely, 2, verb)
-    said = caught.value.outcomes[0].said
-    assert re.search(r"PeerLost: gave up after \d+\.\d\d s", said), said
-    what = "messages between ranks" if verb == "messages" else f"an {verb}"
-    assert f"rank 0 lost the other ranks during {what}" in said
+    assert f"PeerLost: rank 0 lost the other ranks during {what}" in caught.value.outcomes[0].said
 
 
 def test_a_local_transfer_can_be_waited_for_and_moves_nothing() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Call, RanksFailed, run_calls, run_ranks
 
-from paceline.base.errors import RunError, UserError
+from paceline.base.errors import UserError
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 from paceline.world.env import Environment
@@ -182,33 +182,6 @@ def test_a_process_group_is_gone_after_an_exception_and_the_peers_learn_of_it(
     assert all(row["took_s"] < 25 for row in rows)  # the timeout is 30 s
     assert "rank 0 lost the other ranks" in rows[0]["message"]
     assert "all-reduce" in rows[0]["message"]
-
-
-def dies(config: ParallelConfig, env: Environment) -> tuple[str, float]:
-    """Rank 1 dies without a word; returns what the others saw, and how long after."""
-    try:
-        with open_world(config, env) as world:
-            world.group.barrier()
-            if world.rank == 1:
-                os._exit(9)
-            started = time.monotonic()
-            while True:
-                world.group.all_reduce(torch.ones(1000))
-    except RunError as error:
-        return type(error).__name__, time.monotonic() - started
-
-
-def test_a_rank_that_dies_makes_all_others_raise_peer_lost_promptly() -> None:
-    config = ParallelConfig(device="cpu", threads=1, timeout_s=50)
-    with pytest.raises(RanksFailed) as failure:
-        run_ranks(dies, 3, config=config, opened=False)
-    outcomes = failure.value.outcomes
-    assert outcomes[1].status == 9
-    assert not outcomes[1].has_result
-    for rank in (0, 2):
-        name, took_s = outcomes[rank].result
-        assert name == "PeerLost"
-        assert took_s < 45  # the timeout is 50 s
 
 
 def raises_on_one_rank(world: Any) -> int:
