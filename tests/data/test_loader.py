@@ -379,14 +379,3 @@ def test_only_cuda_copies_while_the_caller_goes_on(one: Sequences, kind: str, mo
     monkeypatch.setattr(torch.Tensor, "to", to)
     batch.to(torch.device(kind))
     assert asked == [kind == "cuda"] * 3
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_arrive_on_the_device(one: Sequences) -> None:
-    plan = BatchPlan(6, 3, 1)
-    there = Loader(one, plan, 0, 0, "cuda").micro_batches(5)
-    for batch, expected in zip(there, Loader(one, plan, 0, 0).micro_batches(5), strict=True):
-        assert batch.tokens.is_cuda
-        assert batch.positions.is_cuda
-        assert torch.equal(batch.tokens.cpu(), expected.tokens)
-        assert torch.equal(batch.targets.cpu(), expected.targets)
