@@ -277,10 +277,11 @@ RESOLVE = """
 import sys
 from paceline.base.errors import UserError
 from paceline.data.tokenizer import resolve
-try:
-    print(resolve(sys.argv[1], lambda: iter([])).sha256)
-except UserError as error:
-    print(f"refused: {error}")
+for spec in sys.argv[1:]:
+    try:
+        print(resolve(spec, lambda: iter([])).sha256)
+    except UserError as error:
+        print(f"refused: {error}")
 """
 
 
@@ -320,28 +321,29 @@ def hub(tokenizer: Tokenizer) -> Iterator[str]:
     server.server_close()
 
 
-def resolve_by(endpoint: str, cache: Path, spec: str, **settings: str) -> str:
+def resolve_by(endpoint: str, cache: Path, *specs: str, **settings: str) -> list[str]:
+    """One line for each name."""
     (cache / "resolve.py").write_text(RESOLVE)
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", **settings}
-    with Program(spec, command=(sys.executable, str(cache / "resolve.py")), env=env, cwd=cache) as program:
-        return program.wait().require(0).out.strip()
+    with Program(*specs, command=(sys.executable, str(cache / "resolve.py")), env=env, cwd=cache) as program:
+        return program.wait().require(0).out.splitlines()
 
 
 def test_names_come_from_the_hub_and_then_from_its_cache(hub: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     pytest.importorskip("huggingface_hub")
-    assert resolve_by(hub, tmp_path, "gpt2") == tokenizer.sha256
-    assert resolve_by(NOBODY, tmp_path, NAMES["gpt2"]) == tokenizer.sha256
-    instead = "give --tokenizer the path of a tokenizer.json instead"
-    for spec, offline, told in (
-        ("some/thing", "0", "some/thing is not on the hub, or is private"),
-        ("some/gated", "0", "accept its terms there and log in"),
-        ("some/thing", "1", "could not be read from the hub"),
-    ):
-        said = resolve_by(hub, tmp_path, spec, HF_HUB_OFFLINE=offline)
+    known, *refused = resolve_by(hub, tmp_path, "gpt2", "some/thing", "some/gated")
+    assert known == tokenizer.sha256
+    assert resolve_by(NOBODY, tmp_path, NAMES["gpt2"]) == [tokenizer.sha256]
+    refused += resolve_by(hub, tmp_path, "some/thing", HF_HUB_OFFLINE="1")
+    reasons = (
+        "is not on the hub, or is private",
+        "accept its terms there and log in",
+        "could not be read from the hub",
+    )
+    for said, told in zip(refused, reasons, strict=True):
         assert said.startswith("refused: ")
         assert told in said
-        assert instead in said
-        assert "\n" not in said
+        assert "give --tokenizer the path of a tokenizer.json instead" in said
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
