@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import COLD, Ended, Program, rows, run, steps
+from program import Ended, Program, rows, run, steps
 
 from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
@@ -164,34 +164,6 @@ def test_a_signal_to_one_rank_stops_all_together(tmp_path: Path) -> None:
     assert f"stopped at step {last_step} (" in found.ended.out
     assert "on rank 1)" in found.ended.out
     assert (found.folder / f"checkpoints/step-{last_step:08d}/manifest.json").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "status", "says"),
-    [
-        (
-            signal.SIGTERM,
-            75,
-            "stopped by SIGTERM before training began. Nothing was saved: start the same command again",
-        ),
-        (signal.SIGINT, 130, "interrupted"),
-    ],
-    ids=["sigterm", "ctrl-c"],
-)
-def test_a_signal_before_training_leaves_nothing(
-    tmp_path: Path, number: signal.Signals, status: int, says: str
-) -> None:
-    """Asked to stop while ranks are still starting, the command says so, once; there is nothing yet to save."""
-    folder = tmp_path / "run"
-    with Program("train", *ENDLESS, "--nproc", "2", "--out", str(folder), env=COLD) as program:
-        program.wait_for(lambda: len(program.ranks()) == 2)
-        os.kill(program.pid, number)
-        ended = program.wait().require(status)
-        program.wait_until_gone()
-    assert ended.err.strip() == says
-    assert ended.out == ""
-    assert not folder.exists()
 
 
 @pytest.mark.long
