@@ -196,7 +196,7 @@ def timing(group: Group) -> dict[str, Any]:
 
 
 def slow_peer(group: Group) -> dict[str, Any]:
-    """Rank 1 begins collectives after rank 0 has computed on for 20 ms, and has then waited for 20 ms. Of each: whether
+    """Rank 1 begins collectives after rank 0 has computed on for 50 ms, and has then waited for 50 ms. Of each: whether
     it was under way when rank 0 began to wait; the milliseconds that it took, and that this rank stood still.
     """
     found: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def slow_peer(group: Group) -> dict[str, Any]:
     def let_rank_1_begin(turn: Path) -> None:
         while not group.waiting_for:
             time.sleep(0.001)
-        time.sleep(0.02)
+        time.sleep(0.05)
         turn.touch()
 
     for name, begin in (
@@ -223,7 +223,7 @@ def slow_peer(group: Group) -> dict[str, Any]:
         transfer = begin()
         over = group.take_traffic().transfers  # on the last rank that comes it may be over at once
         if group.rank == 0:
-            time.sleep(0.02)
+            time.sleep(0.05)
             threading.Thread(target=let_rank_1_begin, args=(turn,)).start()
         transfer.wait()
         traffic = group.take_traffic()
@@ -381,8 +381,8 @@ def test_a_collective_takes_from_its_start_to_its_end_and_a_rank_waits_for_what_
         pytest.skip("nobody to wait for")
     is_under_way, took_ms, waited_ms = answers[0][2][verb]
     assert is_under_way
-    assert waited_ms > 19
-    assert took_ms > waited_ms + 19, "the rest was hidden"
+    assert waited_ms > 10  # 50, less what a busy machine is late
+    assert took_ms > waited_ms + 10, "the rest was hidden"
 
 
 def lonely(world: World, verb: str) -> None:
