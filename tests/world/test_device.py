@@ -284,6 +284,20 @@ def test_a_kept_peak_is_of_this_dtype_and_these_threads(kept: Path) -> None:
     assert measured > 1.0
 
 
+def test_a_processor_that_is_throttled_after_a_burst_is_timed_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds the best of some short products, as a quota of half a core grants them at full speed."""
+    elapsed_s = [0.0]
+
+    def multiply(a: torch.Tensor, _: torch.Tensor) -> None:
+        is_granted = elapsed_s[0] % 0.1 < 0.05
+        elapsed_s[0] += 0.001 if is_granted else 0.001 + 0.1 - elapsed_s[0] % 0.1
+
+    monkeypatch.setattr(processor, "_mm", multiply)
+    monkeypatch.setattr(processor, "time", SimpleNamespace(perf_counter=lambda: elapsed_s[0]))
+    full_speed = 2 * 1024**3 / 0.001
+    assert processor.sustained_flops(torch.float32) == pytest.approx(full_speed / 2, rel=0.1)
+
+
 def test_the_clock_of_a_cpu_counts_milliseconds() -> None:
     clock = DeviceClock(CPU)
     before = time.perf_counter()

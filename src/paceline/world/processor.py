@@ -136,6 +136,21 @@ def _measured_matmul(dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
     return best
 
 
+def sustained_flops(dtype: torch.dtype) -> float:
+    """Returns the CPU's FLOP/s in matmuls over two periods of a cgroup's quota, which grants it anew each 0.1 s: a
+    single product shows no quota. The best of three times, for load."""
+    side, best = 1024, 0.0
+    a = torch.ones(side, side, dtype=dtype)
+    _mm(a, a)
+    for _ in range(3):
+        start, num_products = time.perf_counter(), 0
+        while (elapsed_s := time.perf_counter() - start) < 0.2:
+            _mm(a, a)
+            num_products += 1
+        best = max(best, num_products * 2.0 * side**3 / elapsed_s)
+    return best
+
+
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns a @ b of CPU tensors, by the kernel that models take (model/cpu.py)."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

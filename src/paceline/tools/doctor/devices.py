@@ -13,7 +13,7 @@ from paceline.tools.doctor.host import Place
 from paceline.world.device import choose_device, choose_threads, own_facts, product_dtype
 from paceline.world.facts import RankFacts
 from paceline.world.peaks import gpu_peak
-from paceline.world.processor import peak_flops
+from paceline.world.processor import sustained_flops
 
 _SIDE, _TIMED = 4096, 20  # the side of a GPU's timed matrices, and how many products of them
 _LEAST_OF_PEAK = 0.35
@@ -47,7 +47,7 @@ def _product(place: Place, device: torch.device, facts: RankFacts) -> Iterator[V
     if device.type == "cuda":
         speed, peak = _gpu_flops(device, dtype), gpu_peak(processor, facts.dtype).flops_per_s or 0.0
     else:
-        speed, peak = peak_flops(device, dtype).flops_per_s or 0.0, 0.0
+        speed, peak = sustained_flops(dtype) if device.type == "cpu" else 0.0, 0.0
     seen = f"{device} ({processor}): {units.count(speed)}FLOP/s in {facts.dtype}"
     place.notes["flops"][str(device)] = speed
     if 0.0 < speed < _LEAST_OF_PEAK * peak:
