@@ -298,6 +298,8 @@ def test_the_list_of_hosts() -> None:
         ("a:²,b:1", 0, 0, "write it as"),
         ("a:0,b:1", 0, 0, "write it as"),
         ("a:99999,b:1", 0, 0, "write it as"),
+        ("fd00::1,10.0.0.2", 0, 0, "has fd00::1, and ranks meet at IPv4 addresses"),  # `fd00:` did not resolve
+        ("10.0.0.1,[fd00::2]:29400", 0, 0, r"has \[fd00::2\]:29400, and ranks meet at IPv4"),
         ("a..b,127.0.0.1", 0, 0, "does not resolve: it is no name of a host"),
         ("127.0.0.1:1", 0, 0, "two or more hosts"),
         ("127.0.0.1:1,127.0.0.1:1", 0, 0, "each once"),

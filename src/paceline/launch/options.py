@@ -28,6 +28,8 @@ class HostsOptions:
 def read_hosts(text: str, node: int, least: int, timeout_s: float) -> HostsOptions:
     """Reads 'ADDRESS[:PORT],ADDRESS[:PORT]'. node: this host's place in the list; -1: the address that it has. Raises
     UserError if the list cannot be used."""
+    if ipv6 := next((word.strip() for word in text.split(",") if word.count(":") > 1), ""):
+        raise UserError(f"--hosts has {ipv6}, and ranks meet at IPv4 addresses: give that of each host, or its name")
     pairs = [word.strip().rpartition(":") if ":" in word else (word.strip(), "", "") for word in text.split(",")]
     if not all(host and (not port or (port.isdecimal() and 0 < int(port) < 1 << 16)) for host, _, port in pairs):
         raise UserError(f"--hosts is '{text}'; write it as 10.0.0.1:{DEFAULT_PORT},10.0.0.2:{DEFAULT_PORT}")
