@@ -486,7 +486,7 @@ MUTATIONS = (
         "optim/optimizer.py",
         '"eps": config.eps',
         '"eps": 1e-8',
-        "train/test_switches.py::test_what_is_computed_changes_the_losses",
+        "train/test_switches.py::test_settings_of_model_and_update_have_the_effect_they_have_in_a_plain_loop",
     ),
     # ---- checkpoint: complete or absent ----
     Mutation(
@@ -770,7 +770,7 @@ MUTATIONS = (
         "train/loop.py",
         'group["lr"] = lr',
         'group["lr"] = group["lr"] or lr',
-        "train/test_switches.py::test_what_is_computed_changes_the_losses",
+        "train/test_switches.py::test_settings_of_model_and_update_have_the_effect_they_have_in_a_plain_loop",
     ),
     Mutation(
         "dropout ignores the run's seed",
@@ -847,7 +847,7 @@ MUTATIONS = (
         "train/loop.py",
         "max_norm=self.config.optim.grad_clip",
         "max_norm=1.0",
-        "train/test_switches.py::test_what_is_computed_changes_the_losses",
+        "train/test_switches.py::test_settings_of_model_and_update_have_the_effect_they_have_in_a_plain_loop",
     ),
     Mutation(
         "log.every has no effect",

@@ -64,8 +64,7 @@ def first_ranks(num_ranks: int, env: Environment, base: Path) -> Iterator[Enviro
         return
     while not turn.exists():
         time.sleep(0.01)
-    smaller = dataclasses.replace(env, world_size=num_ranks, local_world_size=num_ranks)
-    yield smaller if num_ranks > 1 else Environment()  # one process as anybody starts it
+    yield dataclasses.replace(env, world_size=num_ranks, local_world_size=num_ranks)
 
 
 def train_on(num_ranks: int, env: Environment, config: Config, folder: Path, status: int = 0, **request: Any) -> None:

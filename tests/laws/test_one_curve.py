@@ -257,7 +257,8 @@ def test_the_parts_of_a_step_are_the_step(short: tuple[Path, list[Curve]], run: 
         # nothing is counted twice: `other` is what is left over, and it is not negative
         assert all(row[part] >= 0 for part in parts)
         assert row["exposed_comm_ms"] <= row["comm_ms"] * 1.001 + 0.01
-        assert (row["comm_ms"] > 0) == (row["comm_bytes"] > 0) == (world_size > 1)
+        assert (row["comm_bytes"] > 0) == (world_size > 1)
+        assert row["comm_ms"] > 0 or world_size == 1  # a process group of one rank takes time, too
     assert min(row["other_ms"] / row["step_ms"] for row in found) < 0.1, "in each step much belongs to no part"
 
 

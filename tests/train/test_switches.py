@@ -187,6 +187,10 @@ def test_evaluations_come_when_asked_and_change_nothing(plain: Path, tmp_path: P
     assert list(evaluations(folder)) == [2, 4, 6]
 
 
+def test_a_process_without_a_process_group_exchanges_nothing(plain: Path) -> None:
+    assert [(row["comm_ms"], row["comm_bytes"]) for row in steps(plain)] == [(0, 0)] * STEPS
+
+
 def test_rows_come_every_so_many_steps(tmp_path: Path) -> None:
     assert [row["step"] for row in rows_of(tmp_path / "run", tiny(log__every=4, train__eval_every=-1))] == [4]
     assert evaluations(tmp_path / "run") == {}
