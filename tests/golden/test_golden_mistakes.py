@@ -442,6 +442,8 @@ REWORDED = {
         "so their gradients would not be summed over ranks: make optimizer and Replica again after changing the model"
     ),
     "say sparse=False to the embedding": "set sparse=False on the embedding",
+    "missing is no data set": "missing is not a data set",
+    "--node-rank belongs to a list of hosts; give it by --hosts": "--node-rank needs a list of hosts: --hosts",
 }
 
 

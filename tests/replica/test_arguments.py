@@ -148,7 +148,7 @@ STEP_CASES: dict[str, tuple[Callable[[Replica], Any], str]] = {  # an argument t
     "function": (lambda r: Batch(lambda: [X]), "does not know how many micro-batches that draws: give rows= or count="),
     "read_as": (
         lambda r: made(r.world, read_as={"typo": torch.bfloat16}),
-        "read_as names typo, which is no parameter of the model",
+        "read_as names typo, which is not a parameter of the model",
     ),
     "rounded": (
         lambda r: made(r.world, rounded_gradients=["0.weight"]),

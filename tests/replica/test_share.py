@@ -337,7 +337,7 @@ REFUSED = {
     "stream shuffled": (Stream, {"batch_size": 2, "shuffle": True}, "the order of a stream is its own"),
     "loader of stream": (lambda: DataLoader(Stream(), 2), {"batch_size": 3}, "the DataLoader has batch_size=2"),
     "one by one": (lambda: DataLoader(Stream(), None), {}, "batch_size=None"),
-    "columns": (lambda: {"x": torch.ones(3)}, {"batch_size": 2}, "a dict is no list of samples.*TensorDataset"),
+    "columns": (lambda: {"x": torch.ones(3)}, {"batch_size": 2}, "a dict is not a list of samples.*TensorDataset"),
     "no batch": (lambda: [1, 2], {}, "needs batch_size="),
     "batch 0": (lambda: [1, 2], {"batch_size": 0}, "batch_size is 0"),
     "micro-batch 0": (lambda: [1, 2], {"batch_size": 1, "micro_batch_size": 0}, "micro_batch_size is 0"),

@@ -182,7 +182,7 @@ class Reader:
         self._num_bytes = os.fstat(self._descriptor).st_size
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, self._num_bytes - 8):
-            raise ValueError(f"{path.name} is no safetensors file: its header would have {length} bytes")
+            raise ValueError(f"{path.name} is not a safetensors file: its header would have {length} bytes")
         self._data_begin = 8 + length
         try:
             header = json.loads(os.pread(self._descriptor, length, 8))

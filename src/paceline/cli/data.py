@@ -101,7 +101,7 @@ def _info(arguments: list[str]) -> int:
 
     if not is_dataset(parsed.folder):
         raise UserError(
-            f"{parsed.folder} is no data set: it has neither index.json nor train.bin and val.bin nor *_train_*.bin"
+            f"{parsed.folder} is not a data set: it has neither index.json nor train.bin and val.bin nor *_train_*.bin"
         )
     dataset = Dataset.open(parsed.folder, parsed.vocab_size)
     if parsed.verify:

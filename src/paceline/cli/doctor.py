@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     config.check()
     env = detect()
     if parsed.node_rank >= 0 and not parsed.hosts:
-        raise UserError("--node-rank belongs to a list of hosts; give it by --hosts")
+        raise UserError("--node-rank needs a list of hosts: --hosts")
     if parsed.hosts and env.is_distributed:
         raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
     if env.local_rank:  # local rank 0 examines the host

@@ -133,7 +133,7 @@ def _pod(request: Request, flags: RankFlags) -> Pod | None:
 def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions | None:
     if not flags.hosts:
         if flags.min_hosts or flags.node_rank >= 0:
-            raise UserError("--min-hosts and --node-rank belong to a list of hosts; give it by --hosts")
+            raise UserError("--min-hosts and --node-rank need a list of hosts: --hosts")
         return None
     if env.is_distributed:
         raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")

@@ -116,7 +116,7 @@ def _find(spec: str, format: str, skips: bool) -> Found:
     if hub.is_spec(spec):
         yield from _find_on_hub(spec, format)
     elif "\0" in given:
-        raise UserError(f"{spec!r} is no path: it has a NUL character")
+        raise UserError(f"{spec!r} is not a path: it has a NUL character")
     elif os.path.isdir(given):
         yield from _find_in(given, format, skips=skips)
     elif os.path.isfile(given):

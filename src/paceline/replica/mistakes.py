@@ -120,7 +120,7 @@ def full_names(model: nn.Module, given: Iterable[str], argument: str) -> dict[st
     }
     for name in given:
         if name not in known:
-            raise mistake(f"{argument} names {name}, which is no parameter of the model{nearest(name, known)}")
+            raise mistake(f"{argument} names {name}, which is not a parameter of the model{nearest(name, known)}")
     return {name: known[name] for name in given}
 
 
@@ -142,7 +142,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "another optimizer), and each would have to be synchronised: take one that makes one"
         )
     if not all(hasattr(optimizer, attribute) for attribute in ("param_groups", "state", "step")):
-        raise mistake(f"a {name} is no optimizer: it has no param_groups, state and step()")
+        raise mistake(f"a {name} is not an optimizer: it has no param_groups, state and step()")
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World) -> None:

@@ -158,7 +158,7 @@ def _source(source: Any, given: _Arguments) -> Share:
         raise mistake("this source was shared before; give share the data set or the DataLoader itself")
     if isinstance(source, Mapping | str | bytes):
         raise mistake(
-            f"a {kind(source)} is no list of samples: give what has an item for each number from 0 on, "
+            f"a {kind(source)} is not a list of samples: give what has an item for each number from 0 on, "
             "such as a torch TensorDataset of the columns, or one split of several"
         )
     if callable(source) and not is_dataset and not isinstance(source, DataLoader | IterableDataset):

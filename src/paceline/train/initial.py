@@ -34,7 +34,7 @@ def initial_model(source: Path) -> ModelConfig:
     """Returns the model config of the run folder `source`. Raises UserError if it is none."""
     if not (source / "config.toml").exists() and (source.is_file() or (source / "config.json").exists()):
         raise UserError(
-            f"--init-from is {source}, which is no run folder; make one of it first: paceline import "
+            f"--init-from is {source}, which is not a run folder; make one of it first: paceline import "
             f"{shlex.quote(str(source))} --out DIR"
         )
     found = run_folder.find(source)

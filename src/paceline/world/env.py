@@ -208,7 +208,7 @@ def listening_address(env: Environment, interface: str) -> str:
         if _is_own(address):
             return address
     raise UserError(
-        f"MASTER_ADDR is '{env.master_addr}' ({', '.join(wanted)}), which is no address of rank 0's host "
+        f"MASTER_ADDR is '{env.master_addr}' ({', '.join(wanted)}), which is not an address of rank 0's host "
         f"{socket.gethostname()}; it has: {interfaces_text()}"
     )
 

@@ -64,7 +64,7 @@ def inside(pid: int, *command: str) -> tuple[str, ...]:
     except OSError:
         raise UserError(f"the process that held this host's network (pid {pid}) is gone") from None
     if theirs == os.readlink("/proc/self/ns/net"):
-        raise UserError(f"process {pid} has this machine's own network; it is no host of a lab")
+        raise UserError(f"process {pid} has this machine's own network; it is not a host of a lab")
     return ("nsenter", "--target", str(pid), "--net", *command)
 
 
