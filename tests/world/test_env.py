@@ -308,7 +308,7 @@ def test_the_store_listens_on_the_address_that_the_master_has(monkeypatch: pytes
     assert transfer_address(loopback) == "127.0.0.1"
     assert listening_address(named("192.0.2.1"), loopback) == "127.0.0.1"  # as behind a NAT or a cluster's service
     monkeypatch.setattr(world_env, "transfer_address", lambda _: "127.0.0.1")
-    with pytest.raises(UserError, match=r"MASTER_ADDR is '192\.0\.2\.1' .*no address of rank 0's host"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR is '192\.0\.2\.1' .*not an address of rank 0's host"):
         listening_address(named("192.0.2.1"), "")
 
 
