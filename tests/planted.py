@@ -401,7 +401,7 @@ MUTATIONS = (
         "sync/fsdp.py",
         "set_gradient_divide_factor(1.0)",
         "set_gradient_divide_factor(2.0)",
-        "replica/test_replica.py::test_two_ranks_make_the_updates_of_one_process",
+        "replica/test_replica.py::test_fsdp_clips_and_leaves_alone_what_nobody_uses",
     ),
     Mutation(
         "repaired by the rank that differs",
