@@ -478,7 +478,7 @@ def explain(rank: Rank, who: int = 1, fails: bool = False) -> None:
     rank.watchdog.enter("backward", 3)
     rank.leave_here()
     if rank.world.rank == who:
-        compute(1 if fails else 60)
+        compute(0.5 if fails else 60)
         raise RunError("its disk is full")
     try:
         rank.reduce(3)
@@ -501,12 +501,12 @@ def explain_from_afar(rank: Rank, who: int = 1, fails: bool = False) -> None:
         (
             explain,
             [signal.SIGKILL],
-            r"rank {who} \(.*\) is gone; last heard of up to 0\.2 s before that, in backward of step 3\n.* compute\n",
+            r"rank {who} \(.*\) is gone; last heard of up to 0\.4 s before that, in backward of step 3\n.* compute\n",
         ),
         (
             explain_from_afar,
             [signal.SIGKILL],
-            r"rank {who} \(.*\) has not answered for at least \d+ s; last heard of up to 0\.2 s before that, in",
+            r"rank {who} \(.*\) has not answered for at least \d+ s; last heard of up to 0\.4 s before that, in",
         ),
         (
             partial(explain_from_afar, fails=True),
@@ -518,7 +518,7 @@ def explain_from_afar(rank: Rank, who: int = 1, fails: bool = False) -> None:
 )
 def test_who_is_missing_is_named(tmp_path: Path, task: Task, signals: list[int], says: str, who: int) -> None:
     """Only he: who leaves because of him is not missing. Rank 0 finds him for all, or is he himself."""
-    ranks = Ranks(tmp_path / "lost", 3, partial(task, who=who))
+    ranks = Ranks(tmp_path / "lost", 3, partial(task, who=who), timeout_s=4.0)
     if signals:
         ranks.wait_for("here")
     for number in signals:
