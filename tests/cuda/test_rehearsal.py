@@ -29,7 +29,7 @@ if reason := no_gpu.why_not():
 pytestmark = pytest.mark.usefixtures("_pretended")
 
 # What a step waits for. One of these leaves the GPU idle for as long as the host takes to queue the next kernels.
-WAITS = {"device.py finish": 1}  # the end of the update, for norm, loss and times; the GPU itself skips an update
+WAITS = {"device_clock.py finish": 1}  # the end of the update, for norm, loss and times; the GPU itself skips an update
 COPIES = {"to the host: step.py _read": 1}
 BF16, FP16 = torch.bfloat16, torch.float16
 
