@@ -252,6 +252,7 @@ def _be_the_command(
     os.chdir(cwd)
     for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
         os.dup2(file, standard)
+    _open_standard_streams()
     ranks = streams[2].detach()
     os.write(ranks, f"{os.getpid()} {env.get('RANK', '')}\n".encode())
 
@@ -280,6 +281,12 @@ def _be_the_command(
     )
     SubprocessHandler._popen = lambda self, args, env: popen(args, env)  # type: ignore[method-assign]
     _be(words, env)
+
+
+def _open_standard_streams() -> None:
+    """Makes Python's objects anew: those of the server's know whether its own streams were files or terminals."""
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _be_the_command_on(cores: set[int], *what: Any) -> None:

@@ -1,6 +1,8 @@
 """Verbs are compared by their number, and lines named are the script's."""
 
 import _thread
+import gc
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
-from paceline.world.calls import Calls, caller, first_difference, place
+from paceline.world.calls import Calls, caller, first_difference, frame_of, place
 
 VERBS = st.sampled_from(["step", "mean", "save"])
 
@@ -78,3 +80,21 @@ def test_a_thread_without_frames_of_the_script_names_the_main_threads_line() -> 
     _thread.start_new_thread(names["run"], ())
     done.acquire()
     assert seen[0] != "the end of its script"
+
+
+def test_a_frame_is_looked_up_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can block Python 3.11 for ever (cpython issue 106883). Mutation: `sys._current_frames` with it."""
+    was_enabled: list[bool] = []
+    current_frames = sys._current_frames
+
+    def look_up() -> Any:
+        was_enabled.append(gc.isenabled())
+        return current_frames()
+
+    monkeypatch.setattr(sys, "_current_frames", look_up)
+    frame = frame_of(threading.get_ident())
+    assert frame is not None
+    assert "look_up" in frame.f_code.co_name
+    assert frame_of(0) is None
+    assert was_enabled == [False, False]
+    assert gc.isenabled()

@@ -85,16 +85,18 @@ class BeatThread(threading.Thread):
         rank: int,
         clock: AwakeClock,
         beat_s: Callable[[], float],
-        own_beat: Callable[[int], Beat],
+        own_beat: Callable[[int, bool], Beat],
         whom: Callable[[], Iterable[int]],
     ):
-        """whom: the other ranks whose beats are read while this rank listens."""
+        """own_beat: makes the beat of a number; told whether others' are read after it. whom: the other ranks whose
+        beats are read while this rank listens."""
         super().__init__(name="watchdog-beats", daemon=True)
         self.beats: dict[
             int, tuple[Beat | None, float]
         ] = {}  # by rank: its newest beat (None: none yet), first read at
         self.listens = False  # whether this rank itself has a reason to read the others' beats
         self.heard_s = -1.0  # when the last round began that read them
+        self.dead: list[int] = []  # ranks of this host that were dead before they were last read
         self.posts: dict[str, Verdict] = {}  # by key: the verdicts that are known
         self.is_broken = False
         self.store_name = "the store"
@@ -150,7 +152,9 @@ class BeatThread(threading.Thread):
 
     def _round(self, store: Store, number: int) -> None:
         began_s, listens = self._clock.now(), self.listens
-        store.set(f"beat/{self._rank}", json.dumps(asdict(self._own_beat(number))))
+        reads = listens or (self._rank == 0 and self._has_new_alarm(store))
+        own_beat = self._own_beat(number, reads)
+        store.set(f"beat/{self._rank}", json.dumps(asdict(own_beat)))
         if listens and self._rank:
             store.set("alarm", f"{self._rank} {number}")
         for key, verdict in list(self._proposed.items()):
@@ -159,8 +163,9 @@ class BeatThread(threading.Thread):
             if key not in self.posts and store.check([key]):
                 row = json.loads(store.get(key))
                 self.posts[key] = Verdict(message=row["message"], culprits=tuple(row["culprits"]))
-        if listens or (self._rank == 0 and self._has_new_alarm(store)):
+        if reads:
             self._read_beats(store, began_s)
+            self.dead = own_beat.dead
             self.heard_s = began_s
         self._answered_s = self._clock.now()
 

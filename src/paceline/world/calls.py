@@ -2,6 +2,7 @@
 evaluates alone, or leaves its loop early, would make the others wait for ever."""
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -56,8 +57,24 @@ def caller() -> FrameType | None:
     frame = _outside(sys._getframe(1))
     if frame is None and threading.current_thread() is not threading.main_thread():
         # On GPUs autograd runs hooks in its own threads, while the script waits in backward.
-        frame = _outside(sys._current_frames().get(threading.main_thread().ident or 0))
+        frame = _outside(frame_of(threading.main_thread().ident or 0))
     return frame
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Returns the innermost frame of a thread, by its ident; None if there is no such thread.
+
+    Python 3.11 makes the frames' objects while it holds the lock of its list of threads. If that begins a garbage
+    collection, whose finalizers let another thread run which ends or starts, both wait for ever: seen in a test, and
+    https://github.com/python/cpython/issues/106883, mended in 3.12. So there is no collection meanwhile.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:

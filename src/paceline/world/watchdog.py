@@ -17,11 +17,10 @@ import faulthandler
 import itertools
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, NoReturn
 
@@ -31,7 +30,7 @@ from paceline.base.errors import EXIT_FAILED, PacelineError
 from paceline.world import blame
 from paceline.world.beats import ANSWER_S, AwakeClock, Beat, BeatThread, State
 from paceline.world.beats import Verdict as Verdict
-from paceline.world.calls import Calls
+from paceline.world.calls import Calls, frame_of
 from paceline.world.peer import Peer
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class Watchdog:
         self._error = ""
         self._thread = 0  # the watched thread
         store = HashStore() if world.store is None else world.store
-        self._beats = BeatThread(store, self._me, self._clock, self._beat_s, self._beat, self._whom)
+        self._beats = BeatThread(store, self._me, self._clock, self._beat_s, self._sent_beat, self._whom)
         self._lost_s: float | None = None  # on rank 0: since when a rank has lost others
         self._watching = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._closed, self._ending = threading.Event(), threading.Lock()
@@ -150,7 +149,7 @@ class Watchdog:
             self._obey()
             if self._judges:
                 self._judge()
-            elif self._is_out_of_time(self._beat()):
+            elif self._is_out_of_time(self._state, self._group.waiting_for, self._still_s()):
                 limit_s = 0.5 * self.timeout_s
                 self._end_if(blame.unreachable(self._known(limit_s), limit_s))
 
@@ -166,7 +165,7 @@ class Watchdog:
         # A dead rank's collectives fail, but not under NCCL, nor while a child of it holds its connections.
         elif any(beat.waits_for and beat.still_s > _STILL_BEATS * self._beat_s() for beat in running):
             self._end_if(blame.dead(known) or blame.different_calls(known))
-        if any(map(self._is_out_of_time, running)):
+        if any(self._is_out_of_time(beat.state, beat.waits_for, beat.still_s) for beat in running):
             # Half the limit: news of others is some beats late, and a rank that resumed meanwhile is not to blame.
             self._end_if(blame.find_blame(known, limit_s, limit_s))
 
@@ -183,10 +182,13 @@ class Watchdog:
         if "missing" not in self._beats.posts:
             self._beats.agree("missing", self._verdict(found) or Verdict(message="", culprits=()))
 
-    def _is_out_of_time(self, beat: Beat) -> bool:
-        """Whether this rank should have made progress. A script may take its time, except where it waits for others."""
-        is_watched = beat.state == "runs" and (self._calls is None or beat.waits_for is not None)
-        return is_watched and beat.still_s > self.timeout_s
+    def _still_s(self) -> float:
+        return round(self._clock.now() - self._seen[1], 3)
+
+    def _is_out_of_time(self, state: State, waits_for: str | None, still_s: float) -> bool:
+        """Whether a rank should have made progress. A script may take its time, except where it waits for others."""
+        is_watched = state == "runs" and (self._calls is None or waits_for is not None)
+        return is_watched and still_s > self.timeout_s
 
     def _listens_now(self) -> bool:
         return self._beats.listens or self._clock.now() - self._beats.heard_s < 2 * self._beat_s()
@@ -202,21 +204,26 @@ class Watchdog:
     def _known(self, store_s: float) -> blame.Known:
         """Returns what is known now. The store counts as missing after `store_s` without an answer."""
         heard = dict(self._beats.beats)
+        # Not those that are dead now, while the store answers: the last beat of who has just ended is still to be read.
+        own_beat = self._beat(dead=self._dead_here() if self._beats.is_broken else self._beats.dead)
         return blame.Known(
             peers=self._peers,
             me=self._me,
-            beats={**{rank: beat for rank, (beat, _) in heard.items() if beat}, self._me: self._beat()},
+            beats={**{rank: beat for rank, (beat, _) in heard.items() if beat}, self._me: own_beat},
             ages_s={rank: self._beats.heard_s - since_s for rank, (_, since_s) in heard.items()},
             missing_store=None if self._beats.answers_within(store_s) else self._beats.store_name,
             beat_s=self._beat_s(),
         )
 
-    def _beat(self, number: int = 0) -> Beat:
+    def _sent_beat(self, number: int, listens: bool) -> Beat:
+        return self._beat(number, self._dead_here() if listens else [])
+
+    def _beat(self, number: int = 0, dead: Sequence[int] = ()) -> Beat:
         section, step, _ = self._place
         calls = self._calls.last() if self._calls is not None else []
         if calls:
             section = " at ".join(calls[-1][1:])
-        frames = _frames(sys._current_frames().get(self._thread))
+        frames = _frames(frame_of(self._thread))
         # No Group runs the collectives that torch begins itself, as in fully_shard.
         is_in_torch = any("/torch/distributed/" in frame.f_code.co_filename for frame in frames[:3])
         return Beat(
@@ -224,7 +231,7 @@ class Watchdog:
             state=self._state,
             section=section,
             step=step,
-            still_s=round(self._clock.now() - self._seen[1], 3),
+            still_s=self._still_s(),
             waits_for=self._group.waiting_for or ("a collective of torch's" if is_in_torch else None),
             stack=[
                 f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -232,7 +239,7 @@ class Watchdog:
             ],
             error=self._error,
             calls=calls,
-            dead=self._dead_here() if self._listens_now() else [],
+            dead=list(dead),
         )
 
     def _verdict(self, found: blame.Blame) -> Verdict | None:

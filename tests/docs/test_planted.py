@@ -6,7 +6,7 @@ from pathlib import Path
 
 from planted import MUTATIONS
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src/paceline"
 
 
