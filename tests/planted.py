@@ -156,10 +156,10 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks of different versions form a world",
-        "world/handshake.py",
+        "world/alike.py",
         "if other.versions[name] != version:",
         "if False:",
-        "world/test_join.py::test_ranks_of_different_versions_are_refused",
+        "world/test_rendezvous.py::test_ranks_of_different_versions_are_refused",
     ),
     Mutation(
         "all ranks of a host send each part over the link",

@@ -151,7 +151,7 @@ def _end_with(error: PacelineError) -> int:
 def _tell_other_hosts(error: PacelineError) -> None:
     if {"LOCAL_WORLD_SIZE", "SLURM_PROCID", "PET_MASTER_ADDR"}.isdisjoint(os.environ):  # which tell of other hosts
         return
-    from paceline.world.join import tell_others  # imports torch
+    from paceline.world.rendezvous import tell_others  # imports torch
 
     tell_others(error)
 

@@ -18,7 +18,7 @@ from paceline.record.console import print_error
 from paceline.world.calls import LEAVE, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.group import SPEAKS_FIRST_S, PeerLost
-from paceline.world.join import tell_others
+from paceline.world.rendezvous import tell_others
 from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 

@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import torch
@@ -15,13 +17,17 @@ from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
 from paceline.base.parent import die_with_parent
 from paceline.base.status import launcher_pid
+from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment, check_interface
 from paceline.world.group import DistributedGroup, Group, LocalGroup
-from paceline.world.join import Joined, backend_of_open_group, join_world
+from paceline.world.peer import Peer, this_process
+from paceline.world.rendezvous import Joined, join_world
 from paceline.world.staged import StagedGroup
+from paceline.world.store import post, read
 
 _TEARDOWN_S = 0.5
+_num_joined = 0  # open process groups that this process has joined
 
 
 def store_of_open_group() -> Store:
@@ -30,6 +36,50 @@ def store_of_open_group() -> Store:
         store: Store = dist.distributed_c10d._get_default_store()
         return store
     return PrefixStore("paceline", dist.group.WORLD.get_group_store())
+
+
+def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Environment, Joined]:
+    """Returns this rank's environment and the world of an open process group; each rank posts a record in its store.
+    Raises RunError, naming the missing ranks, after `timeout_s`."""
+    global _num_joined
+    _num_joined += 1  # all ranks join equally often
+    root = PrefixStore(f"paceline/{_num_joined}", store)
+    names = [f"peer/{other}" for other in range(world_size)]
+    env = Environment(rank=rank, world_size=world_size, local_world_size=world_size, master_addr="the open group")
+    post(root, names[rank], {"nonce": secrets.token_hex(12), "peer": asdict(this_process(env))})
+    try:
+        root.wait(names, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [other for other, name in enumerate(names) if read(root, name) is None]
+        raise RunError(f"rank {listed(missing, 16)} of {world_size} did not come to paceline.join in time") from error
+    found = [read(root, name) for name in names]
+    generation = found[0]["nonce"]
+    peers = [Peer(**row["peer"]) for row in found]
+    here = [peer.rank for peer in peers if peer.boot_id == peers[rank].boot_id]
+    peers = [replace(p, local_rank=sum(q.boot_id == p.boot_id for q in peers[: p.rank])) for p in peers]
+    env = replace(env, local_rank=here.index(rank), local_world_size=len(here))
+    return env, Joined(generation=generation, peers=tuple(peers), store=PrefixStore(generation, root))
+
+
+def backend_of_open_group(config: ParallelConfig, device: torch.device) -> str:
+    """Returns the backend that the open process group has for this rank's device: "gloo" or "nccl". Raises UserError if
+    it has none, or if the config asks for another backend or an interface."""
+    has = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # cpu:gloo,cuda:nccl
+    backend = has.get(device.type, "none")
+    asked = [f"backend {config.backend}"] * (config.backend not in ("auto", backend))
+    asked += [f"interface {config.interface}"] * bool(config.interface)
+    if asked:
+        raise UserError(
+            f"a process group of backend {backend} is open already, and paceline.join was asked for "
+            f"{', '.join(asked)}: give it to init_process_group, and nothing of it to join"
+        )
+    if backend not in ("gloo", "nccl"):
+        shown = ", ".join(f"{name} for {kind}" for kind, name in has.items())
+        raise UserError(
+            f"a process group with {shown} is open already, and this rank computes on {device.type}: give "
+            'init_process_group gloo or nccl for it, as in "cpu:gloo,cuda:nccl", or another device to join'
+        )
+    return backend
 
 
 @contextmanager

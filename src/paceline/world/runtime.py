@@ -21,9 +21,9 @@ from paceline.world.device import choose_device, choose_threads, keep_freed_memo
 from paceline.world.env import Environment, check_interface, check_master, check_size, detect
 from paceline.world.facts import RankFacts, warn_of_idle_gpus
 from paceline.world.group import Group, ReduceOp
-from paceline.world.join import is_held, join_open_group
 from paceline.world.peer import Peer, this_process
-from paceline.world.process_group import adopt_group, open_group, store_of_open_group
+from paceline.world.process_group import adopt_group, join_open_group, open_group, store_of_open_group
+from paceline.world.store import is_held
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
 Number = TypeVar("Number", float, torch.Tensor)

@@ -21,7 +21,7 @@ from paceline.sync.ddp import BucketedSync
 from paceline.tools.bench.link import bucket_elements, interface_in_use, measure, pairs_to_measure
 from paceline.tools.plan.calibrate import COLLECTIVES, bus_factor, fit, sizes
 from paceline.world.group import LocalGroup
-from paceline.world.join import Peer
+from paceline.world.peer import Peer
 from paceline.world.runtime import World
 
 pytestmark = pytest.mark.alone

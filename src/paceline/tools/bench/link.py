@@ -29,7 +29,7 @@ from paceline.train.resolve import resolve
 from paceline.world.device_clock import DeviceClock
 from paceline.world.env import interface_of, transfer_address
 from paceline.world.group import Group
-from paceline.world.join import Peer
+from paceline.world.peer import Peer
 from paceline.world.runtime import World
 
 _PAIRS_SHARE, _COLLECTIVE_SHARE, _MODEL_SHARE = 0.2, 0.15, 0.2  # of the time budget; there are four collectives

@@ -26,8 +26,7 @@ from paceline.tools.doctor.host import ALONE, Place, load
 from paceline.tools.doctor.link import Listener, measure
 from paceline.tools.doctor.meeting import Address, Meeting, Report
 from paceline.world.env import Environment, is_loopback, transfer_address
-from paceline.world.handshake import Board
-from paceline.world.join import open_store
+from paceline.world.store import open_store, post, read
 
 _CHECK_S = 10.0
 _MOST_ROUNDS = 8  # of measured links: a host of a larger job measures so many, and the round trip to all others
@@ -134,12 +133,12 @@ def _own_address(place: Place, env: Environment) -> str:
 def _find_hosts(place: Place, env: Environment, meeting: Meeting, deadline: float) -> Iterator[Verdict]:
     """Learns the hosts' addresses at the ranks' store, where a run begins, too; nothing else goes through it."""
     store = open_store(env, place.interface, max(1.0, deadline - time.monotonic()))
-    board = Board(PrefixStore(f"doctor/{env.attempt}", store))
-    board.post(f"{env.rank}", (place.address, meeting.port, env.local_world_size))
+    board = PrefixStore(f"doctor/{env.attempt}", store)
+    post(board, f"{env.rank}", (place.address, meeting.port, env.local_world_size))
     found: dict[int, tuple[str, int, int]] = {}  # by the host's first rank
     while sum(num_ranks for _, _, num_ranks in found.values()) < env.world_size:
         for rank in range(env.world_size):
-            if rank not in found and (known := board.read(f"{rank}")):
+            if rank not in found and (known := read(board, f"{rank}")):
                 found[rank] = known
         if time.monotonic() > deadline:
             break

@@ -10,8 +10,7 @@ import random
 import re
 import socket
 import time
-from dataclasses import asdict, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from multiprocessing.synchronize import Event, Semaphore
 from typing import Any
@@ -20,10 +19,10 @@ import psutil
 import pytest
 import torch
 from ranks import FORKS
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 
-from paceline.base.errors import PacelineError, UserError
-from paceline.world import handshake, join, peer, process_group
+from paceline.base.errors import PacelineError
+from paceline.world import alike, peer, process_group, rendezvous
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 from paceline.world.runtime import World, open_world
@@ -36,7 +35,8 @@ def be_a_rank(results: Any, env: Environment, after_s: float, options: dict[str,
     gc.freeze()  # what the server imported (see ranks.py)
     time.sleep(after_s)
     began = time.monotonic()
-    handshake._SETTLED_S = options.get("settled_s", handshake._SETTLED_S)
+    rendezvous._SETTLED_S = options.get("settled_s", rendezvous._SETTLED_S)
+    rendezvous._REFUSE_S = options.get("refuse_s", rendezvous._REFUSE_S)
     if ahead_s := options.get("clock_of", {}).get(env.rank):
         real = time.time
         time.time = lambda: real() + ahead_s
@@ -157,7 +157,7 @@ def test_without_rank_0_or_a_store_the_message_says_so(agents_store: TCPStore) -
     assert [row[1] for row in rows] == ["RunError"] * 2
     assert "rank 0 of 2 did not come in time" in rows[0][2]
     assert f"found no store at 127.0.0.1:{nobody} (127.0.0.1) for 1 s: Connection refused" in rows[1][2]
-    assert all(row[3] < 1.0 + 2 * join._LAST_WORD_S + 15 for row in rows)
+    assert all(row[3] < 1.0 + 2 * rendezvous._LAST_WORD_S + 15 for row in rows)
 
 
 def test_two_processes_of_one_rank_are_both_refused(agents_store: TCPStore) -> None:
@@ -188,7 +188,7 @@ def test_a_second_rank_that_comes_to_a_complete_world_is_refused_and_the_world_g
     envs = [place(rank, 2, agents_store.port) for rank in (0, 1)]
     ranks, over = complete(*envs)
     for env in reversed(envs):
-        refused = Ranks(env, settled_s=0.2).ended()
+        refused = Ranks(env, settled_s=0.2, refuse_s=0.2).ended()
         assert refused[0][:2] == (env.rank, "UserError")
         assert f"two processes have come as rank {env.rank}" in refused[0][2]
         assert f"pid {ranks.processes[env.rank].pid} on" in refused[0][2]
@@ -224,29 +224,29 @@ def test_ranks_of_different_backends_are_refused_before_a_process_group_starts(a
 
 def test_containers_that_share_loopback_and_not_their_pids_may_meet_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of one pod do."""
-    here = join._facts(place(0, 2, 1), "lo", "gloo", "cpu")
+    here = alike.this_rank(place(0, 2, 1), "lo", "gloo", "cpu")
     readlink = os.readlink
     monkeypatch.setattr(peer.os, "readlink", lambda path: "of another" if path.endswith("pid") else readlink(path))
-    other = join._facts(place(1, 2, 1), "lo", "gloo", "cpu")
+    other = alike.this_rank(place(1, 2, 1), "lo", "gloo", "cpu")
     assert here.peer.boot_id != other.peer.boot_id
-    assert handshake._difference([here, other]) == ""
+    assert alike.difference([here, other]) == ""
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     me, other, third = (
-        replace(join._facts(place(rank, 3, 1), "lo", "nccl", "cpu"), gpu=gpu) for rank, gpu in enumerate("aba")
+        replace(alike.this_rank(place(rank, 3, 1), "lo", "nccl", "cpu"), gpu=gpu) for rank, gpu in enumerate("aba")
     )
-    assert handshake._difference([me, other]) == ""
-    says = handshake._difference([me, other, third])
+    assert alike.difference([me, other]) == ""
+    says = alike.difference([me, other, third])
     assert re.search(r"rank 0 \(.*\) and rank 2 \(.*\) would compute on the same GPU, a: show each task its own", says)
 
 
 def test_ranks_of_different_versions_are_refused() -> None:
     """Finds: ranks whose libraries round differently, each of which makes updates of its own."""
-    here = join._facts(place(0, 2, 1), "lo", "gloo", "cpu")
-    other = replace(join._facts(place(1, 2, 1), "lo", "gloo", "cpu"), versions={**here.versions, "torch": "1.0"})
-    assert handshake._difference([here, replace(other, versions=here.versions)]) == ""
-    says = handshake._difference([here, other])
+    here = alike.this_rank(place(0, 2, 1), "lo", "gloo", "cpu")
+    other = replace(alike.this_rank(place(1, 2, 1), "lo", "gloo", "cpu"), versions={**here.versions, "torch": "1.0"})
+    assert alike.difference([here, replace(other, versions=here.versions)]) == ""
+    says = alike.difference([here, other])
     assert re.search(r"rank 1 \(.*\) has torch 1\.0, and rank 0 \(.*\) torch \d.*Install the same version", says)
 
 
@@ -257,27 +257,6 @@ def test_what_another_program_left_in_the_store_is_refused(agents_store: TCPStor
     rows = Ranks(place(0, 2, store.port)).ended()
     assert rows[0][1] == "UserError"
     assert "holds 'hello/1' of another program" in rows[0][2]
-
-
-class ReadMeanwhile(HashStore):
-    """In which another rank reads and removes a refusal right after it was found."""
-
-    num_read_meanwhile = 0
-
-    def check(self, keys: list[str]) -> bool:
-        is_there = super().check(keys)
-        if keys[0].startswith("refusal"):
-            self.num_read_meanwhile += self.delete_key(keys[0])
-        return is_there
-
-
-def test_a_refusal_that_is_removed_while_rank_0_looks_for_it_keeps_nobody_waiting() -> None:
-    store = ReadMeanwhile()
-    store.set_timeout(timedelta(seconds=1))
-    board = handshake.Board(store)
-    board.post("hello/1", asdict(join._facts(place(1, 2, 1), "lo", "gloo", "cpu")))
-    handshake._refuse_all(board, UserError("no"), 2, 40.0)  # a `get` would raise after the store's timeout
-    assert store.num_read_meanwhile == 1
 
 
 def listening(world: World) -> list[tuple[str, int]]:
