@@ -384,16 +384,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a skipped all-gather of the weights",
-        "sync/zero.py",
-        "self.gathering = group.start_all_gather(self.message, self.borders)",
+        "sync/owned.py",
+        "self.gathering = self.group.start_all_gather(self.message, self.borders)",
         "self.gathering = None",
         "sync/test_strategies.py::test_gradients_travel_on_the_last_micro_step_only_and_within_backward",
     ),
     Mutation(
         "a slice ends an element early",
-        "sync/zero.py",
-        "min(self.span[1], offset + parameter.numel())",
-        "min(self.span[1] - 1, offset + parameter.numel())",
+        "sync/owned.py",
+        "min(self.span[1], offset + self.parameters[index].numel())",
+        "min(self.span[1] - 1, offset + self.parameters[index].numel())",
         "sync/test_strategies.py::test_every_strategy_and_bucket_size_gives_the_gradient_of_the_whole_batch",
     ),
     Mutation(
@@ -442,7 +442,7 @@ MUTATIONS = (
     Mutation(
         "bias correction stays that of the first update",
         "optim/adamw.py",
-        'group["step"] += count',
+        'group["step"] += 1',
         'group["step"] = 1',
         "optim/test_optimizer.py::test_adamw_is_the_papers_with_decay_of_matrices_and_embeddings_only",
     ),
@@ -634,8 +634,8 @@ MUTATIONS = (
     Mutation(
         "the wrong divisor: the estimate over the total",
         "replica/step.py",
-        "self._replica.sync.weigh(self._weight, self._total) / self._divisor",
-        "self._divisor / self._replica.sync.weigh(self._weight, self._total)",
+        "(own or self._total) / self._divisor",
+        "self._divisor / (own or self._total)",
         "replica/test_replica.py::test_one_process_without_a_launcher",
     ),
     Mutation(

@@ -19,7 +19,7 @@ from paceline.optim import clip
 from paceline.replica import model as replicated
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
-from paceline.sync import zero
+from paceline.sync import owned
 from paceline.sync.replicas import differences, digests
 from paceline.world.transfer import Transfer
 
@@ -129,7 +129,7 @@ def test_a_removed_wait_is_found(strategy: str, mutation: str, monkeypatch: pyte
     if mutation == "results":
         monkeypatch.setattr(Transfer, "wait", lambda _: None)
     elif mutation == "weights":
-        monkeypatch.setattr(zero.ShardedBucket, "wait", lambda _: None)
+        monkeypatch.setattr(owned.OwnedBucket, "wait", lambda _: None)
     with rehearsal("gpt2-124m-modern", strategy, 4, layers=1) as rank:
         if mutation == "order":  # collectives begin before backward has computed what they send
             wait = gpu.Stream.wait_stream

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import Checkpoints
 from paceline.replica.replica import Replica
-from paceline.sync.coded import block_of
+from paceline.sync.layout import block_of
 from paceline.sync.replicas import overall
 from paceline.world.runtime import World
 
@@ -75,7 +75,7 @@ def replica_digest(replica: Replica) -> str:
 
 
 def wire_state(replica: Replica) -> dict[Any, torch.Tensor]:
-    return {item: tensor.clone() for item, tensor in replica.sync.wire_state().items()}
+    return {item: tensor.clone() for item, tensor in replica.sync.private_state()[0].items()}
 
 
 @dataclass

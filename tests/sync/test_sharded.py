@@ -278,21 +278,6 @@ def test_a_parameter_that_two_stages_share_is_waited_for_by_both() -> None:
     assert seen == {0: 2, 1: 0}
 
 
-def test_a_bucket_is_gathered_when_the_next_one_is_to_be_updated() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    sync = ShardedSync(model, LocalGroup(CPU), 1, {}, list(model))
-    seen = [
-        ([part.name for part in slices], sum(bucket.gathering is not None for bucket in sync.buckets))
-        for slices in sync.parts()
-    ]
-    assert seen == [([name], i) for i, name in enumerate(["0.weight", "0.bias", "1.weight", "1.bias"])]
-    begun = [bucket.gathering for bucket in sync.buckets]
-    sync.publish()  # begins none again, and all of them after a step without an update
-    assert [bucket.gathering for bucket in sync.buckets] == begun
-    sync.publish()
-    assert not any(bucket.gathering in begun for bucket in sync.buckets)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_last_norm_and_the_output_layer_wait_for_their_weights_after_the_blocks(name: str) -> None:
     model = build(MODELS[name], 1, "cpu")

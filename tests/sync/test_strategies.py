@@ -14,8 +14,8 @@ from torch import nn
 from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.replica.replica import Replica
-from paceline.sync.buckets import Bucket, backward_order, cut
-from paceline.sync.ddp import BucketedSync
+from paceline.sync.buckets import Bucket, BucketedSync
+from paceline.sync.layout import backward_order, cut, owned_by_all
 from paceline.sync.make import make_strategy
 from paceline.sync.naive import NaiveSync
 from paceline.sync.replicas import overall
@@ -107,6 +107,7 @@ def on_ranks(world: World) -> dict[str, Any]:
             assert inside, "a gradient is no view into what reduce returned"
             assert sum(f.numel() for f in flat) == sum(mine.stop - mine.start for mine in slices)
             sync.publish()
+            sync.end_step()
             assert all(p.grad is None for p in net.parameters())
         sync.wait_for_params()
     group = world.group
@@ -141,6 +142,7 @@ def communication(name: str, group: Group) -> dict[str, Any]:
     sync.reduce()
     seen.append(num_transfers())
     sync.publish()
+    sync.end_step()
     seen.append(num_transfers())
     return {"seen": seen, "buckets": len(list(cut(backward_order(net), 314)))}
 
@@ -157,6 +159,7 @@ def replicas(world: World) -> dict[str, str]:
                 for mine in slices:
                     mine.parameter.sub_(gradient_of(mine.parameter), alpha=0.1)
             sync.publish()
+            sync.end_step()
         found[name] = overall(sync.full_weights())
     return found
 
@@ -277,7 +280,9 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_within_their_size(
     sizes: list[int], bucket_bytes: int
 ) -> None:
     net = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
-    buckets = [Bucket(chunk, LocalGroup(torch.device("cpu"))) for chunk in cut(backward_order(net), bucket_bytes)]
+    buckets = [
+        Bucket(owned_by_all(chunk), LocalGroup(torch.device("cpu"))) for chunk in cut(backward_order(net), bucket_bytes)
+    ]
     held = [parameter for bucket in buckets for parameter in bucket.parameters]
     assert [id(p) for p in held] == [id(p) for p in reversed(list(net.parameters()))]
     for bucket, after in itertools.zip_longest(buckets, buckets[1:]):

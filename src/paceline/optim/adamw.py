@@ -1,7 +1,7 @@
 """AdamW over any tensors, also slices of parameters (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). It calls
 torch's fused kernel directly: `torch.optim.AdamW` imports torch's compiler, which adds a second to every start."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,22 +35,14 @@ class AdamW:
         ]
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
-    def step(self) -> None:
-        """Makes one update. Its number sets the bias correction of the moments."""
-        self.begin()
-        self.update({tensor for group in self.param_groups for tensor in group["params"]})
-
-    def begin(self, count: int = 1) -> None:
-        """Counts an update, which `update` makes in one part or several. count -1: one was skipped by the GPU."""
-        for group in self.param_groups:
-            group["step"] += count
-
     @torch.no_grad()
-    def update(self, part: Container[torch.Tensor], is_finite: torch.Tensor | None = None) -> None:
-        """Updates those of its tensors that are in `part`. is_finite: a bool on the GPU; False: it changes nothing."""
+    def step(self, is_finite: torch.Tensor | None = None) -> None:
+        """Makes one update. Its number sets the bias correction of the moments. is_finite: a bool on the GPU; False:
+        the update changes nothing but the number, which `undo_count` takes back."""
         found_inf = None if is_finite is None else is_finite.logical_not().float()
         for group in self.param_groups:
-            tensors = [tensor for tensor in group["params"] if tensor in part and tensor.grad is not None]
+            group["step"] += 1
+            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
             if not tensors:
                 continue
             for tensor in tensors:
@@ -74,3 +66,8 @@ class AdamW:
                 maximize=False,
                 found_inf=found_inf,
             )
+
+    def undo_count(self) -> None:
+        """Takes back the number of an update that the GPU skipped."""
+        for group in self.param_groups:
+            group["step"] -= 1

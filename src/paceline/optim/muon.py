@@ -5,7 +5,7 @@ Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -32,21 +32,14 @@ class Muon:
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._compute_dtype = compute_dtype
 
-    def step(self) -> None:
-        """Updates every matrix in place by its `.grad`."""
-        self.update({matrix for group in self.param_groups for matrix in group["params"]})
-
-    def begin(self, count: int = 1) -> None:
-        """As AdamW's; there is nothing to count."""
-
     @torch.no_grad()
-    def update(self, part: Container[torch.Tensor], is_finite: torch.Tensor | None = None) -> None:
-        """Updates those of its matrices that are in `part`. is_finite: a bool on the GPU; False: it changes nothing."""
+    def step(self, is_finite: torch.Tensor | None = None) -> None:
+        """Updates every matrix in place by its `.grad`. is_finite: a bool on the GPU; False: it changes nothing."""
         one = 1.0 if is_finite is None else is_finite.float()
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for matrix in group["params"]:
-                if matrix in part and matrix.grad is not None:
+                if matrix.grad is not None:
                     by_shape[matrix.shape].append(matrix)
             for shape, matrices in by_shape.items():
                 gradients = torch.stack([cast(torch.Tensor, matrix.grad) for matrix in matrices])
@@ -60,6 +53,9 @@ class Muon:
                     directions.mul_(one)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"] * one)
                 torch._foreach_add_(matrices, list(directions.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+
+    def undo_count(self) -> None:
+        """As AdamW's; there is nothing to count."""
 
     @staticmethod
     def update_cost(matrix: torch.Tensor) -> float:

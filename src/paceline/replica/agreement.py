@@ -60,7 +60,7 @@ def require_equal_numbers(rows: Sequence[Exchanged], replica: ReplicatedModel, m
 def _numbers(replica: ReplicatedModel) -> Iterator[tuple[int, int, str, float]]:
     """Yields (optimizer, group, key, value) of the numbers of all parameter groups."""
     for number, optimizer in enumerate(replica.optimizers):
-        if replica.sync.held is not None and not type(optimizer).__module__.startswith(("torch.", "paceline.")):
+        if replica.sync.diverges and not type(optimizer).__module__.startswith(("torch.", "paceline.")):
             continue  # local: it may adapt its numbers to this rank's own gradients
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():

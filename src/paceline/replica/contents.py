@@ -11,7 +11,7 @@ moments.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,7 @@ class ReplicaContents:
         tensors: dict[Slice, torch.Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, Any] = {}
-        sync = self.replica.sync
-        mark = f"@{self.replica.world.rank}" if sync.held is not None else ""  # each rank has its own
+        mark = f"@{self.replica.world.rank}" if self.replica.sync.diverges else ""  # each rank has its own
         for part, optimizer, _ in self.replica.updates.owned():
             for key, value in optimizer.state.get(part.parameter, {}).items():
                 name = f"{self._kept_name(part.name)}/{key}{mark}"
@@ -80,11 +79,6 @@ class ReplicaContents:
                 elif kind == "tensor":
                     tensors[Slice(name, 0, value.numel())] = _flat(value)
                     shapes[name] = tuple(value.shape)
-        if sync.held is not None:
-            for key, named in sync.held.items():
-                for name, tensor in named.items():
-                    tensors[Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel())] = _flat(tensor)
-            numbers[f"{self.prefix}/progress{mark}"] = sync.progress()
         return tensors, shapes, numbers
 
     def facts(self) -> dict[str, Any]:
@@ -96,7 +90,6 @@ class ReplicaContents:
             "optimizers": [type(optimizer).__name__ for optimizer in replica.optimizers],
             "groups": [[_settings(group) for group in optimizer.param_groups] for optimizer in replica.optimizers],
             "total_before": replica.total_before,
-            "loss_factor": replica.sync.excess_factor,
             "scaler": dataclasses.asdict(replica.scaler),
             **replica.sources.kept(lambda share: _position(share, replica.begun_from)),
         }
@@ -132,16 +125,13 @@ class ReplicaContents:
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         whole = self.on_all_ranks()
         targets = {
-            item: mine[item] if item in mine and replica.sync.updates_slices else whole[item.name]
+            item: mine[item] if item in mine and replica.sync.shards_state else whole[item.name]
             for item in (*mine, *constants)
             if item.num_elements
         }
         found = receive("weights", {item: target.dtype for item, target in targets.items()})
         for item, target in targets.items():
             target.copy_(found[item].view_as(target))
-        replica.sync.refresh()
-        replica.wait_for_params()
-        replica.statistics.remember()
 
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""
@@ -164,60 +154,42 @@ class ReplicaContents:
             tensor = like(part.parameter, found.pop(item).to(part.parameter.device).view(shape))
             state = optimizer.state.setdefault(part.parameter, {})
             state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
-        self._take_local(receive, sources, stored, numbers)
 
     def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
         """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
         own = f"{self.prefix}/progress@"
         marks = [f"@{name.removeprefix(own)}" for name in numbers if name.startswith(own)]
         world = self.replica.world
-        is_same = self.replica.sync.held is not None and len(marks) == world.world_size
+        is_same = self.replica.sync.diverges and len(marks) == world.world_size
         return [f"@{world.rank}"] if is_same else marks or [""]
 
-    def _take_local(
-        self, receive: Receive, sources: Sequence[str], stored: Mapping[str, Any], numbers: Mapping[str, Any]
+    def private_state(self) -> tuple[dict[Slice, torch.Tensor], dict[str, Any]]:
+        """What this rank's later steps depend on besides: tensors and numbers."""
+        tensors, numbers = self.replica.sync.private_state()
+        return self._kept(tensors), {self.prefix + key: number for key, number in numbers.items()}
+
+    def take_private_state(
+        self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any], kept: Mapping[str, Any]
     ) -> None:
-        """Restores what a rank holds besides the anchor with strategy local; of another strategy's checkpoint nothing.
-        Collective."""
-        sync = self.replica.sync
-        if sync.held is None:
-            return
-        sync.begin_at_anchor()
-        if sources == [""]:
-            return
-        targets: dict[tuple[Slice, ...], torch.Tensor] = {}
-        for key, named in sync.held.items():
-            for name, tensor in named.items():
-                items = [Slice(f"{self._kept_name(name)}/{key}{mark}", 0, tensor.numel()) for mark in sources]
-                if items[0].name in stored:  # no momentum, if rounds were short
-                    targets[tuple(items)] = tensor
-        found = receive("optimizer", {item: tensor.dtype for slot, tensor in targets.items() for item in slot})
-        for slot, tensor in targets.items():
-            first, *others = (found[item] for item in slot)
-            tensor.copy_((torch.stack([first, *others]).mean(0) if others else first).view_as(tensor))
-        progress = numbers[f"{self.prefix}/progress{sources[0]}"]
-        sync.resume(progress if len(sources) == 1 else progress[:1])
-
-    def wire_state(self) -> dict[Slice, torch.Tensor]:
-        """What this rank's later messages depend on besides (sync/coded.py)."""
-        return self._kept(self.replica.sync.wire_state())
-
-    def take_wire_state(self, receive: Receive, stored: Mapping[str, Any], loss_factor: float) -> None:
-        """Fills it from the checkpoint, if that has some. In another world each rank takes what several ranks' messages
-        left out, or nothing: the sum over ranks stays. Collective."""
-        sync, world = self.replica.sync, self.replica.world
-        names = {self._kept_name(name): name for name in self.replica.gradients.trained}
-        wanted: dict[Slice, str] = {}
-        for name, spec in stored.items() if sync.is_coded else ():
+        """After weights and state: restores it, and gives the weights to all ranks. Collective."""
+        replica = self.replica
+        plain_names = {self._kept_name(name): name for name in replica.gradients.trained}
+        names: dict[str, str] = {}  # as the strategy knows them -> in the checkpoint
+        for name in stored:
             owner, _, key = name.rpartition("/")
-            sender = key.partition("-")[2]
-            is_mine = key.startswith("wire.") and int(sender or world.rank) % world.world_size == world.rank
-            if owner in names and is_mine:
-                wanted[Slice(name, 0, math.prod(spec["shape"]))] = f"{names[owner]}/{key}"
-        if wanted:
-            found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
-            mine = {Slice(wanted[item], item.start, item.stop): tensor for item, tensor in found.items()}
-            sync.take_wire_state(mine, loss_factor)
+            if owner in plain_names:
+                names[f"{plain_names[owner]}/{key}"] = name
+
+        def fetch(keys: Collection[str]) -> dict[str, torch.Tensor]:
+            items = {key: Slice(names[key], 0, math.prod(stored[names[key]]["shape"])) for key in keys}
+            flats = receive("optimizer", {item: dtype_of(stored[item.name]) for item in items.values()})
+            return {key: flats[item] for key, item in items.items()}
+
+        told = {key.removeprefix(self.prefix): number for key, number in numbers.items() if key.startswith(self.prefix)}
+        told.setdefault("/loss_factor", kept.get("loss_factor", 1.0))  # where earlier versions have it
+        replica.sync.restore(names, told, fetch)
+        replica.wait_for_params()
+        replica.statistics.remember()
 
     def take_facts(self, kept: Mapping[str, Any]) -> None:
         """Restores optimizer settings, number of steps, data positions and loss scale."""

@@ -85,10 +85,13 @@ class CheckpointFolder:
             # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
             mine["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
             weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
-            mine["weights"] |= _once(weights, sync) if sync.updates_slices else self._my_part(weights)
-            mine["optimizer"] |= each.wire_state() | (_once(state, sync) if sync.shards_state else self._my_part(state))
+            private, private_numbers = each.private_state()
+            has_all = not sync.shards_state or sync.diverges
+            mine["weights"] |= self._my_part(weights) if has_all else self._once(weights, sync)
+            mine["optimizer"] |= self._once(state, sync) if sync.shards_state else self._my_part(state)
+            mine["optimizer"] |= private
             shapes |= each.shapes() | own_shapes
-            numbers |= own_numbers
+            numbers |= own_numbers | private_numbers
         copies = {Slice(name, 0, tensor.numel()): tensor.reshape(-1).clone() for name, tensor in extras.items()}
         mine["extra"] = self._my_part(copies)
         stored = {item.name: tensor.dtype for part in mine.values() for item, tensor in part.items()}
@@ -154,6 +157,13 @@ class CheckpointFolder:
         mine += [item for item in tensors if not number and not item.num_elements]
         return {item: by_name[item.name][item.start : item.stop] for item in mine}
 
+    def _once(self, tensors: Mapping[Slice, torch.Tensor], sync: Strategy) -> dict[Slice, torch.Tensor]:
+        """Returns this rank's part of slices that several ranks may hold (hsdp)."""
+        rank, (_, holders) = self.world.rank, sync.copies()
+        ranks = next((ranks for ranks in holders if rank in ranks), (rank,))
+        place = ranks.index(rank)
+        return {item: tensor for i, (item, tensor) in enumerate(tensors.items()) if i % len(ranks) == place}
+
     # ---- restore ----
 
     def find(self, step: int | None = None) -> load.Found | None:
@@ -178,7 +188,8 @@ class CheckpointFolder:
             for name, each in self._replicas.items():
                 each.take_weights(receive)
                 each.take_state(receive, stored["optimizer"], manifest["numbers"])
-                each.take_wire_state(receive, stored["optimizer"], manifest["replicas"][name].get("loss_factor", 1.0))
+                kept = manifest["replicas"][name]
+                each.take_private_state(receive, stored["optimizer"], manifest["numbers"], kept)
             extras = {Slice(n, 0, math.prod(spec["shape"])): dtype_of(spec) for n, spec in stored["extra"].items()}
             flats = receive("extra", extras)
             tensors = {item.name: flat.view(stored["extra"][item.name]["shape"]) for item, flat in flats.items()}
@@ -219,8 +230,3 @@ class CheckpointFolder:
                 f"{listed(left)} was saved and is not restored: give it to paceline.Checkpoints, or it begins anew",
                 self.world,
             )
-
-
-def _once(tensors: Mapping[Slice, torch.Tensor], sync: Strategy) -> dict[Slice, torch.Tensor]:
-    """Returns this rank's part of slices that several ranks hold."""
-    return {item: tensor for i, (item, tensor) in enumerate(tensors.items()) if i % sync.num_copies == sync.copy}

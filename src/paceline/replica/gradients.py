@@ -15,21 +15,19 @@ from torch import nn
 from paceline.base.errors import UserError
 from paceline.base.units import listed
 from paceline.replica import mistakes
-from paceline.sync.buckets import hooked
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 
 
 class Gradients:
     def __init__(self, model: nn.Module, make_strategy: Callable[[], Strategy]):
-        """make_strategy: called after the first hooks, which find mistakes. It may replace the model's parameters
-        (fsdp)."""
+        """make_strategy: may replace the model's parameters (fsdp)."""
         self._model = model
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         for parameter in trained_parameters(model).values():
             parameter.grad = None  # an earlier backward pass would be added to the first step
-            hooked(parameter, self._on_gradient)
         self.sync = make_strategy()
+        self.sync.check = self._check
         self.trained = trained_parameters(model)
         self._hidden: list[torch.Tensor | None] | None = None  # while stand-ins replace the gradients
         self._stand_ins: list[torch.Tensor] = []
@@ -135,8 +133,8 @@ class Gradients:
         for parameter, stand_in in zip(self.trained.values(), self._stand_ins, strict=True):
             parameter.grad = stand_in
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Called by autograd with each gradient. Raises UserError for gradients that ranks cannot sum."""
+    def _check(self, parameter: torch.Tensor) -> None:
+        """Called with each parameter that gets a gradient. Raises UserError for gradients that ranks cannot sum."""
         if parameter in self._arrived:
             name = next(name for name, known in self.trained.items() if known is parameter)
             raise mistake(

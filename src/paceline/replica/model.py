@@ -14,7 +14,7 @@ from paceline.replica import mistakes
 from paceline.replica.gradients import Gradients, trained_parameters
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
-from paceline.sync.buckets import release
+from paceline.sync.hooks import release
 from paceline.sync.make import make_strategy
 from paceline.world.calls import mistake, place
 from paceline.world.config import ParallelConfig
@@ -101,7 +101,8 @@ class ReplicatedModel:
         next forward pass waits for its own. Then call the whole model only, never a part of it, and call
         `wait_for_params` before you read weights between steps."""
         self.world.calls.replicas.add(self)
-        self.sync.keep_with_model(self)
+        # `release` is collective then, and each rank has to find the replica, whatever its garbage collector did.
+        self._kept_by = model.register_forward_pre_hook(_Keeps(self)) if self.sync.holds_rounded else None
         self.world.calls.num_replicas += 1
         self.number = self.world.calls.num_replicas
         """Of this replica, the same on all ranks."""
@@ -162,6 +163,8 @@ class ReplicatedModel:
         self._ended_at = place()
         self.sync.wait_for_params()
         self.sync.release()
+        if self._kept_by is not None:
+            self._kept_by.remove()
         release(self.model.parameters())
         if not self.updates.release(self.sync.shards_state and self.world.world_size > 1):
             mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
@@ -187,8 +190,7 @@ class ReplicatedModel:
         for parameter in self.gradients.trained.values():
             parameter.grad = None
         self.sync.reduce()
-        self.sync.skip()
-        self.sync.publish()
+        self.sync.end_step()
 
     def _release_earlier(self) -> "ReplicatedModel | None":
         """Releases earlier replicas of these parameters or optimizers, as when a notebook cell runs again. Returns one
@@ -208,6 +210,19 @@ class ReplicatedModel:
         release(self.model.parameters())
         newest = self.world.group.share_integers([max(earlier)])  # a rank's garbage collector may have taken it
         return earlier[newest[0][0]] if newest[0][0] and all(row == newest[0] for row in newest) else None
+
+
+class _Keeps:
+    """A hook that keeps a replica as long as the module has it. Its copy does nothing: a copied module has none."""
+
+    def __init__(self, replica: ReplicatedModel | None = None):
+        self.replica = replica
+
+    def __call__(self, *_: object) -> None:
+        return
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Keeps, ()
 
 
 def drop_abandoned_step(world: World) -> None:

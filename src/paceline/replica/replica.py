@@ -78,7 +78,7 @@ class Replica(ReplicatedModel):
         that run one after the other, such as a transformer's layers. `fsdp` gathers the weights of one at a time; for
         `zero` see `waits_at_once`. bucket_mb: MiB of gradients in one transfer; 0: 2 with `zero` on CPUs, else 10.
         wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
-        and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/coded.py).
+        and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/owned.py).
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
         them. `zero` and `fsdp` send these rounded to it: half the bytes, the same results. Between steps `zero`'s model
         then holds rounded values; `state_dict` and checkpoints have the exact ones. rounded_gradients: those of them

@@ -174,6 +174,7 @@ class Step:
         is_queued = replica.world.group.is_queued and replica.updates.can_skip and not is_empty
         if is_queued:  # the GPU skips the update itself: the host waits once a step, here
             self._update(norm.isfinite())
+            self._publish()
             self._clock.end("optim")
             norm = self._read(norm)
         if self._is_total_given:  # before weights are sent: on the same link, numbers behind them would wait for all
@@ -186,7 +187,6 @@ class Step:
             if is_queued:
                 replica.updates.skipped()
             replica.wait_copied()
-            sync.skip()
         elif not is_queued:
             self._update()
         if is_empty:
@@ -196,10 +196,9 @@ class Step:
         self._clock.end("optim")
 
         # ---- publish the weights ----
-        fault = replica.at("publish")
-        sync.publish()
-        if fault == "flip":
-            flip_a_bit(next(iter((sync.on_all_ranks() or sync.weights()).values())))
+        if trouble is None and not is_queued:
+            self._publish()
+        sync.end_step(self._weight, self._total)
         return self._close(float(norm), trouble)
 
     def reduce(self) -> None:
@@ -289,11 +288,19 @@ class Step:
         """Updates this rank's part. Parameters that no rank used stay unchanged, as in one process; with local all of a
         rank that had nothing to learn from: decay and momentum alone would move them."""
         replica = self._replica
-        is_idle = replica.sync.held is not None and not self._weight
+        is_idle = replica.sync.diverges and not self._weight
         replica.at("update")
         replica.wait_copied()
         unused = list(replica.gradients.trained) if is_idle else self._unused
-        replica.updates.make(unused, replica.sync.parts(), is_finite)
+        replica.updates.make(unused, is_finite)
+
+    def _publish(self) -> None:
+        """Begins to send the updated weights."""
+        sync = self._replica.sync
+        fault = self._replica.at("publish")
+        sync.publish()
+        if fault == "flip":
+            flip_a_bit(next(iter((sync.on_all_ranks() or sync.weights()).values())))
 
     def _read(self, norm: torch.Tensor) -> torch.Tensor:
         """Copies the norm and the sum of losses to the host, in one wait for all that the GPU has to do."""
@@ -308,7 +315,8 @@ class Step:
         """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""
         if not self._total:  # the gradients are 0
             return 1.0
-        return self._replica.scaler.scale * self._replica.sync.weigh(self._weight, self._total) / self._divisor
+        own = self._weight if self._replica.sync.diverges else 0.0
+        return self._replica.scaler.scale * (own or self._total) / self._divisor
 
     def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
         """Ends the update, on all ranks alike. Collective where buffers or generators may differ."""
@@ -325,7 +333,6 @@ class Step:
         if not replica.num_steps and (problem := replica.updates.not_kept()):
             mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", replica.world)
         replica.num_steps += 1
-        replica.sync.end_step()
         replica.mark_left()
         replica.open_step, replica.has_dropped = None, False
         replica.stop_reason = why_to_stop([row.vote for row in rows])

@@ -3,7 +3,7 @@ optimizers, the running statistics of batch norms, and the loss scale."""
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -108,19 +108,17 @@ class Updates:
 
     @property
     def can_skip(self) -> bool:
-        """Whether all optimizers take `is_finite`, and update in parts; those of torch.optim do not."""
+        """Whether all optimizers take `is_finite`; those of torch.optim do not."""
         return all(type(optimizer) in (AdamW, Muon) for optimizer in self.optimizers)
 
     def skipped(self) -> None:
         """Undoes the step count of an update that was skipped: `is_finite` was False."""
         for optimizer in self.optimizers:
-            optimizer.begin(-1)
+            optimizer.undo_count()
 
-    def make(
-        self, unused: Sequence[str], parts: Iterable[Sequence[ParamSlice]], is_finite: torch.Tensor | None = None
-    ) -> None:
-        """Updates this rank's slices. unused: names of parameters that stay unchanged. parts: the slices, in the order
-        of the update; not used if an optimizer updates all slices at once. is_finite: if `can_skip`, see AdamW."""
+    def make(self, unused: Sequence[str], is_finite: torch.Tensor | None = None) -> None:
+        """Updates this rank's slices. unused: names of parameters that stay unchanged. is_finite: if `can_skip`, see
+        AdamW."""
         idle = frozenset(unused)
         for part, view in zip(self.slices, self._gradients, strict=True):
             if view is not None:  # the script's optimizer.zero_grad() dropped it
@@ -129,16 +127,8 @@ class Updates:
                 part.parameter.grad = None
         self._is_updating = True
         try:
-            if self.can_skip:
-                for optimizer in self.optimizers:
-                    optimizer.begin()
-                for some in parts:
-                    tensors = {each.parameter for each in some}
-                    for optimizer in self.optimizers:
-                        optimizer.update(tensors, is_finite)
-                return
             for optimizer in self.optimizers:  # also without a slice on this rank: schedules look for the call
-                optimizer.step()
+                optimizer.step() if is_finite is None else optimizer.step(is_finite)
         finally:
             self._is_updating = False
 

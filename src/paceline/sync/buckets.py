@@ -1,4 +1,4 @@
-"""Buckets: gradients that are sent together while backward computes the rest. `ddp` and `zero` use them.
+"""Buckets: gradients that are sent together while backward computes the rest. `ddp` is here, and `zero` adds owners.
 
 A bucket in one step:
   fill    backward finishes a parameter's gradient, which moves to its place in the bucket's flat buffer;
@@ -7,51 +7,21 @@ A bucket in one step:
   empty   drops the gradients; the next step's first micro-batch overwrites the buffer.
 
 Buckets fill roughly in the order of backward (the reverse of forward), and always launch in one fixed order. So every
-rank calls the same collectives in the same order, whatever its autograd engine does, even without a micro-batch.
+rank calls the same collectives in the same order, whatever its autograd engine does, even without a micro-batch. Why
+not torch's DistributedDataParallel: docs/design/0001-own-buckets.md.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Generic, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.base.errors import UserError
+from paceline.sync.layout import Layout, backward_order, cut, owned_by_all
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
 from paceline.world.group import Group, Transfer
-
-Named = tuple[str, nn.Parameter]
-
-# The hooks on each parameter, to be removed later.
-_HANDLES: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
-
-
-def hooked(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> None:
-    """Calls the method after each gradient of the parameter, until `release`, or until its object is gone."""
-    # torch keeps such hooks where Python's garbage collector does not look: one that leads back to the parameter would
-    # keep the model, and the optimizer's state, for ever.
-    weak = WeakMethod(method)
-
-    def hook(parameter: torch.Tensor) -> None:
-        if (alive := weak()) is not None:
-            alive(parameter)
-
-    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    _HANDLES.setdefault(parameter, []).append(handle)
-
-
-def release(parameters: Iterable[torch.Tensor]) -> None:
-    """Removes the hooks of `hooked`, before another replica of the same model begins."""
-    for parameter in parameters:
-        for handle in _HANDLES.pop(parameter, []):
-            handle.remove()
 
 
 class Bucket:
@@ -59,15 +29,14 @@ class Bucket:
 
     owns_memory = False  # the parameters' values are in memory of the strategy, where it reads and changes them
 
-    def __init__(self, members: Sequence[Named], group: Group, offsets: Sequence[int] = ()):
-        """offsets: where each parameter begins, and the buffer's length; none: one follows the other. Gradients have
-        their parameters' strides (channels_last, transposed): fused optimizers pair elements by their place in memory.
-        """
-        self.names = [name for name, _ in members]
-        self.parameters = [parameter for _, parameter in members]
-        first = self.parameters[0]
-        self.offsets = list(offsets) or list(accumulate((p.numel() for p in self.parameters), initial=0))
-        self.flat = group.zeros(self.offsets[-1], first)
+    def __init__(self, layout: Layout, group: Group):
+        """Gradients have their parameters' strides (channels_last, transposed): fused optimizers pair elements by their
+        place in memory."""
+        self.group = group
+        self.names = [name for name, _ in layout.members]
+        self.parameters = [parameter for _, parameter in layout.members]
+        self.offsets = list(layout.offsets)
+        self.flat = group.zeros(self.offsets[-1], self.parameters[0])
         self.span = 0, self.offsets[-1]  # the elements that this rank updates
         self.views = [
             self.flat.as_strided(p.shape, torch.empty_like(p).stride(), self.flat.storage_offset() + offset)
@@ -77,6 +46,10 @@ class Bucket:
         self.transfer: Transfer | None = None
         self.num_missing = len(self.parameters)
         self.own_sum: torch.Tensor | None = None  # sum of this rank's own gradients
+
+    def start_reduce(self) -> Transfer:
+        """Begins to sum the gradients over ranks."""
+        return self.group.start_all_reduce(self.flat)
 
     def take(self, index: int) -> None:
         """Moves a new gradient to its place in the buffer, where later micro-batches add to it."""
@@ -91,6 +64,14 @@ class Bucket:
         """Moves all gradients to their places; missing ones become zero."""
         for index in range(len(self.parameters)):
             self.take(index)
+
+    def gradients(self) -> torch.Tensor:
+        """Returns those that this rank updates with."""
+        return self.flat[slice(*self.span)]
+
+    def name_at(self, element: int) -> str:
+        """Returns the parameter that has this element of the buffer."""
+        return self.names[max(i for i, offset in enumerate(self.offsets[:-1]) if offset <= element)]
 
     def hold_memory(self) -> None:
         """Remembers where the parameters' values are."""
@@ -128,32 +109,19 @@ def converted(name: str, now: object, before: object) -> UserError:
     )
 
 
-B = TypeVar("B", bound=Bucket)
+class BucketedSync(Strategy):
+    """The `ddp` strategy: fills buckets during backward, and launches each one's collective once it and all before it
+    are full. Every rank makes the complete update. Sends 2 (n-1)/n times the gradients' bytes a step."""
 
-
-class BucketStrategy(Strategy, Generic[B]):
-    """Fills buckets during backward, and launches each one's collective once it and all before it are full."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        group: Group,
-        buckets: list[B],
-        launch: Callable[[B], Transfer],
-        max_in_flight: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int):
         super().__init__(model, group)
-        self.buckets = buckets
-        self._launch = launch
-        self._max_in_flight = max_in_flight or len(buckets)
-        self._in_flight: deque[Transfer] = deque()
+        self.buckets = self._make_buckets(bucket_bytes)
+        self._max_in_flight = len(self.buckets)
         self._launching = self._is_begun = False  # the step had a backward pass
         self._num_launched = 0
-        self._places: dict[torch.Tensor, tuple[B, int]] = {
-            parameter: (bucket, index) for bucket in buckets for index, parameter in enumerate(bucket.parameters)
+        self._places: dict[torch.Tensor, tuple[Bucket, int]] = {
+            parameter: (bucket, index) for bucket in self.buckets for index, parameter in enumerate(bucket.parameters)
         }
-        for parameter in self._places:
-            hooked(parameter, self._on_gradient)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -185,37 +153,41 @@ class BucketStrategy(Strategy, Generic[B]):
             bucket.transfer.wait()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view  # also where a script's hook replaced it after its sum was under way
-        return self._own_gradients()
+        return [bucket.gradients() for bucket in self.buckets]
+
+    def full_gradients(self) -> list[torch.Tensor]:
+        return [bucket.flat for bucket in self.buckets]
 
     def changed_gradients(self) -> list[torch.Tensor]:
         for bucket in self.buckets:
             bucket.take_all()
-        return self._own_gradients()
+        return [bucket.gradients() for bucket in self.buckets]
 
     def not_finite(self) -> tuple[str | None, bool | None]:
-        mine = any(bucket.own_sum is not None and not bool(bucket.own_sum.isfinite()) for bucket in self.buckets)
+        is_own = any(bucket.own_sum is not None and not bool(bucket.own_sum.isfinite()) for bucket in self.buckets)
         for bucket in self.buckets:
-            start, stop = bucket.span
-            bad = (~bucket.flat[start:stop].isfinite()).nonzero()
-            if len(bad):
-                at = start + int(bad[0])
-                index = max(i for i, offset in enumerate(bucket.offsets[:-1]) if offset <= at)
-                return bucket.names[index], mine
-        return None, mine
+            places = (~bucket.gradients().isfinite()).nonzero()
+            if len(places):
+                return bucket.name_at(bucket.span[0] + int(places[0])), is_own
+        return None, is_own
 
-    def publish(self) -> None:
+    def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
         for bucket in self.buckets:
             bucket.transfer, bucket.num_missing = None, len(bucket.parameters)
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._num_launched = 0
         self._is_begun = False
-        self._in_flight.clear()
 
-    def _own_gradients(self) -> list[torch.Tensor]:
-        return [bucket.flat[slice(*bucket.span)] for bucket in self.buckets]
+    def _make_buckets(self, bucket_bytes: int) -> Sequence[Bucket]:
+        return [Bucket(owned_by_all(chunk), self._group) for chunk in cut(backward_order(self._model), bucket_bytes)]
+
+    def _launch(self, bucket: Bucket) -> Transfer:
+        return bucket.start_reduce()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self.check is not None:
+            self.check(parameter)
         bucket, index = self._places[parameter]
         bucket.take(index)
         if self._launching:
@@ -227,28 +199,9 @@ class BucketStrategy(Strategy, Generic[B]):
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].num_missing == 0:
             bucket = self.buckets[self._num_launched]
             bucket.own_sum = bucket.flat.sum()  # cheap while it is cached; read by `not_finite`
-            if len(self._in_flight) == self._max_in_flight:
-                self._in_flight.popleft().wait()
+            if self._num_launched >= self._max_in_flight:
+                earlier = self.buckets[self._num_launched - self._max_in_flight].transfer
+                assert earlier is not None
+                earlier.wait()
             bucket.transfer = self._launch(bucket)
-            self._in_flight.append(bucket.transfer)
             self._num_launched += 1
-
-
-def cut(members: Sequence[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """Yields groups of consecutive parameters of one dtype, at most bucket_bytes each, or one larger parameter."""
-    chunk: list[Named] = []
-    chunk_bytes = 0
-    for name, parameter in members:
-        num_bytes = parameter.numel() * parameter.element_size()
-        if chunk and (chunk_bytes + num_bytes > bucket_bytes or parameter.dtype != chunk[0][1].dtype):
-            yield chunk
-            chunk, chunk_bytes = [], 0
-        chunk.append((name, parameter))
-        chunk_bytes += num_bytes
-    if chunk:
-        yield chunk
-
-
-def backward_order(model: nn.Module) -> list[Named]:
-    """Returns the trainable parameters with their names, roughly in the order in which backward finishes them."""
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad][::-1]

@@ -1,7 +1,9 @@
-"""Codecs: fewer bytes than float32 for gradients and weights on the wire. Pure functions of tensors.
+"""Codecs: fewer bytes than float32 for gradients and weights on the wire. Pure functions of tensors. `of_wire` names
+them all.
 
-A message holds blocks of `block` elements, each with one float32 scale s = (largest magnitude) / L, and an integer
-q = round(x / s) for each element, of `bits` bits; L = 127 with 8 bits, 7 with 4, 1 with 2. Decoding is q * s.
+`Rounded` sends each element in another dtype. A message of `Blocks` holds blocks of `block` elements, each with one
+float32 scale s = (largest magnitude) / L, and an integer q = round(x / s) for each element, of `bits` bits; L = 127
+with 8 bits, 7 with 4, 1 with 2. Decoding is q * s.
 
     message   scales of all blocks | bytes of q
     bits 4    byte i = q[i] + 16 q[i + n/2]: two ranges of elements, so that no byte has to be shuffled
@@ -14,11 +16,64 @@ values that are not finite, so the sum of gradients shows it on their owner.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 _CHUNK = 65536  # elements for each thread: its two workspaces of 256 KiB stay in the cache
 _LEAST = 1e-30  # a block of smaller values is sent as zeros: its scale would lose bits, or be zero
+
+
+class Codec(Protocol):
+    """What a bucket needs of a codec. Messages are flat tensors of bytes."""
+
+    @property
+    def keeps_excess(self) -> bool:
+        """Whether what messages had too much is subtracted from later ones (error feedback, arXiv 1901.09847)."""
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Returns the length of the message for so many elements."""
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        message: torch.Tensor,
+        minus: torch.Tensor | None = None,
+        excess: torch.Tensor | None = None,
+    ) -> None:
+        """Fills a message with the flat tensor x - minus; sets `excess` to what is decoded less it."""
+
+    def add_decoded(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        """Adds what a message holds to a flat tensor."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Elements rounded to a dtype."""
+
+    dtype: torch.dtype
+
+    @property
+    def keeps_excess(self) -> bool:
+        return False
+
+    def num_bytes(self, num_elements: int) -> int:
+        return num_elements * self.dtype.itemsize
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        message: torch.Tensor,
+        minus: torch.Tensor | None = None,
+        excess: torch.Tensor | None = None,
+    ) -> None:
+        values = x if minus is None else x - minus
+        sent = message.view(self.dtype).copy_(values)
+        if excess is not None:
+            torch.sub(sent.to(values.dtype), values, out=excess)
+
+    def add_decoded(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        into.add_(message.view(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -29,6 +84,10 @@ class Blocks:
     block: int = 256
 
     @property
+    def keeps_excess(self) -> bool:
+        return self.bits < 8
+
+    @property
     def _lanes(self) -> int:
         return 8 // self.bits  # elements in a byte; they lie a lane's length apart
 
@@ -37,7 +96,6 @@ class Blocks:
         return -(-num_elements // (self.block * self._lanes))
 
     def num_bytes(self, num_elements: int) -> int:
-        """Returns the length of the message for so many elements."""
         return self._lane(num_elements) * (4 * self._lanes + self.block)
 
     def encode(
@@ -47,7 +105,6 @@ class Blocks:
         minus: torch.Tensor | None = None,
         excess: torch.Tensor | None = None,
     ) -> None:
-        """Fills a message (uint8) with the flat float32 tensor x - minus; sets `excess` to what is decoded less it."""
         largest = (1 << (self.bits - 1)) - 1
         scales, integers = self._split(message, x.numel())
         for low, high, values, other in self._chunks(x):
@@ -71,7 +128,6 @@ class Blocks:
                     torch.sub(row[: stop - start], was[: stop - start], out=excess[start:stop])
 
     def add_decoded(self, message: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds what a message holds to a flat tensor."""
         scales, integers = self._split(message, into.numel())
         for low, high, values, _ in self._chunks(into):
             rest = values[0]
@@ -104,3 +160,15 @@ class Blocks:
         lane = self._lane(num_elements)
         edges = [((i * lane + low) * self.block, (i * lane + high) * self.block) for i in range(self._lanes)]
         return [(min(start, num_elements), min(stop, num_elements)) for start, stop in edges]
+
+
+def of_wire(wire: str, block: int) -> tuple[Codec | None, Codec | None]:
+    """Returns the codecs of gradients, and of changes of weights; None: they are sent exactly. block: elements with one
+    scale."""
+    table: dict[str, tuple[Codec | None, Codec | None]] = {
+        "exact": (None, None),
+        "bf16": (Rounded(torch.bfloat16), None),
+        "int8": (Blocks(8, block), Blocks(4, block)),
+        "int4": (Blocks(4, block), Blocks(4, block)),
+    }
+    return table[wire]

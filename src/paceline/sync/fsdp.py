@@ -19,7 +19,7 @@ divided over the ranks and each state has one place, as with `zero`, and any opt
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor
 from paceline.base import ownership
 from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
-from paceline.sync.buckets import converted, hooked
+from paceline.sync.buckets import converted
 from paceline.sync.fully_shard import Gather, ReduceScatter, block_of, gathered, send_zeros_for_unused
-from paceline.sync.strategy import Strategy
+from paceline.sync.hooks import hooked
+from paceline.sync.strategy import Fetch, Strategy
 from paceline.world.calls import mistake
 from paceline.world.group import DistributedGroup
 from paceline.world.side import all_reduce_for_torch
@@ -49,7 +50,7 @@ class FullySharded(Strategy):
     add 2 s (n-1)/n^2."""
 
     shards_weights = True
-    shards_state = updates_slices = True
+    shards_state = True
     lockstep = True
 
     def __init__(
@@ -73,10 +74,10 @@ class FullySharded(Strategy):
             grid = DeviceMesh(device.type, torch.tensor(hosts), mesh_dim_names=("host", "place"))
             mesh, self._between = grid["place"], grid.get_group("host")
             group.beside += [mesh.get_group(), self._between]
-            self.num_copies, self.copy = len(hosts), grid.get_local_rank("host")
-            self._holders = list(zip(*hosts, strict=True))
+            self._holders, here = list(zip(*hosts, strict=True)), grid.get_local_rank("host")
         else:
             mesh = init_device_mesh(device.type, (group.size,))
+            self._holders, here = [], 0
         self._sums = ReduceScatter(group)
         self._modules = list(dict.fromkeys((*stages, model)))
         before = dict(model.named_parameters())
@@ -117,9 +118,8 @@ class FullySharded(Strategy):
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self._shards = [_slice(name, parameter, mesh) for name, parameter in self._parameters.items()]
-        ranks = hosts[self.copy] if len(hosts) > 1 else range(group.size)
+        ranks = hosts[here] if len(hosts) > 1 else range(group.size)
         self._whole = _Whole(group, ranks, self._shards, unsplit_costs)
-        self._has_spread = False  # within this step's update
         self._sharded: dict[torch.Tensor, DTensor] = {}  # by gathered parameter
         self._used: set[torch.Tensor] = set()  # gathered parameters for which this rank had a gradient in this step
         self._sums_of_others: dict[DTensor, torch.Tensor | None] = {}  # for which it had none
@@ -127,11 +127,6 @@ class FullySharded(Strategy):
     def slices(self) -> list[ParamSlice]:
         split = [mine for mine in self._shards if mine.start < mine.stop and mine not in self._whole.shards]
         return split + self._whole.mine
-
-    def parts(self) -> Iterator[list[ParamSlice]]:
-        yield self.slices()
-        self._whole.spread_weights()
-        self._has_spread = True
 
     def leaves(self) -> Collection[torch.Tensor]:
         return self._sharded.keys()
@@ -173,14 +168,15 @@ class FullySharded(Strategy):
         bad = (name for name, grad in gradients if grad is not None and not bool(grad.isfinite().all()))
         return next(bad, None), self._sums.not_finite()
 
-    def skip(self) -> None:
-        for whole in self._sharded:  # it has the sum of passes that no last one followed
-            whole.grad = None
+    def total(self, amount: torch.Tensor) -> torch.Tensor:
+        return super().total(amount) / (len(self._holders[0]) if self._holders else 1)
 
     def publish(self) -> None:
-        if not self._has_spread:
-            self._whole.spread_weights()
-        self._has_spread = False
+        self._whole.spread_weights()
+
+    def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
+        for whole in self._sharded:  # in a step that was dropped it has the sum of passes that no last one followed
+            whole.grad = None
         for parameter in (*self._parameters.values(), *(each.parameter for each in self._shards + self._whole.mine)):
             parameter.grad = None
         for kept in (self._sums, self._used, self._sums_of_others):
@@ -189,7 +185,7 @@ class FullySharded(Strategy):
     def _on_gradient(self, whole: torch.Tensor) -> None:
         self._used.add(whole)
 
-    def refresh(self) -> None:
+    def restore(self, stored: Collection[str], numbers: Mapping[str, Any], fetch: Fetch) -> None:
         self._whole.spread_weights()
         for module in self._modules:  # a forward pass without gradients leaves the model's own weights gathered
             cast(FSDPModule, module).reshard()
@@ -197,9 +193,8 @@ class FullySharded(Strategy):
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def copied(self) -> tuple[dict[str, torch.Tensor], Sequence[Sequence[int]]]:
-        mine = {part.name: part.parameter.detach() for part in self._shards}
-        return (mine, self._holders) if self.num_copies > 1 else ({}, ())
+    def copies(self) -> tuple[dict[str, torch.Tensor], Sequence[Sequence[int]]]:
+        return {shard.name: shard.parameter.detach() for shard in self._shards if self._holders}, self._holders
 
     def full_weights(self) -> Mapping[str, torch.Tensor]:
         return _Gathered(self._parameters)

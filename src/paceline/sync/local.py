@@ -15,8 +15,9 @@ The anchor is what all ranks share: it is evaluated, compared, saved as the weig
 additions and products of single numbers, which all processors round alike.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ from torch import nn
 from paceline.base import ownership
 from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
-from paceline.sync.ddp import BucketedSync
+from paceline.sync.buckets import BucketedSync
+from paceline.sync.strategy import Fetch
 from paceline.world.group import Group, LocalGroup, Transfer
 
 _LONG_ROUND = 17  # steps
@@ -35,8 +37,7 @@ class LocalSync(BucketedSync):
     """Communication a step: 2 (n-1)/n times 1/sync_every of the weights' bytes, and 8 (n-1) bytes for the norm.
     Gradients are those of a world of one."""
 
-    shards_state = True
-    held: Mapping[str, Mapping[str, torch.Tensor]]
+    shards_state = diverges = True
 
     def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, sync_every: int):
         for parameter in model.parameters():
@@ -45,25 +46,14 @@ class LocalSync(BucketedSync):
         for bucket in self.buckets:
             bucket.owns_memory = True
         self._world, self._shows_anchor = group, False
-        own = {name: parameter.detach() for name, parameter in self._trained.items()}
-        momentum = {name: torch.zeros_like(tensor) for name, tensor in own.items()} if sync_every >= _LONG_ROUND else {}
-        self._anchor = {name: tensor.clone() for name, tensor in own.items()}
-        self.held = {"own": own, "outer": momentum}
-        """In place: its own weights, and the anchor's momentum, if any."""
-        whole = [Slice(name, 0, tensor.numel()) for name, tensor in own.items()]
-        none = [Slice(whole[0].name, 0, 0)]  # in some fragments, if there are fewer weights than steps of a round
-        self._fragments = [
-            _Fragment(*([_part(named, item) for item in items if named] for named in (own, self._anchor, momentum)))
-            for items in (part or none for part in ownership.cut(whole, sync_every))
-        ]
+        self._own = {name: parameter.detach() for name, parameter in self._trained.items()}
+        self._anchor = {name: tensor.clone() for name, tensor in self._own.items()}
+        has_momentum = sync_every >= _LONG_ROUND
+        self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._own.items() if has_momentum}
+        self._fragments = self._cut(sync_every)
         self._num_steps = 0
-        self._own_weight = self._weight = 0.0  # of this step
 
     # ---- a step ----
-
-    def weigh(self, own: float, total: float) -> float:
-        self._own_weight, self._weight = own, total
-        return own or total
 
     def total(self, amount: torch.Tensor) -> torch.Tensor:
         """Returns the mean over ranks: the norm is the root mean square of theirs, so all clip and skip alike."""
@@ -74,19 +64,17 @@ class LocalSync(BucketedSync):
             "with strategy local gradients are not summed over ranks: leave step.reduce() out", reach="world"
         )
 
-    def publish(self) -> None:
-        """Also merges the fragment that was sent after the step before."""
-        super().publish()
+    def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
+        """Also merges the fragment that was sent after the step before, and sends the next one."""
+        super().end_step()
         for fragment in self._fragments:
             if fragment.transfer is not None:
                 fragment.merge()
-            fragment.own_weight += self._own_weight
-            fragment.weight += self._weight
-        self._own_weight = self._weight = 0.0  # a step that an exception ends is not weighed
-
-    def end_step(self) -> None:
-        self._num_steps += 1
-        self._send_next()
+            fragment.own_weight += own_weight
+            fragment.weight += weight
+        if weight:  # else it was no step
+            self._num_steps += 1
+            self._send_next()
 
     def merge(self) -> None:
         """Makes every rank's weights and the anchor the ranks' average, without momentum. Collective."""
@@ -101,6 +89,16 @@ class LocalSync(BucketedSync):
     def release(self) -> None:
         for fragment in self._fragments:
             fragment.finish()
+
+    def _cut(self, sync_every: int) -> "list[_Fragment]":
+        """Returns fragments of equal size, as many as a round has steps."""
+        whole = [Slice(name, 0, tensor.numel()) for name, tensor in self._own.items()]
+        none = [Slice(whole[0].name, 0, 0)]  # in some fragments, if there are fewer weights than steps of a round
+        fragments = []
+        for items in ownership.cut(whole, sync_every):
+            parts = [_parts(tensors, items or none) for tensors in (self._own, self._anchor, self._momentum)]
+            fragments.append(_Fragment(*parts))
+        return fragments
 
     def _send_next(self) -> None:
         self._fragments[self._num_steps % len(self._fragments)].send(self._world)
@@ -127,31 +125,59 @@ class LocalSync(BucketedSync):
             yield
         finally:
             for name, parameter in self._trained.items():
-                parameter.data = self.held["own"][name]
+                parameter.data = self._own[name]
             self._shows_anchor = False
 
     # ---- checkpoints ----
 
-    def progress(self) -> list[float]:
-        """The number of steps, then this rank's and all ranks' weight since the last exchange, by fragment."""
-        return [float(self._num_steps), *(w for each in self._fragments for w in (each.own_weight, each.weight))]
+    def private_state(self) -> tuple[dict[Slice, torch.Tensor], dict[str, Any]]:
+        """As in Strategy. The numbers: of steps, then this rank's and all ranks' weight since the last exchange, by
+        fragment."""
+        rank = self._world.rank
+        tensors = {
+            Slice(f"{name}/{kind}@{rank}", 0, tensor.numel()): tensor.reshape(-1)
+            for kind, named in self._held().items()
+            for name, tensor in named.items()
+        }
+        weights = [weight for each in self._fragments for weight in (each.own_weight, each.weight)]
+        return tensors, {f"/progress@{rank}": [float(self._num_steps), *weights]}
 
-    def begin_at_anchor(self) -> None:
-        """The own weights become the anchor's, and the momentum zero; exchanges under way have no effect."""
-        self.release()
-        own, momentum = self.held["own"], list(self.held["outer"].values())
-        torch._foreach_copy_(list(own.values()), [self._anchor[name] for name in own])
-        if momentum:
-            torch._foreach_zero_(momentum)
-
-    def resume(self, progress: Sequence[float]) -> None:
-        """Continues from restored weights: sends the fragment that was under way again. Collective. progress: of this
-        rank; if it is of another sync_every, or the number of steps alone, ranks have equal shares at first."""
-        self._num_steps = int(progress[0])
-        if len(progress) == 1 + 2 * len(self._fragments):
-            for fragment, own, weight in zip(self._fragments, progress[1::2], progress[2::2], strict=True):
+    def restore(self, stored: Collection[str], numbers: Mapping[str, Any], fetch: Fetch) -> None:
+        """As in Strategy. In a world of another size each rank begins with the mean of all ranks' weights; from another
+        strategy's checkpoint with the anchor. Sends the fragment that was under way again."""
+        self._begin_at_anchor()
+        ranks = [key.removeprefix("/progress@") for key in numbers if key.startswith("/progress@")]
+        if not ranks:
+            return
+        is_same = len(ranks) == self._world.size
+        sources = [str(self._world.rank)] if is_same else ranks
+        targets = {}
+        for kind, named in self._held().items():
+            for name, tensor in named.items():
+                keys = tuple(f"{name}/{kind}@{source}" for source in sources)
+                if keys[0] in stored:  # no momentum, if rounds were short
+                    targets[keys] = tensor
+        flats = fetch([key for keys in targets for key in keys])
+        for keys, tensor in targets.items():
+            first, *others = (flats[key] for key in keys)
+            tensor.copy_((torch.stack([first, *others]).mean(0) if others else first).view_as(tensor))
+        self._num_steps, *weights = numbers[f"/progress@{sources[0]}"]
+        self._num_steps = int(self._num_steps)
+        if is_same and len(weights) == 2 * len(self._fragments):  # else of another sync_every: equal shares at first
+            for fragment, own, weight in zip(self._fragments, weights[::2], weights[1::2], strict=True):
                 fragment.own_weight, fragment.weight = own, weight
         self._send_next()
+
+    def _held(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns, in place, by kind and name: this rank's own weights, and the anchor's momentum, if any."""
+        return {"own": self._own, "outer": self._momentum}
+
+    def _begin_at_anchor(self) -> None:
+        """The own weights become the anchor's, and the momentum zero; exchanges under way have no effect."""
+        self.release()
+        torch._foreach_copy_(list(self._own.values()), list(self._anchor.values()))
+        for momentum in self._momentum.values():
+            momentum.zero_()
 
 
 class _Fragment:
@@ -187,5 +213,5 @@ class _Fragment:
         torch._foreach_add_(self.own, torch.split(torch.cat(self.anchor) - self._sent, sizes))
 
 
-def _part(tensors: Mapping[str, torch.Tensor], item: Slice) -> torch.Tensor:
-    return tensors[item.name].view(-1)[item.start : item.stop]
+def _parts(tensors: Mapping[str, torch.Tensor], items: Sequence[Slice]) -> list[torch.Tensor]:
+    return [tensors[item.name].view(-1)[item.start : item.stop] for item in items if tensors]

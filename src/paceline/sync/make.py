@@ -6,16 +6,13 @@ import torch
 from torch import nn
 
 from paceline.base.errors import UserError
-from paceline.sync.coded import CodedSync
-from paceline.sync.ddp import BucketedSync
+from paceline.sync.buckets import BucketedSync
 from paceline.sync.local import LocalSync
 from paceline.sync.naive import NaiveSync
 from paceline.sync.strategy import Strategy
 from paceline.sync.zero import ShardedSync
 from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 from paceline.world.group import DistributedGroup, Group
-
-_BITS = {"int8": 8, "int4": 4}
 
 
 def make_strategy(
@@ -40,13 +37,12 @@ def make_strategy(
         return NaiveSync(model, group)
     if config.strategy != "zero":  # ddp, or one process, which has nobody to share weights with: no rounding either
         return BucketedSync(model, group, bucket_bytes)
-    if config.wire in _BITS:
-        return CodedSync(model, group, bucket_bytes, costs, stages, _BITS[config.wire])
-    if shares_memory:  # rounding would take longer than to copy all bits
+    if shares_memory or config.wire not in ("exact", "bf16"):
+        # Rounding takes longer than to copy all bits; a codec sends fewer.
         read_as, rounded_gradients = None, ()
-    sent_as = torch.bfloat16 if config.wire == "bf16" else None
+    is_padded = group.is_queued and config.wire in ("exact", "bf16")
     return ShardedSync(
-        model, group, bucket_bytes, costs, stages, read_as, rounded_gradients, sent_as, is_padded=group.is_queued
+        model, group, bucket_bytes, costs, stages, read_as, rounded_gradients, config.wire, is_padded=is_padded
     )
 
 

@@ -38,12 +38,12 @@ class NaiveSync(Strategy):
         return self.full_gradients()
 
     def not_finite(self) -> tuple[str | None, bool | None]:
-        mine = not all(bool(value.isfinite()) for value in self._own_sums)
+        is_own = not all(bool(value.isfinite()) for value in self._own_sums)
         for name, parameter in self._trained.items():
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                return name, mine
-        return None, mine
+                return name, is_own
+        return None, is_own
 
-    def publish(self) -> None:
+    def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
         for parameter in self._trained.values():
             parameter.grad = None

@@ -31,7 +31,7 @@ class Checks:
         tensors = ReplicaContents(setup.replica, "").on_all_ranks()
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
-        quick, (copied, holders) = before_save or group.is_queued, sync.copied()
+        quick, (copied, holders) = before_save or group.is_queued, sync.copies()
         found = differences(tensors, group, quick) if tensors else []
         found += differences(copied, group, quick, holders) if copied else []
         if found:
@@ -81,4 +81,6 @@ def optimizer_state(replica: Replica) -> dict[str, torch.Tensor]:
     tensors, _, _ = contents.state()
     if replica.sync.holds_rounded:
         tensors |= contents.weights()
+    if replica.sync.diverges:
+        tensors |= contents.private_state()[0]
     return {f"{item.name}[{item.start}:{item.stop}]": tensor for item, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from paceline.cli.main import main
 from paceline.config import Config, load_preset
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
-from paceline.sync.ddp import BucketedSync
+from paceline.sync.buckets import BucketedSync
 from paceline.tools.bench.link import bucket_elements, interface_in_use, measure, pairs_to_measure
 from paceline.tools.plan.calibrate import COLLECTIVES, bus_factor, fit, sizes
 from paceline.world.group import LocalGroup

@@ -21,7 +21,7 @@ from paceline.base.ownership import borders
 from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import GPT
-from paceline.sync.buckets import backward_order, cut
+from paceline.sync.layout import backward_order, cut
 from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
 from paceline.tools.plan.schedule import Job, Prediction, paths, predict

@@ -62,7 +62,7 @@ def teach(world: World, elements: int, screen: Screen) -> Outcome:
         _race(world, elements, screen)
     screen.say(
         "\nRead next: docs/learn/counting-bytes.md (what this costs, and when it hides behind backward); in the source "
-        "tools/learn/ring.py (what ran here) and sync/ddp.py (what training does)."
+        "tools/learn/ring.py (what ran here) and sync/buckets.py (what training does)."
     )
     return outcome
 
