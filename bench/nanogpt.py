@@ -26,7 +26,7 @@ from side import median_ms, run, run_paceline, show, show_header
 from paceline.data.cache import ensure_datasets
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
-from paceline.data.prepare import Quiet
+from paceline.data.report import Quiet
 from paceline.model import cpu
 from paceline.world.cores import usable_cores
 from paceline.world.device import choose_dtype

@@ -14,7 +14,7 @@ from paceline.config import Config
 from paceline.data.config import DataConfig
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
-from paceline.data.prepare import Quiet
+from paceline.data.report import Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
 from paceline.train.data import open_data

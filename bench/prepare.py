@@ -2,7 +2,7 @@
 
 The text is the standard library's own sources again and again, each time with other numbers in it. tiktoken is given
 the text in memory and the vocabulary that prepare trained, and only its encoding is timed; prepare reads files,
-encodes, writes shards, syncs and hashes them; its rate is that between the first block and the last. Before the first
+encodes, writes shards, syncs and hashes them; its rate is that between the first part and the last. Before the first
 it proves the encoder and starts its workers, once, 1.4 s for 50,257 tokens. Sides run in turn.
 """
 
@@ -62,7 +62,8 @@ def write_text(folder: Path, num_bytes: int, longest: int = 0) -> int:
 PREPARE = """
 import sys, time
 from pathlib import Path
-from paceline.data.prepare import Quiet, prepare
+from paceline.data.prepare import prepare
+from paceline.data.report import Quiet
 from paceline.data.split import gather
 from paceline.data.config import Recipe
 
@@ -81,7 +82,7 @@ if __name__ == "__main__":
 
 
 def prepare(source: Path, out: Path, workers: int, tokenizer: Path) -> tuple[float, float, float]:
-    """Returns (MB/s between the first block and the last, seconds in all, peak memory of all processes in MB)."""
+    """Returns (MB/s between the first part and the last, seconds in all, peak memory of all processes in MB)."""
     command = [sys.executable, "-c", PREPARE, str(source), str(out), str(tokenizer), str(workers)]
     began, peak = time.perf_counter(), 0.0
     process = psutil.Popen(command, stdout=subprocess.PIPE)

@@ -180,14 +180,14 @@ def test_prepared_twice_changes_nothing(place: Path) -> None:
 
 @pytest.mark.long
 def test_interrupted_and_killed_and_started_again(place: Path) -> None:
-    """Ctrl-C and kill -9 keep the complete shards; the bytes are those of an undisturbed run."""
-    content = "".join(json.dumps({"text": f"Document {i}: " + "words, " * 500}) + "\n" for i in range(4000)).encode()
+    """Ctrl-C and kill -9 keep the complete parts; the bytes are those of an undisturbed run."""
+    content = "".join(json.dumps({"text": f"Document {i}: " + "words, " * 500}) + "\n" for i in range(20000)).encode()
     (place / "input").write_bytes(content)
-    options = ("--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "500000", *FRAC)
+    options = ("--tokenizer", "bytes", "--workers", "1", "--shard-tokens", "5000000", *FRAC)
 
     @contextmanager
-    def preparing(shards: int) -> Iterator["subprocess.Popen[bytes]"]:
-        """A preparation that has made so many shards."""
+    def preparing(parts: int) -> Iterator["subprocess.Popen[bytes]"]:
+        """A preparation that has made so many parts."""
         command = [sys.executable, "-m", "paceline", "data", "prepare", "-", "--out", "x", *options]
         with (
             (place / "input").open("rb") as stdin,
@@ -199,17 +199,17 @@ def test_interrupted_and_killed_and_started_again(place: Path) -> None:
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # `make test &` ignores it, inherited
             ) as process,
         ):
-            while len(list((place / "x").glob("train-*.bin"))) < shards:
+            while len(list((place / "x/.preparing/parts").glob("*.json"))) < parts:
                 assert process.poll() is None
                 time.sleep(0.005)
             yield process
 
-    with preparing(shards=3) as process:
+    with preparing(parts=1) as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 75
         assert process.stdout is not None
         assert b"the same command" in process.stdout.read()
-    with preparing(shards=6) as process:
+    with preparing(parts=3) as process:
         process.kill()
     assert not (place / "x/index.json").exists()
     assert "resuming x" in from_stdin(place, content, "--out", "x", *options)

@@ -22,6 +22,8 @@ import zstandard
 from in_process import here
 from program import Ended, run
 
+from paceline.data import parts
+
 PREPARE = ("data", "prepare")
 BYTES = ("--tokenizer", "bytes")
 TRAIN = ("train", "--preset", "tiny", "--train.steps", "3", "--train.sample-tokens", "0")
@@ -247,17 +249,47 @@ def test_a_flipped_page_of_a_parquet_file_is_refused(place: Path) -> None:
     assert not counts(place / "x")
 
 
-def test_a_source_that_was_repaired_is_another_one(place: Path) -> None:
-    """What was made of the old one may not fit it: --restart is asked for, and then it is as if nothing had been."""
-    good = (place / "records.jsonl").read_text() * 100  # more than a block, so that something is made of it
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the sources were two thousand times as large."""
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 13)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--part-of", "0/3"), "--part-of is '0/3'; it is I/N"),
+        (("--part-of", "4/3"), "--part-of is '4/3'; it is I/N"),
+        (("--part-of", "3"), "--part-of is '3'; it is I/N"),
+        (("--part-of", "1/3", "--finish"), "--part-of and --finish are both given"),
+        (("--part-of", "1/3", "--restart"), "--part-of and --restart are both given"),
+    ],
+)
+def test_a_share_that_is_none(place: Path, flags: tuple[str, ...], says: str) -> None:
+    refused(place, *PREPARE, "records.jsonl", *BYTES, "--out", "x", *flags, says=(says,))
+
+
+def test_two_shares_make_the_data_set_of_one(place: Path, small_parts: None) -> None:
+    """The first says what is missing, and so does --finish, which tells a script by its status."""
+    command = (*PREPARE, "records.jsonl", *BYTES, "--workers", "1", "--out")
+    ended = here(*command, "x", "--part-of", "1/2", cwd=place).require(0)
+    assert "parts are there; the last share makes the data set" in ended.out
+    here(*command, "x", "--finish", cwd=place).require(75)
+    here(*command, "x", "--part-of", "2/2", cwd=place).require(0)
+    here(*command, "y", cwd=place).require(0)
+    assert same_shards(place / "x", place / "y")
+
+
+def test_a_source_that_was_repaired_costs_its_own_parts(place: Path, small_parts: None) -> None:
+    good = (place / "records.jsonl").read_text() * 10
     cut = good.rindex('{"text": "document 1 ')
     (place / "some.jsonl").write_text(good[:cut] + good[cut:].replace("{", "[", 1))
-    command = (*PREPARE, "some.jsonl", *BYTES, "--shard-tokens", "100000", "--workers", "1")
-    refused(place, *command, "--out", "x", says=("some.jsonl line 19802",))
+    command = (*PREPARE, "records.jsonl", "some.jsonl", *BYTES, "--shard-tokens", "100000", "--workers", "1")
+    refused(place, *command, "--out", "x", says=("some.jsonl line 1802",))
     assert not counts(place / "x")
     (place / "some.jsonl").write_text(good)
-    refused(place, *command, "--out", "x", says=("changed since", "--restart"))
-    here(*command, "--out", "x", "--restart", cwd=place).require(0)
+    ended = here(*command, "--out", "x", cwd=place).require(0)
+    assert "data: resuming x: 2 of 21 parts are there" in ended.out
     here(*command, "--out", "y", cwd=place).require(0)
     assert same_shards(place / "x", place / "y")
 
@@ -326,19 +358,18 @@ def test_another_recipe_for_a_finished_folder(place: Path, data: Path) -> None:
     frac = ("--validation-frac", "0.1")
     refused(place, *command, *BYTES, says=("--validation-frac 0.1, not 0.01", "another --out"))
     refused(place, *command, "--tokenizer", "train:300", *frac, says=("--tokenizer 'bytes', not 'train:300'",))
-    refused(place, *command, *BYTES, *frac, "--dedup", says=("--dedup False, not True",))
+    refused(place, *command, *BYTES, *frac, "--text-key", "body", says=("--text-key 'text', not 'body'",))
     records(place / "records.jsonl", count=201)
     refused(place, *command, *BYTES, *frac, says=("other sources", "changed since"))
     assert {path: path.read_bytes() for path in (place / "done").iterdir()} == before
 
 
-def test_another_recipe_for_a_begun_folder(place: Path) -> None:
-    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() * 100 + "{\n")
+def test_another_recipe_for_a_begun_folder(place: Path, small_parts: None) -> None:
+    (place / "broken.jsonl").write_text((place / "records.jsonl").read_text() * 10 + "{\n")
     how = (*BYTES, "--workers", "1")
-    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *how, says=("broken.jsonl line 20001",))
+    refused(place, *PREPARE, "broken.jsonl", "--out", "x", *how, says=("broken.jsonl line 2001",))
     says = ("x was begun", "--shard-tokens 100000000, not 5000", "--restart")
     refused(place, *PREPARE, "broken.jsonl", "--out", "x", *how, "--shard-tokens", "5000", says=says)
-    refused(place, *PREPARE, "records.jsonl", "--out", "x", *how, says=("x was begun from other sources",))
     here(*PREPARE, "records.jsonl", "--out", "x", *how, "--restart", cwd=place).require(0)
 
 
@@ -507,15 +538,15 @@ def test_a_malicious_vocabulary_runs_nothing(place: Path, what: object) -> None:
     assert not (place / "RAN").exists()
 
 
-def test_an_unfinished_data_set_is_not_trained_on(place: Path) -> None:
-    """Neither before its first shard, when only the tokenizer is there, nor after."""
+def test_an_unfinished_data_set_is_not_trained_on(place: Path, small_parts: None) -> None:
+    """Neither before its first part, when only the tokenizer is there, nor after."""
     (place / "broken.jsonl").write_text("{\n")
     refused(place, *PREPARE, "broken.jsonl", "--out", "data", *BYTES, says=("broken.jsonl line 1",))
     refused(place, *TRAIN_DATA, says=("data was not prepared to the end", "paceline data prepare"))
-    (place / "broken2.jsonl").write_text((place / "records.jsonl").read_text() * 100 + "{\n")
+    (place / "broken2.jsonl").write_text((place / "records.jsonl").read_text() * 10 + "{\n")
     command = (*PREPARE, "broken2.jsonl", "--out", "data2", *BYTES, "--workers", "1")
-    refused(place, *command, says=("broken2.jsonl line 20001",))
-    assert list((place / "data2").glob("train-*.bin"))
+    refused(place, *command, says=("broken2.jsonl line 2001",))
+    assert list((place / "data2/.preparing/parts").glob("*.json"))
     says = ("data2 was not prepared to the end", "paceline data prepare")
     refused(place, *TRAIN, "--data.path", "data2", "--out", "run", says=says)
 

@@ -1,13 +1,14 @@
 """Small data sets of real files, for the tests of whatever reads them."""
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from paceline.data.order import ids_at
-from paceline.data.shard import Index, SplitRecord, SplitWriter, TokenizerRecord, write_index
+from paceline.data.shard import DTYPES, Index, Shards, SplitRecord, TokenizerRecord, Written, version_for, write_index
 from paceline.data.stream import Int64s
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
 
@@ -18,10 +19,13 @@ def write_split(
     folder: Path, split: str, documents: Documents, *, vocab_size: int, begin: int, sha256: str = "", shard: int = 10**6
 ) -> SplitRecord:
     """Writes documents, each after the token `begin`, in shards of `shard` tokens."""
-    writer = SplitWriter(folder, split, vocab_size=vocab_size, tokenizer_sha256=sha256, shard_tokens=shard)
-    for document in documents:
-        writer.append(np.array([begin, *document], dtype=np.int64), np.array([0], dtype=np.int64))
-    return writer.finish(text_bytes=0)
+    ids = np.array(flat(documents, begin), dtype=DTYPES[version_for(vocab_size)])
+    starts = np.cumsum([0, *(1 + len(document) for document in documents)], dtype="<i8")[:-1]
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        (Path(work) / "written").write_bytes(ids.tobytes() + starts.tobytes())
+        written = Written(Path(work) / "written", ids.size, starts.size)
+        shards = Shards(split, (written,), vocab_size, sha256, shard).write_all(folder, Path(work), 1)
+    return SplitRecord(ids.size, 0, len(documents), shards)
 
 
 def prepare_small(

@@ -15,7 +15,7 @@ from paceline.data import cache as cache_module
 from paceline.data.cache import ensure_datasets, inspect_data
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
-from paceline.data.prepare import Quiet
+from paceline.data.report import Quiet
 from paceline.data.sources import embedded
 from paceline.data.split import split_text
 from paceline.data.text import plain_text
@@ -24,7 +24,7 @@ SCRIPT = """
 import sys, time
 from paceline.data.config import DataConfig
 from paceline.data.cache import ensure_datasets
-from paceline.data.prepare import Quiet
+from paceline.data.report import Quiet
 stop_at = sys.argv[2]
 class Report(Quiet):
     def say(self, line):

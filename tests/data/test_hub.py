@@ -18,10 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from paceline.base.errors import UserError
-from paceline.data import blocks, hub
-from paceline.data.blocks import Place, read_blocks
+from paceline.data import documents as documents_module
+from paceline.data import hub
+from paceline.data import parquet as parquet_module
 from paceline.data.config import Recipe
+from paceline.data.documents import read
 from paceline.data.find import find
+from paceline.data.parts import cut
 from paceline.data.sources import Sources
 from paceline.data.split import split_text
 
@@ -120,8 +123,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     be_at(monkeypatch, f"http://127.0.0.1:{made.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_RANGE_BYTES", 1 << 16)
-    monkeypatch.setattr(blocks, "_READ_BYTES", 1 << 14)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 17)
+    monkeypatch.setattr(documents_module, "_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(parquet_module, "_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(parquet_module, "_CELL_BYTES", 1 << 17)
     yield made
     made.shutdown()
     made.server_close()
@@ -135,10 +139,9 @@ def parquet(found: list[str]) -> bytes:
     return content.getvalue()
 
 
-def documents(sources: Sources, start: Place | None = None) -> list[str]:
-    options = Recipe()
-    found = (blocks.documents(block, options) for block in read_blocks(sources, options, start or Place()))
-    return ["".join(document.slices) for several in found for document in several]
+def documents(sources: Sources, part_bytes: int = 0) -> list[str]:
+    parts = cut(sources.files, Recipe(), part_bytes)
+    return ["".join(document.slices) for part in parts for of in part for document in read(of, Recipe(), [])]
 
 
 def long_texts(seed: int, count: int = 500) -> list[str]:
@@ -174,17 +177,13 @@ def test_a_repository_is_read_in_ranges(server: Hub) -> None:
     assert [f.stamp == stamp for f, stamp in zip(again.files, stamps, strict=True)] == [True, False, True]
 
 
-def test_reading_goes_on_in_the_middle(server: Hub) -> None:
+def test_parts_are_read_by_themselves(server: Hub) -> None:
     found = long_texts(1, 800)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in found).encode()
     server.repositories["some/text", "main"] = {"a.parquet": parquet(found), "b.jsonl": lines}
     for pattern in ("hub:some/text:*.parquet", "hf://datasets/some/text/b.*"):
         sources = find([pattern])
-        all_blocks = list(read_blocks(sources, Recipe()))
-        assert len(all_blocks) > 2
-        assert list(read_blocks(sources, Recipe(), all_blocks[0].next)) == all_blocks[1:]
-        assert documents(sources) == found
-        assert all_blocks[-1].read_bytes == sources.files[0].num_bytes
+        assert documents(sources) == documents(sources, 100_000) == found
 
 
 def test_a_plain_text_is_split_without_fetching_it(server: Hub) -> None:

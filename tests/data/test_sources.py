@@ -1,4 +1,4 @@
-"""Any documents are found, read in blocks from any place on, and become the texts that they are."""
+"""Any documents are found, read in parts cut anywhere, and become the texts that they are."""
 
 import gzip
 import io
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,30 +24,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.base.errors import UserError
-from paceline.data import blocks as blocks_module
+from paceline.data import documents as documents_module
+from paceline.data import parquet as parquet_module
 from paceline.data import text as text_module
-from paceline.data.blocks import Block, Place, read_blocks
 from paceline.data.config import Recipe
+from paceline.data.documents import Document, read, whole
 from paceline.data.find import describe_left_out, digest, find, has_text
+from paceline.data.parts import cut
 from paceline.data.sources import SourceFile, Sources
 from paceline.data.split import split_text
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
-def documents(sources: Sources, start: Place | None = None, **options: str) -> list[str]:
+def pieces(sources: Sources, part_bytes: int = 0, **options: str) -> Iterator[Document]:
+    """The documents of all parts, as a worker gets them."""
+    recipe = Recipe(**options)
+    for part in cut(sources.files, recipe, part_bytes):
+        for of in pickle.loads(pickle.dumps(part)):
+            yield from read(of, recipe, [])
+
+
+def documents(sources: Sources, part_bytes: int = 0, **options: str) -> list[str]:
     """All documents with text, put together from their pieces."""
-    return joined(read_blocks(sources, Recipe(**options), start or Place()), Recipe(**options))
-
-
-def joined(blocks: Iterator[Block] | Sequence[Block], options: Recipe) -> list[str]:
     found: list[list[str]] = []
-    for block in blocks:
-        for document in blocks_module.documents(pickle.loads(pickle.dumps(block)), options):  # as a worker gets it
-            assert all(0 < len(part.encode()) <= 3 * text_module.SLICE_BYTES for part in document.slices)
-            if document.begins:
-                found.append([])
-            found[-1] += document.slices
+    for document in pieces(sources, part_bytes, **options):
+        assert all(0 < len(part.encode()) <= 3 * text_module.SLICE_BYTES for part in document.slices)
+        if document.begins:
+            found.append([])
+        found[-1] += document.slices
     return ["".join(parts) for parts in found if parts]
 
 
@@ -334,25 +339,36 @@ def write_parquet(path: Path, found: list[str | None], row_group_size: int, dtyp
 DOCUMENTS = st.lists(
     st.text(alphabet="ab \n\r\té€😀\u2028", max_size=30) | st.text(alphabet="a ", max_size=300), max_size=12
 )
-SMALL = {"SLICE_BYTES": 16, "BLOCK_BYTES": 60, "_READ_BYTES": 13, "_CHUNK_COST_BYTES": 3}
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    for name, value in SMALL.items():
-        patch.setattr(text_module if name == "SLICE_BYTES" else blocks_module, name, value)
+    patch.setattr(text_module, "SLICE_BYTES", 16)
+    patch.setattr(parquet_module, "_CELL_BYTES", 60)
+    patch.setattr(documents_module, "_READ_BYTES", 13)
+    patch.setattr(documents_module, "_SCAN_BYTES", 7)
 
 
-@given(DOCUMENTS, st.sampled_from([*WRITERS]), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
+@given(
+    DOCUMENTS,
+    st.sampled_from([*WRITERS]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(1, 50),
+    st.randoms(use_true_random=False),
+)
 @settings(suppress_health_check=[HealthCheck.too_slow])
-def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
+def test_all_documents_whatever_they_are_in_and_wherever_parts_are_cut(
     tmp_path_factory: pytest.TempPathFactory,
     found: list[str],
     suffix: str,
     rows: int,
     is_ascii: bool,
+    part_bytes: int,
     draw: random.Random,
 ) -> None:
-    """In three formats, each as two files, with sizes so small that everything that can be cut is cut."""
+    """In three formats, with sizes so small that everything that can be cut is cut; the parts give the pieces of whole
+    files, also where a file begins with a byte order mark (mutation: a part skips to the record behind its first byte;
+    or reads no record beyond its end)."""
     folder = tmp_path_factory.mktemp("any")
     plain = [text.replace("\r\n", "\n").replace("\r", "\n") for text in found]
     write = WRITERS[suffix]
@@ -373,10 +389,15 @@ def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
         # Only ASCII white space makes a document empty.
         kept = [t for t in between if t.strip()]
         assert [t for t in documents(separated, separator="<|end|>") if t.strip()] == kept
-        for some, options in ((apart, Recipe()), (separated, Recipe(separator="<|end|>"))):
-            all_blocks = list(read_blocks(some, options))
-            for i, block in enumerate(all_blocks):
-                assert list(read_blocks(some, options, block.next)) == all_blocks[i + 1 :]
+        for some, options in ((apart, {}), (separated, {"separator": "<|end|>"})):
+            assert list(pieces(some, part_bytes, **options)) == list(pieces(some, **options))
+        marked = folder / "marked"
+        marked.mkdir()
+        for name in ("b.txt", "c.jsonl") if not suffix else ():
+            (marked / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+            options = {"separator": "<|end|>"} if name == "b.txt" else {}
+            one = find([str(marked / name)])
+            assert list(pieces(one, part_bytes, **options)) == list(pieces(one, **options))
 
 
 @given(st.lists(st.text(alphabet="ab", min_size=1, max_size=20), min_size=2, max_size=12), st.data())
@@ -384,8 +405,8 @@ def test_all_documents_whatever_they_are_in_and_wherever_reading_begins(
 def test_a_separator_with_line_ends_matches_every_kind(
     tmp_path_factory: pytest.TempPathFactory, found: list[str], data: st.DataObject
 ) -> None:
-    """The text is cut after CRLF and CR have become LF (mutation: search the bytes as stored), wherever a block ends,
-    also between CR and LF (mutation: look at no byte after the block)."""
+    """The text is cut after CRLF and CR have become LF (mutation: search the bytes as stored), wherever a read or part
+    ends, also between CR and LF (mutation: accept a match at the end of the buffer)."""
     path, end = tmp_path_factory.mktemp("any") / "a.txt", st.sampled_from(["\n", "\r\n", "\r"])
     texts = [text.replace("b", data.draw(end)).strip("\r\n") or "x" for text in found]
     texts = [re.sub(r"(\r\n|\r|\n)+", r"\1", text) for text in texts]  # no separator inside
@@ -397,9 +418,50 @@ def test_a_separator_with_line_ends_matches_every_kind(
         plain = [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
         for separator in ("\n\n", "\r\n\r\n"):
             assert documents(sources, separator=separator) == plain
-            for block in read_blocks(sources, Recipe(separator=separator)):
-                rest = documents(sources, block.next, separator=separator)
-                assert rest == plain[len(plain) - len(rest) :]
+            for part_bytes in (1, 2, 3, 7, 20):
+                assert documents(sources, part_bytes, separator=separator) == plain
+
+
+@given(st.text(alphabet="a\n\r ", max_size=40), st.sampled_from(["\n\n", "a", "aa", "a\na", "\n"]), st.integers(1, 9))
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_separator_that_overlaps_itself_is_found_alike_wherever_parts_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, content: str, separator: str, part_bytes: int
+) -> None:
+    """Of three line ends which two separate is decided from the left (mutation: search from a part's first byte)."""
+    path = tmp_path_factory.mktemp("any") / "a.txt"
+    path.write_bytes(("x" + content).encode())
+    plain = ("x" + content).replace("\r\n", "\n").replace("\r", "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        sources = find([str(path)])
+        *before, rest = plain.split(separator)
+        expected = [text for text in [*before, rest] if text.strip()]
+        for size in (part_bytes, 100):
+            assert documents(sources, size, separator=separator) == expected
+
+
+@pytest.mark.parametrize("part_bytes", [1, 20, 1000, 40_000])
+def test_a_long_text_has_the_same_slices_wherever_parts_are_cut(tmp_path: Path, part_bytes: int) -> None:
+    """Also where it has no space for longer than a slice (mutation: cut a part at any byte). The tokens of a slice are
+    those of the text; so are those of a part."""
+    draw = random.Random(3)
+    words = ["word " * draw.randrange(9) + "ä€" * draw.randrange(60) + "\r\n" * draw.randrange(2) for _ in range(300)]
+    (tmp_path / "x.txt").write_bytes("".join(words).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "SLICE_BYTES", 100)
+        patch.setattr(documents_module, "_SCAN_BYTES", 11)
+        sources = Sources("x", split_text(find([str(tmp_path / "x.txt")]).files))
+        cuts = [
+            {len("".join(slices[:i])) for i in range(len(slices))}
+            for slices in (
+                [slice for document in pieces(sources, size) for slice in document.slices] for size in (0, part_bytes)
+            )
+        ]
+        assert documents(sources, part_bytes) == documents(sources)
+        text = "".join(documents(sources))
+        for place in cuts[0] ^ cuts[1]:
+            assert text[place - 1].isalnum(), "only places where no token lies across differ"
+            assert text[place] in " \n", "only places where no token lies across differ"
 
 
 def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:
@@ -407,12 +469,10 @@ def test_empty_documents_are_counted_and_give_no_text(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}')
     write_parquet(tmp_path / "c.parquet", ["", None, "y"], 2, pa.string())
     write_gzip(tmp_path / "d.txt.gz", b"z")
-    (block,) = read_blocks(find([str(tmp_path)]), Recipe())
-    found = [document.slices for document in blocks_module.documents(block, Recipe())]
+    found = [document.slices for document in pieces(find([str(tmp_path)]))]
     assert found == [(), (), (), ("x",), (), (), ("y",), ("z",)]
     (tmp_path / "e.txt").write_text("one|  \n|two||three|\n")
-    (block,) = read_blocks(find([str(tmp_path / "e.txt")]), Recipe(separator="|"))
-    found = [document.slices for document in blocks_module.documents(block, Recipe(separator="|"))]
+    found = [document.slices for document in pieces(find([str(tmp_path / "e.txt")]), separator="|")]
     assert found == [("one",), (), ("two",), (), ("three",)]
 
 
@@ -430,18 +490,17 @@ def test_what_is_replaced_is_counted(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "M\xfcller \\ud800 \\ud83d\\ude00 \xef\xbf\xbd"}\n')
     binary = pa.table({"text": pa.array([b"M\xfcller \xe2\x82"], pa.binary())})
     pq.write_table(binary, tmp_path / "c.parquet")
-    (block,) = read_blocks(find([str(tmp_path)]), Recipe())
-    found = list(blocks_module.documents(block, Recipe()))
+    found = list(pieces(find([str(tmp_path)])))
     assert [document.num_replaced for document in found] == [1, 2, 2]
     assert found[1].slices == ("M\ufffdller \ufffd 😀 \ufffd",)
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BLOCK_BYTES", "_READ_BYTES"):
-        monkeypatch.setattr(blocks_module, name, 1 << 17)
+    monkeypatch.setattr(documents_module, "_READ_BYTES", 1 << 17)
+    monkeypatch.setattr(parquet_module, "_CELL_BYTES", 1 << 17)
     text = "".join(path.read_text() for path in sorted(STDLIB.glob("[a-c]*.py"))) + "é\ud800😀"
-    assert len(text) > 2 * blocks_module.BLOCK_BYTES
+    assert len(text) > 2 * documents_module._READ_BYTES
     lines = [{"text": "first"}, {"meta": {"a": [1, "}{"]}, "text": text, "n": None}, {"text": None}, {"text": "last"}]
     path = tmp_path / f"x.jsonl{suffix}"
     WRITERS[suffix](path, "\n".join(map(json.dumps, lines)).encode())
@@ -454,10 +513,10 @@ def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: 
     separated = find([str(tmp_path / f"x.txt{suffix}")])
     assert documents(separated, separator="<|none|>") == ["|".join(expected)]
     limit = 1 << (len(text.encode("utf-8", "replace")).bit_length() - 1)  # more than half of the longest record
-    monkeypatch.setattr(blocks_module, "MAX_RECORD_BYTES", limit)
-    for some, options in ((sources, Recipe()), (separated, Recipe(separator="<|none|>"))):
+    monkeypatch.setattr(documents_module, "MAX_RECORD_BYTES", limit)
+    for some, options in ((sources, {}), (separated, {"separator": "<|none|>"})):
         with pytest.raises(UserError, match=r"has a record of more than .* at byte \d+; cut it"):
-            list(read_blocks(some, options))
+            documents(some, **options)
 
 
 @pytest.mark.parametrize(
@@ -481,9 +540,10 @@ def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: 
 )
 def test_what_is_wrong_with_a_line_is_said(tmp_path: Path, line: str, says: list[str]) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n' + line + "\n")
-    with pytest.raises(UserError) as error:
-        documents(find([str(tmp_path / "x.jsonl")]))
-    assert f"{tmp_path}/x.jsonl line 3 " in str(error.value)
+    for part_bytes in (0, 5):  # a part counts the lines before it
+        with pytest.raises(UserError) as error:
+            documents(find([str(tmp_path / "x.jsonl")]), part_bytes)
+        assert f"{tmp_path}/x.jsonl line 3 " in str(error.value)
     assert all(each in str(error.value) for each in says)
 
 
@@ -503,15 +563,14 @@ def test_any_parquet_with_a_text_column(tmp_path: Path, kind: str) -> None:
     table = pa.table({"n": list(range(6)), "body": pa.array(found, pa.string()).cast(KINDS[kind])})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=4, compression="zstd")
     assert documents(find([str(tmp_path)]), text_key="body") == [text for text in found if text]
-    assert documents(find([str(tmp_path)]), Place(0, 3), text_key="body") == found[3:]
 
 
-def test_blocks_hold_many_tiny_files(tmp_path: Path) -> None:
+def test_a_part_holds_many_tiny_files(tmp_path: Path) -> None:
     for i in range(1000):
         (tmp_path / f"{i:05d}.txt").write_bytes(b"%d" % i)
-    found = list(read_blocks(find([str(tmp_path)]), Recipe()))
-    assert len(found) == 1
-    assert joined(found, Recipe()) == [str(i) for i in range(1000)]
+    sources = find([str(tmp_path)])
+    assert [len(part) for part in cut(sources.files, Recipe())] == [1000]
+    assert documents(sources) == [str(i) for i in range(1000)]
 
 
 @pytest.mark.parametrize(
@@ -581,9 +640,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     stdin(monkeypatch, b"\n " + lines)
     sources = find(["-"])
     assert sources.files == (SourceFile("-", "-", "jsonl"),)
-    found = list(read_blocks(sources, Recipe()))
-    assert len(found) > 3
-    assert len(joined(found, Recipe())) == 9000
+    assert len(documents(sources)) == 9000
     stdin(monkeypatch, b"plain\r\ntext")
     assert documents(find(["-"])) == ["plain\ntext"]
     stdin(monkeypatch, gzip.compress(b"text"))
@@ -612,14 +669,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     separator = "@@@" if kind == "separator" else ""
     script = f"""
 import resource, pyarrow.parquet
-from paceline.data.blocks import read_blocks
+from paceline.data.documents import read, whole
 from paceline.data.find import find
 from paceline.data.config import Recipe
 sources = find([{str(path)!r}])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 total = 0
-for block in read_blocks(sources, Recipe(separator={separator!r})):
-    total += sum(len(document) for chunk in block.chunks for document in chunk.documents)
+for document in read(whole(sources.files[0]), Recipe(separator={separator!r}), []):
+    total += sum(map(len, document.slices))
 print(total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
@@ -632,7 +689,7 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_bytes(b"x" * (3 << 20))
     before = os.listdir("/proc/self/fd")
-    reader = read_blocks(find([str(tmp_path)]), Recipe())
+    reader = read(whole(find([str(tmp_path)]).files[0]), Recipe(), [])
     next(reader)
     reader.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -12,7 +12,7 @@ import tyro
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.cli.flags import parse, run_verb
-from paceline.data.config import Recipe
+from paceline.data.config import Recipe, Share
 
 if TYPE_CHECKING:
     from paceline.data.dataset import Dataset
@@ -22,6 +22,7 @@ paceline data info DIR [--verify]           what a data set holds, and whether i
 
 `--help` after either shows its options.
 """
+_MAX_SHARES = 100_000
 _DOCUMENT_TOKENS = {"median": 50, "p95": 95, "longest": 100}  # percentiles
 
 
@@ -29,7 +30,8 @@ _DOCUMENT_TOKENS = {"median": 50, "p95": 95, "longest": 100}  # percentiles
 class PrepareArguments:
     """Turn documents into token shards: text files, folders and globs of them, .jsonl and .parquet (.gz and .zst too),
     - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. If it was interrupted or killed, the same
-    command resumes after the last complete shard."""
+    command resumes with the parts of the sources that are missing. Several hosts that share a disk give the same
+    command, each with its --part-of."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files, folders, globs, -, hub:ORG/NAME[:GLOB]."""
@@ -39,6 +41,10 @@ class PrepareArguments:
     """Sources of the validation split; empty: some of the documents, see --validation-frac."""
     workers: int = 0
     """Processes that encode; 0: one per core. The result does not depend on it."""
+    part_of: str = ""
+    """I/N, such as 3/16: of the sources' parts only every N-th, from the I-th on; the last host makes the data set."""
+    finish: bool = False
+    """Make the data set if all parts are there, and no part: after hosts with --part-of."""
     restart: bool = False
     """Start again from the beginning if an earlier preparation was not finished."""
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
@@ -71,6 +77,7 @@ def _prepare(arguments: list[str]) -> int:
     if not 0 <= parsed.workers <= 1024:
         raise UserError(f"--workers is {parsed.workers}; it is 1 to 1024, or 0 for one per core")
     parsed.recipe.check()
+    share = _share(parsed)
     from paceline.data.dataset import Dataset
     from paceline.data.prepare import prepare
     from paceline.data.split import gather
@@ -83,13 +90,34 @@ def _prepare(arguments: list[str]) -> int:
     num_workers = parsed.workers or usable_cores()
     try:
         with console.reading() as report:
-            prepare(sources, parsed.recipe, folder, report, num_workers=num_workers, restart=parsed.restart)
+            index = prepare(
+                sources, parsed.recipe, folder, report, num_workers=num_workers, restart=parsed.restart, share=share
+            )
     except KeyboardInterrupt:
-        console.say(f"interrupted; complete shards are kept in {folder}, and the same command resumes after them")
+        console.say(f"interrupted; complete parts are kept in {folder}, and the same command makes the others")
         return EXIT_RESUMABLE
+    if index is None:
+        return EXIT_RESUMABLE if parsed.finish else 0
     _print(facts_of(Dataset.open(folder)))
     console.say(f"\nTry next:\n  paceline train --data.path {shlex.quote(str(folder))} --train.tokens-per-param 20")
     return 0
+
+
+def _share(parsed: PrepareArguments) -> Share:
+    """Raises UserError for an impossible --part-of."""
+    if not parsed.part_of:
+        return Share(only_finishes=parsed.finish)
+    number, _, of = parsed.part_of.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of) <= _MAX_SHARES):
+        raise UserError(f"--part-of is {parsed.part_of!r}; it is I/N with I from 1 to N, such as 3/16")
+    for flag, is_given in (
+        ("--finish", parsed.finish),
+        ("--restart", parsed.restart),
+        ("- (standard input)", "-" in (*parsed.sources, *parsed.validation)),
+    ):
+        if is_given:
+            raise UserError(f"--part-of and {flag} are both given; give one")
+    return Share(int(number), int(of))
 
 
 def _info(arguments: list[str]) -> int:
@@ -170,7 +198,6 @@ def _print(found: dict[str, Any]) -> None:
     }
     for name, what in (
         ("skipped_files", "files are neither text nor a known format and were left out"),
-        ("duplicate_documents", "documents were there before and were left out"),
         ("empty_documents", "documents have no text and were left out"),
         ("replaced_places", "places are not UTF-8 and became U+FFFD"),
     ):

@@ -21,7 +21,8 @@ from paceline.base.files import replace as replace_file
 from paceline.data.config import DataConfig, Recipe
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
-from paceline.data.prepare import Report, prepare
+from paceline.data.prepare import prepare
+from paceline.data.report import Report
 from paceline.data.shard import FORMAT_VERSION, WORK, is_complete
 from paceline.data.sources import Sources, embedded
 from paceline.data.split import split_text
@@ -106,6 +107,7 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
     if not final.name.endswith(_content_hash(sources, vocab_size)):  # the content changed meanwhile
         shutil.rmtree(final)
         raise UserError(f"the text of {sources.name} changed while it was read; start again")
+    assert index is not None  # all parts are this process's
     if replaced := index.origin["replaced_places"]:
         report.say(f"data: {replaced} places in the text are not UTF-8 and became U+FFFD")
     counts = ", ".join(f"{units.count(record.tokens)} {split} tokens" for split, record in index.splits.items())

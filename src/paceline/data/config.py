@@ -100,12 +100,10 @@ class Recipe:
     validation_frac: float = 0.01
     """Of documents, chosen by a hash of their text, for validation; of few, at least one. Plain text files instead: one
     in 20 by name, or the last tenth of each if they are few."""
-    dedup: bool = False
-    """Keep only the first of documents with exactly the same text."""
     on_error: Literal["stop", "skip"] = "stop"
     """Of a record or file that cannot be read: stop; or skip it, and count it by source."""
     shard_tokens: int = SHARD_TOKENS
-    """At most so many tokens in a shard. A killed preparation loses at most one shard's work."""
+    """Tokens in a shard; the last of a split has fewer."""
 
     def check(self) -> None:
         """Raises UserError for an impossible value, naming the flag."""
@@ -117,3 +115,26 @@ class Recipe:
             raise UserError("--text-key is empty; give the key of the text, such as text or content")
         if not self.tokenizer:
             raise UserError("--tokenizer is empty; give bytes, train:VOCAB, a tokenizer.json, or a name such as gpt2")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of the parts, those that this process makes: number `number` of `of`, from 1; all by default. `only_finishes`:
+    none, but the shards if all parts are there."""
+
+    number: int = 1
+    of: int = 1
+    only_finishes: bool = False
+
+    @property
+    def lock(self) -> str:
+        if self.only_finishes:
+            return "lock-finish"
+        return "lock" if self.of == 1 else f"lock-{self.number}-of-{self.of}"
+
+    def takes(self, number: int) -> bool:
+        """Whether part `number`, from 0, is of this share."""
+        return not self.only_finishes and number % self.of == self.number - 1
+
+
+ALL_PARTS = Share()

@@ -1,103 +1,191 @@
-"""Makes a data set from documents: reads in order, encodes on all cores, writes in order.
+"""Makes a data set from documents: parts of the sources become tokens, and these become shards.
 
-    find -> blocks -> workers -> build -> shards; index.json comes last: a folder with it is complete
+    find -> documents -> parts -> shards; index.json comes last: a folder with it is complete
 
-A restarted preparation resumes after the last complete shard (see build.py); the number of workers does not change the
-result. `.preparing` in the folder has a lock, the request, and the progress.
+A restarted preparation leaves out the parts that have a record (see parts.py), and so does another host that takes
+every n-th part (--part-of). The shards depend on the documents alone: neither on workers, nor on hosts, nor on how the
+sources were cut into parts. `.preparing` in the folder has what was begun, locks, and the parts' files.
 """
 
 import errno
 import hashlib
-import io
 import json
-import math
 import shutil
-import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from itertools import accumulate, islice
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import filelock
-import numpy as np
 
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.base.files import sync
-from paceline.data.blocks import documents, read_blocks
-from paceline.data.build import PROGRESS, Builder, Counts
-from paceline.data.config import Recipe
+from paceline.data.config import ALL_PARTS, Recipe, Share
 from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
+from paceline.data.parts import Job, Part, Record, cut, encode_all, record_of
+from paceline.data.report import Report
+from paceline.data.sample import make_tokenizer
 from paceline.data.shard import (
     FORMAT_VERSION,
     SPLITS,
     TOKEN_BYTES,
     WORK,
     Index,
+    Shards,
     SplitRecord,
     TokenizerRecord,
     is_complete,
     read_index,
     write_index,
 )
-from paceline.data.sources import STANDARD_INPUT, Sources
+from paceline.data.sources import STANDARD_INPUT, Sources, kept_input
 from paceline.data.split import validation_below
-from paceline.data.tokenizer import FILE, Tokenizer, resolve
-from paceline.data.workers import Job, encode_all
+from paceline.data.tokenizer import FILE, Tokenizer
 
-_BEGUN = "begun.json"  # the request and the tokenizer
-_COPIED_BYTES = 1 << 20  # of standard input at a time
-_SAMPLE_BYTES = 64 << 20  # of text, enough to learn merges; of more text, every n-th block is read
-
-
-class Report(Protocol):
-    """Receives a preparation's messages."""
-
-    def say(self, text: str) -> None:
-        """Receives a line for the user."""
-
-    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
-        """Receives how much of the sources has been read; total None: unknown."""
-
-
-class Quiet:
-    """Ignores a preparation's messages."""
-
-    def say(self, text: str) -> None: ...
-    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None: ...
+SKIPPED = "skipped.jsonl"  # what was left out, with --on-error skip: {"source": ..., "why": ...} a line
+_BEGUN = "begun.json"  # the request, the tokenizer's sha256, and the limit of the validation split
+_PARTS = "parts"
+_NUM_PLACES = 5  # of skipped records, to look at in the index
 
 
 def prepare(
-    sources: Sources, recipe: Recipe, folder: Path, report: Report, *, num_workers: int, restart: bool = False
-) -> Index:
-    """Returns the index of the folder's data set, made first if it is not complete.
+    sources: Sources,
+    recipe: Recipe,
+    folder: Path,
+    report: Report,
+    *,
+    num_workers: int,
+    restart: bool = False,
+    share: Share = ALL_PARTS,
+) -> Index | None:
+    """Returns the index of the folder's data set, made first if it is not complete; None if other shares are missing.
 
-    One process at a time: others get a UserError. Also raises UserError if the folder has other content, if sources
-    have changed since the beginning, or for a bad document. Complete shards are kept.
+    One process a share at a time: others get a UserError. Also raises UserError if the folder has other content or was
+    begun in another way, or for a bad document. Complete parts are kept.
     """
     recipe.check()
-    request = _request(sources, recipe)
-    if is_complete(folder):
-        index = _same(folder, request)
-        report.say(f"data: {folder} is prepared already, from sources of the same names and sizes")
-        shutil.rmtree(folder / WORK, ignore_errors=True)  # of a process killed just after it wrote the index
+    return _Preparation(sources, recipe, folder, report, num_workers, share).run(restart)
+
+
+@dataclass
+class _Preparation:
+    sources: Sources
+    recipe: Recipe
+    folder: Path
+    report: Report
+    num_workers: int
+    share: Share
+
+    @property
+    def work(self) -> Path:
+        return self.folder / WORK
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return _request(self.sources, self.recipe)
+
+    def run(self, restart: bool) -> Index | None:
+        """Returns what `prepare` does."""
+        if is_complete(self.folder):
+            complete = _same(self.folder, self.request)
+            self.report.say(f"data: {self.folder} is prepared already, from sources of the same names and sizes")
+            shutil.rmtree(self.work, ignore_errors=True)  # of a process killed just after it wrote the index
+            return complete
+        try:
+            with _locked(self.folder, self.share):
+                if is_complete(self.folder):  # another process was faster
+                    return _same(self.folder, self.request)
+                for line in [*describe_left_out(self.sources), *_without_effect(self.sources, self.recipe)]:
+                    self.report.say(f"data: {line}")
+                index = self._make(restart)
+            if index is not None:
+                shutil.rmtree(self.work, ignore_errors=True)  # another process may be opening the lock in it
+                sync(self.folder)
+            return index
+        except OSError as error:
+            raise UserError(_disk_message(self.folder, error)) from error
+
+    def _make(self, restart: bool) -> Index | None:
+        """Returns the index, which is the last file written; None if parts of other shares are missing."""
+        request = self.request
+        with filelock.FileLock(self.work / "lock-begin"):  # one share makes the tokenizer, the others wait for it
+            job = self._begin(request, restart)
+        parts = list(cut(self.sources.files, self.recipe))
+        keys = job.keys(parts)
+        self._encode(job, keys, parts)
+        with filelock.FileLock(self.work / "lock-end"):  # the last share makes the shards
+            if is_complete(self.folder):
+                return _same(self.folder, request)
+            records = [record for key in keys if (record := record_of(job, key))]
+            if len(records) == len(keys):
+                return self._finish(request, job, keys, records)
+        there = f"{len(records)} of {len(keys)} parts are there"
+        self.report.say(f"data: {there}; the last share makes the data set of them, or this command with --finish")
+        return None
+
+    def _begin(self, request: dict[str, Any], restart: bool) -> Job:
+        """Returns what is the same for all parts: as it was begun, or made anew. Standard input becomes a file."""
+        is_piped = any(file.path == STANDARD_INPUT for file in self.sources.files)
+        begun = None if restart else _begun(request, self.folder)
+        if begun is None or (is_piped and not _has_parts(self.work)):  # perhaps the tokenizer is another stream's
+            begun = None
+            _clear(self.folder)
+        if is_piped:
+            kept = self.work / "input"
+            self.report.say(f"data: keeping standard input on the disk, as {kept}, while the data set is made")
+            self.sources = kept_input(self.sources, kept, is_begun=begun is not None)
+        if begun is None:
+            below = validation_below(self.sources, self.recipe)
+            tokenizer = make_tokenizer(self.sources, self.recipe, self.folder, self.report)
+            begun = tokenizer, below
+            made = {**request, "tokenizer": tokenizer.sha256, "validation_below": below}
+            replace_file(self.work / _BEGUN, json.dumps(made).encode())
+        tokenizer, below = begun
+        return Job(self.work / _PARTS, tokenizer.json, Encoder(tokenizer).library, self.recipe, below)
+
+    def _encode(self, job: Job, keys: Sequence[str], parts: Sequence[Part]) -> None:
+        """Makes this share's parts, without those that are there."""
+        missing = [number for number, key in enumerate(keys) if record_of(job, key) is None]
+        if len(missing) < len(keys):
+            num_there = len(keys) - len(missing)
+            self.report.say(f"data: resuming {self.folder}: {num_there} of {len(keys)} parts are there")
+        todo = [(keys[number], parts[number]) for number in missing if self.share.takes(number)]
+        is_known = all(file.num_bytes is not None for file in self.sources.files)
+        total = sum(of.num_bytes for _, part in todo for of in part) if is_known else None
+        done = num_tokens = 0
+        for part, record in encode_all(todo, job, self.num_workers):
+            done += sum(of.num_bytes for of in part)
+            num_tokens += sum(record.tokens)
+            self.report.advance(done, total, f"{units.count(num_tokens)} tokens")
+
+    def _finish(self, request: dict[str, Any], job: Job, keys: Sequence[str], records: Sequence[Record]) -> Index:
+        """Makes the shards of all parts, and the index, which is written last."""
+        _require_both(records, self.recipe)
+        tokenizer = Tokenizer(job.tokenizer_json)
+        splits: dict[str, SplitRecord] = {}
+        for number, split in enumerate(SPLITS):
+            written = tuple(record.written(job, key, number) for key, record in zip(keys, records, strict=True))
+            shards = Shards(split, written, tokenizer.vocab_size, tokenizer.sha256, self.recipe.shard_tokens)
+            made = shards.write_all(self.folder, self.work, self.num_workers)
+            text_bytes = sum(record.text_bytes[number] for record in records)
+            documents = sum(record.documents[number] for record in records)
+            splits[split] = SplitRecord(shards.num_tokens, text_bytes, documents, made)
+        skipped = [(source, why) for record in records for source, why in record.skipped]
+        if skipped:
+            lines = (json.dumps({"source": source, "why": why}) + "\n" for source, why in skipped)
+            replace_file(self.folder / SKIPPED, "".join(lines).encode())
+        assert tokenizer.end_of_text is not None  # make_tokenizer requires it
+        listed = TokenizerRecord(FILE, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
+        origin = {**_origin(self.sources, records, skipped), **request}
+        index = Index(self.sources.name, tokenizer.vocab_size, splits, listed, TOKEN_BYTES, origin)
+        sync(self.folder)
+        write_index(self.folder, index)
         return index
-    try:
-        with _work_folder(folder) as work:
-            if is_complete(folder):  # another process was faster
-                return _same(folder, request)
-            for line in [*describe_left_out(sources), *_without_effect(sources, recipe)]:
-                report.say(f"data: {line}")
-            index = _make(sources, recipe, folder, work, report, num_workers, restart)
-        shutil.rmtree(work, ignore_errors=True)  # another process may be opening the lock in it
-        sync(folder)
-        return index
-    except OSError as error:
-        raise UserError(_disk_message(folder, error)) from error
 
 
 def _without_effect(sources: Sources, recipe: Recipe) -> Iterator[str]:
@@ -126,33 +214,32 @@ def _hash(content: Any) -> str:
 
 def _same(folder: Path, request: dict[str, Any]) -> Index:
     index = read_index(folder)
-    found = {key: index.origin.get(key) for key in ("recipe", "sources")}
-    if found != {key: request[key] for key in found}:
-        raise UserError(
-            f"{folder} holds a data set that was prepared {_difference(found, request)}; give another --out"
-        )
+    difference = _difference(index.origin.get("recipe") or {}, request["recipe"])
+    if not difference and index.origin.get("sources") != request["sources"]:
+        difference = "from other sources, or they have changed since"
+    if difference:
+        raise UserError(f"{folder} holds a data set that was prepared {difference}; give another --out")
     return index
 
 
-def _difference(found: dict[str, Any], request: dict[str, Any]) -> str:
-    """Describes how a found preparation differs from the request, by command-line names."""
-    before, now = found.get("recipe") or {}, request["recipe"]
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Describes how a recipe differs from the one asked for, by command-line names; empty if it does not."""
     for name, value in now.items():
         if before.get(name) != value:
             return f"with --{name.replace('_', '-')} {before.get(name)!r}, not {value!r}"
-    return "from other sources, or they have changed since"
+    return ""
 
 
 @contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
-    """Yields the folder of temporary files, locked for one process."""
+def _locked(folder: Path, share: Share) -> Iterator[None]:
+    """Makes the folder, and the one of temporary files in it, and locks them for one process a share."""
     work = folder / WORK
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder, which is made")
     if folder.is_dir() and not work.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no data set; give another --out")
-    work.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(work / "lock")
+    (work / _PARTS).mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(work / share.lock)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
@@ -160,185 +247,77 @@ def _work_folder(folder: Path) -> Iterator[Path]:
     except NotImplementedError as error:
         raise UserError(f"{folder}: {error}; give an --out on a file system that has locks") from error
     try:
-        yield work
+        yield
     finally:
         lock.release()
 
 
 def _disk_message(folder: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {folder} is full; complete shards are kept: free some space and give the same command"
+        return f"the disk of {folder} is full; complete parts are kept: free some space and give the same command"
     return f"{error.filename or folder}: {error.strerror or error}; give an --out that can be written"
 
 
-def _make(
-    sources: Sources, recipe: Recipe, folder: Path, work: Path, report: Report, num_workers: int, restart: bool
-) -> Index:
-    """Returns the index, which is the last file written."""
-    request = _request(sources, recipe)
-    begun = {**request, "stamps": _hash([file.stamp for file in sources.files])}
-    is_piped = any(file.path == STANDARD_INPUT for file in sources.files)
-    tokenizer = None if restart else _begun_with(begun, folder, work)
-    if tokenizer is None or (is_piped and not (work / PROGRESS).exists()):  # perhaps the tokenizer is another stream's
-        tokenizer = None
-        _clear(folder, work)
-    else:
-        report.say(f"data: resuming {folder}")
-    if is_piped:
-        report.say(f"data: keeping standard input on the disk, as {work / 'input'}, while the data set is made")
-        sources = _kept_input(sources, work / "input", is_begun=tokenizer is not None)
-    below = validation_below(sources, recipe)
-    if tokenizer is None:
-        tokenizer = _choose_tokenizer(sources, recipe, folder, report)
-        replace_file(work / _BEGUN, json.dumps({**begun, "tokenizer": tokenizer.sha256}).encode())
-    job = Job(tokenizer.json, Encoder(tokenizer).library, recipe, below)
-    builder = Builder(
-        folder,
-        work,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_sha256=tokenizer.sha256,
-        shard_tokens=recipe.shard_tokens,
-        dedup=recipe.dedup,
-    )
+def _begun(request: dict[str, Any], folder: Path) -> tuple[Tokenizer, float] | None:
+    """Returns the tokenizer of an unfinished preparation, and its limit of the validation split; None if there is none,
+    or nothing was made of it yet. Raises UserError if recipe or tokenizer have changed; sources may."""
+    work = folder / WORK
     try:
-        _encode(sources, job, builder, report, num_workers)
-        splits = builder.finish()
-    finally:
-        builder.close()
-    _require_both(splits, builder.counts, recipe)
-    assert tokenizer.end_of_text is not None  # _choose_tokenizer requires it
-    record = TokenizerRecord(FILE, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
-    origin = {**_origin(sources, builder.counts), **request}
-    index = Index(sources.name, tokenizer.vocab_size, splits, record, TOKEN_BYTES, origin)
-    sync(folder)
-    write_index(folder, index)
-    return index
-
-
-def _begun_with(request: dict[str, Any], folder: Path, work: Path) -> Tokenizer | None:
-    """Returns the tokenizer of an unfinished preparation; None if there is none, or nothing was made of it yet. Raises
-    UserError if the request or the tokenizer has changed."""
-    try:
-        found: dict[str, Any] = json.loads((work / _BEGUN).read_bytes())
+        before: dict[str, Any] = json.loads((work / _BEGUN).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise UserError(f"{work / _BEGUN} is damaged ({error}); --restart begins anew") from error
-    sha256 = found.pop("tokenizer", "")
-    if found != request:
-        if not any(path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*")):
+    if "validation_below" not in before:
+        raise UserError(f"{folder} was begun by an earlier version of paceline; --restart begins anew")
+    if difference := _difference(before["recipe"], request["recipe"]):
+        if not _has_parts(work):
             return None
-        raise UserError(
-            f"{folder} was begun {_difference(found, request)}; ask for the same again, or --restart to begin anew"
-        )
+        raise UserError(f"{folder} was begun {difference}; ask for the same again, or --restart to begin anew")
     tokenizer = Tokenizer.load(folder / FILE)
-    if tokenizer.sha256 != sha256:
+    if tokenizer.sha256 != before["tokenizer"]:
         raise UserError(f"{folder / FILE} was changed since this was begun; --restart begins anew")
-    return tokenizer
+    return tokenizer, before["validation_below"]
 
 
-def _clear(folder: Path, work: Path) -> None:
-    for path in [*work.iterdir(), *(path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*"))]:
-        if path.name != "lock":
+def _has_parts(work: Path) -> bool:
+    return any((work / _PARTS).glob("*.json"))
+
+
+def _clear(folder: Path) -> None:
+    work = folder / WORK
+    made = [path for split in SPLITS for path in folder.glob(f"{split}-[0-9]*")]
+    for path in [*work.iterdir(), *(work / _PARTS).iterdir(), *made]:
+        if path.is_file() and not path.name.startswith("lock"):
             path.unlink()
 
 
-def _encode(sources: Sources, job: Job, builder: Builder, report: Report, num_workers: int) -> None:
-    is_known = all(file.num_bytes is not None for file in sources.files)
-    total = None if not is_known else sum(file.size for file in sources.files)
-    before = [0, *accumulate(file.size for file in sources.files)]
-    blocks = read_blocks(sources, job.recipe, builder.place)
-    for block, encoded in encode_all(blocks, job, num_workers):
-        builder.take(block, encoded)
-        done = before[block.next.file] + block.read_bytes
-        report.advance(done, total, f"{units.count(builder.num_tokens)} tokens")
-
-
-def _choose_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Report) -> Tokenizer:
-    def sample() -> Iterator[str]:
-        report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
-        num_characters = 0
-        for text in _sample(sources, recipe):
-            num_characters += len(text)
-            yield text
-        report.say(f"data: {units.count(num_characters)} characters are read for the tokenizer; it learns its merges")
-
-    tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
-    if tokenizer.end_of_text is None:
-        raise UserError(f"--tokenizer {recipe.tokenizer} has no token that begins a document; give --document-token")
-    replace_file(folder / FILE, tokenizer.json.encode())
-    lengths = io.BytesIO()
-    np.save(lengths, tokenizer.token_bytes(), allow_pickle=False)
-    replace_file(folder / TOKEN_BYTES, lengths.getvalue())
-    return tokenizer
-
-
-def _sample(sources: Sources, recipe: Recipe) -> Iterator[str]:
-    """Yields text to learn merges from: all of it, or evenly spaced blocks of all training files; of compressed ones,
-    which hold more than their size, perhaps only the first."""
-    files = tuple(file for file in sources.files if file.side != "validation")
-    total = sum(file.size for file in files)
-    blocks = read_blocks(Sources(sources.name, files), recipe)
-    taken = 0
-    for block in islice(blocks, 0, None, max(1, math.ceil(total / _SAMPLE_BYTES))):
-        for document in documents(block, recipe):
-            yield from document.slices
-            taken += sum(map(len, document.slices))
-        if taken > _SAMPLE_BYTES:
-            return
-
-
-def _kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
-    """Copies standard input to a file, since it is read more than once. Raises UserError if a preparation that has
-    begun gets another stream."""
-    if is_begun:
-        _require_same_stream(kept)
-    else:
-        with kept.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
-    size = kept.stat().st_size
-    files = [
-        replace(file, path=str(kept), num_bytes=size) if file.path == STANDARD_INPUT else file for file in sources.files
-    ]
-    return replace(sources, files=tuple(files))
-
-
-def _require_same_stream(kept: Path) -> None:
-    """Reads standard input to its end, or to the first difference from its copy."""
-    with kept.open("rb") as file:
-        while before := file.read(_COPIED_BYTES):
-            if sys.stdin.buffer.read(_COPIED_BYTES) != before:
-                break
-        else:
-            if not sys.stdin.buffer.read(1):
-                return
-    raise UserError(
-        f"standard input is not the {units.size(kept.stat().st_size)} that were read before; give the same again, or "
-        f"--restart to begin anew"
-    )
-
-
-def _require_both(splits: dict[str, SplitRecord], counts: Counts, recipe: Recipe) -> None:
-    if not splits["train"].documents + splits["validation"].documents:
-        skipped = f"; {sum(counts.skipped.values())} are skipped: {counts.skipped_places[0]}" if counts.skipped else ""
-        raise UserError(f"there is no text in the sources ({counts.empty} documents are empty{skipped})")
+def _require_both(records: Sequence[Record], recipe: Recipe) -> None:
+    documents = dict(zip(SPLITS, map(sum, zip(*(record.documents for record in records), strict=True)), strict=True))
+    skipped = [why for record in records for _, why in record.skipped]
+    if not any(documents.values()):
+        num_empty = sum(record.empty for record in records)
+        rest = f"; {len(skipped)} are skipped: {skipped[0]}" if skipped else ""
+        raise UserError(f"there is no text in the sources ({num_empty} documents are empty{rest})")
     for split, other in (("train", "validation"), ("validation", "train")):
-        if not splits[split].documents:
+        if not documents[split]:
             raise UserError(
-                f"all {splits[other].documents} documents fell into the {other} split and none into {split} "
+                f"all {documents[other]} documents fell into the {other} split and none into {split} "
                 f"(--validation-frac {recipe.validation_frac:g}); give more documents, another --validation-frac, "
                 f"a --separator between documents, or --validation SRC; and --restart"
             )
 
 
-def _origin(sources: Sources, counts: Counts) -> dict[str, Any]:
-    skipped = {"skipped_records": counts.skipped, "skipped_places": counts.skipped_places} if counts.skipped else {}
+def _origin(sources: Sources, records: Sequence[Record], skipped: Sequence[Sequence[str]]) -> dict[str, Any]:
+    by_source = {
+        "skipped_records": dict(Counter(source for source, _ in skipped)),
+        "skipped_places": [why for _, why in skipped[:_NUM_PLACES]],
+    }
     return {
-        **skipped,
+        **(by_source if skipped else {}),
         "files": len({file.path for file in sources.files}),
         "skipped_files": len(sources.left_out),
         "skipped_bytes": sum(file.num_bytes for file in sources.left_out),
-        "duplicate_documents": counts.duplicates,
-        "empty_documents": counts.empty,
-        "replaced_places": counts.replaced,
+        "empty_documents": sum(record.empty for record in records),
+        "replaced_places": sum(record.replaced for record in records),
     }

@@ -13,13 +13,16 @@ Each document begins with the tokenizer's document token (llm.c's convention) an
 """
 
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +41,7 @@ WORK = ".preparing"  # a folder inside an unfinished data set
 FORMAT = "paceline-shards"
 FORMAT_VERSION = 2  # 2: each header has the tokenizer's sha256
 SPLITS = ("train", "validation")
+_COPIED_TOKENS = 4 << 20  # at once
 AGAIN = "copy it again, or delete the folder and prepare it anew"
 
 
@@ -112,89 +116,89 @@ def header(version: int, num_tokens: int, tokenizer_sha256: str = "") -> bytes:
     return values.tobytes()
 
 
-class SplitWriter:
-    """Writes the shards of one split without buffering them. Call `append` any number of times, then `finish` once. A
-    shard's header says 0 tokens until it is closed, so readers refuse an unfinished one."""
+@dataclass(frozen=True)
+class Written:
+    """A file of ids as in a shard, without its header, and behind them where documents begin, (documents,) int64."""
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        *,
-        vocab_size: int,
-        tokenizer_sha256: str = "",
-        shard_tokens: int = SHARD_TOKENS,
-        done: Sequence[ShardRecord] = (),
-    ) -> None:
-        """done: existing shards; other files of the split are removed."""
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.vocab_size, self.tokenizer_sha256 = vocab_size, tokenizer_sha256
-        self.version = version_for(vocab_size)
-        self.done = list(done)
-        self.in_shard = 0  # tokens in the open shard
-        self._starts: list[npt.NDArray[np.int64]] = []  # beginnings of its documents
-        self._file: BinaryIO | None = None
-        kept = {name for record in self.done for name in (record.file, record.starts)}
-        for path in folder.glob(f"{split}-[0-9]*"):
-            if path.name not in kept:
-                path.unlink()
+    path: Path
+    tokens: int
+    documents: int
+
+    def ids(self, first: int, last: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Returns the ids first..last-1."""
+        return np.fromfile(self.path, dtype, last - first, offset=first * dtype.itemsize)
+
+    def starts(self, dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
+        return np.fromfile(self.path, "<i8", self.documents, offset=self.tokens * dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of one split: all tokens of `parts` in order, `shard_tokens` in each but the last."""
+
+    split: str
+    parts: tuple[Written, ...]
+    vocab_size: int
+    tokenizer_sha256: str = ""
+    shard_tokens: int = SHARD_TOKENS
 
     @property
     def num_tokens(self) -> int:
-        return sum(record.tokens for record in self.done) + self.in_shard
+        return sum(part.tokens for part in self.parts)
 
-    def append(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
-        """Appends ids (n,), starting a new shard when one is full; `starts`: beginnings of documents in ids, ascending.
-        Raises ValueError for an id outside the vocabulary."""
-        if ids.size and (int(ids.max()) >= self.vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)):
-            raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in a vocabulary of {self.vocab_size}")
-        done = 0
-        while done < ids.size:
-            if self.in_shard == self.shard_tokens:
-                self.close_shard()
-            if self._file is None:
-                self._file = self._path.open("wb")
-                self._file.write(header(self.version, 0, self.tokenizer_sha256))
-            part = ids[done : done + self.shard_tokens - self.in_shard]
-            within = starts[np.searchsorted(starts, done) : np.searchsorted(starts, done + part.size)]
-            self._file.write(np.ascontiguousarray(part, dtype=DTYPES[self.version]).data)
-            self._starts.append(within - done + self.in_shard)
-            self.in_shard += part.size
-            done += part.size
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self.shard_tokens)
 
-    def close_shard(self) -> None:
-        """Completes the open shard, if any, and syncs its files to the disk."""
-        if self._file is None:
-            return
-        path, starts = self._path, self._path.with_suffix(".starts.npy")
-        self._file.seek(0)
-        self._file.write(header(self.version, self.in_shard, self.tokenizer_sha256))
-        self._file.close()
-        begins = np.concatenate(self._starts).astype("<i8")
-        np.save(starts, begins, allow_pickle=False)
-        sync(path)
-        sync(starts)
-        self.done.append(
-            ShardRecord(path.name, self.in_shard, sha256_of(path), begins.size, starts.name, sha256_of(starts))
+    def write_all(self, folder: Path, work: Path, num_threads: int) -> tuple[ShardRecord, ...]:
+        """Writes all shards, and removes others of the split. Reading, writing and hashing take no lock of the
+        interpreter."""
+        with ThreadPoolExecutor(num_threads) as pool:
+            records = tuple(pool.map(lambda number: self.write(number, folder, work), range(len(self))))
+        kept = {name for record in records for name in (record.file, record.starts)}
+        for path in folder.glob(f"{self.split}-[0-9]*"):
+            if path.name not in kept:
+                path.unlink()  # of an attempt with other sources
+        return records
+
+    def write(self, number: int, folder: Path, work: Path) -> ShardRecord:
+        """Writes one shard and its list of documents, complete or not at all; work: for files that are not complete."""
+        version = version_for(self.vocab_size)
+        first = number * self.shard_tokens
+        last = min(first + self.shard_tokens, self.num_tokens)
+        name = f"{self.split}-{number:05d}.bin"
+        begins: list[npt.NDArray[np.int64]] = []
+        digest = hashlib.sha256()
+        with (work / name).open("wb") as file:
+            head = np.frombuffer(header(version, last - first, self.tokenizer_sha256), dtype=np.uint8)
+            for data in itertools.chain([head], self._data(first, last, begins)):
+                file.write(data.data)
+                digest.update(data.data)
+            file.flush()
+            os.fsync(file.fileno())
+        starts = np.concatenate([np.empty(0, "<i8"), *begins]).astype("<i8")
+        starts_path = (work / name).with_suffix(".starts.npy")
+        np.save(starts_path, starts, allow_pickle=False)
+        sync(starts_path)
+        record = ShardRecord(
+            name, last - first, digest.hexdigest(), starts.size, starts_path.name, sha256_of(starts_path)
         )
-        self._file, self._starts, self.in_shard = None, [], 0
+        for made in (record.file, record.starts):
+            os.replace(work / made, folder / made)
+        sync(folder)
+        return record
 
-    def finish(self, text_bytes: int) -> SplitRecord:
-        """Closes the last shard and returns the split's entry in the index; all files are on the disk then."""
-        self.close_shard()
-        tokens, documents = sum(r.tokens for r in self.done), sum(r.documents for r in self.done)
-        return SplitRecord(tokens, text_bytes, documents, tuple(self.done))
-
-    def abandon(self) -> None:
-        """Closes the open file without completing the shard."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk refuses buffered data
-                self._file.close()
-            self._file = None
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / f"{self.split}-{len(self.done):05d}.bin"
+    def _data(self, first: int, last: int, begins: list[npt.NDArray[np.int64]]) -> Iterator[npt.NDArray[Any]]:
+        """Yields the bytes of the tokens first..last-1, and adds to `begins` where documents begin among them."""
+        dtype = DTYPES[version_for(self.vocab_size)]
+        before = 0
+        for part in self.parts:
+            start, stop = max(first, before), min(last, before + part.tokens)
+            if start < stop:
+                places = part.starts(dtype) + before
+                begins.append(places[(places >= start) & (places < stop)] - first)
+                for at in range(start, stop, _COPIED_TOKENS):
+                    yield part.ids(at - before, min(at + _COPIED_TOKENS, stop) - before, dtype)
+            before += part.tokens
 
 
 def write_index(folder: Path, index: Index) -> None:

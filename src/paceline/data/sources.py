@@ -3,22 +3,25 @@
 import gzip
 import os
 import platform
+import shutil
 import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import zstandard
 
+from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.data import hub
 from paceline.data.text import NotText
 
 STANDARD_INPUT = "-"
+_COPIED_BYTES = 1 << 20  # of standard input at a time
 
 # Not in the embedded corpus: tests; generated tables (encodings, pydoc_data: a fifth of all tokens, which a small
 # model's samples repeat); and files of this machine rather than of Python.
@@ -112,6 +115,36 @@ def embedded() -> Sources:
 
 def _is_library(name: str) -> bool:
     return name not in _NOT_LIBRARY and not name.startswith(_NOT_LIBRARY_PREFIXES)
+
+
+def kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
+    """Copies standard input to a file, since it is read more than once. Raises UserError if a preparation that has
+    begun gets another stream."""
+    if is_begun:
+        _require_same_stream(kept)
+    else:
+        with kept.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
+    size = kept.stat().st_size
+    files = [
+        replace(file, path=str(kept), num_bytes=size) if file.path == STANDARD_INPUT else file for file in sources.files
+    ]
+    return replace(sources, files=tuple(files))
+
+
+def _require_same_stream(kept: Path) -> None:
+    """Reads standard input to its end, or to the first difference from its copy."""
+    with kept.open("rb") as file:
+        while before := file.read(_COPIED_BYTES):
+            if sys.stdin.buffer.read(_COPIED_BYTES) != before:
+                break
+        else:
+            if not sys.stdin.buffer.read(1):
+                return
+    raise UserError(
+        f"standard input is not the {units.size(kept.stat().st_size)} that were read before; give the same again, or "
+        f"--restart to begin anew"
+    )
 
 
 class Readable(Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.base.errors import UserError
-from paceline.data.blocks import documents, read_blocks
 from paceline.data.config import Recipe
+from paceline.data.documents import read, whole
 from paceline.data.find import find
 from paceline.data.sources import SourceFile, Sources, open_stored
 
@@ -122,7 +122,7 @@ def validation_below(sources: Sources, recipe: Recipe) -> float:
 
 
 def _keys(sources: Sources, recipe: Recipe) -> Iterator[int]:
-    for block in read_blocks(sources, recipe):
-        for document in documents(block, recipe):
+    for file in sources.files:
+        for document in read(whole(file), recipe, []):
             if document.begins and document.slices:
                 yield key_of(document.slices[0])

@@ -121,6 +121,16 @@ def cut(beginning: bytes) -> int:
     return end - (beginning[end - 1 : end + 1] == b"\r\n")
 
 
+def end_of_word(data: bytes, start: int) -> int | None:
+    """Returns the first place from `start` on, and before the data's end, where `cut` may end a slice; None if there is
+    none."""
+    for match in _LAST_OF_WORD.finditer(data, max(0, start - 1)):
+        end = match.end()
+        if end >= start and (data[end - 1] < 0x80 or _is_letter(data[max(0, end - 4) : end])):
+            return end
+    return None
+
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LAST_OF_WORD = re.compile(rb"[0-9A-Za-z\x80-\xff](?=[ \r\n])")
 

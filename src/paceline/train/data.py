@@ -14,7 +14,7 @@ from paceline.data.cache import ensure_datasets
 from paceline.data.dataset import tokenizer_json_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.data.plan import cut
-from paceline.data.prepare import Report
+from paceline.data.report import Report
 from paceline.data.sequences import PackedRows, Sequences
 from paceline.train.initial import require_same_tokenizer
 from paceline.world.cores import usable_cores

@@ -28,7 +28,7 @@ from paceline.cli import train as train_command
 from paceline.config import Config, from_toml, to_toml
 from paceline.data import tokenizer as tok
 from paceline.data.config import DataConfig
-from paceline.data.prepare import Quiet
+from paceline.data.report import Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.generate import generate
 from paceline.model.gpt import GPT, build
