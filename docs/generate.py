@@ -16,12 +16,12 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.cli.help import field_docs
 from paceline.cli.main import _VERBS
 from paceline.config import Config, preset_names
 
@@ -60,9 +60,9 @@ def verbs() -> str:
 
 
 def ask_help(*words: str) -> str:
-    """Returns what `paceline WORDS --help` prints on a terminal of 100 columns; empty where it has no such help."""
+    """Returns what `paceline WORDS --help all` prints on a terminal of 100 columns; empty where it has no such help."""
     plain = {**os.environ, "COLUMNS": str(_COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
-    command = (sys.executable, "-m", "paceline", *words, "--help")
+    command = (sys.executable, "-m", "paceline", *words, "--help", "all")
     done = subprocess.run(command, env=plain, capture_output=True, text=True, check=False, timeout=60)
     return done.stdout if done.returncode == 0 else ""
 
@@ -73,15 +73,10 @@ def _words_after(verb: str, text: str) -> list[str]:
 
 
 def _help_block(text: str) -> str:
-    """A help as a block. The boxes of the config's sections are left out, and the page that has them is named."""
-    kept, left_out = [], []
-    for box in re.split(r"\n(?=╭)", text.rstrip()):
-        section = re.match(r"╭─ (\w+) options ─", box)
-        if section and section[1] in _SECTIONS:
-            left_out.append(section[1])
-        else:
-            kept.append(box)
-    block = "```text\n" + "\n".join(kept) + "\n```"
+    """A help as a block. The config's sections are left out, and the page that has them is named."""
+    own_options, *sections = re.split(rf"\n\n(?=(?:{'|'.join(_SECTIONS)}): )", text.rstrip())
+    left_out = [section.partition(":")[0] for section in sections]
+    block = f"```text\n{own_options}\n```"
     if left_out:
         block += (
             "\n\nBesides, all of " + ", ".join(f"[`--{name}.*`](configuration.md#{name})" for name in left_out) + "."
@@ -102,23 +97,11 @@ def configuration() -> str:
         for item in dataclasses.fields(default):
             flag, (kind, text) = f"{section.name}.{item.name.replace('_', '-')}", told[item.name]
             value = _default(getattr(default, item.name))
-            rows.append(f"| `--{flag}` | {_cell(kind)} | {_cell(value)} | {text} |")
+            rows.append(f"| `--{flag}` | {_cell(kind)} | {_cell(value)} | {text.replace('|', chr(92) + '|')} |")
         head = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
         intro = inspect.getdoc(type(default)) or ""
         parts.append(f"## {section.name}\n\n{intro}\n\n" + "\n".join([*head, *rows]))
     return "\n\n".join(parts)
-
-
-def field_docs(kind: type) -> dict[str, tuple[str, str]]:
-    """Returns field -> (its type as it is written, its docstring on one line) of a dataclass."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = following.value.value if _is_text(following) else ""  # type: ignore[attr-defined]
-            found[statement.target.id] = (ast.unparse(statement.annotation), " ".join(text.split()).replace("|", "\\|"))
-    return found
 
 
 def _is_text(statement: ast.stmt) -> bool:

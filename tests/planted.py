@@ -942,6 +942,20 @@ MUTATIONS = (
         '+ (f" (the log of this rank is {log})" if log else ""), EXIT_DONE)',
         "cli/test_refusals.py::test_is_refused",
     ),
+    Mutation(
+        "a part of the help has the options of all",
+        "cli/help.py",
+        "[option for option in options if option.section == section]",
+        "[option for option in options if option.section]",
+        "cli/test_help.py::test_a_part_is_the_options_of_a_section",
+    ),
+    Mutation(
+        "a default is an option's whole text",
+        "cli/help.py",
+        'f"{option.text} [{value}]" if value else option.text',
+        "value or option.text",
+        "cli/test_help.py::test_all_is_every_option_with_its_whole_text",
+    ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----
     Mutation(
         "zero does not divide the update in a plan",

@@ -74,8 +74,8 @@ def test_of_a_flag_that_is_given_twice_the_last_counts() -> None:
         (("--prompt", "--tokens", "3"), "--prompt is given without a value"),
         (("--sources", "--open"), "--sources is given without a value"),
         (("--promt", "x"), "no option --promt (did you mean '--prompt'?)"),
-        (("run", "stray"), "stray; `paceline verb --help` lists all options"),
-        (("--open", "yes", "stray"), "stray; `paceline verb --help` lists all options"),
+        (("run", "stray"), "stray; `paceline verb --help all` lists all options"),
+        (("--open", "yes", "stray"), "stray; `paceline verb --help all` lists all options"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

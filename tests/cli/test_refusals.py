@@ -93,7 +93,7 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
             (*TRAIN, "--train.device-batch-size", "24"),
             ("train.device-batch-size is 24", "train.global-batch-size 12"),
         ),
-        (("train",), ("exactly one", "--train.steps", "--train.time-budget")),
+        (("train", "--data.seq-len", "64"), ("exactly one", "--train.steps", "--train.time-budget")),
         ((*TRAIN, "--train.steps", "5", "--train.tokens", "5000"), ("--train.steps and --train.tokens", "exactly one")),
         # A12: also where one of them says what the preset says
         ((*TRAIN, "--train.tokens=5000", "--train.steps", "40"), ("--train.steps and --train.tokens", "exactly one")),

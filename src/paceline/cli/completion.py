@@ -47,7 +47,7 @@ _ZSH = "#compdef paceline\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) > 1:
+    if len(arguments) > 1 and arguments[0] not in ("-h", "--help"):
         raise UserError(f"paceline completion takes the name of a shell, and {arguments[1]} comes after it")
     return run_verb("completion", {"bash": _bash, "zsh": _zsh, "fish": _fish}, arguments, _USAGE)
 

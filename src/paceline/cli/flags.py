@@ -6,6 +6,7 @@ import importlib.util
 import io
 import itertools
 import shlex
+import sys
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
+from paceline.cli.help import help_text, options_of
 from paceline.config import ALTERNATIVES, SIZE_FIELDS, Config, checked, load_file, load_preset, supersede
-from paceline.data.config import Recipe
 
 T = TypeVar("T")
 TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of running
@@ -30,12 +31,16 @@ class Known(Exception):
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
     """Returns an instance of the dataclass `kind` with flags applied over `default`. In its `settings`, a given flag
-    replaces the default's alternatives. tyro answers --help. Raises UserError for an unknown flag, naming the nearest,
-    for a missing value or one of a wrong type, and for alternatives that are given together."""
+    replaces the default's alternatives. Ends the process where --help is asked for. Raises UserError for an unknown
+    flag, naming the nearest, for a missing value or one of a wrong type, and for alternatives that are given
+    together."""
     known = _flags(default)
     if TELL_KNOWN in arguments:
         raise Known(known)
     words = _tied(arguments, known, verb)
+    if (wanted := asked_help(words)) is not None:
+        print(help_text(default, verb, wanted))
+        sys.exit(EXIT_DONE)
     settings, over, printed = getattr(default, "settings", None), typing.cast(Any, default), io.StringIO()
     if isinstance(settings, Config):
         flags = set(map(flag_of, words))
@@ -49,7 +54,7 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
         if left.code != EXIT_USER:
             raise
         text = _without_box(printed.getvalue())
-        raise UserError(f"{text}; `paceline {verb} --help` lists all options") from None
+        raise UserError(f"{text}; `paceline {verb} --help all` lists all options") from None
     if isinstance(settings, Config):
         parsed = dataclasses.replace(parsed, settings=supersede(settings, parsed.settings))
     return typing.cast(T, parsed)
@@ -82,7 +87,7 @@ def _tied(arguments: Sequence[str], known: dict[str, Any], verb: str) -> list[st
         if flag not in known:
             raise UserError(
                 f"no option {word.split('=', 1)[0]}{nearest(flag, known)}; "
-                f"`paceline {verb} --help` lists all, with what they do"
+                f"`paceline {verb} --help all` lists all, with what they do"
             )
         hint = known[flag]
         if hint is not bool and "=" not in word:
@@ -114,23 +119,24 @@ def _without_box(text: str) -> str:
 
 
 def _flags(default: Any) -> dict[str, Any]:
+    """Returns each flag of a verb with its type."""
     flags: dict[str, Any] = {"--help": bool}
-
-    def visit(value: Any, prefix: str) -> None:
-        hints = typing.get_type_hints(type(value))
-        for item in dataclasses.fields(value):
-            inner = getattr(value, item.name)
-            name = item.name.replace("_", "-")
-            if dataclasses.is_dataclass(inner):
-                visit(inner, "" if isinstance(inner, Config | Recipe) else f"{prefix}{name}.")
-            else:
-                hint = hints[item.name]
-                flags[f"--{prefix}{name}"] = float if hint == float | None else hint
-                if hint is bool:
-                    flags[f"--{prefix}no-{name}"] = bool
-
-    visit(default, "")
+    for option in options_of(default):
+        if option.is_positional:
+            continue
+        flags[option.flag] = float if option.kind == float | None else option.kind
+        if option.kind is bool:
+            section, dot, name = option.flag.removeprefix("--").rpartition(".")
+            flags[f"--{section}{dot}no-{name}"] = bool
     return flags
+
+
+def asked_help(arguments: Sequence[str]) -> list[str] | None:
+    """Returns the words after --help or -h, its parts; None if help is not asked for."""
+    for place, word in enumerate(arguments):
+        if word in ("-h", "--help"):
+            return list(arguments[place + 1 :])
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

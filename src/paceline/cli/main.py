@@ -38,14 +38,25 @@ _VERBS = {
     "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
 }
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
+# The order in which they are printed: what a person does first, and what belongs together.
+_GROUPS = {
+    "train": ("train", "resume", "sample"),
+    "data and models": ("data", "import", "export"),
+    "look at runs": ("watch", "report", "runs", "track"),
+    "more machines": ("launch", "slurm", "kubernetes", "lab"),
+    "know before": ("doctor", "bench", "plan", "verify", "learn"),
+    "shell": ("completion",),
+}
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 
-  paceline VERB [options]        paceline VERB --help shows all of them
+  paceline train --preset tiny                  10 seconds on one core: does it work here?
+  paceline train --preset demo --nproc auto     3 minutes: a model of Python source, on all cores or GPUs
+  paceline watch runs                           what runs do, while they train; report: one page with plots
+  paceline verify                               1 minute: one curve, equal replicas, exact resume, on this machine
 
 {verbs}
 
-  paceline train --preset demo --nproc 2        two ranks on this machine, on the embedded corpus
-  torchrun --nproc-per-node 4 -m paceline train --preset demo
+paceline VERB --help: its options
 """
 
 
@@ -91,9 +102,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in _VERBS.items())
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE.format(verbs=verbs))
+        print(_USAGE.format(verbs="\n".join(map(_group, _GROUPS))), end="")
         return EXIT_DONE if arguments else EXIT_USER
     if arguments[0] == "--version":
         from paceline import __version__
@@ -108,6 +118,10 @@ def _dispatch(arguments: list[str]) -> int:
     finally:
         end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
     return status
+
+
+def _group(title: str) -> str:
+    return "\n".join([title, *(f"  {verb:<11} {_VERBS[verb]}" for verb in _GROUPS[title])])
 
 
 def find_main(verb: str) -> Callable[[list[str]], int]:

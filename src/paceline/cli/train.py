@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from paceline.base.errors import UserError
+from paceline.base.errors import EXIT_USER, UserError
 from paceline.cli.flags import base_config, parse
+from paceline.cli.help import help_text
 from paceline.cli.resume import refuse_other_run, stored_config
 from paceline.cli.start import RankFlags, start
-from paceline.config import Config, load_file, preset_names, supersede, with_size_of
+from paceline.config import Config, load_file, supersede, with_size_of
 from paceline.data.config import DataConfig
 from paceline.record.folder import RunFolder, has_begun
 from paceline.train.request import Request
@@ -19,10 +20,10 @@ from paceline.train.request import Request
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(RankFlags):
-    """Train a model. Precedence: defaults, --preset, --config, flags."""
+    """Train a model, on one rank or many."""
 
     preset: str = ""
-    """A configuration that comes with paceline, see above."""
+    """A configuration that comes with paceline. --config is over it, flags are over both."""
     config: str = ""
     """A TOML file of [section] field = value."""
     init_from: str = ""
@@ -36,9 +37,6 @@ class TrainArguments(RankFlags):
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-TrainArguments.__doc__ = f"{TrainArguments.__doc__} Presets: {', '.join(preset_names())}."
-
-
 def checked_arguments(flags: list[str]) -> TrainArguments:
     """Returns the options of a `paceline train` that starts elsewhere. Raises UserError for a config that it would
     refuse; with --init-from the config is not checked, since that run's model may be known only there."""
@@ -49,6 +47,9 @@ def checked_arguments(flags: list[str]) -> TrainArguments:
 
 
 def main(arguments: list[str]) -> int:
+    if not arguments:
+        print(help_text(TrainArguments(), "train", ()))
+        return EXIT_USER
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
     given = parsed.init_from or parsed.settings.train.init_from
