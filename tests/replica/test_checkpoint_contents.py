@@ -213,3 +213,45 @@ def test_saving_and_restoring_take_time_in_proportion_to_the_parameters(world: W
         assert checkpoints.restore() == 1
         seconds.append(time.process_time() - began)
     assert seconds[1] < 25 * seconds[0] + 0.5, seconds
+
+
+# ---- frozen parameters ----
+
+
+def with_frozen_base(seed: int) -> nn.Sequential:
+    model = net(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+def resumed_without_base(world: World, folder: Path) -> dict[str, Any]:
+    """A save without the frozen layer, and what it is restored to: the same base, and another one."""
+    results: dict[str, Any] = {}
+    for seed in (0, 1):
+        model = with_frozen_base(seed)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        replica = Replica(model, torch.optim.AdamW(trained, lr=0.02), world)
+        checkpoints = Checkpoints(folder, net=replica, frozen=False)
+        if seed == 0:
+            for _ in range(2):
+                replica.train(torch.ones(2, 4), lambda x, model=model: model(x).square().mean())
+            checkpoints.save()
+            checkpoints.finish()
+            results["saved"] = overall(replica.state_dict())
+            nn.init.zeros_(model[3].weight)
+            checkpoints.restore()
+            results["restored"] = overall(replica.state_dict())
+            results["names"] = sorted(load_weights(folder))
+        else:
+            with pytest.raises(UserError) as error:
+                checkpoints.restore()
+            results["refused"] = str(error.value)
+    return results
+
+
+def test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only(tmp_path: Path) -> None:
+    """Finds: a restore that does not compare the frozen parameters, or a save that has them."""
+    for row in run_ranks(resumed_without_base, 2, tmp_path):
+        assert row["restored"] == row["saved"]
+        assert row["names"] == ["3.bias", "3.weight"]
+        assert "they are other ones here" in row["refused"]

@@ -44,7 +44,14 @@ class Checkpoints(CheckpointFolder):
     save."""
 
     def __init__(
-        self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False, **objects: Any
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        keep_best: bool = False,
+        frozen: bool = True,
+        **objects: Any,
     ):
         """folder: holds `checkpoints/`; one run at a time. objects, by name: at least one Replica; modules, schedules,
         what `paceline.share` returned, and other objects whose state_dict() has JSON values and tensors;
@@ -52,8 +59,9 @@ class Checkpoints(CheckpointFolder):
         equal on all ranks; rank 0's values are saved.
 
         keep: how many of the newest checkpoints stay, at least 2, in case one is damaged. keep_every: also keep steps
-        that are multiples of this. keep_best: also keep the one with the lowest val_loss. Collective. Make it before
-        the loop over steps.
+        that are multiples of this. keep_best: also keep the one with the lowest val_loss. frozen: False: a save has no
+        parameter that was frozen when its Replica was made, only a digest of them: a restore wants the same ones in the
+        model, and `load_weights` returns the others. Collective. Make it before the loop over steps.
 
         Raises UserError on all ranks if the folder cannot be written or another process uses it.
         """
@@ -75,7 +83,7 @@ class Checkpoints(CheckpointFolder):
             self._is_own = earlier._is_own and all(each.continues in saved for each in replicas.values())
             earlier._end()
         self._lock = _make_and_lock(folder, world.group)
-        super().__init__(folder, config, replicas, others, keeps_generators=True)
+        super().__init__(folder, config, replicas, others, keeps_generators=True, keeps_frozen=frozen)
         _OPEN[folder.resolve()] = self
         self._problem: str | None = None  # of the last finished save
         at_leaving(partial(_end_owner, folder.resolve()))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline.base import seeds
 from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.checkpoint.encode import decode, encode
@@ -26,6 +27,7 @@ from paceline.replica.mistakes import plain
 from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
 from paceline.replica.updates import LossScaler, like, stored_as
+from paceline.sync.replicas import digests
 from paceline.world.calls import mistake
 
 Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor]]  # reads from a checkpoint
@@ -37,25 +39,47 @@ Receive = Callable[[Kind, Mapping[Slice, torch.dtype]], dict[Slice, torch.Tensor
 class ReplicaContents:
     """A replica's weights, buffers, optimizer state and settings. `prefix` starts every name."""
 
-    def __init__(self, replica: Replica, name: str):
-        self.replica, self.prefix = replica, f"{name}:" if name else ""
+    def __init__(self, replica: Replica, name: str, keeps_frozen: bool = True):
+        """keeps_frozen: a save has the parameters that were frozen when the replica was made; False: their digest."""
+        self.replica, self.prefix, self._keeps_frozen = replica, f"{name}:" if name else "", keeps_frozen
+        self._digest_of_frozen = 0, 0  # the sum of their versions, and the digest
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The unsharded shapes of parameters and buffers."""
-        model = self.replica.model
-        named = {**dict(model.named_parameters()), **self.replica.buffers()}
+        """The unsharded shapes of the parameters and buffers that a save has."""
+        left_out = {} if self._keeps_frozen else self._frozen()
+        return {name: shape for name, shape in self._all_shapes().items() if name not in left_out}
+
+    def _all_shapes(self) -> dict[str, tuple[int, ...]]:
+        named = {**dict(self.replica.model.named_parameters()), **self.replica.buffers()}
         return {self._kept_name(name): tuple(tensor.shape) for name, tensor in named.items()}
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """The parameters that were frozen when the replica was made."""
+        trained = self.replica.gradients.trained
+        named = self.replica.model.named_parameters()
+        return {self._kept_name(name): p.detach() for name, p in named if name not in trained and p.numel()}
+
+    def _of_frozen(self) -> int:
+        """Returns a digest of the frozen parameters, computed again only if torch counts a change of them."""
+        frozen = self._frozen()
+        version = 1 + sum(tensor._version for tensor in frozen.values())
+        if version != self._digest_of_frozen[0]:
+            self._digest_of_frozen = version, seeds.key("frozen", repr(sorted(digests(frozen, quick=True).items())))
+        return self._digest_of_frozen[1]
 
     def weights(self) -> dict[Slice, torch.Tensor]:
         """The weights that this rank updates, not copied."""
         return self._kept(self.replica.sync.weights())
 
-    def constants(self) -> dict[Slice, torch.Tensor]:
+    def constants(self, has_frozen: bool | None = None) -> dict[Slice, torch.Tensor]:
         """What no optimizer updates: buffers, parameters that were frozen when the replica was made, and those without
-        an element; equal on all ranks."""
+        an element; equal on all ranks. has_frozen: the checkpoint has frozen ones; None: that to be saved."""
         parameters, trained = self.replica.model.named_parameters(), self.replica.gradients.trained
         named = {n: p for n, p in parameters if not (n in trained and p.numel())} | self.replica.buffers()
-        return {Slice(self._kept_name(name), 0, tensor.numel()): _flat(tensor) for name, tensor in named.items()}
+        kept = {self._kept_name(name): tensor for name, tensor in named.items()}
+        has_frozen = self._keeps_frozen if has_frozen is None else has_frozen
+        left_out = {} if has_frozen else self._frozen()
+        return {Slice(name, 0, t.numel()): _flat(t) for name, t in kept.items() if name not in left_out}
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         """What must be equal on all ranks, by name: parameters, if each rank has them all, and buffers."""
@@ -90,6 +114,7 @@ class ReplicaContents:
             "optimizers": [type(optimizer).__name__ for optimizer in replica.optimizers],
             "groups": [[_settings(group) for group in optimizer.param_groups] for optimizer in replica.optimizers],
             "total_before": replica.total_before,
+            **({} if self._keeps_frozen else {"frozen": self._of_frozen()}),
             "scaler": dataclasses.asdict(replica.scaler),
             **replica.sources.kept(lambda share: _position(share, replica.begun_from)),
         }
@@ -97,11 +122,21 @@ class ReplicaContents:
     def check(self, where: str, kept: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         """Raises UserError if the checkpoint has another model or other optimizers, before anything is changed. stored:
         name of a weight -> shape and dtype."""
-        mine = self.shapes()
+        here = self._all_shapes()
         there = {name: tuple(spec["shape"]) for name, spec in stored.items() if name.startswith(self.prefix)}
-        if different := [name for name in [*mine, *there] if mine.get(name) != there.get(name)]:
+        if "frozen" in kept:
+            if self._keeps_frozen:
+                raise UserError(f"{where} was saved with frozen=False: give it to Checkpoints here, too", reach="world")
+            if kept["frozen"] != self._of_frozen():
+                raise UserError(
+                    f"{where} was saved without the frozen weights (frozen=False), and they are other ones here: load "
+                    "the model that was trained then before you make optimizer and Replica",
+                    reach="world",
+                )
+            here = self.shapes()
+        if different := [name for name in [*here, *there] if here.get(name) != there.get(name)]:
             name = different[0]
-            said = [f"{list(shapes[name])}" if name in shapes else "not there" for shapes in (there, mine)]
+            said = [f"{list(shapes[name])}" if name in shapes else "not there" for shapes in (there, here)]
             raise UserError(
                 f"{where} is of another model: {name.removeprefix(self.prefix)} is {said[0]} in it and {said[1]} here",
                 reach="world",
@@ -111,17 +146,17 @@ class ReplicaContents:
         if kept["optimizers"] != names:
             raise UserError(f"{where} has the state of {kept['optimizers']}, and here are {names}", reach="world")
         for name, optimizer, groups in zip(names, optimizers, kept["groups"], strict=True):
-            if len(groups) != (here := len(optimizer.param_groups)):
+            if len(groups) != (num_groups := len(optimizer.param_groups)):
                 raise UserError(
-                    f"{where} has {len(groups)} parameter groups of {name}, and here are {here}", reach="world"
+                    f"{where} has {len(groups)} parameter groups of {name}, and here are {num_groups}", reach="world"
                 )
 
-    def take_weights(self, receive: Receive) -> None:
-        """Fills weights and buffers from the checkpoint. Collective."""
+    def take_weights(self, receive: Receive, kept: Mapping[str, Any]) -> None:
+        """Fills weights and buffers from the checkpoint. kept: see `facts`. Collective."""
         replica = self.replica
         replica.wait_for_params()
         replica.wait_copied()
-        mine, constants = self.weights(), self.constants()
+        mine, constants = self.weights(), self.constants(has_frozen="frozen" not in kept)
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         whole = self.on_all_ranks()
         targets = {

@@ -40,10 +40,11 @@ class CheckpointFolder:
         replicas: Mapping[str, Replica],
         others: Mapping[str, Any],
         keeps_generators: bool,
+        keeps_frozen: bool = True,
     ):
         """folder: exists on rank 0's host. others: objects that are equal on all ranks. keeps_generators: also save the
-        global random generators. Collective."""
-        self._replicas = {name: ReplicaContents(replica, name) for name, replica in replicas.items()}
+        global random generators. keeps_frozen: see ReplicaContents. Collective."""
+        self._replicas = {name: ReplicaContents(replica, name, keeps_frozen) for name, replica in replicas.items()}
         self._others, self._keeps_generators = dict(others), keeps_generators
         for thing in others.values():
             if isinstance(thing, Share):
@@ -186,9 +187,9 @@ class CheckpointFolder:
         stored = manifest["tensors"]
         try:
             for name, each in self._replicas.items():
-                each.take_weights(receive)
-                each.take_state(receive, stored["optimizer"], manifest["numbers"])
                 kept = manifest["replicas"][name]
+                each.take_weights(receive, kept)
+                each.take_state(receive, stored["optimizer"], manifest["numbers"])
                 each.take_private_state(receive, stored["optimizer"], manifest["numbers"], kept)
             extras = {Slice(n, 0, math.prod(spec["shape"])): dtype_of(spec) for n, spec in stored["extra"].items()}
             flats = receive("extra", extras)
