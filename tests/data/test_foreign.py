@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_data import prepare_small
 
 from paceline.base.errors import UserError
+from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset, is_dataset
 
 TEXT = "To be, or not to be: that is the question.\nÉcoute.\n"
@@ -180,14 +182,6 @@ def test_names_of_other_programs_are_no_token_files(tmp_path: Path) -> None:
     assert not is_dataset(tmp_path)
 
 
-def test_megatron_is_named(tmp_path: Path) -> None:
-    for name in ("my_train_text_document", "x_train_0", "x_val_0"):
-        (tmp_path / f"{name}.bin").write_bytes(bytes(2000))
-        (tmp_path / f"{name}.idx").write_bytes(b"MMIDIDX\0\0" + bytes(100))
-    with pytest.raises(UserError, match=r"document.bin is not a token shard.* Megatron's, with my_train_.*\.idx"):
-        Dataset.open(tmp_path, 100)
-
-
 @pytest.mark.parametrize(("missing", "split"), [("train.bin", "train"), ("val.bin", "validation")])
 def test_a_missing_split_is_refused(tmp_path: Path, missing: str, split: str) -> None:
     folder = nanogpt(tmp_path, [1, 2, 3], [1, 2])
@@ -232,5 +226,105 @@ def test_the_fingerprint_is_equal_where_the_files_are(tmp_path: Path) -> None:
 
 
 def test_documents_are_not_guessed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"does not say where its documents begin; data.packing bestfit"):
+    with pytest.raises(UserError, match=r"does not say where its documents begin, and data.packing bestfit"):
         Dataset.open(characters(tmp_path / "c")).documents("train")
+
+
+DOCUMENTS = [[5, 6, 7, 99], [8, 99], [], *([i, i + 1, 99] for i in range(10, 50))]  # 99 ends a document
+
+
+def megatron(path: Path, documents: list[list[int]], code: int = 8) -> None:
+    """By the description of its IndexedDataset: each document is one sequence."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dtype = {8: np.uint16, 4: np.int32}[code]
+    np.array([i for document in documents for i in document], dtype=dtype).tofile(path.with_suffix(".bin"))
+    lengths = np.array([len(document) for document in documents], np.int32)
+    pointers = (np.cumsum(lengths) - lengths).astype(np.int64) * np.dtype(dtype).itemsize
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
+    ends = np.arange(len(documents) + 1, dtype=np.int64)
+    path.with_suffix(".idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + ends.tobytes())
+
+
+def datatrove(path: Path, documents: list[list[int]], code: int = 8) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dtype = {8: np.uint16, 4: np.uint32}[code]
+    np.array([i for document in documents for i in document], dtype=dtype).tofile(path.with_suffix(".ds"))
+    ends = np.cumsum([len(document) for document in documents])
+    Path(f"{path}.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
+    Path(f"{path}.ds.metadata").write_text("gpt2|2\n130\n130 T")
+
+
+@pytest.mark.parametrize("code", [8, 4])
+@pytest.mark.parametrize("write", [megatron, datatrove])
+def test_megatron_and_datatrove_with_their_documents(tmp_path: Path, write: Any, code: int) -> None:
+    """In files for both splits, and in one, whose last documents are for validation (mutation: the border is a token's
+    and not a document's; or the second file's documents are not behind the first's)."""
+    both, one = tmp_path / "both", tmp_path / "one"
+    for name, documents in (("a_text_document", DOCUMENTS[:9]), ("b_text_document", DOCUMENTS[9:])):
+        write(both / name, documents, code)
+    write(both / "a_valid_text_document", DOCUMENTS[:2], code)
+    write(one / "text_document", DOCUMENTS, code)
+    filled = [document for document in DOCUMENTS if document]
+    for folder, train, validation in ((both, filled, filled[:2]), (one, filled[:-1], filled[-1:])):
+        assert is_dataset(folder)
+        dataset = Dataset.open(folder, 100)
+        for split, stream, documents in (
+            ("train", dataset.train, train),
+            ("validation", dataset.validation, validation),
+        ):
+            assert stream.read(0, stream.num_tokens).tolist() == [i for document in documents for i in document]
+            listed = dataset.documents(split)
+            assert listed.lengths.tolist() == [len(document) for document in documents]
+            assert listed.starts.tolist() == [0, *np.cumsum(listed.lengths)[:-1].tolist()]
+        dataset.verify()
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (0, b"x", "can not be read as Megatron's index: it begins with b'xM"),
+        (17, b"\x05", "its tokens have type 5; known are 4"),
+        (34, b"\x09", "has 126 tokens, and text_document.idx ends at 131: copy both again"),
+        (-8, b"\x01", "its documents are not ascending"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, at: int, value: bytes, says: str) -> None:
+    megatron(tmp_path / "text_document", DOCUMENTS)
+    path = tmp_path / "text_document.idx"
+    content = bytearray(path.read_bytes())
+    content[at] = value[0]
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        Dataset.open(tmp_path, 100)
+
+
+def test_a_document_token_gives_the_beginnings_of_foreign_documents(tmp_path: Path) -> None:
+    """For packing and masks (mutation: the first document begins at its token alone)."""
+    ids = [3, 4, 50256, 7, 8, 50256, 9, 50256]
+    for split in ("train", "val"):
+        llm_c(tmp_path / "web" / f"web_{split}_000.bin", ids)
+    with pytest.raises(UserError, match=r"does not say where its documents begin.*--data.document-token-id"):
+        Dataset.open(tmp_path / "web", 50257).documents("train")
+    dataset = Dataset.open(tmp_path / "web", 50257, 50256)
+    assert dataset.documents("train").starts.tolist() == [0, 2, 5, 7]
+    assert dataset.end_of_text == 50256
+    with pytest.raises(UserError, match=r"document-token-id is 50257; the vocabulary of .* has the ids 0 to 50256"):
+        Dataset.open(tmp_path / "web", 50257, 50257)
+    small = prepare_small(tmp_path / "prepared", [[1, 2, 3]] * 9)
+    with pytest.raises(UserError, match=r"document-token-id is 5, and in small the token 256 begins documents"):
+        Dataset.open(small, 0, 5)
+
+
+def test_foreign_tokens_are_mixed_with_prepared_ones_of_the_same_tokenizer(tmp_path: Path) -> None:
+    """If the user says so, by its document token (mutation: unknown tokenizers are taken for equal)."""
+    small = prepare_small(tmp_path / "prepared", [[1, 2, 3]] * 9)
+    for split in ("train", "val"):
+        llm_c(tmp_path / "web" / f"web_{split}_000.bin", [256, 1, 2, 3] * 5)
+    folders = [(tmp_path / "web", 1.0), (small, 1.0)]
+    with pytest.raises(
+        UserError, match=r"with an unknown one: if it is the same, say so .*--data.document-token-id 256"
+    ):
+        Blend.open(folders, 257)
+    mixed = Blend.open(folders, 257, 256)
+    assert mixed.first.folder == small
+    assert mixed.training(4, mask_documents=True, cache=tmp_path).document_token == 256

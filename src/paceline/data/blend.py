@@ -20,14 +20,19 @@ class Blend:
         """Raises UserError for bad weights, or, naming both, if two data sets have different tokenizers."""
         self.datasets, self.weights = tuple(datasets), tuple(weights)
         self.mixture = Mixture(self.weights)
-        self.first = self.datasets[0]  # its vocabulary and tokenizer are those of all
-        for other in self.datasets[1:]:
-            _require_same_tokens(self.first, other)
+        # Its vocabulary and tokenizer are those of all.
+        self.first = next((d for d in self.datasets if d.tokenizer_json is not None), self.datasets[0])
+        for other in self.datasets:
+            if other is not self.first:
+                _require_same_tokens(self.first, other)
 
     @classmethod
-    def open(cls, parts: Sequence[tuple[Path | str, float]], vocab_size: int = 0) -> "Blend":
-        """parts: (folder, weight) each; see `Dataset.open` for vocab_size and errors."""
-        return cls([Dataset.open(folder, vocab_size) for folder, _ in parts], [weight for _, weight in parts])
+    def open(
+        cls, parts: Sequence[tuple[Path | str, float]], vocab_size: int = 0, document_token: int | None = None
+    ) -> "Blend":
+        """parts: (folder, weight) each; see `Dataset.open` for the others and errors."""
+        datasets = [Dataset.open(folder, vocab_size, document_token) for folder, _ in parts]
+        return cls(datasets, [weight for _, weight in parts])
 
     @property
     def name(self) -> str:
@@ -90,14 +95,20 @@ class Blend:
         if self.first.end_of_text is None:
             raise UserError(
                 f"data.mask-documents needs to know the token that begins a document, and {self.name} does not say it: "
-                f"prepare the data by `paceline data prepare`"
+                f"give --data.document-token-id (GPT-2's: 50256), or prepare the data by `paceline data prepare`"
             )
         return self.first.end_of_text
 
 
 def _require_same_tokens(one: Dataset, other: Dataset) -> None:
     sha256s = [_short_sha256(dataset.tokenizer_json) for dataset in (one, other)]
-    if sha256s[0] != sha256s[1]:
+    is_said = one.tokenizer_json is not None and other.tokenizer_json is None and other.end_of_text is not None
+    if sha256s[0] != sha256s[1] and other.tokenizer_json is None and not is_said:
+        raise UserError(
+            f"{one.folder} was made with {sha256s[0]}, {other.folder} with an unknown one: if it is the same, say so "
+            f"with the token that begins its documents, --data.document-token-id {one.end_of_text}"
+        )
+    if sha256s[0] != sha256s[1] and not is_said:
         raise UserError(
             f"{one.folder} was made with {sha256s[0]}, {other.folder} with {sha256s[1]}: data sets of different "
             f"tokenizers can not be mixed; prepare one of them anew with the other's tokenizer.json"

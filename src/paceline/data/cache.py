@@ -41,7 +41,7 @@ def inspect_data(config: DataConfig, vocab_size: int) -> None:
         if not path:
             embedded()
         elif is_dataset(path):
-            Dataset.open(path, vocab_size).train.num_sequences(config.seq_len)
+            Dataset.open(path, vocab_size, config.document_token).train.num_sequences(config.seq_len)
         else:
             has_text(path)
 

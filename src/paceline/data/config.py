@@ -36,6 +36,10 @@ class DataConfig:
     mask_documents: bool = False
     """Attention stays inside a document."""
 
+    document_token_id: int = -1
+    """The token that begins a document in token files of other programs, for masks and packing (GPT-2's: 50256); -1:
+    none is given."""
+
     def check(self) -> None:
         """Raises UserError for an impossible value, naming the field as typed on the command line."""
         if self.seq_len < 1:
@@ -45,6 +49,8 @@ class DataConfig:
                 f"data.tokenizer-vocab is {self.tokenizer_vocab}; a byte-level vocabulary has {MIN_VOCAB} "
                 f"(256 bytes and <|endoftext|>) to {MAX_VOCAB} tokens"
             )
+        if self.document_token_id < -1:
+            raise UserError(f"data.document-token-id is {self.document_token_id}; an id is at least 0")
         if self.path and self.mix:
             raise UserError("data.path and data.mix are both given; give one")
         for path, weight in self.parts:
@@ -52,6 +58,11 @@ class DataConfig:
                 raise UserError(f"data.path is {path!r}; a path has no NUL in it")
             if not (math.isfinite(weight) and weight > 0):
                 raise UserError(f"data.mix has {path}={weight:g}; a weight is a number above 0")
+
+    @property
+    def document_token(self) -> int | None:
+        """None if none is given."""
+        return None if self.document_token_id < 0 else self.document_token_id
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:

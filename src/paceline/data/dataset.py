@@ -66,18 +66,20 @@ class Dataset:
         *,
         index: Index | None = None,
         tokenizer: Tokenizer | None = None,
+        starts: dict[str, Int64s] | None = None,
+        document_token: int | None = None,
     ) -> None:
-        """index: None for foreign files. tokenizer: of foreign files, if they have one."""
+        """index: None for foreign files, of which the others tell what is known."""
         self.folder, self.name = folder, name
         self.vocab_size = vocab_size  # ids are less than this
         self.train, self.validation = (TokenStream(split, shards[split], vocab_size) for split in SPLITS)
         self.index = index  # the content of index.json; None for foreign files
-        self._tokenizer = tokenizer
+        self._tokenizer, self._starts_of, self._document_token = tokenizer, starts, document_token
 
     @staticmethod
-    def open(folder: Path | str, vocab_size: int = 0) -> "Dataset":
-        """Returns the data set of a folder. vocab_size: from --model.vocab-size (0: not given), for folders that do not
-        tell it.
+    def open(folder: Path | str, vocab_size: int = 0, document_token: int | None = None) -> "Dataset":
+        """Returns the data set of a folder. vocab_size: from --model.vocab-size (0: not given), and document_token,
+        from --data.document-token-id, are for folders that do not tell it.
 
         Raises UserError if vocab_size is missing, or smaller than the folder's; if the folder is no data set or
         unfinished; if a shard is missing, truncated, not as listed, or of another data set or tokenizer; and for an id
@@ -88,7 +90,12 @@ class Dataset:
         if not is_ours and os.path.isdir(root / WORK):
             raise UserError(foreign.unfinished(root))
         files = None if is_ours else foreign.find_foreign(root)
-        opened = _open_prepared(root) if files is None else _open_foreign(root, files, vocab_size)
+        opened = _open_prepared(root) if files is None else _open_foreign(root, files, vocab_size, document_token)
+        if document_token is not None and opened.end_of_text != document_token:
+            raise UserError(
+                f"data.document-token-id is {document_token}, and in {opened.name} the token {opened.end_of_text} "
+                f"begins documents; leave it out"
+            )
         if 0 < vocab_size < opened.vocab_size:
             raise UserError(
                 f"model.vocab-size is {vocab_size}, smaller than the data's vocabulary ({opened.vocab_size} in "
@@ -138,7 +145,7 @@ class Dataset:
     @property
     def end_of_text(self) -> int | None:
         """The id that begins documents; None if unknown."""
-        return self.index.tokenizer.end_of_text if self.index and self.index.tokenizer else None
+        return self.index.tokenizer.end_of_text if self.index and self.index.tokenizer else self._document_token
 
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.uint16] | None:
@@ -156,16 +163,31 @@ class Dataset:
     def documents(self, split: str) -> Documents:
         """Returns the documents of "train" or "validation". Raises UserError if their beginnings are unknown."""
         if self.index is None:
-            raise UserError(
-                f"data set {self.folder} does not say where its documents begin; data.packing bestfit and "
-                f"data.mask-documents need a data set made by `paceline data prepare`"
-            )
+            stream = self.train if split == "train" else self.validation
+            begins = self._begins(split, stream)
+            return Documents(begins, np.diff(begins, append=np.int64(stream.num_tokens)))
         starts, before = [np.empty(0, dtype=np.int64)], 0
         for record in self.index.splits[split].shards:
             starts.append(_starts(self.folder, record) + before)
             before += record.tokens
         joined = np.concatenate(starts)
         return Documents(joined, np.diff(joined, append=np.int64(before)))
+
+    def _begins(self, split: str, stream: TokenStream) -> Int64s:
+        """Returns where the documents of foreign files begin: as listed, or at each document token."""
+        if self._starts_of is not None:
+            return self._starts_of[split]
+        if self._document_token is None:
+            raise UserError(
+                f"data set {self.folder} does not say where its documents begin, and data.packing bestfit needs it: "
+                f"give the token that stands between them, --data.document-token-id (GPT-2's: 50256), or prepare the "
+                f"documents by `paceline data prepare`"
+            )
+        found = [np.zeros(1, np.int64)]  # the first may lack it
+        for start in range(0, stream.num_tokens, _VERIFIED_BYTES):
+            ids = stream.read(start, min(_VERIFIED_BYTES, stream.num_tokens - start))
+            found.append(np.flatnonzero(ids == self._document_token) + start)
+        return np.unique(np.concatenate(found))
 
     @property
     def num_bytes(self) -> int:
@@ -240,9 +262,14 @@ def _open_prepared(folder: Path) -> Dataset:
     return Dataset(folder, index.name, index.vocab_size, shards, index=index)
 
 
-def _open_foreign(folder: Path, files: foreign.Files, vocab_size: int) -> Dataset:
-    shards, size, tokenizer = foreign.open_shards(folder, files, vocab_size)
-    return Dataset(folder, folder.resolve().name, size, shards, tokenizer=tokenizer)
+def _open_foreign(folder: Path, files: foreign.Files, vocab_size: int, document_token: int | None) -> Dataset:
+    shards, size, tokenizer, starts = foreign.open_shards(folder, files, vocab_size)
+    if document_token is not None and not 0 <= document_token < size:
+        raise UserError(
+            f"data.document-token-id is {document_token}; the vocabulary of {folder} has the ids 0 to {size - 1}"
+        )
+    name = folder.resolve().name
+    return Dataset(folder, name, size, shards, tokenizer=tokenizer, starts=starts, document_token=document_token)
 
 
 def _listed(folder: Path, record: ShardRecord, tokenizer_sha256: str) -> Shard:

@@ -1,29 +1,36 @@
-"""Token files of other programs: nanoGPT's folders, and llm.c's and modded-nanogpt's shards.
+"""Token files of other programs, read as they are.
 
     nanoGPT     train.bin, val.bin: uint16 tokens (uint32 for a vocabulary above 65,536) and nothing else; meta.pkl
                 beside them for data sets of characters
     llm.c       NAME_train_*.bin, NAME_val_*.bin (also train_*.bin, val_*.bin): shards with the 256-int32 header
+                (modded-nanogpt's are the same)
+    Megatron    NAME.bin beside NAME.idx: tokens, and their type, sequences and documents
+    datatrove   NAME.ds beside NAME.ds.index: tokens, and where documents end
 
-They have no checksums, no document beginnings, no tokenizer except in meta.pkl, and usually no vocabulary.
+They have no checksums, no tokenizer except in meta.pkl, and usually no vocabulary. The first two do not say where
+documents begin (--data.document-token-id does); the last two have no splits: files with `val` or `valid` in their name
+are for validation, else the last hundredth of each file's documents.
 """
 
 import hashlib
 import io
 import pickle
 import pickletools
+import re
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.base.errors import UserError
 from paceline.data.config import MAX_VOCAB
-from paceline.data.shard import MAGIC, reading
-from paceline.data.stream import LLAMA3_MAGIC, Shard, TokenStream
+from paceline.data.shard import MAGIC, SPLITS, reading
+from paceline.data.stream import LLAMA3_MAGIC, Int64s, Shard, TokenStream
 from paceline.data.tokenizer import Tokenizer, character_tokenizer
 
 META = "meta.pkl"
@@ -32,9 +39,25 @@ _PATTERNS = {
     "validation": ("*_val_*.bin", "*_val.bin", "val.bin", "val[-_0-9]*.bin", "validation*.bin"),
 }
 _SAMPLE_BYTES = 64 << 10  # hashed at beginning, middle and end of a shard
+_MEGATRON = b"MMIDIDX\0\0"
+_MEGATRON_DTYPES: dict[int, np.dtype[Any]] = {
+    4: np.dtype("<u4"),
+    8: np.dtype("<u2"),
+}  # int32, of ids that are not negative, and uint16
+_IS_VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])")
+_VALIDATION_DOCUMENTS = 100  # one in so many, at least one, if no file is for validation
 
 
 Files = dict[str, tuple[Path, ...]]  # the token files of a folder by split, sorted by name
+
+
+class Opened(NamedTuple):
+    """The shards of each split, the vocabulary, and if they are known the tokenizer and where documents begin."""
+
+    shards: dict[str, tuple[Shard, ...]]
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    starts: dict[str, Int64s] | None
 
 
 def find_foreign(folder: Path) -> Files | None:
@@ -42,7 +65,13 @@ def find_foreign(folder: Path) -> Files | None:
     a folder that may not be entered or listed."""
     names: list[str] = []
     with reading(folder), suppress(FileNotFoundError, NotADirectoryError):
-        names = sorted(path.name for path in folder.iterdir() if path.suffix == ".bin")
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".ds", ".idx", ".index"))
+    indexed = [name for name in names if _index_of(Path(name)) in names]
+    if indexed:
+        validation = tuple(folder / name for name in indexed if _IS_VALIDATION.search(name.lower()))
+        train = tuple(folder / name for name in indexed if not _IS_VALIDATION.search(name.lower()))
+        return {"train": train, "validation": validation}
+    names = [name for name in names if name.endswith(".bin")]
     found = {
         split: tuple(folder / name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
         for split, patterns in _PATTERNS.items()
@@ -50,13 +79,21 @@ def find_foreign(folder: Path) -> Files | None:
     return found if any(found.values()) else None
 
 
-def open_shards(
-    folder: Path, files: Files, given_vocab_size: int
-) -> tuple[dict[str, tuple[Shard, ...]], int, Tokenizer | None]:
-    """Returns each split's shards, and what `vocabulary` returns. Raises UserError if a file is no shard, or a split is
-    missing."""
+def _index_of(path: Path) -> str:
+    """Returns the name of a token file's index, if it is Megatron's or datatrove's."""
+    if path.suffix == ".ds":
+        return f"{path.name}.index"
+    return path.with_suffix(".idx").name if path.suffix == ".bin" else ""
+
+
+def open_shards(folder: Path, files: Files, given_vocab_size: int) -> Opened:
+    """Opens the files that `find_foreign` found. Raises UserError if a file is no shard, or a split is missing."""
     if any(folder.glob("*.starts*")):  # our unfinished data set: index.json is written last
         raise UserError(unfinished(folder))
+    first = next(path for paths in files.values() for path in paths)
+    if (folder / _index_of(first)).exists():
+        indexed, starts = _open_indexed(folder, files)
+        return Opened(indexed, *vocabulary(folder, given_vocab_size), starts)
     for split, paths in files.items():
         if not paths:
             raise UserError(
@@ -64,7 +101,74 @@ def open_shards(
             )
     vocab_size, tokenizer = vocabulary(folder, given_vocab_size)
     shards = {split: tuple(_open(path, vocab_size) for path in paths) for split, paths in files.items()}
-    return shards, vocab_size, tokenizer
+    return Opened(shards, vocab_size, tokenizer, None)
+
+
+def _open_indexed(folder: Path, files: Files) -> tuple[dict[str, tuple[Shard, ...]], dict[str, Int64s]]:
+    """Returns the shards and the documents' beginnings of each split. Raises UserError for files that do not fit."""
+    if not files["train"]:
+        raise UserError(f"{folder} has token files for validation only: {files['validation'][0].name} and such")
+    shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    starts: dict[str, list[Int64s]] = {split: [np.empty(0, np.int64)] for split in SPLITS}
+    num_tokens = dict.fromkeys(SPLITS, 0)
+    for split in SPLITS:
+        for path in files[split]:
+            dtype, ends = _megatron(path) if path.suffix == ".bin" else _datatrove(path)
+            begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+            held = 0 if files["validation"] else max(1, begins.size // _VALIDATION_DOCUMENTS)
+            if held == begins.size:
+                raise UserError(f"{path} has one document, and two splits need one each: add a file named NAME_val")
+            border = int(begins[begins.size - held]) if held else int(ends[-1])
+            for name, first, last in ((split, 0, border), ("validation", border, int(ends[-1]))):
+                if first < last:
+                    shards[name].append(Shard(path, dtype, last - first, first * dtype.itemsize))
+                    within = begins[(begins >= first) & (begins < last)]
+                    starts[name].append(within - first + num_tokens[name])
+                    num_tokens[name] += last - first
+    return {name: tuple(of) for name, of in shards.items()}, {name: np.concatenate(of) for name, of in starts.items()}
+
+
+def _megatron(path: Path) -> tuple[np.dtype[Any], Int64s]:
+    """Returns the ids' type, and where each document ends, from the .idx beside a .bin."""
+    index = path.with_suffix(".idx")
+    with reading(index):
+        content = index.read_bytes()
+    try:
+        magic, version, code, num_sequences, num_documents = struct.unpack_from("<9sQBQQ", content)
+        if magic != _MEGATRON or version != 1:
+            raise ValueError(f"it begins with {magic!r}, version {version}")
+        if code not in _MEGATRON_DTYPES:
+            raise ValueError(f"its tokens have type {code}; known are 4 (int32) and 8 (uint16)")
+        lengths = np.frombuffer(content, "<i4", num_sequences, offset=34)
+        documents = np.frombuffer(content, "<i8", num_documents, offset=34 + 12 * num_sequences)
+        if (lengths < 0).any() or documents[0] != 0 or documents[-1] != num_sequences or (np.diff(documents) < 0).any():
+            raise ValueError("its documents are not ascending")
+    except (struct.error, ValueError, IndexError) as error:
+        raise UserError(f"{index} can not be read as Megatron's index: {error}; copy it again") from error
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[documents[1:]]
+    dtype = _MEGATRON_DTYPES[code]
+    return dtype, _fitting(path, index, ends, path.stat().st_size // dtype.itemsize)
+
+
+def _datatrove(path: Path) -> tuple[np.dtype[Any], Int64s]:
+    """Returns the ids' type, and where each document ends, from the index beside a .ds. The type is not written: the
+    file's size tells it."""
+    index = path.with_name(f"{path.name}.index")
+    with reading(index):
+        content = index.read_bytes()
+        num_bytes = path.stat().st_size
+    ends = np.frombuffer(content[: len(content) // 8 * 8], "<u8").astype(np.int64)
+    is_wide = bool(ends.size) and num_bytes == 4 * int(ends[-1])
+    dtype = np.dtype("<u4" if is_wide else "<u2")
+    return dtype, _fitting(path, index, ends, num_bytes // dtype.itemsize)
+
+
+def _fitting(path: Path, index: Path, ends: Int64s, num_tokens: int) -> Int64s:
+    """Returns the ends of the documents that are not empty. Raises UserError if they are not those of the file."""
+    if not ends.size or ends[-1] != num_tokens or (np.diff(ends) < 0).any():
+        last = int(ends[-1]) if ends.size else 0
+        raise UserError(f"{path} has {num_tokens} tokens, and {index.name} ends at {last}: copy both again")
+    return np.unique(ends[ends > 0])
 
 
 def unfinished(folder: Path) -> str:

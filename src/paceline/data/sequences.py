@@ -75,7 +75,10 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
     has the data's fingerprint and T. Raises UserError if the split is shorter than a row, the data's documents have no
     known beginnings, or the cache cannot be written.
     """
-    final = cache / "packings" / f"{dataset.fingerprint[:16]}-{seq_len}-{_PACKING_VERSION}"
+    name = f"{dataset.fingerprint[:16]}-{seq_len}-{_PACKING_VERSION}"
+    if dataset.index is None and dataset.end_of_text is not None:  # given by the user, and not in the fingerprint
+        name += f"-{dataset.end_of_text}"
+    final = cache / "packings" / name
     dataset.train.num_sequences(seq_len)  # raises for a short split; any other gives a row
     try:
         if not final.is_dir():

@@ -166,12 +166,7 @@ def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[A
             return np.dtype("<u4")
         raise UserError(f"shard {path} has magic {magic} and version {version}; known is {LLAMA3_VERSION} (Llama 3)")
     if magic != MAGIC:
-        index = path.with_suffix(".idx")
-        megatron = f"; it is Megatron's, with {index.name}: prepare its documents, paceline data prepare"
-        raise UserError(
-            f"{path} is not a token shard: it begins with {magic}, not with {MAGIC} (llm.c's GPT-2 format)"
-            f"{megatron if index.exists() else ''}"
-        )
+        raise UserError(f"{path} is not a token shard: it begins with {magic}, not with {MAGIC} (llm.c's GPT-2 format)")
     if version not in DTYPES:
         raise UserError(f"shard {path} has version {version}; known are 1 (uint16 tokens) and 2 (uint32 tokens)")
     return DTYPES[version]

@@ -44,7 +44,7 @@ def open_data(config: Config, report: Report) -> TrainingData:
         for (path, _), folder in zip(data.parts, folders, strict=True):
             require_same_tokenizer(source, tokenizer_json_of(folder), path)
     weights = [weight for _, weight in data.parts]
-    blend = Blend.open(list(zip(folders, weights, strict=True)), config.model.vocab_size)
+    blend = Blend.open(list(zip(folders, weights, strict=True)), config.model.vocab_size, data.document_token)
     training = blend.training(data.seq_len, packing=data.packing, mask_documents=data.mask_documents, cache=cache_dir())
     return TrainingData(blend, training, blend.validation(data.seq_len, mask_documents=data.mask_documents))
 
