@@ -427,8 +427,8 @@ MUTATIONS = (
     Mutation(
         "local: a rank with more sequences has no more weight in the average",
         "sync/local.py",
-        "share = self.own_weight / self.weight if self.weight else 1.0 / group.size",
-        "share = 1.0 / group.size",
+        "fraction = self.own_weight / self.weight if self.weight else 1.0 / group.size",
+        "fraction = 1.0 / group.size",
         "sync/test_local.py::test_ranks_train_as_the_definition_says",
     ),
     Mutation(

@@ -160,7 +160,7 @@ def everything(world: World) -> dict[str, Any]:
     rows = data()[world.rank : world.rank + 1][0]
     step = Replica(model, adam(model), world).step(rows)
     step.backward(model(rows).square().mean())
-    found["shared"] = step.finish(share=[world.rank, 0.5]).shared
+    found["shared"] = step.finish(numbers=[world.rank, 0.5]).numbers
     return found
 
 

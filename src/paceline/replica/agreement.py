@@ -36,22 +36,22 @@ def digest_of_numbers(replica: ReplicatedModel, max_norm: float) -> int:
 
 def require_equal_numbers(rows: Sequence[Exchanged], replica: ReplicatedModel, max_norm: float) -> None:
     """Raises UserError on all ranks if their numbers differ. Collective then."""
-    if len({row.numbers for row in rows}) == 1:
+    if len({row.settings for row in rows}) == 1:
         return
     several = len(replica.optimizers) > 1
-    mine = {"max_norm": [max_norm]}
+    numbers = {"max_norm": [max_norm]}
     for optimizer, group, key, value in _numbers(replica):
         of = f" of {type(replica.optimizers[optimizer]).__name__}" if several else ""
-        mine.setdefault(f"{key} of group {group}{of}", []).append(value)
-    texts = [{name: listed(values) for name, values in row.items()} for row in replica.world.group.share_json(mine)]
+        numbers.setdefault(f"{key} of group {group}{of}", []).append(value)
+    texts = [{name: listed(values) for name, values in row.items()} for row in replica.world.group.share_json(numbers)]
     names = dict.fromkeys(name for row in texts for name in row)
-    found = [name for name in names if len({row.get(name) for row in texts}) > 1]
-    first, *others = (row.get(found[0], "missing") for row in texts)
+    different = [name for name in names if len({row.get(name) for row in texts}) > 1]
+    first, *others = (row.get(different[0], "missing") for row in texts)
     other = next(rank for rank, text in enumerate(others, 1) if text != first)
-    more = f", and {len(found) - 1} other numbers, too" if len(found) > 1 else ""
+    more = f", and {len(different) - 1} other numbers, too" if len(different) > 1 else ""
     raise mistake(
-        f"{found[0]} differs by rank: {first} on rank 0, {others[other - 1]} on rank {other}{more}. Ranks would make "
-        "different updates. Agree on what it is computed from, such as a rank's own clock: "
+        f"{different[0]} differs by rank: {first} on rank 0, {others[other - 1]} on rank {other}{more}. Ranks would "
+        "make different updates. Agree on what it is computed from, such as a rank's own clock: "
         "`progress = world.mean(progress)`",
         reach="world",
     )
@@ -87,29 +87,29 @@ def digests_before(replica: ReplicatedModel) -> Digests:
     return _digests(replica)
 
 
-def overall(found: Digests) -> int:
+def overall(weights: Digests) -> int:
     """Returns one digest over all, exact as a float; 0 if there are none."""
-    return int.from_bytes(hashlib.sha256(repr(sorted(found.items())).encode()).digest()[:6]) + 1 if found else 0
+    return int.from_bytes(hashlib.sha256(repr(sorted(weights.items())).encode()).digest()[:6]) + 1 if weights else 0
 
 
-def require_equal_weights(rows: Sequence[Exchanged], replica: ReplicatedModel, mine: Digests) -> None:
-    """Raises RunError on all ranks if weights or buffers differed before the step. mine: of `digests_before`.
+def require_equal_weights(rows: Sequence[Exchanged], replica: ReplicatedModel, before: Digests) -> None:
+    """Raises RunError on all ranks if weights or buffers differed before the step. before: of `digests_before`.
     Collective then."""
     if len({row.weights for row in rows}) > 1:
-        raise RunError(f"{place()}: {_difference(replica, mine)}", reach="world")
-    replica.has_compared |= bool(mine)
+        raise RunError(f"{place()}: {_difference(replica, before)}", reach="world")
+    replica.has_compared |= bool(before)
 
 
 def require_equal_at_leaving(world: World) -> None:
     """Raises RunError on all ranks if weights of a replica differ that all ranks still have. One whose weights a script
     changed after its last step, such as to export an average, is not compared. Collective."""
     replicas = {str(each.number): each for each in world.calls.replicas if each.compare_every and each.is_as_left()}
-    mine = {number: _digests(replica) for number, replica in replicas.items()}
-    by_rank = world.group.share_json({number: overall(found) for number, found in mine.items()})
+    here = {number: _digests(replica) for number, replica in replicas.items()}
+    by_rank = world.group.share_json({number: overall(each) for number, each in here.items()})
     for number in sorted(by_rank[0], key=int):
         values = [row.get(number) for row in by_rank]
         if None not in values and len(set(values)) > 1:
-            raise RunError(_difference(replicas[number], mine[number]), reach="world")
+            raise RunError(_difference(replicas[number], here[number]), reach="world")
 
 
 def _digests(replica: ReplicatedModel) -> Digests:
@@ -121,10 +121,10 @@ def _digests(replica: ReplicatedModel) -> Digests:
     return digests(tensors, quick=True)
 
 
-def _difference(replica: ReplicatedModel, mine: Digests) -> str:
+def _difference(replica: ReplicatedModel, here: Digests) -> str:
     """Says which weight or buffer differs between ranks, and what to do. Collective."""
     step, group = f"after step {replica.num_steps}", replica.world.group
-    by_rank = group.share_json(list(mine))
+    by_rank = group.share_json(list(here))
     for name in dict.fromkeys(name for row in by_rank for name in row):
         ranks = [rank for rank, row in enumerate(by_rank) if name in row]
         if len(ranks) < group.size:
@@ -132,7 +132,7 @@ def _difference(replica: ReplicatedModel, mine: Digests) -> str:
                 f"{step} only rank {listed(ranks)} has {name}: make it in __init__, not in forward, which a rank "
                 "without a micro-batch does not call"
             )
-    first = compared(mine, group)[0]
+    first = compared(here, group)[0]
     if first.name in dict(replica.model.named_parameters()):
         return (
             f"replicas are not equal {step}: {first}. What a script changes in weights, it must change on all ranks "

@@ -55,10 +55,10 @@ class Batch:
         if not callable(micro_batches):
             if count not in (None, len(micro_batches)):
                 raise mistake(f"count is {count}, and there are {len(micro_batches)} micro-batches: leave count out")
-            self.given = given = list(micro_batches)
-            _require_own_memory(given)
-            micro_batches, count = (lambda: given), len(given)
-            stand_in = stand_in or ((lambda: given[-1]) if given else None)
+            self.given = kept = list(micro_batches)
+            _require_own_memory(kept)
+            micro_batches, count = (lambda: kept), len(kept)
+            stand_in = stand_in or ((lambda: kept[-1]) if kept else None)
         self.rows, self.num_rows, self.passes, self.stand_in = rows, num_rows, passes, stand_in
         self.observe: Callable[[Sequence[StepTimes]], None] | None = None
         """Takes the times of the step that used this batch, by rank; None: nothing depends on them."""
@@ -80,12 +80,12 @@ class Batch:
     def like(self, micro_batches: Sequence[Any]) -> "Batch":
         """Returns a batch of other micro-batches for the same rows, one for each pass over this batch, in order: for a
         second model, such as a discriminator that trains on generated samples."""
-        given = list(micro_batches)
-        if len(given) < len(self):
-            raise mistake(f"{len(given)} micro-batches cannot stand for the {len(self)} of this batch")
-        stand_in = (lambda: given[-1]) if given else None
-        own = given[: len(self)]
-        return Batch(own, rows=self.rows, num_rows=self.num_rows, passes=self.passes, stand_in=stand_in)
+        others = list(micro_batches)
+        if len(others) < len(self):
+            raise mistake(f"{len(others)} micro-batches cannot stand for the {len(self)} of this batch")
+        stand_in = (lambda: others[-1]) if others else None
+        used = others[: len(self)]
+        return Batch(used, rows=self.rows, num_rows=self.num_rows, passes=self.passes, stand_in=stand_in)
 
     def draw(self) -> Iterator[Any]:
         """Returns an iterator over the remaining micro-batches."""
@@ -273,5 +273,5 @@ def num_rows(batch: Any) -> int | None:
     items: Iterable[Any] = batch if isinstance(batch, tuple | list) else ()
     if hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
         items = (batch[name] for name in batch.keys())  # noqa: SIM118 -- not only mappings have them
-    found = next((rows for rows in map(num_rows, items) if rows is not None), None)
-    return len(batch) if found is None and isinstance(batch, list) else found
+    rows = next((rows for rows in map(num_rows, items) if rows is not None), None)
+    return len(batch) if rows is None and isinstance(batch, list) else rows

@@ -136,11 +136,11 @@ class Checkpoints(CheckpointFolder):
         drop_abandoned_step(self.world)
         self.world.calls.record("Checkpoints.restore")
         self._finish_save()
-        found = self.find()
-        if found is None:
+        newest = self.find()
+        if newest is None:
             self._is_own = True
             return None
-        path, manifest, problems = found
+        path, manifest, problems = newest
         for problem in problems:
             self.world.say(f"passed over a damaged checkpoint: {problem}")
         self.take(path, manifest)
@@ -208,19 +208,19 @@ class Checkpoints(CheckpointFolder):
         tensors = dict(extras)
         for each in self._replicas.values():
             tensors |= each.on_all_ranks()
-        mine = digests(tensors, quick=True)
+        here = digests(tensors, quick=True)
         is_same = len(set(self._group.share_text(" ".join(tensors)))) == 1
-        found = list(map(str, compared(mine, self._group))) if is_same else ["ranks have different tensors"]
-        if found:
+        different = list(map(str, compared(here, self._group))) if is_same else ["ranks have different tensors"]
+        if different:
             raise RunError(
-                f"{place()}: replicas are not equal, so nothing is saved: {found[0]}. A buffer that each rank changes "
-                "by its own data, or weights that the script changed on one rank, must be made equal",
+                f"{place()}: replicas are not equal, so nothing is saved: {different[0]}. A buffer that each rank "
+                "changes by its own data, or weights that the script changed on one rank, must be made equal",
                 reach="world",
             )
         sharded = [each.weights() for each in self._replicas.values() if each.replica.sync.shards_weights]
         own = {str(item): tensor for weights in sharded for item, tensor in weights.items()}
         by_rank = self._group.share_json(digests(own, quick=True)) if sharded else []
-        return f"{sorted(mine.items())} {by_rank}"
+        return f"{sorted(here.items())} {by_rank}"
 
     def _end(self) -> None:
         if _OPEN.get(self.folder.resolve()) is not self:

@@ -156,17 +156,17 @@ class ReplicaContents:
         replica = self.replica
         replica.wait_for_params()
         replica.wait_copied()
-        mine, constants = self.weights(), self.constants(has_frozen="frozen" not in kept)
+        weights, constants = self.weights(), self.constants(has_frozen="frozen" not in kept)
         # A tensor in another memory order (channels_last) is copied when flattened, so the tensor itself is set.
         whole = self.on_all_ranks()
         targets = {
-            item: mine[item] if item in mine and replica.sync.shards_state else whole[item.name]
-            for item in (*mine, *constants)
+            item: weights[item] if item in weights and replica.sync.shards_state else whole[item.name]
+            for item in (*weights, *constants)
             if item.num_elements
         }
-        found = receive("weights", {item: target.dtype for item, target in targets.items()})
+        flats = receive("weights", {item: target.dtype for item, target in targets.items()})
         for item, target in targets.items():
-            target.copy_(found[item].view_as(target))
+            target.copy_(flats[item].view_as(target))
 
     def take_state(self, receive: Receive, stored: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Fills the optimizer state from the checkpoint. Collective. stored: tensor name -> shape and dtype."""
@@ -184,9 +184,9 @@ class ReplicaContents:
                     wanted[Slice(name, part.start, part.stop)] = part, optimizer, key, tuple(part.parameter.shape)
                 else:
                     wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, key, shape
-        found = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
+        flats = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
         for item, (part, optimizer, key, shape) in wanted.items():
-            tensor = like(part.parameter, found.pop(item).to(part.parameter.device).view(shape))
+            tensor = like(part.parameter, flats.pop(item).to(part.parameter.device).view(shape))
             state = optimizer.state.setdefault(part.parameter, {})
             state[key] = tensor if len(sources) == 1 else state.get(key, 0) + tensor / len(sources)
 
@@ -241,8 +241,8 @@ class ReplicaContents:
             replica.scaler = LossScaler(**kept["scaler"])
         replica.sources.restore(kept)
 
-    def _kept(self, found: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
-        return {Slice(self._kept_name(item.name), item.start, item.stop): tensor for item, tensor in found.items()}
+    def _kept(self, tensors: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        return {Slice(self._kept_name(item.name), item.start, item.stop): tensor for item, tensor in tensors.items()}
 
     def _kept_name(self, name: str) -> str:
         return self.prefix + plain(name)
@@ -250,13 +250,13 @@ class ReplicaContents:
 
 def _by_parameter(names: Sequence[str], sources: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
     """Returns parameter -> (key, name) of the optimizer state of these sources, see ReplicaContents._sources."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    names_of: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         parameter, _, ending = name.rpartition("/")
         key, mark, rank = ending.partition("@")
         if key not in ("own", "outer") and not key.startswith("wire.") and mark + rank in sources:
-            found.setdefault(parameter, []).append((key, name))
-    return found
+            names_of.setdefault(parameter, []).append((key, name))
+    return names_of
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

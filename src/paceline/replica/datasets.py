@@ -279,11 +279,11 @@ class StreamShare(Share):
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         self._generator.set_state(generators.state_of(drawn["state"]))
         states = generators.of_seed(key("stream", drawn["state"], number))
-        found = generators.drawn_from(states, chain.from_iterable([self._loader]))
-        for _ in islice(found, max(first - 1, 0)):  # a stream cannot seek, so it is read again
+        batches = generators.drawn_from(states, chain.from_iterable([self._loader]))
+        for _ in islice(batches, max(first - 1, 0)):  # a stream cannot seek, so it is read again
             pass
         for step in count(max(first - 1, 0)):
-            num_rows, digest, micro_batches = next(found, (0, None, []))
+            num_rows, digest, micro_batches = next(batches, (0, None, []))
             self._require_same(step, digest)
             if digest is None:
                 return
@@ -304,8 +304,8 @@ class _OwnRows:
 
     def __call__(self, samples: list[Any]) -> tuple[int, int, list[Any]]:
         """Returns the batch's rows, a digest of their number and the first sample, and this rank's micro-batches."""
-        mine = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self._split(len(samples))]
-        return len(samples), key(len(samples), sample_digest(samples[0])), mine
+        micro_batches = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self._split(len(samples))]
+        return len(samples), key(len(samples), sample_digest(samples[0])), micro_batches
 
 
 # ---- a DataLoader of the script ----

@@ -78,24 +78,24 @@ class CheckpointFolder:
         states: of the other objects, if known. replaces: see Saver.begin. Raises UserError on all ranks if something
         cannot be saved."""
         objects, extras = self._states_of_others() if states is None else states
-        mine: dict[Kind, dict[Slice, torch.Tensor]] = {"weights": {}, "optimizer": {}, "extra": {}}
+        parts: dict[Kind, dict[Slice, torch.Tensor]] = {"weights": {}, "optimizer": {}, "extra": {}}
         shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in extras.items()}
         numbers: dict[str, Any] = {}
         for each in self._replicas.values():
             sync = each.replica.sync
             # Copied now: a forward pass changes batch-norm buffers while the weights are being copied.
-            mine["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
+            parts["weights"] |= {item: tensor.clone() for item, tensor in self._my_part(each.constants()).items()}
             weights, (state, own_shapes, own_numbers) = each.weights(), each.state()
             private, private_numbers = each.private_state()
             has_all = not sync.shards_state or sync.diverges
-            mine["weights"] |= self._my_part(weights) if has_all else self._once(weights, sync)
-            mine["optimizer"] |= self._once(state, sync) if sync.shards_state else self._my_part(state)
-            mine["optimizer"] |= private
+            parts["weights"] |= self._my_part(weights) if has_all else self._once(weights, sync)
+            parts["optimizer"] |= self._once(state, sync) if sync.shards_state else self._my_part(state)
+            parts["optimizer"] |= private
             shapes |= each.shapes() | own_shapes
             numbers |= own_numbers | private_numbers
         copies = {Slice(name, 0, tensor.numel()): tensor.reshape(-1).clone() for name, tensor in extras.items()}
-        mine["extra"] = self._my_part(copies)
-        stored = {item.name: tensor.dtype for part in mine.values() for item, tensor in part.items()}
+        parts["extra"] = self._my_part(copies)
+        stored = {item.name: tensor.dtype for part in parts.values() for item, tensor in part.items()}
         by_rank = self._gather_facts(shapes, numbers, stored)
         texts = [row["generators"] for row in by_rank if self._keeps_generators]
         manifest = {
@@ -108,7 +108,7 @@ class CheckpointFolder:
             "generators": texts[:1] if len(set(texts)) == 1 else texts,
         }
         shapes = {name: tuple(shape) for row in by_rank for name, shape in row["shapes"].items()}
-        self.saver.begin(step, mine, shapes, manifest, replaces=replaces)
+        self.saver.begin(step, parts, shapes, manifest, replaces=replaces)
 
     def _gather_facts(
         self, shapes: Mapping[str, Any], numbers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
@@ -125,13 +125,13 @@ class CheckpointFolder:
         if (begun := self._begun_from()) is not None:
             states = begun.states
             problems.append("" if states else "this step began before paceline.Checkpoints was made")
-        mine = {
+        facts_here = {
             "problem": next(filter(None, problems), ""),
             "shapes": dict(shapes) if self.world.is_main or self._shards_state else {},
             "numbers": dict(numbers),
             "generators": generators.to_text(states) if self._keeps_generators and states else "",
         }
-        rows = self._group.share_json(mine)
+        rows = self._group.share_json(facts_here)
         if problem := next(filter(None, (row["problem"] for row in rows)), ""):
             raise mistake(f"{problem}, and cannot be kept", reach="world")
         return rows
@@ -154,9 +154,9 @@ class CheckpointFolder:
             return {}
         by_name = {item.name: tensor for item, tensor in tensors.items()}
         number = self.writers.index(self.world.rank)
-        mine = ownership.cut(tensors, len(self.writers))[number]
-        mine += [item for item in tensors if not number and not item.num_elements]
-        return {item: by_name[item.name][item.start : item.stop] for item in mine}
+        items = ownership.cut(tensors, len(self.writers))[number]
+        items += [item for item in tensors if not number and not item.num_elements]
+        return {item: by_name[item.name][item.start : item.stop] for item in items}
 
     def _once(self, tensors: Mapping[Slice, torch.Tensor], sync: Strategy) -> dict[Slice, torch.Tensor]:
         """Returns this rank's part of slices that several ranks may hold (hsdp)."""

@@ -26,12 +26,12 @@ def states(device: torch.device) -> States:
     return torch.get_rng_state(), on_device, np.random.get_state(), random.getstate()
 
 
-def put_back(found: States, device: torch.device) -> None:
-    torch.set_rng_state(found[0])
-    if found[1] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(found[1], device)
-    np.random.set_state(found[2])
-    random.setstate(found[3])
+def put_back(kept: States, device: torch.device) -> None:
+    torch.set_rng_state(kept[0])
+    if kept[1] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(kept[1], device)
+    np.random.set_state(kept[2])
+    random.setstate(kept[3])
 
 
 def digest(device: torch.device) -> int:
@@ -79,11 +79,11 @@ def drawn_from(own: States, items: Iterator[Any]) -> Iterator[Any]:
     while True:
         with aside(CPU):
             put_back(own, CPU)
-            found = list(islice(items, 1))
+            head = list(islice(items, 1))
             own = states(CPU)
-        if not found:
+        if not head:
             return
-        yield found[0]
+        yield head[0]
 
 
 def advanced(here: States, begun: States, end: States) -> States:
@@ -95,14 +95,14 @@ def advanced(here: States, begun: States, end: States) -> States:
 
 def agree(group: Group, device: torch.device) -> None:
     """Copies rank 0's global generators to all ranks. Collective."""
-    mine = to_text(states(device))
-    rows = group.share_integers([key(mine)])
+    here = to_text(states(device))
+    rows = group.share_integers([key(here)])
     if any(row != rows[0] for row in rows):
-        put_back(from_text(group.broadcast_json(mine)), device)
+        put_back(from_text(group.broadcast_json(here)), device)
 
 
-def to_text(found: States) -> str:
-    cpu, on_device, (name, keys, position, has_gauss, gauss), (version, words, next_gauss) = found
+def to_text(kept: States) -> str:
+    cpu, on_device, (name, keys, position, has_gauss, gauss), (version, words, next_gauss) = kept
     return json.dumps(
         {
             "torch": _text(bytes(cpu.numpy())),
@@ -114,13 +114,13 @@ def to_text(found: States) -> str:
 
 
 def from_text(text: str) -> States:
-    found = json.loads(text)
-    name, keys, position, has_gauss, gauss = found["numpy"]
-    version, words, next_gauss = found["random"]
+    kept = json.loads(text)
+    name, keys, position, has_gauss, gauss = kept["numpy"]
+    version, words, next_gauss = kept["random"]
     numpy_state = (name, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, gauss)
     python_state = (version, tuple(np.frombuffer(base64.b64decode(words), dtype=np.uint32).tolist()), next_gauss)
-    on_device = None if found["cuda"] is None else state_of(found["cuda"])
-    return state_of(found["torch"]), on_device, numpy_state, python_state
+    on_device = None if kept["cuda"] is None else state_of(kept["cuda"])
+    return state_of(kept["torch"]), on_device, numpy_state, python_state
 
 
 def text_of(generator: torch.Generator) -> str:

@@ -225,7 +225,7 @@ def _script_hook() -> Callable[..., object]:
 
 def _flush_files() -> None:
     """Flushes files that the script left open: os._exit does not."""
-    for found in gc.get_objects():
-        if issubclass(type(found), io.TextIOWrapper | io.BufferedWriter):
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.TextIOWrapper | io.BufferedWriter):
             with contextlib.suppress(Exception):
-                found.flush()
+                thing.flush()

@@ -109,7 +109,7 @@ def _check_kinds(model: nn.Module) -> None:
             )
 
 
-def full_names(model: nn.Module, given: Iterable[str], argument: str) -> dict[str, str]:
+def full_names(model: nn.Module, names: Iterable[str], argument: str) -> dict[str, str]:
     """Returns each parameter's first name in the model by the name that was given, with or without torch.compile's
     prefix. Raises UserError for an unknown one. argument: where they were given."""
     first = {parameter: name for name, parameter in model.named_parameters()}
@@ -118,10 +118,10 @@ def full_names(model: nn.Module, given: Iterable[str], argument: str) -> dict[st
         for name, parameter in model.named_parameters(remove_duplicate=False)
         for key in (name, plain(name))
     }
-    for name in given:
+    for name in names:
         if name not in known:
             raise mistake(f"{argument} names {name}, which is not a parameter of the model{nearest(name, known)}")
-    return {name: known[name] for name in given}
+    return {name: known[name] for name in names}
 
 
 def _check_device(model: nn.Module, world: World) -> None:
@@ -147,17 +147,17 @@ def _check_optimizer(optimizer: Any) -> None:
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Any], world: World) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    others = sum(parameter not in names for parameter in given)
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    others = sum(parameter not in names for parameter in held)
     if others:
         raise mistake(
-            f"{others} of the optimizer's {len(given)} parameters are not the model's: it was made "
+            f"{others} of the optimizer's {len(held)} parameters are not the model's: it was made "
             "before the model was moved, wrapped, tied or loaded with new parameters. Make the optimizer after that, "
             "from model.parameters(). If they are of another module, such as a criterion, put both into one nn.Module"
         )
-    if len(set(given)) < len(given):
+    if len(set(held)) < len(held):
         raise mistake("a parameter is in two groups or two optimizers, and would be updated twice")
-    idle = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(given)]
+    idle = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(held)]
     if idle:
         warn(f"no optimizer has {listed(idle)}: give them to one, or call requires_grad_(False)", world)
 
@@ -167,8 +167,8 @@ def start_alike(model: nn.Module, world: World) -> None:
     torch's normal_ differs in the last bits between processors with different vector units. Raises UserError on all
     ranks if models differ in shape. Collective."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    mine = [f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in {**parameters, **buffers}.items()]
-    texts = world.group.share_text(" ".join(mine))
+    kinds = [f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}" for name, t in {**parameters, **buffers}.items()]
+    texts = world.group.share_text(" ".join(kinds))
     other = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if other:
         raise mistake(
@@ -178,16 +178,16 @@ def start_alike(model: nn.Module, world: World) -> None:
         )
     take_strides_of_rank_0(list(parameters.values()), world.group)
     tensors = {name: tensor.detach() for name, tensor in [*parameters.items(), *buffers.items()]}
-    found = differences(tensors, world.group, quick=True)
-    broadcast([tensors[difference.name] for difference in found], world.group)
+    different = differences(tensors, world.group, quick=True)
+    broadcast([tensors[difference.name] for difference in different], world.group)
     seeds = [row[0] for row in world.group.share_integers([torch.initial_seed() % (1 << 63)])]
-    if not found or unequal_kinds(world.facts):  # there equal seeds give weights that differ in the last bits
+    if not different or unequal_kinds(world.facts):  # there equal seeds give weights that differ in the last bits
         return
     why = "the seeds are the same, so a rank read other weights, or drew more random numbers before"
     if len(set(seeds)) > 1:
         ranks = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds[:4]))
         why = f"torch's seed before the model was made differs by rank ({ranks}); seed alike there"
-    names = listed([difference.name for difference in found])
+    names = listed([difference.name for difference in different])
     warn(f"weights differ between ranks before training ({names}): {why}. All ranks start with rank 0's", world)
 
 
@@ -283,12 +283,12 @@ def check_step(
 def check_total(rows: Sequence[Exchanged]) -> None:
     """Raises UserError on all ranks if the weights of a step's micro-batches do not add up to the total that each rank
     gave."""
-    found = exact_sum(row.weight for row in rows)
+    total = exact_sum(row.weight for row in rows)
     for rank, row in enumerate(rows):
-        if not math.isclose(found, row.total, rel_tol=1e-4):
+        if not math.isclose(total, row.total, rel_tol=1e-4):
             raise mistake(
                 f"the step's total= is {row.total:g} on rank {rank}, and the weights given to step.backward add up to "
-                f"{found:g} over all ranks: gradients would be too small or too large by their ratio. Give the sum, or "
+                f"{total:g} over all ranks: gradients would be too small or too large by their ratio. Give the sum, or "
                 "leave total= out",
                 reach="world",
             )
@@ -336,8 +336,8 @@ def mark_scaled_losses() -> None:
 
 def _metadata(node: Any) -> dict[str, Any]:
     """Returns what belongs to an operation of a graph; torch's stub takes the property for a method."""
-    found: dict[str, Any] = node.metadata
-    return found
+    metadata: dict[str, Any] = node.metadata
+    return metadata
 
 
 def warn_of_batch_norm(model: nn.Module, world: World) -> None:
@@ -361,8 +361,8 @@ def digest_of(batch: object) -> int:
     if isinstance(batch, bytes):
         return zlib.crc32(batch) or 1
     dense = [each for each in tensors_in(batch) if each.layout == torch.strided and not each.is_nested]
-    found = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in dense]
-    return functools.reduce(lambda digest, data: zlib.crc32(data.data, digest), found, 0) or int(bool(found))
+    arrays = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in dense]
+    return functools.reduce(lambda digest, data: zlib.crc32(data.data, digest), arrays, 0) or int(bool(arrays))
 
 
 def warn_of_prefix(model: nn.Module, world: World) -> None:

@@ -80,7 +80,7 @@ class ReplicatedModel:
         if earlier is not None:
             self.num_steps, self.total_before = earlier.num_steps, earlier.total_before
             self.scaler = earlier.scaler if earlier.scaler.is_dynamic and self.scaler.is_dynamic else self.scaler
-        self.batch_share = 1.0 / world.world_size  # this rank's share of the last step's batch
+        self.batch_fraction = 1.0 / world.world_size  # this rank's part of the last step's batch
         self.update_ms = 0.0  # of the last step
         self.open_step: Any = None  # the Step that is not finished yet
         self.stop: StopRequest | None = None  # sets this rank's stop flag; made by `steps(stop_on_signals=True)`
@@ -151,7 +151,7 @@ class ReplicatedModel:
         """Averages the running statistics of batch norms over ranks; also before a save, since another replica's step
         may have used this model. Collective if there are any."""
         self.require_current()
-        self.statistics.average(self.batch_share)
+        self.statistics.average(self.batch_fraction)
 
     def wait_copied(self) -> None:
         """Waits until saves under way have copied weights and state, which may change then."""

@@ -205,20 +205,20 @@ class Replica(ReplicatedModel):
             # A function that draws has no end: its evaluation is one step.
             for batch in islice(batches, 1 if batches.is_endless else None):
                 for one in batch.passes_of(self.sync, self.world):
-                    found, weight = _call(loss_of, one.micro_batch)
+                    returned, weight = _call(loss_of, one.micro_batch)
                     if not one.is_real:
                         continue
                     weight = float(one.num_rows or 1) if weight is None else weight
                     total += weight
-                    for name, value in (found if isinstance(found, Mapping) else {_LOSS: found}).items():
+                    for name, value in (returned if isinstance(returned, Mapping) else {_LOSS: returned}).items():
                         sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)  # 0: perhaps NaN
         # A rank without a micro-batch does not know the names.
         rows = self.world.group.share_json([sums, total])
         total = exact_sum(theirs for _, theirs in rows) or math.nan
-        names = dict.fromkeys(name for found, _ in rows for name in found)
+        names = dict.fromkeys(name for sums_there, _ in rows for name in sums_there)
         if not names:
             raise mistake("an evaluation got no sample: its source is empty", reach="world")
-        means = {name: exact_sum(found.get(name, 0.0) for found, _ in rows) / total for name in names}
+        means = {name: exact_sum(sums_there.get(name, 0.0) for sums_there, _ in rows) / total for name in names}
         return means.get(_LOSS, means)
 
     def agree_to_stop(self) -> str | None:
@@ -248,11 +248,11 @@ class Replica(ReplicatedModel):
         if self.sync.shards_weights or self.sync.holds_rounded:
             self.world.calls.record("Replica.state_dict")
         self.wait_for_params()
-        found = {**self.sync.full_weights(), **self.buffers()}
+        weights = {**self.sync.full_weights(), **self.buffers()}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            found.setdefault(name, found[names[parameter]])
-        return {mistakes.plain(name): tensor for name, tensor in found.items()}
+            weights.setdefault(name, weights[names[parameter]])
+        return {mistakes.plain(name): tensor for name, tensor in weights.items()}
 
     def wait_for_params(self) -> None:
         """Waits until the model has the weights of the last update: without `waits_at_once` they may still be
@@ -326,10 +326,10 @@ def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | 
     """Calls a script's function with the items of a tuple or list as arguments, but for a list of samples that are
     tuples. Returns (value, weight); weight is None if the function returns none."""
     is_unpacked = isinstance(micro_batch, list | tuple) and not hasattr(micro_batch, "_fields")
-    found = function(*micro_batch) if is_unpacked and not is_samples(micro_batch) else function(micro_batch)
-    if not isinstance(found, tuple):
-        return found, None
-    value, *others = found
+    returned = function(*micro_batch) if is_unpacked and not is_samples(micro_batch) else function(micro_batch)
+    if not isinstance(returned, tuple):
+        return returned, None
+    value, *others = returned
     weight = others[0] if len(others) == 1 else None
     is_number = isinstance(weight, int | float | np.number) or (
         isinstance(weight, torch.Tensor) and weight.numel() == 1
@@ -337,7 +337,7 @@ def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | 
     if not is_number:
         raise mistake(
             "the function of a micro-batch returned a tuple that is not (mean loss, weight): return the loss alone, or "
-            f"the loss and the number of items in its mean, not {len(found)} values such as (loss, logits)"
+            f"the loss and the number of items in its mean, not {len(returned)} values such as (loss, logits)"
         )
     return value, float(cast(float, weight))
 

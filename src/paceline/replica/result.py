@@ -70,8 +70,8 @@ class StepResult:
     """Set if a gradient was not finite, or all weights were 0, so that no rank updated."""
     stop_reason: str | None
     """Why to stop, once a rank's stop flag is set: "SIGTERM on rank 0". See Replica.steps."""
-    shared: list[list[float]]
-    """The numbers given as `share`, by rank."""
+    numbers: list[list[float]]
+    """Those given to `finish`, by rank."""
     times: StepTimes
     """Times of this rank."""
     by_rank: list[StepTimes]
@@ -79,7 +79,7 @@ class StepResult:
 
 
 class Exchanged(NamedTuple):
-    """What each rank all-gathers once a step, besides its times, the parameters it used, and `share`."""
+    """What each rank all-gathers once a step, besides its times, the parameters it used, and `numbers`."""
 
     loss_sum: float  # sum of losses times weights
     weight: float
@@ -90,7 +90,7 @@ class Exchanged(NamedTuple):
     drawn_from: float  # digest of the global generators after Step.draw; 0: not used
     total: float  # weight of the global batch, if the script gave it; 0: it did not
     num_losses: float  # that had a backward pass
-    numbers: float  # digest of learning rates and the like (agreement.py)
+    settings: float  # digest of learning rates and the like (agreement.py)
     weights: float  # digest of weights and buffers before the step; 0: not compared in this step
 
 
@@ -100,14 +100,16 @@ class Rows(NamedTuple):
     exchanged: list[Exchanged]
     times: list[StepTimes]
     used: list[list[float]]  # see Gradients.reduce; empty if the total was given
-    shared: list[list[float]]
+    numbers: list[list[float]]
 
 
-def exchange(group: Group, mine: Exchanged, times: StepTimes, used: Sequence[float], share: Sequence[float]) -> Rows:
+def exchange(
+    group: Group, exchanged: Exchanged, times: StepTimes, used: Sequence[float], numbers: Sequence[float]
+) -> Rows:
     """Makes a step's one small all-gather, 8 bytes a number."""
-    rows = [iter(row) for row in group.share([*mine, *times, *used, *map(float, share)])]
+    rows = [iter(row) for row in group.share([*exchanged, *times, *used, *map(float, numbers)])]
     return Rows(
-        [Exchanged(*islice(row, len(mine))) for row in rows],
+        [Exchanged(*islice(row, len(exchanged))) for row in rows],
         [StepTimes(*islice(row, len(times))) for row in rows],
         [list(islice(row, len(used))) for row in rows],
         [list(row) for row in rows],
@@ -118,8 +120,8 @@ def find_trouble(sync: Strategy, group: Group) -> Trouble:
     """Finds the parameter and the ranks of a gradient that is not finite. Collective, between reduce and publish."""
     rows = group.share_json(sync.not_finite())
     parameter = next((name for name, _ in rows if name), None)
-    known = all(mine is not None for _, mine in rows)
-    return Trouble(parameter, [rank for rank, (_, mine) in enumerate(rows) if mine] if known else None)
+    known = all(is_bad is not None for _, is_bad in rows)
+    return Trouble(parameter, [rank for rank, (_, is_bad) in enumerate(rows) if is_bad] if known else None)
 
 
 class StepClock:

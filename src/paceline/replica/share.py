@@ -80,8 +80,10 @@ def share(
     world.calls.record("share")
     _check_shares(shares, world)
     shares = shares if isinstance(shares, str) else tuple(shares)
-    given = _Arguments(world, batch_size, micro_batch_size, micro_batches, shares, shuffle, seed, drop_last, collate_fn)
-    made = _source(source, given)
+    arguments = _Arguments(
+        world, batch_size, micro_batch_size, micro_batches, shares, shuffle, seed, drop_last, collate_fn
+    )
+    made = _source(source, arguments)
     facts = {
         "num_steps": length_hint(made, -1),
         "micro_batch_size": micro_batch_size,
@@ -152,7 +154,7 @@ class _Arguments:
         return Split(self.world, self.micro_batch_size, batch_size, shares, read_ahead)
 
 
-def _source(source: Any, given: _Arguments) -> Share:
+def _source(source: Any, arguments: _Arguments) -> Share:
     is_dataset = hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, type)
     if isinstance(source, Share):
         raise mistake("this source was shared before; give share the data set or the DataLoader itself")
@@ -162,47 +164,49 @@ def _source(source: Any, given: _Arguments) -> Share:
             "such as a torch TensorDataset of the columns, or one split of several"
         )
     if callable(source) and not is_dataset and not isinstance(source, DataLoader | IterableDataset):
-        return _of_function(source, given)
-    given.refuse("that goes with a function that draws micro-batches", "micro_batches")
+        return _of_function(source, arguments)
+    arguments.refuse("that goes with a function that draws micro-batches", "micro_batches")
     if isinstance(source, DataLoader):
-        return _of_loader(source, given)
+        return _of_loader(source, arguments)
     if not is_dataset and not isinstance(source, IterableDataset):
         raise mistake(
             f"a {kind(source)} cannot be shared: it has no length and no item for each number, so every "
             f"rank would draw all of it. Give a function instead, {_LANES}"
         )
-    size, drop_last = given.need_batch_size(), bool(given.drop_last)
-    loader: DataLoader[Any] = DataLoader(source, size, drop_last=drop_last, collate_fn=given.collate_fn)
+    size, drop_last = arguments.need_batch_size(), bool(arguments.drop_last)
+    loader: DataLoader[Any] = DataLoader(source, size, drop_last=drop_last, collate_fn=arguments.collate_fn)
     if isinstance(source, IterableDataset):
-        given.refuse("the order of a stream is its own", "shuffle")
-        return _of_stream(loader, given)
-    order = SeededOrder(len(source), size, drop_last, given.shuffle is not False, given.seed)
-    split = given.split(size, most_read_ahead(loader))
-    return DatasetShare(order, given.world, split, given.seed, loader)
+        arguments.refuse("the order of a stream is its own", "shuffle")
+        return _of_stream(loader, arguments)
+    order = SeededOrder(len(source), size, drop_last, arguments.shuffle is not False, arguments.seed)
+    split = arguments.split(size, most_read_ahead(loader))
+    return DatasetShare(order, arguments.world, split, arguments.seed, loader)
 
 
-def _of_function(function: Any, given: _Arguments) -> Share:
+def _of_function(function: Any, arguments: _Arguments) -> Share:
     parameters = inspect.signature(function).parameters.values()
     if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
-        given.refuse("that goes with a function that draws micro-batches", "micro_batches")
-        given.refuse("the order of lanes is the function's own", "shuffle")
-        size = given.need_batch_size()
-        facts = {"batch_size": size, "drop_last": bool(given.drop_last), "seed": given.seed}
-        return LaneShare(function, given.world, given.split(size), given.collate_fn or default_collate, **facts)
-    given.refuse("a function without parameters draws micro-batches itself", "shuffle", "drop_last", "collate_fn")
+        arguments.refuse("that goes with a function that draws micro-batches", "micro_batches")
+        arguments.refuse("the order of lanes is the function's own", "shuffle")
+        size = arguments.need_batch_size()
+        facts = {"batch_size": size, "drop_last": bool(arguments.drop_last), "seed": arguments.seed}
+        return LaneShare(
+            function, arguments.world, arguments.split(size), arguments.collate_fn or default_collate, **facts
+        )
+    arguments.refuse("a function without parameters draws micro-batches itself", "shuffle", "drop_last", "collate_fn")
     why = "a function draws complete micro-batches; micro_batches= says how many in a step"
-    given.refuse(why, "batch_size", "micro_batch_size")
-    if given.micro_batches is None:
+    arguments.refuse(why, "batch_size", "micro_batch_size")
+    if arguments.micro_batches is None:
         raise mistake(
             f"{kind(function)} takes no parameters, so each call draws a micro-batch: pass micro_batches=, "
             "their number in a step over all ranks (gradient accumulation steps times ranks)"
         )
-    split = replace(given, micro_batch_size=1).split(given.micro_batches, read_ahead=0)
-    return FunctionShare(function, given.world, split, given.micro_batches)
+    split = replace(arguments, micro_batch_size=1).split(arguments.micro_batches, read_ahead=0)
+    return FunctionShare(function, arguments.world, split, arguments.micro_batches)
 
 
-def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Share:
-    given.refuse("a DataLoader says that itself: set it there", "shuffle", "drop_last", "collate_fn")
+def _of_loader(loader: DataLoader[Any], arguments: _Arguments) -> Share:
+    arguments.refuse("a DataLoader says that itself: set it there", "shuffle", "drop_last", "collate_fn")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise mistake(
             f"{kind(loader)} has an __iter__ of its own, which share would not use; give a torch "
@@ -214,7 +218,7 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Share:
             "batch_size, or the sampler of batches as batch_sampler="
         )
     if isinstance(loader.dataset, IterableDataset):
-        return _of_stream(loader, given)
+        return _of_stream(loader, arguments)
     sampler: Any = loader.batch_sampler
     while sampler is not None:
         if isinstance(sampler, DistributedSampler):
@@ -224,19 +228,19 @@ def _of_loader(loader: DataLoader[Any], given: _Arguments) -> Share:
             )
         sampler = getattr(sampler, "sampler", None)
     order = LoaderOrder(loader)
-    split = given.split(order.batch_size, most_read_ahead(loader))
-    return DatasetShare(order, given.world, split, given.seed, loader)
+    split = arguments.split(order.batch_size, most_read_ahead(loader))
+    return DatasetShare(order, arguments.world, split, arguments.seed, loader)
 
 
-def _of_stream(loader: DataLoader[Any], given: _Arguments) -> Share:
-    if given.world.world_size > 1:
+def _of_stream(loader: DataLoader[Any], arguments: _Arguments) -> Share:
+    if arguments.world.world_size > 1:
         warn(
             f"{kind(loader.dataset)} is an IterableDataset, whose samples have no numbers: each of "
-            f"{given.world.world_size} ranks reads all of it and keeps its part. To read it once give share a function "
-            f"{_LANES}",
-            given.world,
+            f"{arguments.world.world_size} ranks reads all of it and keeps its part. To read it once give share a "
+            f"function {_LANES}",
+            arguments.world,
         )
-    return StreamShare(loader, given.world, given.split(loader.batch_size))
+    return StreamShare(loader, arguments.world, arguments.split(loader.batch_size))
 
 
 def _require_same_everywhere(world: World, facts: dict[str, Any]) -> None:

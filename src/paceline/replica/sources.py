@@ -144,11 +144,11 @@ class Share:
             drawn, of = state["drawn"], dict(state["of"])
         except (KeyError, TypeError, ValueError) as error:
             raise mistake(f"this is not the position of a share: {short(state)}") from error
-        for name, mine in self.facts.items():
-            if of.get(name) != mine:
+        for name, here in self.facts.items():
+            if of.get(name) != here:
                 raise mistake(
                     f"the saved position is one with {name} {short(of.get(name))}, here it is "
-                    f"{short(mine)}, so the order would differ; give what was given then (to replica.steps: the same "
+                    f"{short(here)}, so the order would differ; give what was given then (to replica.steps: the same "
                     "sources in the same order), or start from the beginning"
                 )
         self._split.restore(state.get("shares", ()))
@@ -173,9 +173,9 @@ class Share:
         """Returns a micro-batch to look at."""
         raise NotImplementedError
 
-    def _share_integers(self, *mine: int) -> list[list[int]]:
+    def _share_integers(self, *numbers: int) -> list[list[int]]:
         self._world.calls.record("share")
-        return self._world.group.share_integers(list(mine))
+        return self._world.group.share_integers(list(numbers))
 
     def _require_same(self, step: int, digest: int | None) -> None:
         """Raises UserError on all ranks if one drew something else, or its pass ended (None). Collective."""
@@ -234,13 +234,13 @@ class FunctionShare(Share):
         ahead = self._find_place(first) if self._is_checking else []
         for step in count(first):
             plan = self._split.plan(self._count, (number, step))
-            mine = plan.micro_batches(self._world.rank)
+            rows_here = plan.micro_batches(self._world.rank)
             self._equalise_generators()  # dropout may have drawn more on some ranks
             self._last = ahead.pop() if ahead else self._call()
             self._seen = _digest(self._last)
             self._first = self._seen if self._first is None else self._first
-            draw = partial(self._draw, self._last, mine)
-            batch = Batch(draw, count=len(mine), passes=plan.passes, stand_in=self.peek)
+            draw = partial(self._draw, self._last, rows_here)
+            batch = Batch(draw, count=len(rows_here), passes=plan.passes, stand_in=self.peek)
             batch.observe = self._split.observer((number, step), plan)
             yield batch
 
@@ -253,14 +253,14 @@ class FunctionShare(Share):
         self._world.calls.record("share")
         generators.agree(self._world.group, generators.CPU)
 
-    def _draw(self, first: Any, mine: list[range]) -> Iterator[Any]:
+    def _draw(self, first: Any, rows_here: list[range]) -> Iterator[Any]:
         """Yields this rank's micro-batches of a step. All are drawn now, while the ranks' generators are equal; a
         single process draws each when needed, with dropout in between, as in a plain loop. Collective."""
         drawn = chain([first], (self._call() for _ in range(self._count - 1)))
         if self._world.world_size == 1:
             return drawn
         self._equalise_generators()
-        numbers = {rows.start for rows in mine}
+        numbers = {rows.start for rows in rows_here}
         # Copied at once: the function may fill one buffer again and again.
         return iter([copied(micro_batch) for number, micro_batch in enumerate(drawn) if number in numbers])
 
@@ -277,11 +277,11 @@ class FunctionShare(Share):
         again = self._call()
         if _digest(again) == _digest(here):
             return [again]  # it depends on the global generators alone
-        found = list(map(_digest, (here, again)))
+        calls = list(map(_digest, (here, again)))
         if not called_before:
-            found += [_digest(self._call()) for _ in range(2, first * self._count)]
+            calls += [_digest(self._call()) for _ in range(2, first * self._count)]
         generators.put_back(states, device)
-        if called_before or len(found) > first * self._count or found[(first - 1) * self._count] != self._seen:
+        if called_before or len(calls) > first * self._count or calls[(first - 1) * self._count] != self._seen:
             raise mistake(
                 f"{kind(self.dataset)} cannot continue at step {first}, where the checkpoint was saved: it depends on "
                 "more than the global random generators, and "
@@ -321,19 +321,23 @@ class LaneShare(Share):
         lanes_of = [[self._open(lane, number, begins_at) for lane in rows] for rows in self._split(size)]
         for step in count(begins_at):
             with generators.seeded(0):  # on a rank without lanes, too, what numpy has cached is lost
-                found = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]
-            found = [samples for samples in found if samples]
-            counts = self._share_integers(sum(map(len, found)), len(found), sample_digest(found[0][0]) if found else 0)
+                micro_batches = [[sample for lane in lanes for sample in islice(lane, 1)] for lanes in lanes_of]
+            micro_batches = [samples for samples in micro_batches if samples]
+            counts = self._share_integers(
+                sum(map(len, micro_batches)),
+                len(micro_batches),
+                sample_digest(micro_batches[0][0]) if micro_batches else 0,
+            )
             num_rows = sum(rows for rows, *_ in counts)
             self._require_place(next((digest for rows, _, digest in counts if rows), None))
             if step < first:
                 continue
             if num_rows == 0 or (self.facts["drop_last"] and num_rows < size):
                 return
-            self._samples = found[0] if found else self._samples
-            ends = list(accumulate(map(len, found), initial=sum(rows for rows, *_ in counts[:rank])))
+            self._samples = micro_batches[0] if micro_batches else self._samples
+            ends = list(accumulate(map(len, micro_batches), initial=sum(rows for rows, *_ in counts[:rank])))
             yield Batch(
-                partial(map, self._collate, found),
+                partial(map, self._collate, micro_batches),
                 rows=list(map(range, ends, ends[1:])),
                 num_rows=num_rows,
                 passes=max(passes for _, passes, _ in counts),
@@ -368,10 +372,10 @@ def _seeded(samples: Iterator[Any], *parts: int | str) -> Iterator[Any]:
     after a resume."""
     for number in count():
         with generators.seeded(key(*parts, number)):
-            found = list(islice(samples, 1))
-        if not found:
+            head = list(islice(samples, 1))
+        if not head:
             return
-        yield found[0]
+        yield head[0]
 
 
 def kind(thing: Any) -> str:

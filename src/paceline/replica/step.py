@@ -143,29 +143,29 @@ class Step:
             self._weight += weight
             self._current = None
 
-    def finish(self, max_norm: float = 0.0, *, share: Sequence[float] = ()) -> StepResult:
+    def finish(self, max_norm: float = 0.0, *, numbers: Sequence[float] = ()) -> StepResult:
         """Sums gradients over ranks, clips them, updates the model and clears the gradients. Collective: called once a
         step, also by a rank without a micro-batch.
 
-        max_norm: gradients are shrunk to this global norm; 0: the norm is only measured. share: a few numbers of this
-        rank, as many on each; `result.shared` has all ranks', without another collective. If a gradient is not finite,
+        max_norm: gradients are shrunk to this global norm; 0: the norm is only measured. numbers: a few of this rank,
+        as many on each; `result.numbers` has all ranks', without another collective. If a gradient is not finite,
         or all weights are 0, no rank updates. Raises UserError on all ranks if micro-batches of different sizes would
         have equal weight, or if learning rates or other numbers of the step differ between ranks.
         """
         replica, sync = self._replica, self._replica.sync
         replica.world.calls.record("Step.finish", replica)
         self._require_complete("finish")
-        self._max_norm, share = mistakes.checked_norm(max_norm), list(map(float, share))
+        self._max_norm, numbers = mistakes.checked_norm(max_norm), list(map(float, numbers))
 
         # ---- sum over ranks, clip ----
         if self._stage == "reduced":  # the script may have changed them
             dropped = [name for name, parameter in replica.gradients.trained.items() if parameter.grad is None]
             self._unused = [*self._unused, *dropped]  # set to None by the script: unchanged, as in one process
             gradients, scale = sync.changed_gradients(), 1.0
-            if share and not self._is_total_given:
-                self._rows = self._rows._replace(shared=replica.world.group.share(share))
+            if numbers and not self._is_total_given:
+                self._rows = self._rows._replace(numbers=replica.world.group.share(numbers))
         else:
-            gradients, scale = self._sum_gradients(share), self._scale()
+            gradients, scale = self._sum_gradients(numbers), self._scale()
         norm = clip_(gradients, self._max_norm, scale, sync.total)
         self._clock.end("reduce")
 
@@ -179,7 +179,7 @@ class Step:
             norm = self._read(norm)
         if self._is_total_given:  # before weights are sent: on the same link, numbers behind them would wait for all
             replica.at("exchange")
-            self._exchange([], share)
+            self._exchange([], numbers)
             mistakes.check_total(self._rows.exchanged)
         trouble = None
         if is_empty or not math.isfinite(norm):
@@ -234,7 +234,7 @@ class Step:
 
     # ---- inside ----
 
-    def _sum_gradients(self, share: Sequence[float]) -> list[torch.Tensor]:
+    def _sum_gradients(self, numbers: Sequence[float]) -> list[torch.Tensor]:
         """Returns this rank's flat gradients, summed over ranks, along with the total weight if unknown. Collective."""
         replica = self._replica
         self._estimate_total(0.0)  # a rank without a micro-batch
@@ -244,7 +244,7 @@ class Step:
         gradients, used = replica.gradients.reduce()
         replica.world.calls.reducing = None
         if not self._is_total_given:
-            self._exchange(used, share)
+            self._exchange(used, numbers)
             self._total = exact_sum(row.weight for row in self._rows.exchanged)
             self._unused = replica.gradients.unused(self._rows.used)
             num_trained, is_first = len(replica.gradients.trained), replica.num_steps == 0
@@ -261,12 +261,12 @@ class Step:
         self._divisor = exact_sum(row[0] for row in replica.world.group.share([weight])) or self._divisor
         replica.sync.loss_factor = replica.scaler.scale / self._divisor
 
-    def _exchange(self, used: Sequence[float], share: Sequence[float]) -> None:
+    def _exchange(self, used: Sequence[float], numbers: Sequence[float]) -> None:
         """Makes the step's one small all-gather."""
         replica = self._replica
         loss_sum = 0.0 if self._loss_sum is None else float(self._loss_sum)  # may wait for the device: before the times
         self._before_update = self._clock.times()
-        mine = Exchanged(
+        exchanged = Exchanged(
             loss_sum=loss_sum,
             weight=self._weight,
             vote=replica.vote,
@@ -276,11 +276,11 @@ class Step:
             drawn_from=float(generators.digest(replica.world.device)) if self._draws else 0.0,
             total=self._total,
             num_losses=self._num_losses,
-            numbers=float(agreement.digest_of_numbers(replica, self._max_norm)),
+            settings=float(agreement.digest_of_numbers(replica, self._max_norm)),
             weights=float(agreement.overall(self._digests)),
         )
         times = self._before_update.with_update(replica.update_ms)
-        self._rows = exchange(replica.world.group, mine, times, used, share)
+        self._rows = exchange(replica.world.group, exchanged, times, used, numbers)
         agreement.require_equal_numbers(self._rows.exchanged, replica, self._max_norm)
         agreement.require_equal_weights(self._rows.exchanged, replica, self._digests)
 
@@ -326,7 +326,7 @@ class Step:
             replica.total_before = total / (self._batch.num_rows or 1)
         if replica.waits_at_once:
             replica.sync.wait_for_params()
-        replica.batch_share = self._weight / total if total else 1 / replica.world.world_size
+        replica.batch_fraction = self._weight / total if total else 1 / replica.world.world_size
         replica.average_statistics()
         if len({row.drawn_from for row in rows}) > 1:  # a rank without a micro-batch has not drawn
             generators.agree(replica.world.group, replica.world.device)
@@ -346,7 +346,7 @@ class Step:
             weight=total,
             skipped=trouble,
             stop_reason=replica.stop_reason,
-            shared=self._rows.shared,
+            numbers=self._rows.numbers,
             times=times,
             by_rank=self._rows.times,
         )

@@ -43,8 +43,8 @@ class Updates:
         for optimizer in self.optimizers:
             if type(optimizer).__name__ not in _ELEMENTWISE:
                 cost = getattr(optimizer, "update_cost", torch.numel)
-                given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                costs |= {self._names[p]: float(cost(p)) for p in given if p in self._names}
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                costs |= {self._names[p]: float(cost(p)) for p in parameters if p in self._names}
         return {name: costs[name] for name in self._names.values() if name in costs}
 
     def adopt(self, slices: list[ParamSlice]) -> None:
@@ -136,7 +136,7 @@ class Updates:
         """Gives the optimizers the model's parameters back, with their state. Returns False if state was dropped:
         is_sharded: ranks have different ones, also where this rank's slices are whole parameters."""
         has_lost = False
-        for optimizer, given in zip(self.optimizers, self._given, strict=True):
+        for optimizer, groups in zip(self.optimizers, self._given, strict=True):
             for handle in _HOOKS.pop(optimizer, ()):
                 handle.remove()
             if is_sharded and optimizer.state:
@@ -144,7 +144,9 @@ class Updates:
                 has_lost = True
             state = {part.name: optimizer.state.pop(part.parameter, None) for part in self.slices}
             sliced = {part.parameter for part in self.slices}
-            for group, parameters in zip(optimizer.param_groups, given, strict=False):  # the script may have added some
+            for group, parameters in zip(
+                optimizer.param_groups, groups, strict=False
+            ):  # the script may have added some
                 group["params"] = parameters + [
                     p for p in group["params"] if p not in sliced and p not in set(parameters)
                 ]

@@ -125,17 +125,17 @@ class FullySharded(Strategy):
         self._sums_of_others: dict[DTensor, torch.Tensor | None] = {}  # for which it had none
 
     def slices(self) -> list[ParamSlice]:
-        split = [mine for mine in self._shards if mine.start < mine.stop and mine not in self._whole.shards]
-        return split + self._whole.mine
+        split = [shard for shard in self._shards if shard.start < shard.stop and shard not in self._whole.shards]
+        return split + self._whole.owned
 
     def leaves(self) -> Collection[torch.Tensor]:
         return self._sharded.keys()
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
-            if parameter.dtype != mine.parameter.dtype:
-                raise converted(mine.name, parameter.dtype, mine.parameter.dtype)
+        for shard, parameter in zip(self._shards, self._parameters.values(), strict=True):
+            if parameter.dtype != shard.parameter.dtype:
+                raise converted(shard.name, parameter.dtype, shard.parameter.dtype)
         cast(FSDPModule, self._model).set_requires_gradient_sync(last)
         for each in self._gathered:
             whole = gathered(each)
@@ -148,12 +148,12 @@ class FullySharded(Strategy):
                 self._sums_of_others[sharded], sharded.grad = sharded.grad, None
 
     def reduce(self) -> list[torch.Tensor]:
-        for mine, parameter in zip(self._shards, self._parameters.values(), strict=True):
+        for shard, parameter in zip(self._shards, self._parameters.values(), strict=True):
             if parameter.grad is None:
                 parameter.grad = self._sums_of_others.pop(parameter, None)
             gradient = parameter.grad
-            local = torch.zeros_like(mine.parameter) if gradient is None else cast(DTensor, gradient).to_local()
-            mine.parameter.grad = local.reshape(-1)
+            local = torch.zeros_like(shard.parameter) if gradient is None else cast(DTensor, gradient).to_local()
+            shard.parameter.grad = local.reshape(-1)
         self._whole.collect_gradients()
         return _gradients(self.slices())
 
@@ -177,7 +177,7 @@ class FullySharded(Strategy):
     def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
         for whole in self._sharded:  # in a step that was dropped it has the sum of passes that no last one followed
             whole.grad = None
-        for parameter in (*self._parameters.values(), *(each.parameter for each in self._shards + self._whole.mine)):
+        for parameter in (*self._parameters.values(), *(each.parameter for each in self._shards + self._whole.owned)):
             parameter.grad = None
         for kept in (self._sums, self._used, self._sums_of_others):
             kept.clear()
@@ -231,7 +231,7 @@ class _Whole:
         owned = [self.shards[n] for n in self._owned[self._place]]
         self._edges = [_edges(shard.shape, len(ranks)) for shard in owned]  # of each rank's rows
         weights = self._collected([shard.parameter.detach() for shard in self.shards])
-        self.mine = [
+        self.owned = [
             ParamSlice(shard.name, shard.shape, 0, weight.numel(), nn.Parameter(weight.view(shard.shape)))
             for shard, weight in zip(owned, weights, strict=True)
         ]
@@ -239,12 +239,12 @@ class _Whole:
     def collect_gradients(self) -> None:
         """Sets `.grad` of this rank's whole parameters from the shards' gradients of all ranks. Collective."""
         gradients = self._collected(_gradients(self.shards))
-        for whole, gradient in zip(self.mine, gradients, strict=True):
+        for whole, gradient in zip(self.owned, gradients, strict=True):
             whole.parameter.grad = gradient.view(whole.shape)
 
     def spread_weights(self) -> None:
         """Gives all ranks the rows of the owners' weights. Collective."""
-        flat = [whole.parameter.detach().view(-1) for whole in self.mine]
+        flat = [whole.parameter.detach().view(-1) for whole in self.owned]
         rows = [
             [part[edges[i] : edges[i + 1]] for part, edges in zip(flat, self._edges, strict=True)] for i in self._places
         ]

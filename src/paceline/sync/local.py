@@ -5,7 +5,7 @@ Each rank updates its own weights, by the mean gradient of its own tokens. All r
 which each rank's own have moved away. The weights are cut into `sync_every` fragments of equal size. After each step,
 one fragment is exchanged, in turn (Streaming DiLoCo, arXiv 2501.18512), so the link is used evenly:
 
-  send    the fragment's change, own - anchor, times this rank's share of the tokens since its last exchange. The
+  send    the fragment's change, own - anchor, times this rank's fraction of the tokens since its last exchange. The
           all-reduce overlaps with the whole next step.
   merge   after that step's update: anchor += mean change, own = anchor + (own - own when sent). So what a rank learned
           during the exchange stays. If rounds are long, Nesterov's momentum moves the anchor further: with it the loss
@@ -191,8 +191,8 @@ class _Fragment:
     def send(self, group: Group) -> None:
         """Begins the exchange. Collective."""
         self._sent = torch.cat(self.own)
-        share = self.own_weight / self.weight if self.weight else 1.0 / group.size
-        self._change = (self._sent - torch.cat(self.anchor)).mul_(share)
+        fraction = self.own_weight / self.weight if self.weight else 1.0 / group.size
+        self._change = (self._sent - torch.cat(self.anchor)).mul_(fraction)
         self.transfer = group.start_all_reduce(self._change)
 
     def finish(self) -> None:

@@ -97,11 +97,13 @@ def differences(
     return compared(digests(tensors, quick), group, holders)
 
 
-def compared(mine: Mapping[str, int], group: Group, holders: Sequence[Sequence[int]] = ()) -> list[Difference]:
+def compared(
+    tensor_digests: Mapping[str, int], group: Group, holders: Sequence[Sequence[int]] = ()
+) -> list[Difference]:
     """Returns what `differences` does, from this rank's digests."""
-    rows = group.share_integers(list(mine.values()))
-    found = []
-    for name, column in zip(mine, zip(*rows, strict=True), strict=True):
+    rows = group.share_integers(list(tensor_digests.values()))
+    different = []
+    for name, column in zip(tensor_digests, zip(*rows, strict=True), strict=True):
         for ranks in holders or (range(group.size),):
             counts = Counter(column[rank] for rank in ranks)
             if len(counts) == 1:
@@ -110,13 +112,13 @@ def compared(mine: Mapping[str, int], group: Group, holders: Sequence[Sequence[i
             has_majority = 2 * votes > len(ranks)
             minority = tuple(rank for rank in ranks if column[rank] != value) if has_majority else ()
             model_rank = next(rank for rank in ranks if column[rank] == value) if has_majority else None
-            found.append(Difference(name, len(counts), minority, model_rank))
-    return found
+            different.append(Difference(name, len(counts), minority, model_rank))
+    return different
 
 
-def repair(found: list[Difference], tensors: Mapping[str, torch.Tensor], group: Group) -> None:
+def repair(different: list[Difference], tensors: Mapping[str, torch.Tensor], group: Group) -> None:
     """Gives every rank the majority's value of these tensors; each must have a majority. Collective."""
-    for difference in found:
+    for difference in different:
         assert difference.model_rank is not None
         group.broadcast(tensors[difference.name], difference.model_rank)
 
@@ -154,8 +156,8 @@ def broadcast(tensors: Iterable[torch.Tensor], group: Group) -> None:
 def take_strides_of_rank_0(parameters: Sequence[nn.Parameter], group: Group) -> None:
     """Gives parameters the order of elements in memory (channels_last, transposed) that they have on rank 0: gradients
     have it, too, and are summed as they lie in memory. Collective."""
-    own = [list(torch.empty_like(parameter, device="meta").stride()) for parameter in parameters]
-    for parameter, mine, strides in zip(parameters, own, group.share_json(own)[0], strict=True):
-        if mine != strides:
+    strides_here = [list(torch.empty_like(parameter, device="meta").stride()) for parameter in parameters]
+    for parameter, here, strides in zip(parameters, strides_here, group.share_json(strides_here)[0], strict=True):
+        if here != strides:
             there = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
             parameter.data = there.copy_(parameter.detach())

@@ -172,8 +172,8 @@ class Training:
             loss = model(micro_batch.tokens, micro_batch.targets, keys, micro_batch.documents, sizes)
             step.backward(loss, weight=micro_batch.targets.numel(), is_sum=True)
         self.checks.own_state()
-        share = (self.stopwatch.elapsed_s, float(setup.checkpoints.saver.is_busy))
-        return step.finish(max_norm=self.config.optim.grad_clip, share=share)
+        numbers = (self.stopwatch.elapsed_s, float(setup.checkpoints.saver.is_busy))
+        return step.finish(max_norm=self.config.optim.grad_clip, numbers=numbers)
 
     def _advance(self, result: StepResult, lr: float) -> None:
         """Advances the progress by a step, the same on all ranks, and records the step."""
@@ -182,11 +182,11 @@ class Training:
             if self.before_skips is None or not progress.skips_in_row:  # None: resumed amid skipped steps
                 self.before_skips, self.troubles = dataclasses.replace(progress), []
             self.troubles.append(result.skipped)
-        self.saves.any_rank_saving = any(is_busy for _, is_busy in result.shared)
+        self.saves.any_rank_saving = any(is_busy for _, is_busy in result.numbers)
         progress.step += 1
         progress.val_loss = None
         progress.tokens += round(result.weight)
-        progress.elapsed_s = result.shared[0][0]
+        progress.elapsed_s = result.numbers[0][0]
         progress.skips_in_row = progress.skips_in_row + 1 if result.skipped else 0
         sequences = self.setup.loader.plan_at(progress.step - 1).num_sequences()
         self.setup.recorder.step(progress, result, sequences, lr, self.setup.replica.scaler.scale)
