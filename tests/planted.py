@@ -704,22 +704,22 @@ MUTATIONS = (
     Mutation(
         "all ranks take the first micro-batches that a function drew",
         "replica/sources.py",
-        "numbers = {rows.start for rows in mine}",
-        "numbers = set(range(len(mine)))",
+        "numbers = {rows.start for rows in rows_here}",
+        "numbers = set(range(len(rows_here)))",
         "replica/test_steps.py::test_ranks_share_what_a_function_draws_alone",
     ),
     Mutation(
         "an optimizer's moments are lost on resume",
         "replica/contents.py",
-        "found.pop(item).to(part.parameter.device).view(shape)",
-        "torch.zeros_like(found.pop(item)).to(part.parameter.device).view(shape)",
+        "flats.pop(item).to(part.parameter.device).view(shape)",
+        "torch.zeros_like(flats.pop(item)).to(part.parameter.device).view(shape)",
         "replica/test_checkpoint_contents.py::test_one_process_goes_on_to_the_bit",
     ),
     Mutation(
         "replicas that differ are saved",
         "replica/checkpoints.py",
-        "list(map(str, compared(mine, self._group))) if is_same",
-        "list(map(str, compared(mine, self._group)[:0])) if is_same",
+        "list(map(str, compared(here, self._group))) if is_same",
+        "list(map(str, compared(here, self._group)[:0])) if is_same",
         "replica/test_checkpoints.py::test_where_ranks_differ_nothing_is_saved_and_it_is_said",
     ),
     Mutation(
@@ -753,7 +753,7 @@ MUTATIONS = (
     Mutation(
         "ranks update with different learning rates",
         "replica/agreement.py",
-        "    if len({row.numbers for row in rows}) == 1:\n",
+        "    if len({row.settings for row in rows}) == 1:\n",
         "    if rows:\n",
         "replica/test_agreement.py::test_a_number_that_differs_by_rank_is_an_error_in_its_step",
     ),
