@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from paceline.data import cache as cache_module
 from paceline.data.cache import ensure_datasets, inspect_data
 from paceline.data.config import DataConfig
 from paceline.data.dataset import Dataset
+from paceline.data.find import digest
 from paceline.data.report import Quiet
-from paceline.data.sources import embedded
+from paceline.data.sources import Sources, embedded
 from paceline.data.split import split_text
 from paceline.data.text import plain_text
 
@@ -282,3 +284,20 @@ def test_standard_input_is_no_text_to_train_on(tmp_path: Path, cache: Path, monk
         monkeypatch.setattr(sys, "stdin", file)
         with pytest.raises(UserError, match=r"data.path - .*not a plain text file.*paceline data prepare - --out DIR"):
             ensure(DataConfig(path="-"))
+
+
+def test_one_process_of_a_host_hashes_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for what it finds (mutation: hash without a lock)."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a line of text\n" * 1000)
+    sources, calls = cache_module._text_sources(str(tmp_path / "text")), list[int]()
+
+    def slow_digest(of: Sources) -> str:
+        calls.append(1)
+        time.sleep(0.2)
+        return digest(of)
+
+    monkeypatch.setattr(cache_module, "digest", slow_digest)
+    with ThreadPoolExecutor(3) as threads:
+        names = set(threads.map(lambda _: cache_module._name(sources, 300, tmp_path / "cache"), range(3)))
+    assert (len(names), len(calls)) == (1, 1)

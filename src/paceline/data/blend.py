@@ -16,6 +16,9 @@ from paceline.data.stream import Windows
 class Blend:
     """Data sets of one vocabulary, with their weights. Each process opens its own Blend."""
 
+    is_checked = True
+    """Whether this process has looked at the shards' content."""
+
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
         """Raises UserError for bad weights, or, naming both, if two data sets have different tokenizers."""
         self.datasets, self.weights = tuple(datasets), tuple(weights)
@@ -28,11 +31,18 @@ class Blend:
 
     @classmethod
     def open(
-        cls, parts: Sequence[tuple[Path | str, float]], vocab_size: int = 0, document_token: int | None = None
+        cls,
+        parts: Sequence[tuple[Path | str, float]],
+        vocab_size: int = 0,
+        document_token: int | None = None,
+        *,
+        checks: bool = True,
     ) -> "Blend":
         """parts: (folder, weight) each; see `Dataset.open` for the others and errors."""
-        datasets = [Dataset.open(folder, vocab_size, document_token) for folder, _ in parts]
-        return cls(datasets, [weight for _, weight in parts])
+        datasets = [Dataset.open(folder, vocab_size, document_token, checks=checks) for folder, _ in parts]
+        blend = cls(datasets, [weight for _, weight in parts])
+        blend.is_checked = checks
+        return blend
 
     @property
     def name(self) -> str:

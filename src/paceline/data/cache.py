@@ -119,14 +119,28 @@ def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
     gigabytes takes seconds, so the result is cached under a hash of the files' names and stamps."""
     stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
     known = cache / ".known" / _hash(vocab_size, *stamps)
-    with suppress(OSError, UnicodeDecodeError):
-        if _NAME.fullmatch(found := known.read_text(encoding="utf-8")):  # else a crash cut the file short
-            return found
-    name = f"{sources.name[:60]}-bpe{vocab_size}-{_content_hash(sources, vocab_size)}"
-    with suppress(OSError):  # a read-only cache: hashed each time
+    if (name := _known_name(known)) is not None:
+        return name
+    try:
         known.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(known, name.encode())
-    return name
+        with filelock.FileLock(known.with_suffix(".lock")):  # one process of a host hashes, the others wait
+            if (name := _known_name(known)) is None:
+                name = _hashed_name(sources, vocab_size)
+                replace_file(known, name.encode())
+            return name
+    except (OSError, NotImplementedError):  # a read-only cache, or one without locks: hashed each time
+        return _hashed_name(sources, vocab_size)
+
+
+def _known_name(known: Path) -> str | None:
+    with suppress(OSError, UnicodeDecodeError):
+        if _NAME.fullmatch(name := known.read_text(encoding="utf-8")):  # else a crash cut the file short
+            return name
+    return None
+
+
+def _hashed_name(sources: Sources, vocab_size: int) -> str:
+    return f"{sources.name[:60]}-bpe{vocab_size}-{_content_hash(sources, vocab_size)}"
 
 
 def _content_hash(sources: Sources, vocab_size: int) -> str:

@@ -18,7 +18,20 @@ import numpy.typing as npt
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
 from paceline.data import content, foreign
-from paceline.data.shard import INDEX, SPLITS, TOKEN_BYTES, WORK, Index, ShardRecord, is_complete, read_index, reading
+from paceline.data.shard import (
+    DTYPES,
+    HEADER_BYTES,
+    INDEX,
+    SPLITS,
+    TOKEN_BYTES,
+    WORK,
+    Index,
+    ShardRecord,
+    is_complete,
+    read_index,
+    reading,
+    version_for,
+)
 from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
@@ -77,9 +90,12 @@ class Dataset:
         self._tokenizer, self._starts_of, self._document_token = tokenizer, starts, document_token
 
     @staticmethod
-    def open(folder: Path | str, vocab_size: int = 0, document_token: int | None = None) -> "Dataset":
+    def open(
+        folder: Path | str, vocab_size: int = 0, document_token: int | None = None, *, checks: bool = True
+    ) -> "Dataset":
         """Returns the data set of a folder. vocab_size: from --model.vocab-size (0: not given), and document_token,
-        from --data.document-token-id, are for folders that do not tell it.
+        from --data.document-token-id, are for folders that do not tell it. checks: False where another rank of the host
+        checks the same files; then prepared shards are opened when they are first read.
 
         Raises UserError if vocab_size is missing, or smaller than the folder's; if the folder is no data set or
         unfinished; if a shard is missing, truncated, not as listed, or of another data set or tokenizer; and for an id
@@ -90,7 +106,9 @@ class Dataset:
         if not is_ours and os.path.isdir(root / WORK):
             raise UserError(foreign.unfinished(root))
         files = None if is_ours else foreign.find_foreign(root)
-        opened = _open_prepared(root) if files is None else _open_foreign(root, files, vocab_size, document_token)
+        opened = (
+            _open_prepared(root, checks) if files is None else _open_foreign(root, files, vocab_size, document_token)
+        )
         if document_token is not None and opened.end_of_text != document_token:
             raise UserError(
                 f"data.document-token-id is {document_token}, and in {opened.name} the token {opened.end_of_text} "
@@ -101,7 +119,8 @@ class Dataset:
                 f"model.vocab-size is {vocab_size}, smaller than the data's vocabulary ({opened.vocab_size} in "
                 f"{opened.name}); use at least that, or 0 for exactly that"
             )
-        content.require_known_ids((opened.train, opened.validation), opened.vocab_size)
+        if checks:
+            content.require_known_ids((opened.train, opened.validation), opened.vocab_size)
         return opened
 
     @cached_property
@@ -255,10 +274,17 @@ class Dataset:
         return lengths
 
 
-def _open_prepared(folder: Path) -> Dataset:
+def _open_prepared(folder: Path, checks: bool) -> Dataset:
     index = read_index(folder)
     sha256 = index.tokenizer.sha256 if index.tokenizer else ""
-    shards = {split: tuple(_listed(folder, r, sha256) for r in index.splits[split].shards) for split in SPLITS}
+    dtype = DTYPES[version_for(index.vocab_size)]
+
+    def shard_of(record: ShardRecord) -> Shard:
+        if not checks:
+            return Shard(folder / record.file, dtype, record.tokens, HEADER_BYTES)
+        return _listed(folder, record, sha256)
+
+    shards = {split: tuple(map(shard_of, index.splits[split].shards)) for split in SPLITS}
     return Dataset(folder, index.name, index.vocab_size, shards, index=index)
 
 

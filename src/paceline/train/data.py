@@ -34,8 +34,9 @@ class TrainingData:
         return max((part.cropped_frac for part in self.training.parts if isinstance(part, PackedRows)), default=None)
 
 
-def open_data(config: Config, report: Report) -> TrainingData:
-    """Returns the data; first prepares text, which may take a while. All processes of a host may call it at once.
+def open_data(config: Config, report: Report, *, checks: bool = True) -> TrainingData:
+    """Returns the data; first prepares text, which may take a while. All processes of a host may call it at once, and
+    one of them checks the files.
     Raises UserError if data is missing, damaged, of another vocabulary, or shorter than one sequence."""
     data = config.data
     folders = ensure_datasets(data, report, usable_cores())
@@ -44,7 +45,9 @@ def open_data(config: Config, report: Report) -> TrainingData:
         for (path, _), folder in zip(data.parts, folders, strict=True):
             require_same_tokenizer(source, tokenizer_json_of(folder), path)
     weights = [weight for _, weight in data.parts]
-    blend = Blend.open(list(zip(folders, weights, strict=True)), config.model.vocab_size, data.document_token)
+    blend = Blend.open(
+        list(zip(folders, weights, strict=True)), config.model.vocab_size, data.document_token, checks=checks
+    )
     training = blend.training(data.seq_len, packing=data.packing, mask_documents=data.mask_documents, cache=cache_dir())
     return TrainingData(blend, training, blend.validation(data.seq_len, mask_documents=data.mask_documents))
 

@@ -60,7 +60,8 @@ def train(request: Request, env: Environment) -> int:
     stopping = StopRequest(request.config.train.stop_after, is_training=False)
     with stopping as stop, following(request.config.track, console) as follower:
         with console.reading() as report:
-            data = open_data(request.config, report if env.local_rank == 0 else Quiet())
+            is_first = env.local_rank == 0  # of its host: it says what is prepared, and checks the files
+            data = open_data(request.config, report if is_first else Quiet(), checks=is_first)
 
         # ---- meet ----
         with open_world(request.config.parallel, env) as world:

@@ -45,6 +45,7 @@ from paceline.world.runtime import World
 from paceline.world.watchdog import Verdict, Watchdog
 
 _TIMED_MS = 50.0
+_CONTENT = "data content (paceline data info DIR --verify says which shard)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +269,7 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
     """Raises UserError on all ranks, naming them and their values, if data or configs differ. Collective."""
     mine = {
         "data": blend.fingerprint[:16],
-        "data content (paceline data info DIR --verify says which shard)": blend.content_digest[:16],
+        **({_CONTENT: blend.content_digest[:16]} if blend.is_checked else {}),  # one rank of each host
         **{
             name: value
             for name, value in flatten(config).items()
@@ -279,6 +280,8 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
     for name in dict.fromkeys(name for row in rows for name in row):
         ranks_by_value: dict[str, list[str]] = {}
         for rank, row in enumerate(rows):
+            if name == _CONTENT and name not in row:
+                continue
             ranks_by_value.setdefault(json.dumps(row.get(name, "not there")), []).append(str(rank))
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_by_value.items())
