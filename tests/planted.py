@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what the user must change is tried again",
-        "launch/local.py",
+        "launch/attempts.py",
         "if ended.status not in (EXIT_FAILED, _INTERRUPTED):",
         "if ended.status not in (EXIT_FAILED, EXIT_USER, _INTERRUPTED):",
         "launch/test_restarts.py::test_what_the_user_must_change_is_not_tried_again",
@@ -219,11 +219,11 @@ MUTATIONS = (
         "launch/test_restarts.py::test_a_save_that_makes_progress_may_take_longer_than_the_grace",
     ),
     Mutation(
-        "any file of the run folder can be read by other hosts",
-        "launch/peers.py",
-        "if name not in RECORDS and not _SERVED.fullmatch(name):",
-        "if not name:",
-        "launch/test_launchers_meet.py::test_only_records_and_checkpoints_can_be_read",
+        "any file is written that another host sends",
+        "launch/copies.py",
+        "elif parent == name and (file == _MANIFEST or _FILE.fullmatch(file)):",
+        "elif file:",
+        "launch/test_copies.py::test_only_records_and_files_of_a_checkpoint_are_written",
     ),
     Mutation(
         "a variable that is set for several hosts opens ports of one host's ranks",
@@ -233,11 +233,18 @@ MUTATIONS = (
         "launch/test_restarts.py::test_a_killed_rank_is_named_and_all_begin_again_as_the_same_job_on_loopback_alone",
     ),
     Mutation(
-        "the host with an older checkpoint leads",
-        "launch/hosts.py",
-        "return state.step, roster.number if",
-        "return -state.step, roster.number if",
-        "launch/test_launchers_meet.py::test_the_newest_checkpoint_leads_and_the_other_host_gets_a_copy_of_it",
+        "the host with an older checkpoint has rank 0",
+        "launch/coordinator.py",
+        "key=lambda node: (node.newest, node is leader,",
+        "key=lambda node: (-node.newest, node is leader,",
+        "launch/test_coordinator.py::test_the_newest_checkpoint_has_rank_0_then_the_last_one_that_had_it_then_the_first_host",
+    ),
+    Mutation(
+        "a coordinator that slept takes all hosts for lost",
+        "launch/agent.py",
+        "if now - self._looked_s > _PAUSED_S:",
+        "if now < self._looked_s:",
+        "launch/test_coordinator.py::test_a_pause_of_this_process_is_no_silence_of_the_other_end",
     ),
     # ---- data: which sequences, in which order ----
     Mutation(
@@ -547,10 +554,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy of a checkpoint is not compared with its manifest",
-        "checkpoint/copies.py",
-        'if _receive(open_file(f"checkpoints/{name}/{file}"), folder / file) != facts["sha256"]:',
-        'if not _receive(open_file(f"checkpoints/{name}/{file}"), folder / file):',
-        "launch/test_launchers_meet.py::test_a_damaged_or_unfinished_copy_is_absent",
+        "launch/copies.py",
+        'if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:',
+        'if not hashlib.file_digest(file, "sha256").hexdigest():',
+        "launch/test_copies.py::test_a_damaged_or_unfinished_copy_is_absent",
     ),
     Mutation(
         "the best checkpoint is the one with the greatest loss",

@@ -20,6 +20,7 @@ UsePAM no
 StrictModes no
 PermitRootLogin prohibit-password
 PidFile none
+SetEnv HOME={folder}
 AcceptEnv PACELINE_TEST_MARK
 """
 _SSH_CONFIG = """\
@@ -50,6 +51,21 @@ class SshHosts:
 
     hosts: list[namespaces.Host]
     folder: Path
+    servers: dict[str, int]  # host -> pid of its sshd
+
+    @property
+    def disk(self) -> Path:
+        """A folder that is another one on each host, for what ssh starts."""
+        return self.folder / "disk"
+
+    def disk_of(self, number: int) -> Path:
+        """What host `number` has there."""
+        return self.folder / f"disk-{'ab'[number]}"
+
+    def pids(self, number: int) -> list[int]:
+        """What runs on this host, without its sshd."""
+        here = namespaces.sh("ip", "netns", "pids", self.hosts[number].name).split()
+        return [int(pid) for pid in here if int(pid) not in self.servers.values()]
 
     @property
     def ssh(self) -> str:
@@ -69,10 +85,14 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
         (folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=folder))
         (folder / "ssh_config").write_text(_SSH_CONFIG.format(folder=folder, addresses=addresses))
         Path("/run/sshd").mkdir(exist_ok=True)
-        found = SshHosts(hosts, folder)
-        for host in hosts:
-            line = host.inside(SSHD, "-D", "-f", f"{folder}/sshd_config", "-E", f"{folder}/{host.name}.log")
-            server = subprocess.Popen(line)
+        found = SshHosts(hosts, folder, {})
+        found.disk.mkdir()
+        for number, host in enumerate(hosts):
+            found.disk_of(number).mkdir()
+            sshd = f"{SSHD} -D -f {folder}/sshd_config -E {folder}/{host.name}.log"
+            mount = f"mount --bind {found.disk_of(number)} {found.disk}"  # in the mounts of this host alone
+            server = subprocess.Popen(host.inside("sh", "-c", f"{mount} && exec {sshd}"))
+            found.servers[host.name] = server.pid
             stack.callback(server.wait)
             stack.callback(server.terminate)
         for name in "ab":

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import pickle
 import random
@@ -26,7 +25,6 @@ from paceline.base.ownership import Slice
 from paceline.checkpoint import load, publish, shards
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.copies import take
 from paceline.checkpoint.manifest import Damaged, folder_name, list_steps, read
 from paceline.checkpoint.retention import set_aside, take_back
 from paceline.checkpoint.steps import newest_whole
@@ -463,20 +461,6 @@ def test_an_old_one_that_cannot_be_removed_now_does_not_fail_the_save(
     assert list(tmp_path.glob(".*"))
     keep(tmp_path, 40, keep=2)
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_host_that_copies_keeps_the_best_too(tmp_path: Path) -> None:
-    """A checkpoint is saved and copied before its evaluation; the loss comes with the records."""
-    config, metrics = CheckpointConfig(keep=2, keep_best=True), tmp_path / "copy" / "metrics.jsonl"
-    metrics.parent.mkdir()
-    metrics.touch()
-    for step, loss in {10: 3.0, 20: 4.0, 30: math.nan, 40: 5.0}.items():
-        keep(tmp_path / "checkpoints", step)
-        take(metrics.parent / "checkpoints", step, lambda name: (tmp_path / name).open("rb"), config)
-        with metrics.open("a") as file:
-            file.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
-    assert list_steps(metrics.parent / "checkpoints") == [10, 30, 40]
-    assert (metrics.parent / "checkpoints" / "best").read_text() == "step-00000010\n"
 
 
 def test_settings_that_would_lose_checkpoints_are_refused() -> None:

@@ -1,12 +1,12 @@
-"""Two hosts, each with a launcher and a disk of its own; one is lost at a random moment and comes back.
+"""Two hosts that ssh reaches, each with a disk of its own; one is lost at a random moment and comes back.
 
     python tests/faults/hosts_campaign.py --runs 20 --seed 1
 
-A host is lost by SIGKILL of everything on it, by its power (the cable is silent first), by its cable alone, or it
-sleeps like a closed laptop; either host may be the one. It comes back after up to 4 s: the same command again, the
-cable, or it wakes up. Every run must end by itself on both hosts with the curve of the undisturbed run within 1e-4,
-each step once in the records of both hosts, and the last checkpoint on both. Prints a line for each run and a table of
-the times. Linux, as root.
+`paceline launch` runs on the other one. A host is lost by SIGKILL of everything on it, by its power (the cable is
+silent first), or by its cable alone; either host may be the one. It comes back after up to 4 s. Or somebody sleeps for
+10 s: the host, or the coordinator. Every run must end by itself with the curve of the undisturbed run within 1e-4, each
+step once in the records of both hosts, and the last checkpoint on both; a sleep changes nothing at all. Prints a line
+for each run and a table of the times. Linux, as root.
 """
 
 import argparse
@@ -18,18 +18,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from namespaces import Host, two_hosts
 from program import TINY, Program, losses, run, steps
+from ssh_hosts import SshHosts, ssh_hosts
 
 STEPS, EVERY, TOLERANCE = 160, 20, 1e-4
-WAYS = ("kill", "power", "cable", "sleep")
+WAYS = ("kill", "power", "cable", "sleep", "coordinator")
+SLEEPS = ("sleep", "coordinator")
 PACE = "rank=0 step=1 phase=data kind=sleep seconds=0.04 times=1000 attempt=any"  # else it would end before the return
 FLAGS = (*TINY, "--train.device-batch-size", "6", "--train.steps", str(STEPS), "--checkpoint.every", str(EVERY))
 _DEADLINE_S = 180.0
@@ -41,8 +42,8 @@ class Hit:
 
     number: int
     way: str
-    victim: int  # the first host leads at the start: it has rank 0
-    at_step: int  # 0: while it starts
+    victim: int  # the first host has rank 0 at the start
+    at_step: int
     after_s: float  # from that step
     away_s: float
     problems: list[str] = field(default_factory=list)
@@ -53,83 +54,76 @@ class Hit:
 def plan(number: int, seed: int) -> Hit:
     """Returns how run `number` is hit."""
     draw = random.Random(f"{seed} {number}")
-    at_step = 0 if draw.random() < 0.2 else draw.randint(1, STEPS // 3)
-    after_s = draw.uniform(0, 2 if at_step else 6)
-    return Hit(number, draw.choice(WAYS), draw.randrange(2), at_step, after_s, draw.uniform(0, 4))
+    way = draw.choice(WAYS)
+    away_s = 10.0 if way in SLEEPS else draw.uniform(0, 4)
+    return Hit(number, way, draw.randrange(2), draw.randint(1, STEPS // 3), draw.uniform(0, 2), away_s)
 
 
-class Machine:
-    """A host with its own run folder."""
-
-    def __init__(self, hosts: list[Host], number: int, base: Path, stack: ExitStack):
-        self.host, self.folder, self._stack = hosts[number], base / hosts[number].name / "run", stack
-        self._addresses = ",".join(f"{host.address}:29400" for host in hosts)
-
-    def start(self) -> None:
-        """Starts the command, as a person does on each host, the first time and after each loss."""
-        wish = ("--hosts", self._addresses, "--min-hosts", "1", "--out", str(self.folder))
-        program = Program("train", *FLAGS, *wish, env={"PACELINE_FAULTS": PACE}, host=self.host)
-        self.program = self._stack.enter_context(program)
-
-    def lose(self, way: str) -> None:
-        if way in ("power", "cable"):
-            self.host.cable("down")
-        if way in ("kill", "power"):
-            self.program.kill_all()
-        if way == "sleep":
-            self._signal(signal.SIGSTOP)
-
-    def come_back(self, way: str) -> None:
-        if way in ("power", "cable"):
-            self.host.cable("up")
-        if way in ("kill", "power"):
-            self.start()
-        if way == "sleep":
-            self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        for pid in self.program.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def last(self) -> tuple[int, int]:
-        """Returns (step, world size) of the last step in this host's records, as its own ranks or a copy wrote it."""
-        found = steps(self.folder) if (self.folder / "metrics.jsonl").exists() else []
-        return (found[-1]["step"], found[-1]["world_size"]) if found else (0, 0)
+def last(folder: Path) -> tuple[int, int]:
+    """Returns (step, world size) of the last step in a host's records, as its own ranks or a copy wrote it."""
+    found = steps(folder) if (folder / "metrics.jsonl").exists() else []
+    return (found[-1]["step"], found[-1]["world_size"]) if found else (0, 0)
 
 
-def make(hit: Hit, hosts: list[Host], base: Path, straight: list[float]) -> None:
+def started(pair: SshHosts, on: int, run_name: str, *flags: str) -> Program:
+    """`paceline launch` on host number `on`."""
+    launch = ("launch", "--ssh", pair.ssh, "--hosts", "a:1,b:1", "--min-hosts", "1", "--chdir", str(pair.disk))
+    env = {"PACELINE_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
+    return Program(*launch, "--", "train", *FLAGS, *flags, "--out", run_name, host=pair.hosts[on], env=env)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_host(pair: SshHosts, number: int) -> None:
+    """Stopped first, so that nobody sees another die."""
+    while pids := pair.pids(number):
+        for each in (signal.SIGSTOP, signal.SIGKILL):
+            signal_all(pids, each)
+        time.sleep(0.01)
+
+
+def make(hit: Hit, pair: SshHosts, straight: list[float]) -> None:
     """Makes one disturbed run and judges it."""
-    with ExitStack() as stack:
-        machines = [Machine(hosts, number, base, stack) for number in (0, 1)]
-        for machine in machines:
-            machine.start()
-        victim, survivor = machines[hit.victim], machines[1 - hit.victim]
-        if hit.at_step:
-            machines[0].program.wait_for(lambda: len(steps(machines[0].folder)) >= hit.at_step)
+    victim, host = hit.victim, pair.hosts[hit.victim]
+    folders = [pair.disk_of(number) / f"run-{hit.number}" for number in (0, 1)]
+    with started(pair, 1 - victim, folders[0].name) as program:
+        program.wait_for(lambda: last(folders[0])[0] >= hit.at_step)
         time.sleep(hit.after_s)
-        victim.lose(hit.way)
+        asleep = [program.pid] if hit.way == "coordinator" else pair.pids(victim) if hit.way == "sleep" else []
+        if hit.way in ("power", "cable"):
+            host.cable("down")
+        if hit.way in ("kill", "power"):
+            kill_host(pair, victim)
+        signal_all(asleep, signal.SIGSTOP)
         lost_s = time.monotonic()
-        if hit.at_step:
-            hit.on_s = _until(lambda: survivor.last()[1] == 1, survivor, lost_s)
+        if hit.way not in SLEEPS:
+            hit.on_s = _until(lambda: last(folders[1 - victim])[1] == 1, program, lost_s)
         time.sleep(max(0.0, lost_s + hit.away_s - time.monotonic()))
-        victim.come_back(hit.way)
+        if hit.way in ("power", "cable"):
+            host.cable("up")
+        signal_all(asleep, signal.SIGCONT)
         came_s = time.monotonic()
         if hit.on_s:
-            alone = max(machine.last()[0] for machine in machines)
-            is_back = lambda: any(step > alone and size == 2 for step, size in (m.last() for m in machines))  # noqa: E731
-            hit.back_s = _until(is_back, survivor, came_s)
-        for machine in machines:
-            ended = machine.program.wait(_DEADLINE_S)
-            if ended.status:
-                hit.problems.append(f"{machine.host.name} ended with {ended.status}: {ended.err[-600:]}")
-        if not hit.problems:
-            judge(hit, [machine.folder for machine in machines], straight)
+            alone = max(last(folder)[0] for folder in folders)
+            is_back = lambda: any(step > alone and size == 2 for step, size in map(last, folders))  # noqa: E731
+            hit.back_s = _until(is_back, program, came_s)
+        ended = program.wait(_DEADLINE_S)
+        program.wait_until_gone()
+    if ended.status:
+        hit.problems.append(f"it ended with {ended.status}: {ended.err[-1500:]}")
+    else:
+        judge(hit, folders, straight)
+    if not hit.problems and hit.way in SLEEPS and {row["world_size"] for row in steps(folders[0])} != {2}:
+        hit.problems.append("a sleep changed the hosts")
 
 
-def _until(condition: Callable[[], bool], machine: Machine, began_s: float) -> float | None:
+def _until(condition: Callable[[], bool], program: Program, began_s: float) -> float | None:
     """Returns the seconds until the condition held; None if the run ended before."""
-    while machine.program.process.poll() is None and time.monotonic() < began_s + _DEADLINE_S:
+    while program.process.poll() is None and time.monotonic() < began_s + _DEADLINE_S:
         if condition():
             return round(time.monotonic() - began_s, 2)
         time.sleep(0.02)
@@ -155,12 +149,12 @@ def judge(hit: Hit, folders: list[Path], straight: list[float]) -> None:
 
 def table(hits: list[Hit]) -> str:
     """Returns what all runs came to, by the way in which the host was lost."""
-    lines = ["lost by  runs  failed  next step after, s (median, most)  back after, s (median, most)"]
+    lines = ["lost by      runs  failed  next step after, s (median, most)  back after, s (median, most)"]
     for way in (*WAYS, "all"):
         mine = [hit for hit in hits if way in (hit.way, "all")]
         times = [_median_and_most([getattr(hit, name) for hit in mine]) for name in ("on_s", "back_s")]
         failed = sum(bool(hit.problems) for hit in mine)
-        lines.append(f"{way:<7}{len(mine):>6}{failed:>8}{times[0]:>35}{times[1]:>30}")
+        lines.append(f"{way:<11}{len(mine):>6}{failed:>8}{times[0]:>35}{times[1]:>30}")
     return "\n".join(lines)
 
 
@@ -186,10 +180,11 @@ def main() -> int:
     base = Path(tempfile.mkdtemp(prefix="hosts-campaign-"))
     straight, hits = undisturbed(base), []
     for number in range(arguments.first, arguments.first + arguments.runs):
-        hit = plan(number, arguments.seed)
-        with two_hosts() as hosts:
+        hit, folder = plan(number, arguments.seed), base / str(number)
+        folder.mkdir()
+        with ssh_hosts(folder) as pair:
             try:
-                make(hit, hosts, base, straight)
+                make(hit, pair, straight)
             except AssertionError as error:
                 hit.problems.append(str(error)[-2000:])
         hits.append(hit)

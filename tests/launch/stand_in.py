@@ -17,18 +17,17 @@ from typing import Any
 
 from paceline.base.errors import PacelineError
 from paceline.base.status import record_status
-from paceline.launch.local import start_ranks
-from paceline.launch.place import OneHost
+from paceline.launch.local import one_host, start_ranks
 
 _CODES = {"done": 0, "fail": 1, "hurt": 1, "user": 2, "saved": 75}
 
 
 def launch(run: Path, plan: dict[str, Any]) -> int:
     command = (sys.executable, __file__, "rank", str(run), json.dumps(plan))
-    group = OneHost(plan["num_ranks"], plan.get("port", 0))
+    places = one_host(plan["num_ranks"], plan.get("port", 0))
     try:
         options = {name: plan[name] for name in ("max_restarts", "grace_s") if name in plan}
-        return start_ranks(command, run, lambda _: group, **options)
+        return start_ranks(command, run, places, **options)
     except KeyboardInterrupt:
         return 130
     except PacelineError as error:

@@ -11,8 +11,8 @@ from paceline.launch import ssh
 GREETING = """echo 'paceline-agent {"version": "0.0", "address": "10.0.0.1", "more": 1}'; """
 
 
-def ended(script: str) -> ssh._Host:
-    host = ssh._Host("a", ["bash", "-c", script], ssh._Output())
+def ended(script: str) -> ssh.Connection:
+    host = ssh.Connection("a", ["bash", "-c", script], ssh.Output())
     deadline = time.monotonic() + 60
     while host.status() is None:
         assert time.monotonic() < deadline
@@ -22,7 +22,7 @@ def ended(script: str) -> ssh._Host:
 
 def test_an_agent_of_another_version_is_known_by_its_version() -> None:
     """A field that this version lacks ended the reader with a traceback, and the launcher waited 40 s."""
-    assert "paceline 0.0 is there" in ssh._problem(ended(GREETING), needs_address=True)
+    assert "paceline 0.0 is there" in ended(GREETING).problem(needs_address=True)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_an_agent_of_another_version_is_known_by_its_version() -> None:
     ],
 )
 def test_a_host_without_this_paceline_is_told_what_to_do(python: str, says: str) -> None:
-    assert re.match(says, ssh._problem(ended(f"exec {python} -m paceline.launch.agent"), needs_address=True))
+    assert re.match(says, ended(f"exec {python} -m paceline.launch.agent").problem(needs_address=True))
 
 
 def test_one_host_needs_no_ipv4_address() -> None:
     found = ended(GREETING.replace("10.0.0.1", "fd00::1").replace("0.0", ssh.__version__, 1))
-    assert ssh._problem(found, needs_address=False) == ""
-    assert "IPv4" in ssh._problem(found, needs_address=True)
+    assert found.problem(needs_address=False) == ""
+    assert "IPv4" in found.problem(needs_address=True)
 
 
 def test_what_a_command_leaves_behind_does_not_hold_the_launcher() -> None:
@@ -50,7 +50,7 @@ def test_what_two_hosts_say_at_one_time_is_printed_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finds: a line that is left out for the whole run, because another host printed it once: its disk is full, too."""
-    output, now = ssh._Output(), 100.0
+    output, now = ssh.Output(), 100.0
     monkeypatch.setattr(ssh.time, "monotonic", lambda: now)
     for host in ("a", "b"):
         output.print(host, b"warning: disk full\n")

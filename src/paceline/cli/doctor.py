@@ -26,7 +26,7 @@ class DoctorArguments(ModelFlags):
     nproc: int = 1
     """Ranks that the run would have on this machine. Under a launcher leave it out."""
     hosts: str = ""
-    """Check these hosts, ADDRESS:PORT,ADDRESS:PORT, as `train --hosts` takes them: start the same command on each."""
+    """Check these hosts, ADDRESS:PORT,ADDRESS:PORT, and the network between them: start the same command on each."""
     node_rank: int = -1
     """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
     wait_s: float = 15.0
@@ -51,15 +51,15 @@ def main(arguments: list[str]) -> int:
         raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
     if env.local_rank:  # local rank 0 examines the host
         return EXIT_DONE
-    hosts = read_hosts(parsed.hosts, parsed.node_rank, 0, parsed.wait_s) if parsed.hosts else None
+    addresses, node = read_hosts(parsed.hosts, parsed.node_rank) if parsed.hosts else ((), 0)
     num_ranks = env.local_world_size if env.is_distributed else parsed.nproc
-    num_hosts = len(hosts.addresses) if hosts else -(-env.world_size // env.local_world_size)
+    num_hosts = len(addresses) or -(-env.world_size // env.local_world_size)
     from paceline.tools.doctor.doctor import doctor  # imports torch: seconds
     from paceline.tools.doctor.host import Place
 
-    address = socket.gethostbyname(hosts.addresses[hosts.node][0]) if hosts else ""
-    if hosts and not config.parallel.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        config = config.replace("parallel", interface=interface_of(address))  # as the launcher of train does
+    address = socket.gethostbyname(addresses[node][0]) if addresses else ""
+    if addresses and not config.parallel.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        config = config.replace("parallel", interface=interface_of(address))  # as the agents of launch do
     place = Place(
         host=socket.gethostname(),
         config=config,
@@ -70,4 +70,4 @@ def main(arguments: list[str]) -> int:
         num_hosts=num_hosts,
         address=address,
     )
-    return doctor(place, env, (hosts.addresses, hosts.node) if hosts else None, parsed.wait_s, parsed.json)
+    return doctor(place, env, (addresses, node) if addresses else None, parsed.wait_s, parsed.json)

@@ -3,13 +3,18 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UserError
+from paceline.base.units import plural
 from paceline.cli.flags import divided, flag_of, parse, shell_words
-from paceline.launch.options import DEFAULT_PORT, read_names
+from paceline.launch.options import read_names
+
+if TYPE_CHECKING:
+    from paceline.launch.coordinator import Job
 
 _EXAMPLE = "paceline launch --hosts a:2,b:2 -- train --preset demo --out runs/x"
-_OURS = ("--nproc", "--hosts", "--min-hosts", "--node-rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,43 +33,66 @@ class LaunchArguments:
     """The folder on each host in which the command runs; empty: the path of the current folder."""
     python: str = ""
     """The Python interpreter on each host that has paceline; empty: the path of this one."""
-    port: int = DEFAULT_PORT
-    """The port on each host at which its launcher answers the others."""
+    min_hosts: int = 0
+    """Train as long as so many of the hosts are there: one that is lost leaves the others training from the newest
+    checkpoint, and is taken in when it answers again; 0: all of them."""
     ssh: str = "ssh"
     """The ssh command, for instance: ssh -F cluster.conf"""
 
 
 def main(arguments: list[str]) -> int:
-    own, command = divided(arguments)
-    parsed = parse(LaunchArguments, LaunchArguments(), own, "launch")
+    ours, command = divided(arguments)
+    parsed = parse(LaunchArguments, LaunchArguments(), ours, "launch")
     hosts = read_names(parsed.hosts, parsed.hostfile)
-    grace_s = _checked(command)
     shell_words(parsed.ssh)
-    if not 1 <= parsed.port < 1 << 16:
-        raise UserError(f"--port is {parsed.port}; it must be from 1 to {(1 << 16) - 1}")
+    if not 0 <= parsed.min_hosts <= len(hosts):
+        raise UserError(f"--min-hosts is {parsed.min_hosts}, and {plural(len(hosts), 'host')} listed; 0 means all")
+    job = _job(command, parsed.min_hosts or len(hosts), len(hosts))
     if "RANK" in os.environ:
         raise UserError("launch inside a world that a launcher made already; start it from a plain shell")
-    from paceline.launch.ssh import Ssh, launch
+    from paceline.launch.coordinator import launch
+    from paceline.launch.ssh import Ssh
 
-    ssh = Ssh(parsed.ssh, parsed.python or sys.executable, parsed.chdir or os.getcwd(), parsed.port, grace_s)
-    return launch(hosts, command, ssh)
+    return launch(hosts, job, Ssh(parsed.ssh, parsed.python or sys.executable, parsed.chdir or os.getcwd()))
 
 
-def _checked(command: list[str]) -> float:
-    """Returns the run's checkpoint.grace-s. Raises UserError for a command that cannot be started on other hosts."""
+def _job(command: list[str], least: int, num_hosts: int) -> "Job":
+    """Returns what the hosts are to run. Raises UserError for a command that cannot be started on other hosts."""
+    from paceline.launch.coordinator import Job
+
     if command[:1] not in (["train"], ["resume"]):
         raise UserError(f"what the hosts are to run comes after `--`, train or resume: {_EXAMPLE}")
-    if found := [flag for flag in map(flag_of, command) if flag in _OURS]:
-        raise UserError(f"{found[0]} is for a command that is started on each host by hand; `launch` gives it itself")
+    if "--nproc" in map(flag_of, command):
+        raise UserError("--nproc after `--`: `launch` gives each host its number of ranks, as in --hosts a:2,b:2")
     if command[0] == "train":
         from paceline.cli.train import checked_arguments
 
-        train = checked_arguments(command[1:])
-        if not train.out:
+        parsed: Any = checked_arguments(command[1:])
+        run, step = parsed.out, None
+        if not run:
             raise UserError(f"there is no run folder: give --out, as in: {_EXAMPLE}")
-        return train.settings.checkpoint.grace_s
-    from paceline.cli.resume import ResumeArguments
+    else:
+        from paceline.cli.resume import ResumeArguments
 
-    # The run's config is on the hosts: a longer time than the default is given again.
-    resume = parse(ResumeArguments, ResumeArguments(run=""), command[1:], "resume")
-    return resume.settings.checkpoint.grace_s
+        # The run's config is on the hosts: times that are longer than the defaults are given again.
+        parsed = parse(ResumeArguments, ResumeArguments(run=""), command[1:], "resume")
+        run, step = parsed.run, parsed.step if parsed.step >= 0 else None
+    parallel = parsed.settings.parallel
+    if parallel.fixed_shares() and least < num_hosts:
+        raise UserError(
+            f"parallel.shares {parallel.shares} has one number for each rank, and with --min-hosts {least} their "
+            "number may change; use --parallel.shares auto"
+        )
+    if step is not None and num_hosts > 1:
+        raise UserError(
+            "--step on several hosts: the newest checkpoint of all hosts counts. Resume from that step on one host, "
+            "and remove the run folder on the others"
+        )
+    return Job(
+        command=command,
+        run=Path(run),
+        least=least,
+        max_restarts=parsed.max_restarts,
+        grace_s=parsed.settings.checkpoint.grace_s,
+        timeout_s=parallel.timeout_s,
+    )

@@ -16,7 +16,7 @@ def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
     parsed = checked_arguments(flags)
     if not parsed.out:
         raise UserError(f"there is no run folder: {hint}")
-    if parsed.nproc != "1" or parsed.hosts or parsed.max_restarts:
-        raise UserError(f"--nproc, --hosts and --max-restarts after --: {verb.capitalize()} {ranks}")
+    if parsed.nproc != "1" or parsed.max_restarts:
+        raise UserError(f"--nproc and --max-restarts after --: {verb.capitalize()} {ranks}")
     rest = without(flags, "--out", "--resume")
     return ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]

@@ -7,12 +7,11 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from paceline import __version__
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.parent import die_with_parent
@@ -20,8 +19,8 @@ from paceline.base.status import has_launcher, launcher_pid
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
-from paceline.launch.job import job_name
-from paceline.launch.options import HostsOptions, read_hosts
+from paceline.launch import agent
+from paceline.launch.job import JOB, job_name
 from paceline.launch.place import LOOPBACK
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
@@ -50,14 +49,6 @@ class RankFlags:
     start: Literal["auto", "warm", "cold"] = "auto"
     """warm: ranks are forks of one process that has imported torch, so a restart takes a second (Linux). cold: each
     rank is a new process. auto: cold where there are NVIDIA GPUs, with which warm ranks were not tried yet."""
-    hosts: str = ""
-    """Train on these hosts, ADDRESS:PORT,ADDRESS:PORT: start the same command on each. One that is lost or taken away
-    leaves the others training, and comes back when the command is started there again. No shared disk is needed: each
-    host keeps a copy of the newest checkpoint. Use a private network; launchers know no passwords."""
-    min_hosts: int = 0
-    """With --hosts: train as long as so many are there; 0: all of them."""
-    node_rank: int = -1
-    """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
 
 
 def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
@@ -65,10 +56,10 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     Everything that can be refused without starting a process or reading a corpus is refused first."""
     config = request.config
     pod = _pod(request, flags)
-    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, pod, with_hosts=bool(flags.hosts))
-    hosts = _hosts(request, env, flags)
-    if hosts:
-        env = dataclasses.replace(env, job=f"{__version__} {hosts.addresses}")
+    coordinator = agent.of_this_process()
+    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, pod, with_hosts=bool(coordinator))
+    if coordinator:
+        env = dataclasses.replace(env, job=os.environ.pop(JOB))
     if env.is_distributed:
         die_with_parent(launcher_pid())
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
@@ -88,7 +79,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if num_ranks > usable_cores():
         cores = f"there are {usable_cores()} cores"
         say(f"warning: --nproc is {num_ranks}, and {cores}: ranks share cores, and steps are slower")
-    if num_ranks == 1 and not flags.max_restarts and not (hosts or pod):
+    if num_ranks == 1 and not flags.max_restarts and not (coordinator or pod):
         gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.tools.plan.here import predict_here
         from paceline.train.loop import train
@@ -102,9 +93,9 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     assert request.out is not None
     if not request.resume:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
-    arguments = without(arguments, "--nproc", "--max-restarts", "--start", "--hosts", "--min-hosts", "--node-rank")
+    arguments = without(arguments, "--nproc", "--max-restarts", "--start")
     command = (sys.executable, "-m", "paceline", *arguments)
-    return _start_ranks(request, num_ranks, flags, hosts or pod, command)
+    return _start_ranks(request, num_ranks, flags, coordinator or pod, command)
 
 
 def _require_devices(wanted: str, num_ranks: int) -> None:
@@ -120,67 +111,41 @@ def _pod(request: Request, flags: RankFlags) -> Pod | None:
     pod = read_pod(os.environ)
     if pod is None or pod.num_ranks == "1":
         return None
-    if flags.nproc != "1" or flags.max_restarts or flags.hosts:
+    if flags.nproc != "1" or flags.max_restarts:
         raise UserError(
-            "--nproc, --max-restarts and --hosts inside a pod: its job has them (PET_NPROC_PER_NODE; backoffLimit); "
-            "leave them out"
+            "--nproc and --max-restarts inside a pod: its job has them (PET_NPROC_PER_NODE; backoffLimit); leave them "
+            "out"
         )
     if request.out is None:
         raise UserError("a pod's run needs --out, a run folder on a volume, by which a pod that comes back finds it")
     return pod
 
 
-def _hosts(request: Request, env: Environment, flags: RankFlags) -> HostsOptions | None:
-    if not flags.hosts:
-        if flags.min_hosts or flags.node_rank >= 0:
-            raise UserError("--min-hosts and --node-rank need a list of hosts: --hosts")
-        return None
-    if env.is_distributed:
-        raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
-    if request.out is None:
-        raise UserError("--hosts needs --out, the run folder, by which a host that comes back finds its run")
-    if request.resume_step is not None:
-        raise UserError(
-            "--step with --hosts: the latest checkpoint of all hosts counts. Resume from that step on one host without "
-            "--hosts, and remove the run folder on the others"
-        )
-    parallel = request.config.parallel
-    found = read_hosts(flags.hosts, flags.node_rank, flags.min_hosts, parallel.timeout_s)
-    if parallel.fixed_shares() and found.least < len(found.addresses):
-        raise UserError(
-            f"parallel.shares {parallel.shares} has one number for each rank, and with --min-hosts {found.least} their "
-            "number may change; use --parallel.shares auto"
-        )
-    return dataclasses.replace(found, store_port=parallel.port)
-
-
 def _start_ranks(
-    request: Request, num_ranks: int, flags: RankFlags, hosts: HostsOptions | Pod | None, command: tuple[str, ...]
+    request: Request, num_ranks: int, flags: RankFlags, others: agent.Coordinator | Pod | None, command: tuple[str, ...]
 ) -> int:
-    from paceline.launch.local import start_ranks
-    from paceline.launch.place import OneHost, OneOfMany
+    """Starts the ranks of this host. others: who knows the other hosts; None: there are none."""
+    from paceline.launch.local import one_host, one_of_many, open_ranks, start_ranks
+    from paceline.launch.signals import StopSignals
 
-    out, job, config = request.out, request.job, request.config
+    out, config = request.out, request.config
     assert out is not None
+    grace_s, port = config.checkpoint.grace_s, config.parallel.port
     is_warm = flags.start == "warm" or (flags.start == "auto" and not _NVIDIA.exists())
     preload = _PRELOAD if is_warm else ()
-    start = partial(start_ranks, command, out, grace_s=config.checkpoint.grace_s, preload=preload)
-    if hosts is None:
-        return start(lambda _: OneHost(num_ranks, config.parallel.port), max_restarts=flags.max_restarts)
-    assert job is not None
-    if isinstance(hosts, Pod):
-        group = OneOfMany(num_ranks, hosts.number, hosts.num_pods, hosts.master_addr, hosts.master_port)
-        return start(lambda _: group, job=job, address="")
-    from paceline.checkpoint.copies import take
-    from paceline.launch.hosts import Hosts
-
-    copy = partial(take, run_folder.RunFolder(out).checkpoints, config=config.checkpoint)
-    return start(
-        lambda signals: Hosts(hosts, job, num_ranks, out, signals, copy),
-        max_restarts=flags.max_restarts,
-        job=job,
-        address=hosts.addresses[hosts.node][0],
-    )
+    if others is None:
+        places = one_host(num_ranks, port)
+        return start_ranks(command, out, places, max_restarts=flags.max_restarts, grace_s=grace_s, preload=preload)
+    assert request.job is not None
+    if isinstance(others, Pod):
+        places = one_of_many(num_ranks, others.number, others.num_pods, others.master_addr, others.master_port)
+        return start_ranks(command, out, places, grace_s=grace_s, job=request.job, address="", preload=preload)
+    with (
+        closing(others),
+        StopSignals() as signals,
+        open_ranks(command, out, signals, grace_s, request.job, others.address, preload) as ranks,
+    ):
+        return agent.serve(others, ranks, num_ranks, port)
 
 
 def find_world(
@@ -204,13 +169,11 @@ def find_world(
 
 def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelConfig) -> int:
     """Runs the command line `arguments`, which makes no run folder, as local ranks; returns the exit status."""
-    from paceline.launch.local import start_ranks
-    from paceline.launch.place import OneHost
+    from paceline.launch.local import one_host, start_ranks
 
     command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # a launcher looks for its run's records
-        group = OneHost(num_ranks, parallel.port)
-        return start_ranks(command, Path(folder), lambda _: group)
+        return start_ranks(command, Path(folder), one_host(num_ranks, parallel.port))
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> int:

@@ -1,32 +1,60 @@
-"""The part of `paceline launch` on each host: ssh starts it there, and it runs one command while the launcher lives.
+"""The part of `paceline launch` on each host: it starts this host's ranks when the coordinator says so, and reports how
+they end. ssh starts it.
 
-It prints a greeting. On standard input come the order, a line of JSON, then names of signals for the command, a line
-each, and empty lines as signs of life. At the end of the input, or after a minute without any (the launching machine
-was switched off), the command gets SIGTERM, and later SIGKILL. If the agent is killed, the kernel kills the command.
+It prints a greeting, reads an order, and becomes the ordered command, whose launcher calls `serve`. After that, lines
+of JSON come on standard input, and the state of this host goes out on standard output, between the lines that ranks
+print. At the end of the input, ranks get SIGTERM, save and end; after 13 s without a line (a cable is out, or the
+coordinator's machine is off) they have 15 s for that, because other hosts may be out of reach, too.
 """
 
 import contextlib
+import dataclasses
+import fcntl
 import json
 import os
+import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from paceline import __version__
 from paceline.base.errors import EXIT_RESUMABLE, EXIT_USER
-from paceline.base.parent import die_with_parent
+from paceline.base.net import listen
 from paceline.base.say import say
-from paceline.launch.signals import StopSignals
+from paceline.launch.local import HostRanks
+from paceline.launch.place import LOOPBACK, Order, Place
+from paceline.launch.restarts import Records
 
-GREETING = b"paceline-agent "  # before it a shell's start-up files may print
-SIGN_OF_LIFE_S = 5.0
-END_S = 5.0  # for a command to end when its ranks have had their time to save
-_SILENCE_S = 60.0
-_LOOK_EVERY_S = 0.1
+PREFIX = b"paceline-agent "  # of our lines; before the first, a shell's start-up files may print
+LIFE_EVERY_S = 1.0
+SILENCE_S = 13.0  # a pause of 10 s harms nothing
+_ADDRESS = "PACELINE_AGENT_ADDRESS"
+_LAST_SAVE_S = 15.0
+_PAUSED_S = 3.0
+_LOOK_EVERY_S = 0.05
+
+
+class Silence:
+    """How long the other end has said nothing. Look at it every second: a pause of this very process, or of its whole
+    machine, does not count."""
+
+    def __init__(self, most_s: float):
+        self.most_s = most_s
+        self._heard_s = self._looked_s = time.monotonic()
+
+    def heard(self) -> None:
+        self._heard_s = time.monotonic()
+
+    def is_too_long(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked_s > _PAUSED_S:
+            self._heard_s = now
+        self._looked_s = now
+        return now - self._heard_s > self.most_s
 
 
 @dataclass(frozen=True)
@@ -36,71 +64,177 @@ class Greeting:
 
 
 @dataclass(frozen=True)
-class Order:
+class Task:
+    """What the agent is to become."""
+
     command: list[str]  # for the interpreter that runs the agent
     folder: str
     environment: dict[str, str]  # in addition to this host's own
-    grace_s: float  # checkpoint.grace-s
+    address: str  # at which ranks of this host listen
 
 
-class _Launcher(threading.Thread):
-    """Passes on to the command what the launcher sends."""
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A host, as its agent reports it each second, and at each change."""
 
-    def __init__(self, command: "subprocess.Popen[bytes]"):
-        super().__init__(daemon=True)
-        self._command, self._heard_s = command, time.monotonic()
+    num_ranks: int = 0  # 0: it still checks its data
+    port: int = 0  # where the store of all ranks would listen
+    attempt: int = -1  # the latest that it has begun
+    is_running: bool = False
+    step: int = 0  # the last in its records
+    newest: int | None = None  # its newest checkpoint
+    began_at: int | None = None  # the step at which the attempt began to train; None: it has not
+    reports: dict[str, Any] = field(default_factory=dict)  # by rank, after an attempt
+    exits: dict[str, int] = field(default_factory=dict)
 
-    def run(self) -> None:
-        for line in sys.stdin:
-            self._heard_s = time.monotonic()
-            if name := line.strip():
-                self._command.send_signal(signal.Signals[name])
-        self._heard_s = float("-inf")
 
-    @property
-    def is_gone(self) -> bool:
-        return time.monotonic() - self._heard_s > _SILENCE_S
+class Coordinator:
+    """The other end of the connection. From now on it is listened to."""
+
+    def __init__(self) -> None:
+        self.address = os.environ.pop(_ADDRESS)
+        self.place: dict[str, Any] | None = None  # of the next attempt
+        self.order: Order = ""
+        self.closing: list[Any] | None = None  # what to note in the records
+        self.end: int | None = None  # the exit status
+        self.is_gone = False
+        self.was_silent = False
+        self._state: State | None = None
+        self._records: Records | None = None
+        self._lock = threading.Lock()
+        self._out = os.dup(1)
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)  # ranks print there
+        os.close(writer)
+        self._pump = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
+        for thread in (self._pump, *(threading.Thread(target=t, daemon=True) for t in (self._listen, self._report))):
+            thread.start()
+
+    def post(self, records: Records | None = None, **changed: Any) -> None:
+        """Changes this host's state, and reports it."""
+        self._records = records or self._records
+        self._state = dataclasses.replace(self._state or State(), **changed)
+        self._send()
+
+    def close(self) -> None:
+        """Returns when all that was printed has gone out."""
+        sys.stdout.flush()
+        os.dup2(2, 1)  # the last end of the pipe
+        self._pump.join(2.0)
+
+    def _send(self) -> None:
+        state, records = self._state, self._records
+        if state and records:
+            state = dataclasses.replace(state, step=records.last_step(), newest=records.newest_checkpoint())
+        self._write(PREFIX + json.dumps(asdict(state) if state else {}).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            os.write(self._out, line)
+
+    def _report(self) -> None:
+        while True:
+            time.sleep(LIFE_EVERY_S)
+            self._send()
+
+    def _pass_on(self, reader: int) -> None:
+        with os.fdopen(reader, "rb") as lines:
+            for line in lines:
+                self._write(line)
+
+    def _listen(self) -> None:
+        silence, rest = Silence(SILENCE_S), b""
+        while not silence.is_too_long():
+            if not select.select([0], [], [], LIFE_EVERY_S)[0]:
+                continue
+            chunk = os.read(0, 1 << 16)
+            if not chunk:
+                break
+            silence.heard()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in filter(None, lines):
+                self._take(json.loads(line))
+        else:
+            self.was_silent = True
+        self.is_gone = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "place" in message:
+            self.order, self.place = "", message["place"]
+        self.order = message.get("order", self.order)
+        self.closing = message.get("close", self.closing)
+        self.end = message.get("end", self.end)
+        if "signal" in message:
+            os.kill(os.getpid(), signal.Signals[message["signal"]])
+
+
+def of_this_process() -> Coordinator | None:
+    """Returns the coordinator, if an agent became this process."""
+    return Coordinator() if _ADDRESS in os.environ else None
+
+
+def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int) -> int:
+    """Runs this host's ranks in one attempt after another, until the coordinator ends the run; returns the exit status.
+    port: of the store of all ranks, if this host has rank 0; 0: a free one. Raises UserError if it is taken."""
+    records, listener = Records(ranks.folder), None
+    while True:
+        listener = listener or listen(coordinator.address, port)
+        coordinator.post(records, num_ranks=num_ranks, port=listener.getsockname()[1], is_running=False)
+        while coordinator.place is None:
+            if coordinator.end is not None or coordinator.is_gone:
+                listener.close()
+                return EXIT_RESUMABLE if coordinator.end is None else coordinator.end
+            if coordinator.closing:
+                what, was_said = coordinator.closing
+                coordinator.closing = None
+                records.close(what, was_said)
+            time.sleep(_LOOK_EVERY_S)
+        message, coordinator.place = coordinator.place, None
+        place = Place(**message, listener=None)
+        if place.first_rank == 0:
+            place = dataclasses.replace(place, listener=listener)
+            listener = None
+            _wait_for_writer(ranks.folder)
+        coordinator.post(attempt=place.attempt, is_running=True, began_at=None, reports={}, exits={})
+        reports, exits = ranks.run(place, lambda: _order(coordinator, ranks))
+        coordinator.post(
+            is_running=False,
+            began_at=records.began_at(),
+            reports={str(rank): asdict(status) for rank, status in reports.items()},
+            exits={str(rank): code for rank, code in exits.items()},
+        )
+
+
+def _order(coordinator: Coordinator, ranks: HostRanks) -> Order:
+    if coordinator.was_silent:
+        ranks.grace.seconds = min(ranks.grace.seconds, _LAST_SAVE_S)
+    return coordinator.order
+
+
+def _wait_for_writer(run: Path) -> None:
+    """Returns when no copy of a checkpoint is being received into this folder any more (copies.py)."""
+    with contextlib.suppress(FileNotFoundError), (run / "lock").open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def main() -> int:
     address = (os.environ.get("SSH_CONNECTION", "").split() or [""])[-2:][0]  # client, its port, server, its port
-    sys.stdout.buffer.write(GREETING + json.dumps(asdict(Greeting(__version__, address))).encode() + b"\n")
-    sys.stdout.flush()
-    line = sys.stdin.readline()
-    if not line:  # another host could not be reached
-        return EXIT_RESUMABLE
-    order = Order(**json.loads(line))
+    os.write(1, PREFIX + json.dumps(asdict(Greeting(__version__, address))).encode() + b"\n")
+    line = bytearray()
+    while not line.endswith(b"\n"):  # not one byte more: the rest is for the process that this becomes
+        if not (byte := os.read(0, 1)):  # another host could not be reached
+            return EXIT_RESUMABLE
+        line += byte
+    task = Task(**json.loads(line))
     try:
-        os.chdir(order.folder)
+        os.chdir(task.folder)
     except OSError as error:
-        say(f"error: cannot work in {order.folder}: {error.strerror}; make it, or name another folder by --chdir")
+        say(f"error: cannot work in {task.folder}: {error.strerror}; make it, or name another folder by --chdir")
         return EXIT_USER
-    with StopSignals() as signals:
-        command = subprocess.Popen(
-            [sys.executable, *order.command],
-            env={**os.environ, **order.environment},
-            stdin=subprocess.DEVNULL,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        return _follow(command, signals, order.grace_s + END_S)
-
-
-def _follow(command: "subprocess.Popen[bytes]", signals: StopSignals, kill_after_s: float) -> int:
-    launcher = _Launcher(command)
-    launcher.start()
-    kill_s = float("inf")
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = command.wait(_LOOK_EVERY_S)
-            return code if code >= 0 else 128 - code
-        if kill_s == float("inf") and (launcher.is_gone or signals.first):
-            command.terminate()
-            kill_s = time.monotonic() + kill_after_s
-        if time.monotonic() > kill_s:
-            command.kill()
+    environment = {**os.environ, **task.environment, _ADDRESS: task.address or LOOPBACK}
+    os.execve(sys.executable, [sys.executable, *task.command], environment)
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # the thread waits for input
+    sys.exit(main())

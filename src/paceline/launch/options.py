@@ -1,4 +1,4 @@
-"""The list of a run's hosts: addresses, as `train --hosts` has them, or names, as `launch` has them."""
+"""The list of a run's hosts: addresses, as `doctor` has them, or names, as `launch` has them."""
 
 import ipaddress
 import re
@@ -11,23 +11,12 @@ from paceline.base.net import listen, resolve
 
 Address = tuple[str, int]  # host, port
 
-DEFAULT_PORT = 29400
+DEFAULT_PORT = 29400  # of doctor
 
 
-@dataclass(frozen=True)
-class HostsOptions:
-    """The hosts of a run, and which of them this is."""
-
-    addresses: tuple[Address, ...]
-    node: int
-    least: int  # hosts, to train
-    timeout_s: float  # to wait for hosts at the start, and for the least number later
-    store_port: int = 0  # of the ranks' store, on the host that has rank 0; 0: a free one
-
-
-def read_hosts(text: str, node: int, least: int, timeout_s: float) -> HostsOptions:
-    """Reads 'ADDRESS[:PORT],ADDRESS[:PORT]'. node: this host's place in the list; -1: the address that it has. Raises
-    UserError if the list cannot be used."""
+def read_hosts(text: str, node: int) -> tuple[tuple[Address, ...], int]:
+    """Reads 'ADDRESS[:PORT],ADDRESS[:PORT]'; returns the addresses, and which of them this host is. node: its place in
+    the list; -1: found by its addresses. Raises UserError if the list cannot be used."""
     if ipv6 := next((word.strip() for word in text.split(",") if word.count(":") > 1), ""):
         raise UserError(f"--hosts has {ipv6}, and ranks meet at IPv4 addresses: give that of each host, or its name")
     pairs = [word.strip().rpartition(":") if ":" in word else (word.strip(), "", "") for word in text.split(",")]
@@ -36,8 +25,6 @@ def read_hosts(text: str, node: int, least: int, timeout_s: float) -> HostsOptio
     addresses = tuple((host, int(port or DEFAULT_PORT)) for host, _, port in pairs)
     if len(set(addresses)) < max(2, len(addresses)):
         raise UserError(f"--hosts is '{text}'; it lists two or more hosts, each once")
-    if not 0 <= least <= len(addresses):
-        raise UserError(f"--min-hosts is {least}, and --hosts lists {len(addresses)}; 0 means all")
     own = [number for number, (host, _) in enumerate(addresses) if _is_own(host)]
     if node >= len(addresses) or (node < 0 and len(own) != 1):
         which = "several are" if own else "none is"
@@ -45,9 +32,9 @@ def read_hosts(text: str, node: int, least: int, timeout_s: float) -> HostsOptio
             f"--hosts is '{text}', and {which} an address of this machine ({socket.gethostname()}); tell it its place "
             f"in the list by --node-rank, from 0 to {len(addresses) - 1}"
         )
-    found = HostsOptions(addresses, own[0] if node < 0 else node, least or len(addresses), timeout_s)
-    _require_reachable(addresses, found.node)
-    return found
+    node = own[0] if node < 0 else node
+    _require_reachable(addresses, node)
+    return addresses, node
 
 
 def _is_own(host: str) -> bool:

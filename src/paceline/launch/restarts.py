@@ -46,6 +46,7 @@ class Records:
         self._metrics, self._events = run / "metrics.jsonl", run / "events.jsonl"
         self._checkpoints, self._logs = run / "checkpoints", run / "ranks"
         self._new_events = Tail(self._events)
+        self.is_mine = True  # rank 0 was here: nobody else writes these records now
         self.began_at()  # reads the events of earlier attempts
 
     def last_step(self) -> int:
@@ -80,7 +81,7 @@ class Records:
         (not `was_said`). Call it when no rank lives, so that there is one writer at a time."""
         rows = last_rows(self._events)
         last = rows[-1].get("event") if rows else None
-        if last is None or last in _ENDS or (last == "failed" and was_said):
+        if not self.is_mine or last is None or last in _ENDS or (last == "failed" and was_said):
             return  # nothing was begun, or the end is recorded
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         event = {"time": now, "event": "failed", "step": self.last_step(), "error": what, "by": "launcher"}

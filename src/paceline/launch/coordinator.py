@@ -1,0 +1,441 @@
+"""`paceline launch`: one coordinator starts a run on several hosts by ssh, watches it, and restarts it with the hosts
+that answer. An agent on each host (agent.py) starts its ranks and reports how they end; everything is decided here.
+
+Between attempts each host waits. The one with the newest checkpoint gets rank 0; the coordinator tells every host its
+place. During an attempt the others get copies of each new checkpoint (copies.py). A host that is lost ends the attempt;
+one that comes back is taken in when the ranks have saved.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base.early import stopped_early
+from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, Stopped, UserError
+from paceline.base.say import say
+from paceline.base.status import Status
+from paceline.launch.agent import LIFE_EVERY_S, State, Task
+from paceline.launch.attempts import Attempts
+from paceline.launch.copies import Copy
+from paceline.launch.job import JOB
+from paceline.launch.options import NamedHost
+from paceline.launch.place import LOOPBACK, Order, Outcome
+from paceline.launch.signals import StopSignals
+from paceline.launch.ssh import Connection, Output, Ssh
+
+_LOOK_EVERY_S = 0.05
+_TRY_AGAIN_S = 3.0  # after a host was lost, or a copy failed
+_TAKE_IN_EVERY_S = 10.0  # a host that comes and goes must not keep the others from training
+_REFUSED_S = 2.0  # for other hosts to say that they refuse the command, too
+_END_S = 10.0  # for a command to end when its ranks have had their time to save
+_LAST_TRIES = 3  # to copy the last checkpoint
+_PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACKIO_")  # beginnings of variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What `launch` runs."""
+
+    command: Sequence[str]  # train or resume, with its options
+    run: Path  # the run folder, on each host
+    least: int  # hosts, to train
+    max_restarts: int
+    grace_s: float  # for ranks to save
+    timeout_s: float  # to wait for hosts that were lost
+
+
+class _Refused(Exception):
+    """A host has printed what the user must change."""
+
+
+class _Node:
+    """A host of the list, whether it is there or not."""
+
+    def __init__(self, host: NamedHost):
+        self.name, self.num_ranks = host.name, host.num_ranks
+        self.connection: Connection | None = None
+        self.address = ""
+        self.has_task = self.is_refused = False
+        self.tried_s = 0.0  # monotonic
+        self.order: Order = ""  # the latest, in this attempt
+
+    @property
+    def state(self) -> State:
+        """What it reported last; an empty state if it is not there."""
+        return (self.connection.state if self.connection else None) or State()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state.num_ranks > 0 and not self.state.is_running
+
+    @property
+    def newest(self) -> int:
+        """The step of its newest checkpoint; -1: none."""
+        return -1 if self.state.newest is None else self.state.newest
+
+    def ended_well(self) -> bool:
+        reports = [Status(**report) for report in self.state.reports.values()]
+        return len(reports) == self.state.num_ranks and all(report.is_good for report in reports)
+
+
+def ranked(nodes: Sequence[_Node], leader: _Node | None) -> list[_Node]:
+    """Returns the hosts in the order of their ranks: first the one with the newest checkpoint; among equals the last
+    one that had rank 0, else the first of the list."""
+    first = max(nodes, key=lambda node: (node.newest, node is leader, -nodes.index(node)))
+    return [first, *(node for node in nodes if node is not first)]
+
+
+def order_for(is_lost: bool, has_failed: bool, makes_room: bool) -> Order:
+    """Returns what the ranks that still run are to do."""
+    if is_lost:
+        return "end"  # they wait for ranks that are gone
+    if has_failed:
+        return "fail"
+    return "save" if makes_room else ""
+
+
+def launch(hosts: Sequence[NamedHost], job: Job, ssh: Ssh) -> int:
+    """Runs the job on all hosts, and returns the exit status. Nothing of it runs on any host afterwards. Raises
+    UserError if a host cannot be used, RunError if the run fails, Stopped or KeyboardInterrupt after a signal."""
+    with StopSignals() as signals, _open(hosts, job, ssh, signals) as crew:
+        try:
+            status = Attempts(crew, job.run, job.max_restarts, job.grace_s, signals).run()
+        except _Refused:
+            return EXIT_USER
+        except RunError:
+            crew.conclude(EXIT_FAILED)
+            raise
+        crew.conclude(status)
+        return status
+
+
+class Hosts:
+    """All hosts of a run, as one crew of ranks."""
+
+    def __init__(self, hosts: Sequence[NamedHost], job: Job, ssh: Ssh, signals: StopSignals):
+        self._job, self._ssh, self._signals, self._output = job, ssh, signals, Output()
+        self.nodes = [_Node(host) for host in hosts]
+        self._members: list[_Node] = []  # of the latest attempt, in the order of their ranks
+        self._name = uuid.uuid4().hex
+        self._num_passed_on = 0  # signals
+        self._took_in_s = float("-inf")
+        self._reached = 0  # the last step that rank 0 recorded
+        self._copy: tuple[_Node, Copy] | None = None
+        self._copied_s = 0.0  # monotonic: when a copy last failed
+        self._complaint = ""
+
+    # ---- what Attempts asks for ----
+
+    @property
+    def records(self) -> "Hosts":
+        return self
+
+    def last_step(self) -> int:
+        leaders = self._members[:1] if self._members and self._members[0].connection else self.nodes
+        self._reached = max(self._reached if leaders is self.nodes else 0, *(node.state.step for node in leaders), 0)
+        return self._reached
+
+    def began_at(self) -> int | None:
+        return next((node.state.began_at for node in self._members if node.state.began_at is not None), None)
+
+    def newest_checkpoint(self) -> int | None:
+        newest = max(node.newest for node in self.nodes)
+        return None if newest < 0 else newest
+
+    def log_of(self, rank: int) -> Path | None:
+        return self._job.run / "ranks" / f"rank-{rank:05d}.log"
+
+    def close(self, what: str, was_said: bool) -> None:
+        if self._members and (connection := self._members[0].connection):
+            connection.send({"close": [what, was_said]})
+
+    def host_of(self, rank: int | None) -> str:
+        names = [node.name for node in self._members for _ in range(node.state.num_ranks)]
+        return names[rank] if rank is not None and rank < len(names) else " and ".join(n.name for n in self._members)
+
+    def run(self, attempt: int) -> Outcome | None:
+        """Raises UserError, RunError or _Refused if there are too few hosts."""
+        members = self._gather()
+        if not members:
+            return None
+        self._place(members, attempt)
+        lost: list[_Node] = []
+        step_then = max(self._members[0].state.step, self._members[0].newest)
+        makes_room = False
+        running = list(members)
+        while running:
+            self._look()
+            lost += [node for node in running if node.connection is None]
+            running = [node for node in running if node.connection and not _has_ended(node, attempt)]
+            ended = [node for node in members if node not in running and node not in lost]
+            makes_room = makes_room or (bool(running) and not lost and self._should_take_in(members, step_then))
+            order = order_for(bool(lost), any(not node.ended_well() for node in ended), makes_room)
+            for node in running:
+                if order != node.order and node.connection:
+                    node.order = order
+                    node.connection.send({"order": order})
+        return self._outcome(members, lost, makes_room)
+
+    # ---- between attempts ----
+
+    def _gather(self) -> list[_Node]:
+        """Returns the hosts of the next attempt, in the order of their ranks; none after a signal."""
+        began_s, has_said, is_first = time.monotonic(), False, not self._members
+        while not self._signals.first:
+            self._look()
+            waiting = [node for node in self.nodes if node.connection and not node.is_ready]
+            coming = [node for node in waiting if is_first or node in self._members]
+            ready = [node for node in self.nodes if node.is_ready]
+            waited_s = time.monotonic() - began_s
+            if not coming and len(ready) >= self._job.least:
+                return ranked(ready, self._members[0] if self._members else None)
+            if not coming and (is_first or self._job.least == len(self.nodes) or waited_s > self._job.timeout_s):
+                self._refuse_too_few(ready)
+            if waited_s > _TRY_AGAIN_S and not coming and not has_said:
+                has_said = True
+                say(f"waiting for hosts: {len(ready)} of {len(self.nodes)} are here, {self._job.least} must be")
+        return []
+
+    def _refuse_too_few(self, ready: Sequence[_Node]) -> None:
+        absent = [node.name for node in self.nodes if node not in ready]
+        if self._members and self._job.least < len(self.nodes):
+            raise RunError(
+                f"waited {self._job.timeout_s:g} s for hosts: {len(ready)} of {len(self.nodes)} are here, at least "
+                f"{self._job.least} must be; not {', '.join(absent)}"
+            )
+        raise RunError(
+            f"host {' and '.join(absent)} is lost: its agent was killed, or the connection has ended; the other hosts "
+            "were stopped. `train ... --resume auto` continues from the newest checkpoint; --min-hosts lets the others "
+            "train on"
+        )
+
+    def _place(self, members: list[_Node], attempt: int) -> None:
+        if self._copy and (not self._members or members[0] is not self._members[0]):
+            self._stop_copy()  # its target may have rank 0 now
+        if attempt and len(members) < len(self.nodes):
+            names = ", ".join(node.name for node in members)
+            say(f"training on {len(members)} of {len(self.nodes)} hosts: {names}")
+        self._members = members
+        world_size, first_rank = sum(node.state.num_ranks for node in members), 0
+        for node in members:
+            assert node.connection
+            place = {
+                "first_rank": first_rank,
+                "num_ranks": node.state.num_ranks,
+                "world_size": world_size,
+                "address": members[0].address,
+                "port": members[0].state.port,
+                "attempt": attempt,
+            }
+            first_rank += node.state.num_ranks
+            node.order = ""
+            node.connection.send({"place": place})
+
+    # ---- all the time ----
+
+    def _look(self) -> None:
+        """Looks after the connections, signals and copies, for a moment."""
+        for node in self.nodes:
+            if node.connection and node.connection.is_lost():
+                self._drop(node)
+            elif node.connection is None and self._members and not node.is_refused:
+                self._connect_again(node)
+            elif node.connection and node.connection.greeting and not node.has_task:
+                self._give_task(node)
+        wanted = (self._signals.first is not None) + self._signals.is_urgent
+        if wanted > self._num_passed_on:
+            self._num_passed_on = wanted
+            self.send_all({"signal": self._signals.passed_on.name})
+        self._copy_next()
+        time.sleep(_LOOK_EVERY_S)
+
+    def send_all(self, message: dict[str, object] | None = None) -> None:
+        """Sends a message, or a sign of life, to each agent."""
+        for node in self.nodes:
+            if (connection := node.connection) and node.has_task:
+                connection.send(message)
+
+    def connect_all(self) -> None:
+        """Connects to all hosts. Raises UserError naming those that cannot be used, unless enough others can."""
+        for node in self.nodes:
+            self._connect(node)
+        until_s = time.monotonic() + 40.0
+        connections = [node.connection for node in self.nodes if node.connection]
+        while any(each.greeting is None and each.status() is None for each in connections):
+            if self._signals.wait(_LOOK_EVERY_S):
+                is_interrupt = self._signals.first == signal.SIGINT
+                raise KeyboardInterrupt if is_interrupt else Stopped(stopped_early(str(self._signals.passed_on.name)))
+            if time.monotonic() > until_s:
+                break
+        needs_address = len(self.nodes) > 1
+        found = [(each.name, each.problem(needs_address)) for each in connections]
+        problems = [f"{name}: {problem}" for name, problem in found if problem]
+        if len(self.nodes) - len(problems) < self._job.least:
+            raise UserError("cannot start on " + "; ".join(problems))
+        for problem in problems:
+            say(f"warning: cannot start on {problem}")
+        addresses = [each.greeting.address for each in connections if each.greeting]
+        if len(set(addresses)) < len(addresses):
+            both = ", ".join(f"{each.name} is {each.greeting.address}" for each in connections if each.greeting)
+            raise UserError(f"two names lead to one host ({both}); name it once, with all its ranks")
+
+    def _connect(self, node: _Node) -> None:
+        node.connection = Connection(node.name, self._ssh.line(node.name, "paceline.launch.agent"), self._output)
+        node.has_task, node.tried_s = False, time.monotonic()
+
+    def _connect_again(self, node: _Node) -> None:
+        if time.monotonic() - node.tried_s > _TRY_AGAIN_S and not self._signals.first:
+            self._connect(node)
+
+    def _give_task(self, node: _Node) -> None:
+        assert node.connection
+        assert node.connection.greeting
+        if node.connection.problem(needs_address=len(self.nodes) > 1):
+            node.is_refused = True
+            node.connection.close()
+            return
+        node.address = node.connection.greeting.address if len(self.nodes) > 1 else LOOPBACK
+        line = ["-m", "paceline", *self._job.command, "--nproc", node.num_ranks]
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        node.connection.give(Task(line, self._ssh.folder, {**passed_on, JOB: self._name}, node.address))
+        node.has_task = True
+
+    def _drop(self, node: _Node) -> None:
+        """Lets a connection go that has ended. Raises _Refused or RunError if the command did not start there."""
+        assert node.connection
+        has_joined = node in self._members
+        node.connection.cut()
+        until_s = time.monotonic() + _REFUSED_S
+        while (status := node.connection.status()) is None and time.monotonic() < until_s:
+            time.sleep(_LOOK_EVERY_S)
+        was_greeted = node.connection.greeting is not None
+        node.connection, node.tried_s = None, time.monotonic()
+        if status == EXIT_USER and was_greeted:
+            node.is_refused = True
+            if has_joined or not self._members:
+                time.sleep(_REFUSED_S)
+                raise _Refused
+        elif status == EXIT_FAILED and was_greeted and not self._members:
+            raise RunError(f"on host {node.name} the command ended with status {status} before training")
+
+    def _should_take_in(self, members: Sequence[_Node], step_then: int) -> bool:
+        """Whether ranks are to save, so that a host that has come back can train: when they have trained."""
+        new = [node for node in self.nodes if node not in members and node.is_ready]
+        now = time.monotonic()
+        if not new or now - self._took_in_s < _TAKE_IN_EVERY_S or members[0].state.step <= step_then:
+            return False
+        say(f"host {new[0].name} is back: saving, to take it in")
+        self._took_in_s = now
+        return True
+
+    # ---- copies ----
+
+    def _copy_next(self) -> None:
+        """Copies the newest checkpoint of rank 0's host to a host that lacks it, one at a time."""
+        if self._copy:
+            target, copy = self._copy
+            if (problem := copy.problem()) is None:
+                return
+            self._copy = None
+            if problem:
+                self._copied_s = time.monotonic()
+                if problem != self._complaint:
+                    self._complaint = problem
+                    say(
+                        f"the checkpoint of step {copy.step} cannot be copied to {target.name}: {problem}; trying again"
+                    )
+            return
+        if not self._members or time.monotonic() - self._copied_s < _TRY_AGAIN_S:
+            return
+        leader = self._members[0]
+        lacking = [node for node in self._lacking() if node.is_ready or node in self._members]
+        if leader.connection and lacking:
+            self._copy = lacking[0], self._start_copy(leader, lacking[0])
+
+    def _lacking(self) -> list[_Node]:
+        newest = self._members[0].newest if self._members else -1
+        return [node for node in self.nodes if node.state.num_ranks and node.newest < newest]
+
+    def _start_copy(self, source: _Node, target: _Node) -> Copy:
+        step, run = source.newest, str(self._job.run)
+        module = "paceline.launch.copies"
+        return Copy(
+            step,
+            self._ssh.line(source.name, module, "send", run, str(step), is_there=True),
+            self._ssh.line(target.name, module, "receive", run, str(step), is_there=True),
+        )
+
+    def _stop_copy(self) -> None:
+        if self._copy:
+            self._copy[1].stop()
+            self._copy = None
+
+    # ---- the end ----
+
+    def _outcome(self, members: Sequence[_Node], lost: Sequence[_Node], makes_room: bool) -> Outcome:
+        states = [node.state for node in members if node not in lost]
+        reports = {int(rank): Status(**report) for state in states for rank, report in state.reports.items()}
+        exits = {int(rank): code for state in states for rank, code in state.exits.items()}
+        ranks = range(max((*reports, *exits, sum(state.num_ranks for state in states) - 1)) + 1)
+        return Outcome(ranks, reports, exits, tuple(node.name for node in lost), makes_room)
+
+    def conclude(self, status: int) -> None:
+        """Ends the run: each host that is here gets the last checkpoint, then its agent ends."""
+        tries = 0
+        while self._members and self._members[0].connection and tries < _LAST_TRIES and not self._signals.is_urgent:
+            before = self._copied_s
+            self._copy_next()
+            tries += self._copied_s != before
+            if not self._copy and not self._lacking():
+                break
+            for node in self.nodes:
+                if node.connection and node.connection.is_lost():
+                    node.connection.cut()
+                    node.connection = None
+            time.sleep(_LOOK_EVERY_S)
+        if lacking := self._lacking():
+            names = ", ".join(node.name for node in lacking)
+            say(f"{names}: the run folder may lack the last checkpoint; {self._members[0].name} has it")
+        self.send_all({"end": status})
+
+    def end(self) -> None:
+        """Ends what still runs, without printing what those hosts say about it."""
+        self._output.is_closed = True
+        self._stop_copy()
+        until_s = time.monotonic() + self._job.grace_s + _END_S
+        for node in self.nodes:
+            if node.connection:
+                node.connection.close()
+        for node in self.nodes:
+            if node.connection and node.connection.greeting:
+                node.connection.wait(until_s)
+            elif node.connection:
+                node.connection.cut()  # there is no agent yet
+
+
+def _has_ended(node: _Node, attempt: int) -> bool:
+    return node.state.attempt == attempt and not node.state.is_running
+
+
+@contextlib.contextmanager
+def _open(hosts: Sequence[NamedHost], job: Job, ssh: Ssh, signals: StopSignals) -> Iterator[Hosts]:
+    """Yields hosts with which a connection is open; at the end nothing of them is left."""
+    crew, closed = Hosts(hosts, job, ssh, signals), threading.Event()
+
+    def live() -> None:
+        while not closed.wait(LIFE_EVERY_S):
+            crew.send_all()
+
+    try:
+        crew.connect_all()
+        threading.Thread(target=live, daemon=True).start()
+        yield crew
+    finally:
+        closed.set()
+        crew.end()

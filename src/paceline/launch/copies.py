@@ -1,0 +1,194 @@
+"""Copies the newest checkpoint and the records of a run from the host that has rank 0 to another, through two ssh
+connections: `copies send` there, `copies receive` here. No port is opened, and no module that reads checkpoints is
+needed: files are bytes, whose sizes and sha256 the manifest has.
+
+The records come first: a copy that is cut short leaves rows of later steps, which a resume drops, and never a
+checkpoint without the rows before it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.base.files import replace, sync
+from paceline.base.parent import die_with_parent
+from paceline.base.say import say
+
+_RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl", "job")
+_MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-\d{8,}")
+_FILE = re.compile(r"[a-z]+-\d{5}-of-\d{5}\.safetensors")
+_KEPT = "kept"  # the names of all checkpoints of the sender
+_BEST = "best"  # the name of the one with the lowest validation loss
+_RECEIVED = Path("ranks", "received")  # checkpoints of this folder that are copies: those that the sender removes go
+_CHUNK_BYTES = 1 << 20
+
+
+class Damaged(Exception):
+    """What arrived is not what was sent."""
+
+
+class Copy:
+    """A copy that is under way."""
+
+    def __init__(self, step: int, source: Sequence[str], target: Sequence[str]):
+        """source, target: the command lines that send and receive."""
+        self.step = step
+        start: partial[subprocess.Popen[bytes]] = partial(
+            subprocess.Popen, stderr=subprocess.PIPE, preexec_fn=partial(die_with_parent, os.getpid())
+        )
+        self._sender = start(source, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._sender.stdout
+        with self._sender.stdout as stream:
+            self._receiver = start(target, stdin=stream, stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def problem(self) -> str | None:
+        """Returns None while it goes on; empty when it has succeeded, else why not."""
+        if self._receiver.poll() is None:
+            return None
+        failed = self._receiver if self._sender.poll() in (None, 0) else self._sender  # the cause, if both have
+        self.stop()
+        assert failed.stderr
+        said = failed.stderr.read().decode(errors="replace").strip().splitlines()
+        return "" if self._receiver.returncode == 0 else (said or ["the connection has ended"])[-1]
+
+    def stop(self) -> None:
+        for process in (self._sender, self._receiver):
+            process.kill()
+            process.wait()
+
+
+def send(run: Path, step: int, stream: IO[bytes]) -> None:
+    """Writes a tar archive of the run's records and the checkpoint of this step. Raises OSError, as when it was
+    removed meanwhile."""
+    checkpoints = run / "checkpoints"
+    folder = checkpoints / f"step-{step:08d}"
+    with tarfile.open(fileobj=stream, mode="w|") as archive:
+        kept = json.dumps([path.name for path in checkpoints.iterdir() if _STEP.fullmatch(path.name)]).encode()
+        _add(archive, _KEPT, kept)
+        for path in (*(run / name for name in _RECORDS), checkpoints / _BEST):
+            with contextlib.suppress(FileNotFoundError):
+                _add(archive, path.name, path.read_bytes())  # it grows meanwhile
+        manifest = (folder / _MANIFEST).read_bytes()
+        _add(archive, f"{folder.name}/{_MANIFEST}", manifest)
+        for name in json.loads(manifest)["files"]:
+            archive.add(folder / name, f"{folder.name}/{name}", recursive=False)
+
+
+def receive(run: Path, step: int, stream: IO[bytes]) -> None:
+    """Reads what `send` writes. The checkpoint is complete in its place, or absent. Does nothing if rank 0 writes into
+    this folder: hosts share it. Raises Damaged, OSError or tarfile.TarError."""
+    name = f"step-{step:08d}"
+    checkpoints = run / "checkpoints"
+    folder = checkpoints / f".{name}.copy.unfinished"
+    for made in (run, run / "ranks", checkpoints):
+        made.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os.fdopen(os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600), "rb+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        if (checkpoints / name).exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        try:
+            kept, records = _unpack(folder, name, stream)
+            _check(folder)
+            sync(folder)
+            best = records.pop(_BEST, b"")
+            for record, data in records.items():
+                replace(run / record, data, 0o600)
+            os.rename(folder, checkpoints / name)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        sync(checkpoints)
+        replace(checkpoints / "latest", f"{name}\n".encode(), 0o600)
+        if _STEP.fullmatch(best.decode().strip()) and (checkpoints / best.decode().strip()).is_dir():
+            replace(checkpoints / _BEST, best, 0o600)
+        _prune(run, name, kept)
+
+
+def _unpack(folder: Path, name: str, stream: IO[bytes]) -> tuple[list[str], dict[str, bytes]]:
+    """Writes the checkpoint's files; returns the names of the sender's checkpoints, and the records."""
+    kept: list[str] = []
+    records: dict[str, bytes] = {}
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            source = archive.extractfile(member) if member.isreg() else None
+            parent, _, file = member.name.rpartition("/")
+            if source is None:
+                raise Damaged(f"{member.name} is not a file")
+            if member.name == _KEPT:
+                kept = [str(each) for each in json.load(source)]
+            elif member.name in (*_RECORDS, _BEST):
+                records[member.name] = source.read()
+            elif parent == name and (file == _MANIFEST or _FILE.fullmatch(file)):
+                with os.fdopen(os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+                    shutil.copyfileobj(source, target, _CHUNK_BYTES)
+                    target.flush()
+                    os.fsync(target.fileno())
+            else:
+                raise Damaged(f"{member.name} is not a file of a checkpoint")
+    return kept, records
+
+
+def _check(folder: Path) -> None:
+    """Raises Damaged if the files are not those of the manifest."""
+    if not (folder / _MANIFEST).exists():
+        raise Damaged("the connection has ended before the checkpoint did")
+    manifest = json.loads((folder / _MANIFEST).read_bytes())
+    unsealed = {name: value for name, value in manifest.items() if name != "sha256"}
+    if hashlib.sha256(json.dumps(unsealed).encode()).hexdigest() != manifest["sha256"]:
+        raise Damaged(f"{folder.name}: {_MANIFEST} did not arrive as it was written (sha256 differs)")
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != facts["bytes"]:
+            raise Damaged(f"{folder.name}: {name} did not arrive whole")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
+                raise Damaged(f"{folder.name}: {name} did not arrive as it was written (sha256 differs)")
+
+
+def _prune(run: Path, name: str, kept: Sequence[str]) -> None:
+    """Removes copies that the sender no longer has. What this host has saved itself stays."""
+    known = (run / _RECEIVED).read_text().split() if (run / _RECEIVED).exists() else []
+    for old in known:
+        if _STEP.fullmatch(old) and old not in kept:
+            shutil.rmtree(run / "checkpoints" / old, ignore_errors=True)
+    copies = [old for old in known if old in kept]
+    replace(run / _RECEIVED, "\n".join([*copies, name]).encode(), 0o600)
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def main(arguments: list[str]) -> int:
+    verb, run, step = arguments
+    deed: Any = {"send": partial(send, stream=sys.stdout.buffer), "receive": partial(receive, stream=sys.stdin.buffer)}
+    try:
+        deed[verb](Path(run), int(step))
+    except (Damaged, OSError, tarfile.TarError, ValueError, KeyError) as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""A host gets the newest checkpoint of another one, as bytes: complete, or not at all."""
+
+import fcntl
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.checkpoint.manifest import read
+from paceline.checkpoint.writers import save_complete
+from paceline.launch import copies
+
+
+def saved(run: Path, step: int) -> Path:
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text(f'{{"step": {step}, "loss": 1.0}}\n')
+    return save_complete(run / "checkpoints", step, {"w": torch.arange(10.0) + step}, {}, {})
+
+
+def sent(run: Path, step: int) -> bytes:
+    stream = io.BytesIO()
+    copies.send(run, step, stream)
+    return stream.getvalue()
+
+
+def checkpoints(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_a_copy_is_the_checkpoint_and_follows_what_the_sender_keeps(tmp_path: Path) -> None:
+    """And what this host has saved itself stays. Mutation: copies that the sender has removed stay for ever."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    saved(target, 5)
+    for step in (10, 20):
+        folder = saved(source, step)
+        copies.receive(target, step, io.BytesIO(sent(source, step)))
+        assert read(target / "checkpoints" / folder.name) == read(folder)
+        assert (target / "checkpoints" / "latest").read_text() == f"{folder.name}\n"
+        assert json.loads((target / "metrics.jsonl").read_text())["step"] == step
+    for path in (source / "checkpoints" / "step-00000010").iterdir():
+        path.unlink()
+    (source / "checkpoints" / "step-00000010").rmdir()
+    saved(source, 30)
+    (source / "checkpoints" / "best").write_text("step-00000020\n")
+    copies.receive(target, 30, io.BytesIO(sent(source, 30)))
+    names = {"step-00000005", "step-00000020", "step-00000030"}
+    assert checkpoints(target) == {*names, "latest", "best"}
+    assert (target / "checkpoints" / "best").read_text() == "step-00000020\n"
+    assert (target / "metrics.jsonl").stat().st_mode & 0o77 == 0
+
+
+def test_a_damaged_or_unfinished_copy_is_absent(tmp_path: Path) -> None:
+    """Mutation: a copy is not compared with its manifest."""
+    folder, target = saved(tmp_path / "a", 7), tmp_path / "b"
+    weights = next(folder.glob("weights-*"))
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1]):
+        weights.write_bytes(damaged)
+        with pytest.raises(copies.Damaged, match="did not arrive"):
+            copies.receive(target, 7, io.BytesIO(sent(tmp_path / "a", 7)))
+        assert not checkpoints(target)
+    weights.write_bytes(whole)
+    stream = sent(tmp_path / "a", 7)
+    for cut in (0, 600, stream.index(whole) + len(whole) // 2):
+        with pytest.raises((copies.Damaged, tarfile.TarError)):
+            copies.receive(target, 7, io.BytesIO(stream[:cut]))
+        assert not checkpoints(target)
+        assert not (target / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "step-00000007/../../x", "lock", "step-00000007/.hidden", "/etc/x", ""])
+def test_only_records_and_files_of_a_checkpoint_are_written(tmp_path: Path, name: str) -> None:
+    """Mutation: any name is written that the other host sends."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        copies._add(archive, name, b"x")
+    stream.seek(0)
+    with pytest.raises(copies.Damaged, match="is not a file"):
+        copies.receive(tmp_path / "run", 7, stream)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
+def test_a_folder_that_rank_0_writes_is_left_alone(tmp_path: Path) -> None:
+    """Hosts that share a disk. Mutation: the records are replaced while rank 0 appends to them."""
+    saved(tmp_path / "a", 7)
+    (tmp_path / "b").mkdir()
+    with (tmp_path / "b" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        copies.receive(tmp_path / "b", 7, io.BytesIO(sent(tmp_path / "a", 7)))
+    assert not checkpoints(tmp_path / "b")
