@@ -234,7 +234,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the host with an older checkpoint has rank 0",
-        "launch/coordinator.py",
+        "launch/nodes.py",
         "key=lambda node: (node.newest, node is leader,",
         "key=lambda node: (-node.newest, node is leader,",
         "launch/test_coordinator.py::test_the_newest_checkpoint_has_rank_0_then_the_last_one_that_had_it_then_the_first_host",

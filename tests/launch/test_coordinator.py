@@ -6,7 +6,7 @@ import pytest
 
 from paceline.launch import agent
 from paceline.launch.agent import Silence, State
-from paceline.launch.coordinator import _Node, order_for, ranked
+from paceline.launch.nodes import Node, order_for, ranked
 from paceline.launch.options import NamedHost
 
 
@@ -17,8 +17,8 @@ class Agent:
         self.state = state
 
 
-def node(name: str, newest: int | None) -> _Node:
-    made = _Node(NamedHost(name, "1"))
+def node(name: str, newest: int | None) -> Node:
+    made = Node(NamedHost(name, "1"))
     made.connection = Agent(State(num_ranks=1, newest=newest))  # type: ignore[assignment]
     return made
 

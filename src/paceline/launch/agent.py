@@ -185,11 +185,9 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
             if coordinator.end is not None or coordinator.is_gone:
                 listener.close()
                 return EXIT_RESUMABLE if coordinator.end is None else coordinator.end
-            if coordinator.closing:
-                what, was_said = coordinator.closing
-                coordinator.closing = None
-                records.close(what, was_said)
+            _close_records(coordinator, records)
             time.sleep(_LOOK_EVERY_S)
+        _close_records(coordinator, records)
         message, coordinator.place = coordinator.place, None
         place = Place(**message, listener=None)
         if place.first_rank == 0:
@@ -204,6 +202,13 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
             reports={str(rank): asdict(status) for rank, status in reports.items()},
             exits={str(rank): code for rank, code in exits.items()},
         )
+
+
+def _close_records(coordinator: Coordinator, records: Records) -> None:
+    if coordinator.closing:
+        what, was_said = coordinator.closing
+        coordinator.closing = None
+        records.close(what, was_said)
 
 
 def _order(coordinator: Coordinator, ranks: HostRanks) -> Order:

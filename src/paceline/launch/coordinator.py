@@ -20,17 +20,17 @@ from paceline.base.early import stopped_early
 from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, Stopped, UserError
 from paceline.base.say import say
 from paceline.base.status import Status
-from paceline.launch.agent import LIFE_EVERY_S, State, Task
+from paceline.launch.agent import LIFE_EVERY_S, Task
 from paceline.launch.attempts import Attempts
-from paceline.launch.copies import Copy
 from paceline.launch.job import JOB
+from paceline.launch.nodes import Copier, Node, lacking, order_for, ranked
 from paceline.launch.options import NamedHost
-from paceline.launch.place import LOOPBACK, Order, Outcome
+from paceline.launch.place import LOOPBACK, Outcome
 from paceline.launch.signals import StopSignals
-from paceline.launch.ssh import Connection, Output, Ssh
+from paceline.launch.ssh import START_S, Connection, Output, Ssh
 
 _LOOK_EVERY_S = 0.05
-_TRY_AGAIN_S = 3.0  # after a host was lost, or a copy failed
+_TRY_AGAIN_S = 3.0  # after a host was lost
 _TAKE_IN_EVERY_S = 10.0  # a host that comes and goes must not keep the others from training
 _REFUSED_S = 2.0  # for other hosts to say that they refuse the command, too
 _END_S = 10.0  # for a command to end when its ranks have had their time to save
@@ -54,52 +54,6 @@ class _Refused(Exception):
     """A host has printed what the user must change."""
 
 
-class _Node:
-    """A host of the list, whether it is there or not."""
-
-    def __init__(self, host: NamedHost):
-        self.name, self.num_ranks = host.name, host.num_ranks
-        self.connection: Connection | None = None
-        self.address = ""
-        self.has_task = self.is_refused = False
-        self.tried_s = 0.0  # monotonic
-        self.order: Order = ""  # the latest, in this attempt
-
-    @property
-    def state(self) -> State:
-        """What it reported last; an empty state if it is not there."""
-        return (self.connection.state if self.connection else None) or State()
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state.num_ranks > 0 and not self.state.is_running
-
-    @property
-    def newest(self) -> int:
-        """The step of its newest checkpoint; -1: none."""
-        return -1 if self.state.newest is None else self.state.newest
-
-    def ended_well(self) -> bool:
-        reports = [Status(**report) for report in self.state.reports.values()]
-        return len(reports) == self.state.num_ranks and all(report.is_good for report in reports)
-
-
-def ranked(nodes: Sequence[_Node], leader: _Node | None) -> list[_Node]:
-    """Returns the hosts in the order of their ranks: first the one with the newest checkpoint; among equals the last
-    one that had rank 0, else the first of the list."""
-    first = max(nodes, key=lambda node: (node.newest, node is leader, -nodes.index(node)))
-    return [first, *(node for node in nodes if node is not first)]
-
-
-def order_for(is_lost: bool, has_failed: bool, makes_room: bool) -> Order:
-    """Returns what the ranks that still run are to do."""
-    if is_lost:
-        return "end"  # they wait for ranks that are gone
-    if has_failed:
-        return "fail"
-    return "save" if makes_room else ""
-
-
 def launch(hosts: Sequence[NamedHost], job: Job, ssh: Ssh) -> int:
     """Runs the job on all hosts, and returns the exit status. Nothing of it runs on any host afterwards. Raises
     UserError if a host cannot be used, RunError if the run fails, Stopped or KeyboardInterrupt after a signal."""
@@ -120,15 +74,13 @@ class Hosts:
 
     def __init__(self, hosts: Sequence[NamedHost], job: Job, ssh: Ssh, signals: StopSignals):
         self._job, self._ssh, self._signals, self._output = job, ssh, signals, Output()
-        self.nodes = [_Node(host) for host in hosts]
-        self._members: list[_Node] = []  # of the latest attempt, in the order of their ranks
+        self.nodes = [Node(host) for host in hosts]
+        self._members: list[Node] = []  # of the latest attempt, in the order of their ranks
         self._name = uuid.uuid4().hex
         self._num_passed_on = 0  # signals
         self._took_in_s = float("-inf")
         self._reached = 0  # the last step that rank 0 recorded
-        self._copy: tuple[_Node, Copy] | None = None
-        self._copied_s = 0.0  # monotonic: when a copy last failed
-        self._complaint = ""
+        self._copier = Copier(ssh, job.run)
 
     # ---- what Attempts asks for ----
 
@@ -165,14 +117,14 @@ class Hosts:
         if not members:
             return None
         self._place(members, attempt)
-        lost: list[_Node] = []
+        lost: list[Node] = []
         step_then = max(self._members[0].state.step, self._members[0].newest)
         makes_room = False
         running = list(members)
         while running:
             self._look()
             lost += [node for node in running if node.connection is None]
-            running = [node for node in running if node.connection and not _has_ended(node, attempt)]
+            running = [node for node in running if node.connection and not node.has_ended(attempt)]
             ended = [node for node in members if node not in running and node not in lost]
             makes_room = makes_room or (bool(running) and not lost and self._should_take_in(members, step_then))
             order = order_for(bool(lost), any(not node.ended_well() for node in ended), makes_room)
@@ -184,7 +136,7 @@ class Hosts:
 
     # ---- between attempts ----
 
-    def _gather(self) -> list[_Node]:
+    def _gather(self) -> list[Node]:
         """Returns the hosts of the next attempt, in the order of their ranks; none after a signal."""
         began_s, has_said, is_first = time.monotonic(), False, not self._members
         while not self._signals.first:
@@ -202,7 +154,7 @@ class Hosts:
                 say(f"waiting for hosts: {len(ready)} of {len(self.nodes)} are here, {self._job.least} must be")
         return []
 
-    def _refuse_too_few(self, ready: Sequence[_Node]) -> None:
+    def _refuse_too_few(self, ready: Sequence[Node]) -> None:
         absent = [node.name for node in self.nodes if node not in ready]
         if self._members and self._job.least < len(self.nodes):
             raise RunError(
@@ -215,9 +167,9 @@ class Hosts:
             "train on"
         )
 
-    def _place(self, members: list[_Node], attempt: int) -> None:
-        if self._copy and (not self._members or members[0] is not self._members[0]):
-            self._stop_copy()  # its target may have rank 0 now
+    def _place(self, members: list[Node], attempt: int) -> None:
+        if not self._members or members[0] is not self._members[0]:
+            self._copier.stop()  # its target may have rank 0 now
         if attempt and len(members) < len(self.nodes):
             names = ", ".join(node.name for node in members)
             say(f"training on {len(members)} of {len(self.nodes)} hosts: {names}")
@@ -250,9 +202,11 @@ class Hosts:
                 self._give_task(node)
         wanted = (self._signals.first is not None) + self._signals.is_urgent
         if wanted > self._num_passed_on:
+            for _ in range(wanted - self._num_passed_on):
+                self.send_all({"signal": self._signals.passed_on.name})
             self._num_passed_on = wanted
-            self.send_all({"signal": self._signals.passed_on.name})
-        self._copy_next()
+        if self._members:
+            self._copier.look(self.nodes, self._members[0])
         time.sleep(_LOOK_EVERY_S)
 
     def send_all(self, message: dict[str, object] | None = None) -> None:
@@ -265,7 +219,7 @@ class Hosts:
         """Connects to all hosts. Raises UserError naming those that cannot be used, unless enough others can."""
         for node in self.nodes:
             self._connect(node)
-        until_s = time.monotonic() + 40.0
+        until_s = time.monotonic() + START_S
         connections = [node.connection for node in self.nodes if node.connection]
         while any(each.greeting is None and each.status() is None for each in connections):
             if self._signals.wait(_LOOK_EVERY_S):
@@ -285,15 +239,15 @@ class Hosts:
             both = ", ".join(f"{each.name} is {each.greeting.address}" for each in connections if each.greeting)
             raise UserError(f"two names lead to one host ({both}); name it once, with all its ranks")
 
-    def _connect(self, node: _Node) -> None:
+    def _connect(self, node: Node) -> None:
         node.connection = Connection(node.name, self._ssh.line(node.name, "paceline.launch.agent"), self._output)
         node.has_task, node.tried_s = False, time.monotonic()
 
-    def _connect_again(self, node: _Node) -> None:
+    def _connect_again(self, node: Node) -> None:
         if time.monotonic() - node.tried_s > _TRY_AGAIN_S and not self._signals.first:
             self._connect(node)
 
-    def _give_task(self, node: _Node) -> None:
+    def _give_task(self, node: Node) -> None:
         assert node.connection
         assert node.connection.greeting
         if node.connection.problem(needs_address=len(self.nodes) > 1):
@@ -306,7 +260,7 @@ class Hosts:
         node.connection.give(Task(line, self._ssh.folder, {**passed_on, JOB: self._name}, node.address))
         node.has_task = True
 
-    def _drop(self, node: _Node) -> None:
+    def _drop(self, node: Node) -> None:
         """Lets a connection go that has ended. Raises _Refused or RunError if the command did not start there."""
         assert node.connection
         has_joined = node in self._members
@@ -324,7 +278,7 @@ class Hosts:
         elif status == EXIT_FAILED and was_greeted and not self._members:
             raise RunError(f"on host {node.name} the command ended with status {status} before training")
 
-    def _should_take_in(self, members: Sequence[_Node], step_then: int) -> bool:
+    def _should_take_in(self, members: Sequence[Node], step_then: int) -> bool:
         """Whether ranks are to save, so that a host that has come back can train: when they have trained."""
         new = [node for node in self.nodes if node not in members and node.is_ready]
         now = time.monotonic()
@@ -334,51 +288,9 @@ class Hosts:
         self._took_in_s = now
         return True
 
-    # ---- copies ----
-
-    def _copy_next(self) -> None:
-        """Copies the newest checkpoint of rank 0's host to a host that lacks it, one at a time."""
-        if self._copy:
-            target, copy = self._copy
-            if (problem := copy.problem()) is None:
-                return
-            self._copy = None
-            if problem:
-                self._copied_s = time.monotonic()
-                if problem != self._complaint:
-                    self._complaint = problem
-                    say(
-                        f"the checkpoint of step {copy.step} cannot be copied to {target.name}: {problem}; trying again"
-                    )
-            return
-        if not self._members or time.monotonic() - self._copied_s < _TRY_AGAIN_S:
-            return
-        leader = self._members[0]
-        lacking = [node for node in self._lacking() if node.is_ready or node in self._members]
-        if leader.connection and lacking:
-            self._copy = lacking[0], self._start_copy(leader, lacking[0])
-
-    def _lacking(self) -> list[_Node]:
-        newest = self._members[0].newest if self._members else -1
-        return [node for node in self.nodes if node.state.num_ranks and node.newest < newest]
-
-    def _start_copy(self, source: _Node, target: _Node) -> Copy:
-        step, run = source.newest, str(self._job.run)
-        module = "paceline.launch.copies"
-        return Copy(
-            step,
-            self._ssh.line(source.name, module, "send", run, str(step), is_there=True),
-            self._ssh.line(target.name, module, "receive", run, str(step), is_there=True),
-        )
-
-    def _stop_copy(self) -> None:
-        if self._copy:
-            self._copy[1].stop()
-            self._copy = None
-
     # ---- the end ----
 
-    def _outcome(self, members: Sequence[_Node], lost: Sequence[_Node], makes_room: bool) -> Outcome:
+    def _outcome(self, members: Sequence[Node], lost: Sequence[Node], makes_room: bool) -> Outcome:
         states = [node.state for node in members if node not in lost]
         reports = {int(rank): Status(**report) for state in states for rank, report in state.reports.items()}
         exits = {int(rank): code for state in states for rank, code in state.exits.items()}
@@ -387,27 +299,26 @@ class Hosts:
 
     def conclude(self, status: int) -> None:
         """Ends the run: each host that is here gets the last checkpoint, then its agent ends."""
-        tries = 0
-        while self._members and self._members[0].connection and tries < _LAST_TRIES and not self._signals.is_urgent:
-            before = self._copied_s
-            self._copy_next()
-            tries += self._copied_s != before
-            if not self._copy and not self._lacking():
+        most = self._copier.num_failed + _LAST_TRIES
+        source = self._members[0] if self._members else None
+        while source and source.connection and self._copier.num_failed < most and not self._signals.is_urgent:
+            self._copier.look(self.nodes, source)
+            if not self._copier.is_busy and not lacking(self.nodes, source):
                 break
             for node in self.nodes:
                 if node.connection and node.connection.is_lost():
                     node.connection.cut()
                     node.connection = None
             time.sleep(_LOOK_EVERY_S)
-        if lacking := self._lacking():
-            names = ", ".join(node.name for node in lacking)
-            say(f"{names}: the run folder may lack the last checkpoint; {self._members[0].name} has it")
+        if source and (behind := lacking(self.nodes, source)):
+            names = ", ".join(node.name for node in behind)
+            say(f"{names}: the run folder may lack the last checkpoint; {source.name} has it")
         self.send_all({"end": status})
 
     def end(self) -> None:
         """Ends what still runs, without printing what those hosts say about it."""
         self._output.is_closed = True
-        self._stop_copy()
+        self._copier.stop()
         until_s = time.monotonic() + self._job.grace_s + _END_S
         for node in self.nodes:
             if node.connection:
@@ -417,10 +328,6 @@ class Hosts:
                 node.connection.wait(until_s)
             elif node.connection:
                 node.connection.cut()  # there is no agent yet
-
-
-def _has_ended(node: _Node, attempt: int) -> bool:
-    return node.state.attempt == attempt and not node.state.is_running
 
 
 @contextlib.contextmanager
