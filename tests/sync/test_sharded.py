@@ -172,9 +172,10 @@ def test_a_rank_holds_its_share_of_the_optimizers_state_and_no_more(rows: Any, r
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_zero_moves_no_more_than_ddp(rows: Any, name: str) -> None:
-    """Beside the gradients' and weights' bytes, some numbers about the step."""
+    """Beside the gradients' and weights' bytes, some numbers about the step. Finds: weights that are sent after the one
+    step that is skipped, in which they stay as they were."""
     zero, ddp = (sum(row[strategy, name].sent_bytes for row in rows) for strategy in ("zero", "ddp"))
-    assert zero == pytest.approx(ddp, rel=0.01)
+    assert zero == pytest.approx(ddp * (1 - 0.5 / NUM_STEPS), rel=0.01)
 
 
 @pytest.mark.long
