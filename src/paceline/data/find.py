@@ -29,10 +29,10 @@ from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, NotText, 
 
 FORMATS = ("text", "jsonl", "parquet")
 
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 _MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
-_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".bz2", ".xz", ".7z")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz", ".7z")
 _LOST: tuple[NotText, ...] = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
 

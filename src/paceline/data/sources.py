@@ -1,6 +1,8 @@
 """Source files of documents: their metadata, and how their bytes are read."""
 
+import bz2
 import gzip
+import lzma
 import os
 import platform
 import shutil
@@ -37,7 +39,7 @@ class SourceFile:
     name: str  # relative to the folder it was found in, with slashes
     path: str  # absolute; `-` is standard input, hf://... a file on the hub
     format: str  # text, jsonl or parquet
-    compression: str = ""  # gzip, zstd, or empty
+    compression: str = ""  # gzip, zstd, bzip2, xz, or empty
     num_bytes: int | None = None  # as stored, of this part; None if unknown
     stamp: str = ""  # changes with the file
     start: int = 0  # text only: the document is the bytes start..stop-1
@@ -178,6 +180,10 @@ def open_content(file: SourceFile, stored: Stored) -> Readable:
     """Returns a reader of the decompressed bytes: all members of a gzip file, all frames of a zstd file."""
     if file.compression == "gzip":
         return gzip.GzipFile(fileobj=stored, mode="rb")
+    if file.compression == "bzip2":
+        return bz2.BZ2File(stored)  # type: ignore[call-overload, no-any-return]  # reads and seeks
+    if file.compression == "xz":
+        return lzma.LZMAFile(stored)  # type: ignore[arg-type]
     return _Zstd(stored) if file.compression == "zstd" else stored
 
 
@@ -187,7 +193,7 @@ def naming(file: SourceFile) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError) as error:
         raise UserError(
             f"{file.where} is damaged or cut short, {file.compression} says: {error}; copy it again"
         ) from error
