@@ -970,6 +970,13 @@ MUTATIONS = (
         "value or option.text",
         "cli/test_help.py::test_all_is_every_option_with_its_whole_text",
     ),
+    Mutation(
+        "text that is read often has the weight decay of one pass",
+        "train/size.py",
+        "of_one_pass * (1.0 + _DECAY_OF_A_PASS *",
+        "of_one_pass * (1.0 + 0.0 *",
+        "train/test_resolve.py::test_size_auto_takes_more_decay_for_more_passes",
+    ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----
     Mutation(
         "zero does not divide the update in a plan",

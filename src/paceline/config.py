@@ -303,9 +303,9 @@ SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "global_b
 
 
 def with_size_of(stored: Config, config: Config) -> Config:
-    """Returns `config` with the model and the batch that a run chose by model.size auto and stored."""
+    """Returns `config` with the model, batch and weight decay that a run chose by model.size auto and stored."""
     batch = stored.train.global_batch_size
-    config = dataclasses.replace(config, model=stored.model)
+    config = dataclasses.replace(config, model=stored.model).replace("optim", weight_decay=stored.optim.weight_decay)
     return config.replace("train", global_batch_size=batch, global_batch_tokens=0)
 
 

@@ -200,6 +200,19 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
     assert resolve(config.replace("train", time_budget=0.0, steps=5), 4096, [FACTS], 1e12).config.model.n_embd == 96
 
 
+@pytest.mark.parametrize(("passes", "decay"), [(0.5, 0.1), (1.0, 0.1), (3.0, 1.0), (8.0, 3.25), (100.0, 5.05)])
+def test_size_auto_takes_more_decay_for_more_passes(passes: float, decay: float) -> None:
+    """Mutation: the decay of one pass for any number, with which eight passes are worse than three."""
+    config = Config().replace("model", size="auto").replace("train", time_budget=100.0)
+    chosen = resolve(config, 4096, [FACTS], 1e12)
+    tokens = chosen.config.train.time_budget * 1e12 / cost.flops_per_token(chosen.config.model, config.data.seq_len)
+    chosen = resolve(config, 4096, [FACTS], 1e12, round(tokens / passes))
+    assert chosen.weight_decay == chosen.config.optim.weight_decay == pytest.approx(decay, rel=1e-3)
+    assert resolve(chosen.config, 4096, [FACTS], 1e12, 10).weight_decay == chosen.weight_decay, "a resume keeps it"
+    said = [choice.what for choice in chosen.choices if choice.flag == "--model.size given"]
+    assert ("weight decay 0.1 ->" in said[0]) == (decay > 0.1)
+
+
 @pytest.mark.parametrize(
     ("shares_memory", "strategy", "says"),
     [(True, "ddp", "in shared memory"), (False, "zero", "over sockets"), (True, "naive", None)],

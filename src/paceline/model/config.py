@@ -18,7 +18,8 @@ class ModelConfig:
     """Family: gpt2 (LayerNorm, learned positions, GELU) or llama (RMSNorm, rotary positions, SwiGLU)."""
     size: Literal["given", "auto"] = "given"
     """auto: n-layer, n-head, n-embd and the batch are chosen for what the ranks compute in train.time-budget, by timing
-    them, so another start may choose others. One of them as a flag means given."""
+    them, so another start may choose others; weight decay grows with the passes that this makes over the data. One of
+    the sizes as a flag means given."""
     n_layer: int = 4
     """Number of decoder blocks."""
     n_head: int = 4

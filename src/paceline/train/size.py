@@ -1,4 +1,4 @@
-"""model.size auto: the shape and the batch for what the ranks compute in the run's time."""
+"""model.size auto: the shape, the batch and the weight decay for what the ranks compute in the run's time."""
 
 import math
 from dataclasses import replace
@@ -11,13 +11,18 @@ _HEAD_WIDTH = 64
 # Set by a few runs (docs/LOG.md, 2026-11-23):
 _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
+# Of text that is read again a model learns the words by heart; decay holds that up. 0.1 is best for one pass, 1 for
+# three, 3 for eight (docs/log/2026.md, 2026-11-28; also arXiv 2509.14786, section 3).
+_DECAY_OF_A_PASS = 4.5  # added for each pass after the first, over the decay of one pass
+_MOST_PASSES = 12  # measured up to here
 
 
 def sized(
     config: Config, vocab_size: int, flops_per_s: float, num_ranks: int, data_tokens: int = 0
 ) -> tuple[Config, str, str]:
-    """Returns the config with the shape and batch that end with the lowest loss, what they are, and why. FLOP/s 0, not
-    known, or no time budget: as given. data_tokens: of the training data; train.max_epochs of them are trained at most.
+    """Returns the config with the shape, batch and decay that end with the lowest loss, what they are, and why. FLOP/s
+    0, not known, or no time budget: as given. data_tokens: of the training data; train.max_epochs of them are trained
+    at most.
 
     Width is 64 a layer, so parameters grow as layers^3, and the best number as the root of the FLOPs (Chinchilla,
     arXiv 2203.15556): layers as the sixth root. Tokens in a step grow as the root of all tokens.
@@ -43,4 +48,14 @@ def sized(
     if seconds < train.time_budget:
         why += f", limited by train.max-epochs {train.max_epochs:g}"
     train = replace(train, global_batch_size=batch, global_batch_tokens=0)
-    return replace(config, model=model, train=train), shape, why
+    passes = tokens / data_tokens if data_tokens else 1.0
+    decay = decay_for(config.optim.weight_decay, passes)
+    if decay != config.optim.weight_decay:
+        shape += f", weight decay {config.optim.weight_decay:g} -> {decay:.2g}"
+        why += f", {passes:.1f} passes over the data"
+    return replace(config, model=model, train=train, optim=replace(config.optim, weight_decay=decay)), shape, why
+
+
+def decay_for(of_one_pass: float, passes: float) -> float:
+    """Returns the weight decay for so many passes over the data."""
+    return of_one_pass * (1.0 + _DECAY_OF_A_PASS * max(0.0, min(passes, _MOST_PASSES) - 1.0))
