@@ -35,7 +35,7 @@ def result(mine: StepTimes, by_rank: list[StepTimes]) -> StepResult:
         weight=64.0,
         skipped=None,
         stop_reason=None,
-        shared=[],
+        numbers=[],
         times=mine,
         by_rank=by_rank,
     )
