@@ -101,8 +101,8 @@ MUTATIONS = (
     Mutation(
         "a broadcast from rank 0 instead of the source",
         "world/group.py",
-        "dist.broadcast(tensor, source, ",
-        "dist.broadcast(tensor, 0, ",
+        "dist.broadcast(sent, source, ",
+        "dist.broadcast(sent, 0, ",
         "world/test_group.py::test_broadcast_gives_every_rank_the_sources",
     ),
     Mutation(

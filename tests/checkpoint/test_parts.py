@@ -23,9 +23,8 @@ from paceline.checkpoint.encode import decode, encode
 from paceline.checkpoint.manifest import Kind, check_cover, folder_name, read_manifest
 from paceline.checkpoint.save import Saver
 from paceline.checkpoint.writers import find_writers
-from paceline.world.group import LocalGroup
+from paceline.world.group import LocalGroup, SideChannel
 from paceline.world.runtime import World
-from paceline.world.side import SideChannel
 
 
 def read(folder: Path, manifest: dict[str, Any], kind: Kind, like: Mapping[Slice, torch.Tensor]) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import sys
 import threading
 import time
@@ -22,11 +23,11 @@ from torch.distributed import TCPStore
 
 from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.ownership import borders
+from paceline.world import group as group_file
 from paceline.world.device_clock import DeviceClock
 from paceline.world.errors import lost_peers_named
 from paceline.world.group import DistributedGroup, Group, LocalGroup, Traffic, Transfer, from_rank_0
 from paceline.world.runtime import World
-from paceline.world.staged import StagedGroup
 
 OPS = {"sum": np.sum, "min": np.min, "max": np.max}
 SHAPES = [(1,), (3, 5), (1000,), (0,)]
@@ -242,7 +243,7 @@ def on_ranks(world: World) -> Row:
 
 def on_staged_ranks(world: World) -> Row:
     """Every second rank sends through host memory, as one on a GPU does; its tensors are the CPU's here."""
-    group = (DistributedGroup if world.rank % 2 else StagedGroup)(world.device, 30.0)
+    group = DistributedGroup(world.device, 30.0, is_staged=world.rank % 2 == 0)
     return exercise(group), timing(group), slow_peer(group)
 
 
@@ -413,6 +414,24 @@ def test_a_local_transfer_can_be_waited_for_and_moves_nothing() -> None:
     group.start_all_gather(tensor, [0, 5]).wait()
     group.set_timeout(1)
     assert torch.equal(tensor, torch.arange(5.0))
+
+
+COLLECTIVES = {
+    *(name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "batch_"))),
+    *("barrier", "monitored_barrier", "isend", "irecv", "send", "recv", "new_group"),
+}
+
+
+def test_one_file_calls_torchs_collectives() -> None:
+    """Mutation: a `dist.barrier()` in process_group.py. fsdp makes torch's own group for ranks of several hosts."""
+    package = Path(group_file.__file__).parent.parent
+    callers = {
+        (str(file.relative_to(package)), name)
+        for file in package.rglob("*.py")
+        for name in re.findall(r"\bdist\.(\w+)", file.read_text())
+        if name in COLLECTIVES
+    }
+    assert {file for file, _ in callers} == {"world/group.py"}, callers
 
 
 # ---- what goes wrong ----

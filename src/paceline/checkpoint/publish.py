@@ -24,7 +24,7 @@ from paceline.checkpoint import manifest as mf
 from paceline.checkpoint import retention, shards
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.shards import Bytes
-from paceline.world.side import SideChannel
+from paceline.world.group import SideChannel
 
 _POLL_S = 0.02
 _PATIENCE_S = 600.0  # without one more byte in the folder: an fsync on a slow disk may take minutes

@@ -33,7 +33,7 @@ from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.publish import Record
 from paceline.checkpoint.shards import Bytes, HostImages, ready_event
-from paceline.world.side import SideChannel
+from paceline.world.group import SideChannel
 
 _NICENESS = 10  # a tenth of training's share of a core that both want
 

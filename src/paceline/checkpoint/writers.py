@@ -15,8 +15,7 @@ from paceline.base.ownership import Slice
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind, folder_name
 from paceline.checkpoint.save import Saver
-from paceline.world.group import Group, from_rank_0
-from paceline.world.side import SideChannel
+from paceline.world.group import Group, SideChannel, from_rank_0
 
 _TOKEN = ".seen"  # rank 0 writes a random text into it; a rank that can read the text sees the same folder
 

@@ -36,8 +36,7 @@ from paceline.sync.fully_shard import Gather, ReduceScatter, block_of, gathered,
 from paceline.sync.hooks import hooked
 from paceline.sync.strategy import Fetch, Strategy
 from paceline.world.calls import mistake
-from paceline.world.group import DistributedGroup
-from paceline.world.side import all_reduce_for_torch
+from paceline.world.group import DistributedGroup, all_reduce_for_torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

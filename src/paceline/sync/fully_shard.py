@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from paceline.base.errors import UserError
-from paceline.world.group import DistributedGroup
-from paceline.world.side import all_gather_for_torch, reduce_scatter_for_torch
+from paceline.world.group import DistributedGroup, all_gather_for_torch, reduce_scatter_for_torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

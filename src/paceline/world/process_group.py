@@ -23,7 +23,6 @@ from paceline.world.env import Environment, check_interface
 from paceline.world.group import DistributedGroup, Group, LocalGroup
 from paceline.world.peer import Peer, this_process
 from paceline.world.rendezvous import Joined, join_world
-from paceline.world.staged import StagedGroup
 from paceline.world.store import post, read
 
 _TEARDOWN_S = 0.5
@@ -99,7 +98,7 @@ def open_group(
     try:
         group = _open_process_group(config, env, device, backend, joined)
         yield group, joined, backend
-        group.finish()
+        group.leave()
         clean = True
     finally:
         if dist.is_initialized():
@@ -126,8 +125,9 @@ def adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) ->
 
 
 def _make_group(device: torch.device, backend: str, config: ParallelConfig, joined: Joined) -> DistributedGroup:
-    kind = StagedGroup if device.type == "cuda" and backend == "gloo" else DistributedGroup
-    group = kind(device, config.timeout_s, [peer.machine for peer in joined.peers])
+    is_staged = device.type == "cuda" and backend == "gloo"
+    hosts = [peer.machine for peer in joined.peers]
+    group = DistributedGroup(device, config.timeout_s, hosts, is_staged=is_staged)
     group.share_memory(joined.peers, config.shared_memory and device.type == "cpu")
     return group
 
@@ -166,11 +166,7 @@ def _open_process_group(
 
 
 def _close_process_group(group: DistributedGroup | None, clean: bool) -> None:
-    """Destroys the group. After a clean run all ranks meet first: a rank that leaves early breaks the others' last
-    transfer. After an error the destructor may wait for a peer that hangs; it gets half a second."""
-    if clean:
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
+    """Destroys the group. After an error the destructor may wait for a peer that hangs; it gets half a second."""
     if group is not None:
         group.close()
     if clean:

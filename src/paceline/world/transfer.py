@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -149,7 +149,9 @@ class Exchanges:
     """Sends and receives in phases, one after the other. Each phase has a thread, which goes through all exchanges in
     their order: the phases of several exchanges overlap, and none waits for a later exchange."""
 
-    def __init__(self) -> None:
+    def __init__(self, post: Callable[..., list[dist.Work]]) -> None:
+        """post: begins receives and sends (group.py)."""
+        self._post = post
         # Timeout for Work.wait of sends and receives; empty: the one they were opened with, which Gloo keeps.
         self.patience: tuple[timedelta, ...] = ()
         self._number = 0
@@ -159,13 +161,13 @@ class Exchanges:
         """Begins an exchange, and returns the future of its last phase."""
         self._number += 1
         tag = self._number % (1 << 20)  # ranks with a different order fail instead of mixing data
-        receives = [post([], phase.receives, is_nccl=False, tag=tag) for phase in phases]
-        sends = post(phases[0].sends, [], is_nccl=False, tag=tag)
+        receives = [self._post([], phase.receives, is_nccl=False, tag=tag) for phase in phases]
+        sends = self._post(phases[0].sends, [], is_nccl=False, tag=tag)
 
         def run(number: int, before: Future[None] | None) -> None:
             if before is not None:
                 before.result()  # raises what that phase raised
-                sends.extend(post(phases[number].sends, [], is_nccl=False, tag=tag))
+                sends.extend(self._post(phases[number].sends, [], is_nccl=False, tag=tag))
             self.finish(receives[number])
             self.finish(sends)
             for call in phases[number].then:
@@ -221,18 +223,3 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def post(sends: Iterable[Message], receives: Iterable[Message], *, is_nccl: bool, tag: int = 0) -> list[dist.Work]:
-    """Begins receives, then sends. Empty tensors are left out. Receives come first: Gloo's permission to send uses the
-    same connection, and would wait behind a send's data."""
-    calls = [
-        (dist.irecv if is_receive else dist.isend, tensor, other)
-        for is_receive, messages in ((True, receives), (False, sends))
-        for other, tensor in messages
-        if tensor.numel()
-    ]
-    if is_nccl:  # one by one they would wait for each other
-        return list(dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])) if calls else []
-    works = [begin(tensor, other, tag=tag) for begin, tensor, other in calls]
-    return [work for work in works if work is not None]

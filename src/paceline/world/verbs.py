@@ -1,93 +1,86 @@
-"""The verbs by which ranks communicate: what `LocalGroup` and `DistributedGroup` (group.py) both do."""
+"""The verbs by which ranks communicate, and what they do in a world of one."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
+from paceline.world.device_clock import DeviceClock
 from paceline.world.transfer import Messages, Traffic, Transfer, nothing
 
 ReduceOp = Literal["sum", "min", "max"]
 
 
-class Group(ABC):
-    """The verbs. Costs are bytes sent by one rank, for a ring of n ranks and a tensor of s bytes."""
+class Group:
+    """The verbs, in a world of one: nothing is sent, every tensor is already reduced. `DistributedGroup` (group.py)
+    sends. Costs are bytes sent by one rank, for a ring of n ranks and a tensor of s bytes."""
 
-    rank: int
-    size: int
-    timeout_s: float  # how long a collective waits for the other ranks
-    is_queued = False  # the host queues collectives on a GPU, and learns their results only where it reads them
+    rank = 0
+    size = 1
+    timeout_s = 0.0  # how long a collective waits for the other ranks
+    waiting_for: str | None = None  # the collective that this rank waits in; the watchdog reads it in another thread
+    shares_memory = False  # whether tensors of `zeros` are reduced in memory that the ranks share
+    is_open = True  # whether ranks can still meet: a script may have destroyed the process group that it opened
 
-    @property
-    def waiting_for(self) -> str | None:
-        """The collective that this rank waits in; the watchdog reads it in another thread."""
-        return None
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether tensors of `zeros` are reduced in memory that the ranks share."""
-        return False
+    def __init__(self, device: torch.device):
+        self._clock = DeviceClock(device)
+        # The host queues collectives on a GPU, and learns their results only where it reads them.
+        self.is_queued = device.type == "cuda"
 
     def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a flat tensor of that dtype and device, for collectives that are called often. Collective."""
         return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether ranks can still meet: a script may have destroyed the process group that it opened."""
-        return True
-
-    @abstractmethod
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Transfer:
         """Begins to replace the tensor, on every rank, by its reduction over ranks. 2 s (n-1)/n bytes."""
+        return Transfer(self._clock)
 
-    @abstractmethod
     def start_reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         """Begins to sum a flat tensor over ranks. Afterwards a rank has the sum in elements borders[rank] ..
         borders[rank+1]-1; the others are undefined. s (n-1)/n bytes."""
+        return Transfer(self._clock)
 
-    @abstractmethod
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. s (n-1)/n bytes."""
+        return Transfer(self._clock)
 
-    @abstractmethod
     def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
         """Begins to send a tensor to each rank in `sends` and to fill the tensors of `receives`. Only these ranks take
         part. Raises ValueError for a message to this rank itself. Costs the bytes of `sends`."""
+        if sends or receives:
+            raise ValueError("rank 0 is alone: there is nobody to send to")
+        return Transfer(self._clock)
 
-    @abstractmethod
     def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
         """Begins to exchange tensors with every other rank; a background thread ends with `then`. Bytes: `sends`."""
+        then()
+        return self.start_messages(sends, receives)
 
-    @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replaces the tensor, on every rank, by the source's. Counted as s (n-1) bytes that the source sends."""
 
-    @abstractmethod
     def barrier(self) -> None:
         """Returns when every rank has called it, and the exchanges begun before are over."""
 
-    @abstractmethod
     def take_traffic(self) -> Traffic:
         """Returns the traffic since the last call; a transfer under way is returned once it has ended."""
+        return Traffic()
 
-    @abstractmethod
     def set_timeout(self, seconds: float) -> None:
         """Sets how long later collectives wait for the other ranks before they raise PeerLost."""
 
-    @abstractmethod
+    def total(self, number: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over ranks of one float64 number, the same on all. s (n-1) bytes."""
+        return number
+
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns every rank's CPU tensor, stacked by rank; all have the same shape. s (n-1) bytes."""
+        return tensor.unsqueeze(0)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Calls start_all_reduce, and waits."""
         self.start_all_reduce(tensor, op).wait()
-
-    def total(self, number: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over ranks of one float64 number, the same on all. s (n-1) bytes."""
-        return number.new_tensor(sum(row[0] for row in self.share([float(number)])))
 
     def share(self, values: list[float]) -> list[list[float]]:
         """Returns every rank's values, by rank, as float64. All ranks pass equally many. s (n-1) bytes."""
