@@ -581,6 +581,13 @@ MUTATIONS = (
         "checkpoint/test_background_saving.py::test_what_is_saved_is_the_moment_of_begin_and_only_the_copy_is_waited_for",
     ),
     Mutation(
+        "each save reads the manifests of all kept checkpoints",
+        "checkpoint/retention.py",
+        "if folder not in _READ or _READ[folder][0] != state:",
+        "if folder not in _READ or state:",
+        "checkpoint/test_integrity.py::test_a_save_does_not_read_the_manifests_of_all_kept_checkpoints",
+    ),
+    Mutation(
         "one checkpoint fewer stays",
         "checkpoint/retention.py",
         "[: -config.keep]",

@@ -628,10 +628,11 @@ def test_a_manifest_of_1024_ranks_is_as_small_as_that_of_8() -> None:
     assert num_bytes(1024) < 4 * num_bytes(8)
 
 
-@pytest.mark.xfail(strict=True, reason="every kept manifest is read; mended with the rebuilding of the checkpoint room")
 def test_a_save_does_not_read_the_manifests_of_all_kept_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beside 300 kept ones a save took a second for them, with keep-best two. Mutation: a manifest is never the one
+    that was read."""
     for step in range(1, 9):
         keep(tmp_path, step)
     num_read, read_manifest = list[Path](), mf.read_manifest

@@ -15,6 +15,10 @@ from paceline.base.jsonl import rows
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
 
+_FACTS = ("val_loss", "due_steps")
+_READ: dict[
+    Path, tuple[list[tuple[int, ...]], dict[str, Any]]
+] = {}  # by folder: its state when it was read, and _FACTS
 _LOSS = "val_loss.json"  # in a checkpoint that was saved before it was evaluated
 
 
@@ -117,9 +121,23 @@ def _val_loss(checkpoints: Path, step: int, manifest: dict[str, Any]) -> float |
 
 
 def _complete(checkpoints: Path) -> dict[int, dict[str, Any]]:
-    """Returns step -> manifest of the checkpoints that have all files in full size, oldest first."""
-    found = {}
+    """Returns step -> `val_loss` and `due_steps`, where the manifest has them, of the checkpoints that have all files
+    in full size, oldest first. A manifest that this process has read is not read again until a file of its folder has
+    come, gone, or changed its name."""
+    facts_by_step = {}
     for step in mf.list_steps(checkpoints):
-        with contextlib.suppress(mf.Damaged):
-            found[step] = mf.read_manifest(checkpoints / mf.folder_name(step))
-    return found
+        folder = checkpoints / mf.folder_name(step)
+        with contextlib.suppress(mf.Damaged, OSError):
+            state = [(seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns) for seen in _stats(folder)]
+            if folder not in _READ or _READ[folder][0] != state:
+                manifest = mf.read_manifest(folder)
+                _READ[folder] = state, {name: manifest[name] for name in _FACTS if name in manifest}
+            facts_by_step[step] = _READ[folder][1]
+    for folder in list(_READ):  # another thread may add to it, for another folder
+        if folder.parent == checkpoints and not folder.exists():
+            _READ.pop(folder, None)
+    return facts_by_step
+
+
+def _stats(folder: Path) -> list[os.stat_result]:
+    return [folder.lstat(), (folder / mf.MANIFEST).lstat()]
