@@ -17,7 +17,7 @@ from paceline.checkpoint.config import CheckpointConfig
 
 _FACTS = ("val_loss", "due_steps")
 _READ: dict[
-    Path, tuple[list[tuple[int, ...]], dict[str, Any]]
+    Path, tuple[list[tuple[int, int, int, int]], dict[str, Any]]
 ] = {}  # by folder: its state when it was read, and _FACTS
 _LOSS = "val_loss.json"  # in a checkpoint that was saved before it was evaluated
 
