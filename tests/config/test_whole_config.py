@@ -136,7 +136,7 @@ def test_a_horizon_that_is_given_takes_the_place_of_the_presets() -> None:
     assert demo.train.time_budget > 0
     changed = from_toml("[train]\nsteps = 7", "x", demo)
     assert (changed.train.steps, changed.train.time_budget) == (7, 0)
-    assert (demo.train.max_epochs, changed.train.max_epochs) == (3, 0), "it limits a time"
+    assert (demo.train.max_epochs, changed.train.max_epochs) == (8, 0), "it limits a time"
     changed.check()
     above = from_toml('preset = "demo"\n[train]\nsteps = 7', "x", Config())
     assert (above.train.steps, above.train.time_budget) == (7, 0)
