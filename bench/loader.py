@@ -8,23 +8,30 @@ a time in one thread, without prefetching, and in turn, so that a machine whose 
 import argparse
 import ast
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.table
 import torch
 from side import show, show_header
 
 from paceline.data.blend import Blend
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
-from paceline.record.console import Console
-from paceline.tools.bench.loader import measure, worlds_table
+from paceline.data.sequences import Sequences
+from paceline.record.console import Console, table
 
 BATCH, SEQ_LEN, VOCAB = 8, 1024, 50257
+WORLDS = (1, 8, 64, 1024)
+_ROUNDS = 7  # worlds take turns in each, since a machine's speed may drift
+_SEED = 1337
+_DRAWN_SEQUENCES = 2048  # least number for the wrapper, which reads 1000 times as much in a world of 1024
 
 
 def nanogpt_get_batch(checkout: Path, folder: Path) -> Callable[[], Any]:
@@ -70,6 +77,66 @@ def compare(checkout: Path, folder: Path, blend: Blend, rounds: int, batches: in
     show("times nanoGPT's tokens/s", [a / b for a, b in zip(nanogpt, ours, strict=True)], "x")
 
 
+# ---- worlds of several sizes ----
+
+
+@dataclass(frozen=True)
+class WorldCost:
+    """The cost of a sequence on one rank of a world; every rank has equally many a step in every world."""
+
+    world_size: int
+    cpu_us_per_sequence: float
+    bytes_per_sequence: float
+    drawn_cpu_us_per_sequence: float  # the wrapper that draws all sequences of a step and keeps its own
+    drawn_bytes_per_sequence: float
+
+
+def measure_worlds(blend: Blend, sequences: Sequences, batch: int, steps: int = 500) -> list[WorldCost]:
+    """Returns costs of micro-batches of `batch` sequences, one a rank and step. Ranks of larger worlds are simulated: a
+    loader takes rank and world size as integers. For comparison a wrapper draws the sequences of all ranks and keeps
+    its own, as one must with a loader without ranks."""
+    loaders = [Loader(sequences, BatchPlan(batch * size, batch, size), size // 2, _SEED) for size in WORLDS]
+    by_world: list[list[tuple[float, float]]] = [[] for _ in loaders]
+    for _ in range(_ROUNDS + 1):
+        for costs, loader in zip(by_world, loaders, strict=True):
+            costs.append(_cost(blend, loader, steps, batch))
+    rows = []
+    for size, loader, costs in zip(WORLDS, loaders, by_world, strict=True):
+        cpu_us, num_bytes = (statistics.median(values) for values in zip(*costs[1:], strict=True))
+        everything = Loader(sequences, BatchPlan(batch * size, batch, 1), 0, _SEED)
+        drawn = _cost(blend, everything, max(1, _DRAWN_SEQUENCES // (batch * size)), batch, keep=loader.rank)
+        rows.append(WorldCost(size, cpu_us, num_bytes, *drawn))
+    return rows
+
+
+def _cost(blend: Blend, loader: Loader, steps: int, batch: int, keep: int = 0) -> tuple[float, float]:
+    """Returns CPU microseconds and bytes read, for each sequence that is kept: one micro-batch a step."""
+    bytes_before, cpu_before = _bytes_read(blend), time.process_time()
+    for step in range(steps):
+        _ = loader.micro_batches(step)[keep]
+    cpu_s = time.process_time() - cpu_before
+    return 1e6 * cpu_s / (steps * batch), (_bytes_read(blend) - bytes_before) / (steps * batch)
+
+
+def _bytes_read(blend: Blend) -> int:
+    return sum(dataset.train.bytes_read for dataset in blend.datasets)
+
+
+def worlds_table(worlds: list[WorldCost]) -> rich.table.Table:
+    columns = ["world size", "CPU us a sequence", "bytes", "drawing all: CPU us", "bytes"]
+    rows = [
+        [
+            f"{row.world_size}",
+            f"{row.cpu_us_per_sequence:.2f}",
+            f"{row.bytes_per_sequence:.0f}",
+            f"{row.drawn_cpu_us_per_sequence:.1f}",
+            f"{row.drawn_bytes_per_sequence:.0f}",
+        ]
+        for row in worlds
+    ]
+    return table("What a sequence costs its rank, and a wrapper that draws all and keeps its own", columns, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, required=True, help="a checkout of karpathy/nanoGPT")
@@ -85,8 +152,8 @@ def main() -> None:
         ids[: 10 * SEQ_LEN].tofile(folder / "val.bin")
         blend = Blend.open([(folder, 1.0)], VOCAB)
         compare(options.checkout, folder, blend, options.rounds, options.batches)
-        report = measure(blend, blend.training(SEQ_LEN, cache=folder), batch=BATCH)
-    Console(0).say(worlds_table(report))
+        worlds = measure_worlds(blend, blend.training(SEQ_LEN, cache=folder), BATCH)
+    Console(0).say(worlds_table(worlds))
 
 
 if __name__ == "__main__":

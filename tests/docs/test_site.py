@@ -118,7 +118,7 @@ def test_each_verb_public_name_field_and_preset_has_its_place_in_the_reference(
     for verb in _VERBS:
         assert f"paceline-{verb}" in pages["reference/cli.html"].ids
         assert f"paceline {verb}" in cli
-    for words in ("data prepare", "data info", "bench link", "bench loader", "bench scaling", "lab set"):
+    for words in ("data prepare", "data info", "bench link", "bench scaling", "lab set"):
         assert f"paceline-{words.replace(' ', '-')}" in pages["reference/cli.html"].ids
         assert f"usage: paceline {words}" in cli
     for name in paceline._PUBLIC:

@@ -1,25 +1,20 @@
-"""paceline bench loader | link | scaling"""
+"""paceline bench link | scaling"""
 
 import dataclasses
 import json
 import os
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from paceline.base.errors import UserError, require_at_least
+from paceline.base.errors import UserError
 from paceline.cli.flags import ModelFlags, base_config, check_files, parse, run_verb, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
-from paceline.data.config import DataConfig
 from paceline.tools.lab.hosts import MOST_HOSTS, read_rate
 
-_USAGE = """paceline bench loader [--data.path DIR]     what a rank's batches cost, in worlds of 1 to 1024
-paceline bench link [--nproc N]             latency and bandwidth between ranks, and how long a model's all-reduce takes
-paceline bench scaling [--preset NAME]      tokens/s and efficiency from one process to several hosts
+_USAGE = """paceline bench link [--nproc N]         latency and bandwidth between ranks, and a model's all-reduce time
+paceline bench scaling [--preset NAME]  tokens/s and efficiency from one process to several hosts
 
 `--help` after it shows its options.
 """
@@ -27,55 +22,7 @@ _LEAST_BYTES, _LEAST_BUDGET_S = 4096, 5.0
 
 
 def main(arguments: list[str]) -> int:
-    return run_verb("bench", {"loader": _loader, "link": _link, "scaling": _scaling}, arguments, _USAGE)
-
-
-# ---- the data path ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderArguments:
-    """Measure the data path: tokens/s of one rank, and what a sequence costs a rank of larger worlds (simulated)."""
-
-    batch: int = 8
-    """Sequences in a micro-batch."""
-    steps: int = 500
-    """Micro-batches per round."""
-    vocab_size: int = 0
-    """If the data does not tell it (GPT-2's: 50257)."""
-    json: bool = False
-    """One JSON object instead of a table."""
-    data: Annotated[DataConfig, tyro.conf.arg(name="data")] = field(default_factory=lambda: DataConfig(seq_len=1024))
-
-
-def _loader(arguments: list[str]) -> int:
-    parsed = parse(LoaderArguments, LoaderArguments(), arguments, "bench loader")
-    require_at_least(parsed, "--", batch=1, steps=1)
-    from paceline.data.cache import inspect_data
-
-    inspect_data(parsed.data, parsed.vocab_size)
-    import torch  # imports torch: seconds
-
-    from paceline.model.config import ModelConfig
-    from paceline.record.console import Console
-    from paceline.tools.bench.loader import measure, summary, worlds_table
-    from paceline.train.data import open_data
-
-    torch.set_num_threads(1)
-    console = Console(0)
-    with console.reading() as reading:
-        data = open_data(Config(data=parsed.data, model=ModelConfig(vocab_size=parsed.vocab_size)), reading)
-
-    def say(text: str) -> None:  # standard output is for the JSON object
-        print(text, file=sys.stderr if parsed.json else sys.stdout)
-
-    report = measure(data.blend, data.training, batch=parsed.batch, steps=parsed.steps, say=say)
-    if parsed.json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        console.say(f"\n{summary(report)}\n")
-        console.say(worlds_table(report))
-    return 0
+    return run_verb("bench", {"link": _link, "scaling": _scaling}, arguments, _USAGE)
 
 
 # ---- the network ----
@@ -98,8 +45,6 @@ class LinkArguments(ModelFlags):
     """Approximate time limit in seconds. Sizes that a slow link cannot carry in time are left out, and listed."""
     compute_ms: float = 0.0
     """Milliseconds of a step's forward and backward on a rank, for the predictions of a step; 0: measured."""
-    plot: str = ""
-    """A file for a plot of bandwidth over size, an .html page; needs plotly (`pip install 'paceline[report]'`)."""
 
 
 def _link(arguments: list[str]) -> int:
@@ -113,7 +58,7 @@ def _link(arguments: list[str]) -> int:
         raise UserError(f"--time-budget is {parsed.time_budget}; it is at least {_LEAST_BUDGET_S:g} seconds")
     if not 0 <= parsed.compute_ms < 1e9:
         raise UserError(f"--compute-ms is {parsed.compute_ms}; give the milliseconds of a step, or 0 to measure them")
-    check_files(json=parsed.json, plot=parsed.plot)
+    check_files(json=parsed.json)
     env, num_ranks = find_world(parsed.nproc, config.parallel)
     if num_ranks > 1:
         return start_without_run(num_ranks, ["bench", "link", *arguments], config.parallel)
@@ -124,7 +69,7 @@ def _link(arguments: list[str]) -> int:
         )
     from paceline.record.console import Console
     from paceline.tools.bench.link import measure  # imports torch: seconds
-    from paceline.tools.bench.link_show import show, write_plot
+    from paceline.tools.bench.link_show import show
     from paceline.world.runtime import open_world
 
     console = Console(env.rank)
@@ -141,8 +86,6 @@ def _link(arguments: list[str]) -> int:
         show(report, console)
         if parsed.json:
             Path(parsed.json).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-        if parsed.plot:
-            write_plot(report, Path(parsed.plot))
     return 0
 
 
@@ -178,8 +121,6 @@ class ScalingArguments(ModelFlags):
     """A file for all measurements."""
     markdown: str = ""
     """A file for the tables as Markdown."""
-    plot: str = ""
-    """An .html file for a plot with the ideal line; it needs plotly."""
 
 
 def _scaling(arguments: list[str]) -> int:
@@ -215,7 +156,7 @@ def _scaling(arguments: list[str]) -> int:
     for kind, rows in tables.items():
         console.say(scaling_show.terminal_table(setup, kind, rows))
     console.say(scaling_show.LEGEND + "\n", style="dim")
-    shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json, "plot": scaling_show.plot_html}
+    shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json}
     for name, shape in shapes.items():
         if path := getattr(parsed, name):
             Path(path).write_text(shape(setup, found), encoding="utf-8")
@@ -268,7 +209,7 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
         value, most = getattr(parsed, name.replace("-", "_")), MOST_HOSTS if name == "hosts" else 1024
         if not least <= value <= most:
             raise UserError(f"--{name} is {value}; it lies between {least} and {most}")
-    check_files(json=parsed.json, markdown=parsed.markdown, plot=parsed.plot)
+    check_files(json=parsed.json, markdown=parsed.markdown)
     if parsed.hosts == 1:
         raise UserError("--hosts is 1; a lab has 2 or more, and 0 leaves it out")
     if parsed.settings.parallel.device == "mps":
@@ -283,7 +224,7 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
 
 def _check_compare(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
     flag, other = "--cpu" if parsed.cpu else "--compare", ScalingArguments()
-    without = ("kind", "max_ranks", "plot", *(["hosts"] if parsed.cpu else []))
+    without = ("kind", "max_ranks", *(["hosts"] if parsed.cpu else []))
     if given := [name for name in without if getattr(parsed, name) != getattr(other, name)]:
         raise UserError(
             f"--{given[0].replace('_', '-')} has no effect with {flag}, which measures one rank on each host of a lab; "

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import itertools
 import shlex
@@ -181,16 +180,11 @@ def shell_words(text: str) -> list[str]:
 
 
 def check_files(**paths: str) -> None:
-    """Raises UserError if a file of these flags could not be written, or is a plot that cannot be drawn."""
+    """Raises UserError if a file of these flags could not be written."""
     for name, text in paths.items():
         path = Path(text).absolute()
         if text and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"--{name} is {text}; name a file in a folder that exists")
-    if plot := paths.get("plot"):
-        if not plot.endswith(".html"):
-            raise UserError(f"--plot is {plot}; a plot is a page: give it a name that ends in .html")
-        if importlib.util.find_spec("plotly") is None:
-            raise UserError("--plot needs plotly: pip install 'paceline[report]'")
 
 
 def _require_one_way(words: Container[str]) -> None:

@@ -26,7 +26,7 @@ _VERBS = {
     "launch": "train on several hosts by ssh, from one terminal",
     "kubernetes": "print a job whose pods train, and are started again until it is done",
     "lab": "several hosts on this machine, with their own links and processors, to try all of this",
-    "bench": "measure the network (bench link), scaling (bench scaling), the data path (bench loader)",
+    "bench": "measure the network (bench link), scaling (bench scaling)",
     "learn": "watch an all-reduce step by step, between real processes (learn ring)",
     "plan": "predict memory, time and price of a run on this machine or a described cluster",
     "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",

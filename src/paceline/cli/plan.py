@@ -14,7 +14,6 @@ from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import (
     ModelFlags,
     base_config,
-    check_files,
     parse,
     value_of,
     variant,
@@ -27,8 +26,8 @@ from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
 
 if TYPE_CHECKING:
-    from paceline.tools.plan.band import Band
     from paceline.tools.plan.cluster import Cluster
+    from paceline.tools.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +51,11 @@ class PlanArguments(ModelFlags):
     """For a device and an hour, in any currency; 0: the cluster's."""
     json: bool = False
     """One JSON object with all numbers, instead of tables."""
-    plot: str = ""
-    """An .html file for a plot of efficiency over the numbers of ranks, with its range; it needs plotly."""
     explain: bool = False
     """Every number with its formula and inputs."""
     calibrate: bool = False
     """Measure small models like the config's on this machine, about 15 seconds for each number of ranks; it must do
-    nothing else. Later plans and `train` use the result, for any number of blocks and any batch."""
+    nothing else. Later plans use the result, for any number of blocks and any batch."""
 
 
 def main(arguments: list[str]) -> int:
@@ -69,8 +66,7 @@ def main(arguments: list[str]) -> int:
         words = with_preset(arguments, "demo")
     parsed = parse(PlanArguments, PlanArguments(settings=base_config(words)), words, "plan")
     require_at_least(parsed, "--", price=0)
-    check_files(plot=parsed.plot)
-    if parsed.calibrate and (shown := [f"--{name}" for name in ("json", "plot", "explain") if getattr(parsed, name)]):
+    if parsed.calibrate and (shown := [f"--{name}" for name in ("json", "explain") if getattr(parsed, name)]):
         raise UserError(f"{units.listed(shown)} show a plan, and --calibrate only measures: plan afterwards")
     config = parsed.settings
     config.check()
@@ -83,50 +79,43 @@ def main(arguments: list[str]) -> int:
         is_given = bool(counts or parsed.cluster)
         at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
         return _calibrate(arguments, list(variants.values()), sorted(at_once))
-    is_here = not (parsed.cluster or parsed.json or parsed.plot)
+    is_here = not (parsed.cluster or parsed.json)
     if is_here and (status := _measure_unknown(arguments, list(variants.values()), counts)):
         return status
     from paceline.record.console import Console
-    from paceline.tools.plan.band import write_plot
     from paceline.tools.plan.show import as_json, ranked, show
 
-    bands, refused = _planned(_clusters(parsed, counts), variants)
+    plans, refused = _planned(_clusters(parsed, counts), variants)
     if parsed.json:
         reasons = [{"label": label, "why": str(error)} for label, error in refused.items()]
-        print(json.dumps({"plans": [as_json(each) for each in ranked(bands)], "refused": reasons}))
+        print(json.dumps({"plans": [as_json(plan) for plan in ranked(plans)], "refused": reasons}))
     else:
         console = Console(0)
-        show(bands, console, explain=parsed.explain)
+        show(plans, console, explain=parsed.explain)
         for label, error in refused.items():
             console.say(f"left out: {label}: {error}", style="yellow")
-    if parsed.plot:
-        write_plot(bands, Path(parsed.plot))
-        print(f"plot: {parsed.plot}", file=sys.stderr)
     return EXIT_DONE
 
 
-def _planned(clusters: "list[Cluster]", variants: Mapping[str, Config]) -> "tuple[list[Band], dict[str, UserError]]":
+def _planned(clusters: "list[Cluster]", variants: Mapping[str, Config]) -> "tuple[list[Plan], dict[str, UserError]]":
     """Returns the plans, and by label those that a start of the run would refuse. Raises UserError if it would refuse
     all of them."""
-    from paceline.tools.plan.band import band
     from paceline.tools.plan.from_run import device_of_rank
     from paceline.tools.plan.plan import plan
 
     links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
-    bands, refused = [], {}
+    plans, refused = [], {}
     for cluster in clusters:
         for text, varied in variants.items():
             link = f"{cluster.link_gbit:g} Gbit/s" if len(links) > 1 and cluster.hosts > 1 else ""
             label = " ".join(filter(None, (text, link)))
             try:
-                found = plan(varied, cluster, device_of_rank(cluster, varied), label=label)
+                plans.append(plan(varied, cluster, device_of_rank(cluster, varied), label=label))
             except UserError as error:
                 refused[f"{label or 'the run'} on {units.plural(cluster.num_ranks, 'rank')}"] = error
-                continue
-            bands.append(band(found, varied, plan))
-    if not bands:
+    if not plans:
         raise next(iter(refused.values()))
-    return bands, refused
+    return plans, refused
 
 
 def _rates(text: str) -> list[float]:
@@ -154,14 +143,10 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
     if parsed.cluster:
         path = Path(parsed.cluster)
         cluster = read_run(path).cluster if path.is_dir() else read(path)
-        if parsed.plot and not counts:
-            counts = _up_to(cluster.num_ranks, cluster.ranks_per_host)
         linked = [dataclasses.replace(cluster, link_gbit=rate) for rate in _rates(parsed.link_gbit)] or [cluster]
         found = [each.of_ranks(count) for count in counts for each in linked] or linked
     else:
         found = [Cluster(ranks_per_host=count) for count in counts or [1]]
-    if parsed.plot and len({each.num_ranks for each in found}) < 2:
-        raise UserError("--plot draws efficiency over numbers of ranks; give several: --ranks 1,2,4")
     if parsed.link_gbit and all(each.hosts == 1 for each in found):
         raise UserError("--link-gbit is for links between hosts, and there is one host; describe more by --cluster")
     chosen = [
@@ -173,12 +158,6 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
         for each in found
     ]
     return list(dict.fromkeys(chosen))
-
-
-def _up_to(most: int, per_host: int) -> list[int]:
-    """Returns 1, 2, 4 ... and `most`: as many as hosts of so many ranks have."""
-    doubled = [1 << power for power in range(most.bit_length())]
-    return sorted({most, *(count for count in doubled if count <= per_host or count % per_host == 0)})
 
 
 def _measure_unknown(arguments: list[str], configs: list[Config], counts: list[int]) -> int:

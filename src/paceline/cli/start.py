@@ -32,7 +32,7 @@ from paceline.world.kubernetes import Pod, read_pod
 _MOST_AUTOMATIC_RANKS = 4
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux
 _RUNS = Path("runs")
-_PRELOAD = ("paceline.train.loop", "paceline.tools.plan.here")  # what a rank imports
+_PRELOAD = ("paceline.train.loop",)  # what a rank imports
 _NVIDIA = Path("/dev/nvidiactl")  # of NVIDIA's driver
 _FIRST_S = 2.0  # torchrun ends all ranks as soon as one ends: rank 0 prints its message first
 
@@ -81,14 +81,13 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         say(f"warning: --nproc is {num_ranks}, and {cores}: ranks share cores, and steps are slower")
     if num_ranks == 1 and not flags.max_restarts and not (coordinator or pod):
         gc.disable()  # a tenth of the imports' time goes into collections that find nothing
-        from paceline.tools.plan.here import predict_here
         from paceline.train.loop import train
-        from paceline.world.device import choose_device  # imports torch, as the two above do: a second or two
+        from paceline.world.device import choose_device  # imports torch, as the one above does: a second or two
 
         gc.freeze()  # what was imported stays: later collections leave it out
         gc.enable()
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
-        return train(dataclasses.replace(request, predict=predict_here), env)
+        return train(request, env)
     _require_devices(config.parallel.device, num_ranks)
     assert request.out is not None
     if not request.resume:

@@ -254,7 +254,7 @@ def vocabulary(folder: Path, given: int) -> tuple[int, Tokenizer | None]:
         if not given:
             raise UserError(
                 f"{folder} does not say how many ids its vocabulary has: give --model.vocab-size 50257 (GPT-2's) or "
-                f"that of the tokenizer that made it (`data info` and `bench loader`: --vocab-size)"
+                f"that of the tokenizer that made it (`data info`: --vocab-size)"
             )
         return given, None
     meta = read_meta(path)

@@ -288,8 +288,6 @@ class Training:
         facts = {"reason": stop_reason or COMPLETE, "straggler_cost_s": round(recorder.stragglers.cost_ms / 1e3, 3)}
         recorder.event("end", step=step, digest=digest, state_digests=states, **facts)
         summary.where_time_went(console, recorder.totals, read_state(setup.folder).rate, setup.world.world_size)
-        if setup.predicted and (remark := setup.predicted.remark(recorder.totals)):
-            console.say(f"{remark}\n", style="yellow")
         summary.who_did_what(console, recorder.totals)
         summary.who_was_slow(console, recorder.stragglers, recorder.totals, recorder.hosts)
         if stop_reason:

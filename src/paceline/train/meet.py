@@ -23,7 +23,6 @@ from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
 from paceline.record.console import Console, print_error
 from paceline.record.folder import RunFolder
-from paceline.record.predicted import Predicted
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.replica import Replica
 from paceline.replica.stopping import StopRequest
@@ -64,7 +63,6 @@ class Setup:
     watchdog: Watchdog
     loader: Loader
     validation: FixedBatches
-    predicted: Predicted | None = None  # on rank 0, if these machines are calibrated
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -111,9 +109,6 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         banner.start_again(console, world, settings, folder.shown)
     else:
         banner.start(console, world, settings, data, peak, folder.shown, is_new)
-    predicted = request.predict(settings, world)
-    if predicted is not None:
-        console.say(f"{predicted.announcement()}\n")
     if world.is_main:
         folder.on_trouble = lambda sentence: console.say(sentence, style="yellow")
     try:
@@ -131,7 +126,6 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         folder=folder,
         console=console,
         recorder=Recorder(world, folder, console, settings, flops_per_s or None),
-        predicted=predicted,
         replica=replica,
         checkpoints=checkpoints,
         watchdog=make_watchdog(config, world, folder, console, checkpoints.writers),
@@ -139,8 +133,6 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         validation=FixedBatches(data.validation, config.train.eval_sequences, world.device),
     )
     replica.at, replica.stop = setup.at, stop
-    if predicted is not None:
-        setup.recorder.event("prediction", step_ms=predicted.step_ms, part_ms=predicted.part_ms)
     return setup
 
 

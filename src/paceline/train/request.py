@@ -1,16 +1,9 @@
 """A request to train. No torch here: the command line makes it before importing libraries."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.config import Config
-
-if TYPE_CHECKING:
-    from paceline.record.predicted import Predicted
-    from paceline.train.resolve import Settings
-    from paceline.world.runtime import World
 
 
 @dataclass(frozen=True)
@@ -24,4 +17,3 @@ class Request:
     resume_step: int | None = None  # None: the newest complete checkpoint
     job: str | None = None  # written into the run folder, so that a later attempt finds its own run
     is_restart: bool = False  # set on rank 0: the same command was started before, and its folder has the run
-    predict: "Callable[[Settings, World], Predicted | None]" = lambda settings, world: None  # collective

@@ -287,7 +287,6 @@ REFUSALS = {
     "hosts": (("--hosts", "27"), {}, "--hosts is 27; it lies between 0 and 26"),
     "steps": (("--steps", "3"), {}, "--steps is 3; it lies between 5 and 1024"),
     "rate": (("--rate", "1gbit,fast"), {}, "'fast' is not a rate"),
-    "plot": (("--plot", "x.png"), {}, "--plot is x.png; a plot is a page: give it a name that ends in .html"),
     "folder": (("--json", "nowhere/x.json"), {}, "--json is nowhere/x.json; name a file in a folder that exists"),
     "rank": ((), {"RANK": "0"}, "start it once, from a plain shell"),
     "flag": (("--ronuds", "3"), {}, "did you mean '--rounds'?"),

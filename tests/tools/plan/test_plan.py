@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from whole_runs import events, status_of, tiny
+from whole_runs import status_of, tiny
 
 from paceline.base.errors import UserError
 from paceline.config import Config, load_preset
 from paceline.record.console import Console
-from paceline.record.predicted import Predicted
 from paceline.tools.plan import calibrate, devices
 from paceline.tools.plan.cluster import Cluster, read
 from paceline.tools.plan.failures import Failures
@@ -26,9 +25,6 @@ from paceline.tools.plan.from_run import device_of_rank
 from paceline.tools.plan.plan import plan, rank_facts
 from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
 from paceline.tools.plan.work import memory_bytes
-from paceline.tools.report import tables
-from paceline.tools.report.facts import Summary
-from paceline.tools.report.read import read_run
 from paceline.train.resolve import resolve
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
@@ -339,26 +335,6 @@ def test_a_machine_that_is_not_known_yet_is_measured_first(tmp_path: Path, monke
     assert "here" in first
     here("plan", "--preset", "tiny", cwd=tmp_path).require()
     assert measured == [["--preset", "tiny", "--calibrate"]]
-
-
-def test_a_run_prints_its_prediction_and_in_which_part_it_was_slower(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    expected = Predicted(part_ms={"forward": 0.01, "backward": 1e-6}, tokens=64, error_frac=0.0)
-    assert status_of(tmp_path / "run", tiny(train__steps=8), predict=lambda settings, world: expected) == 0
-    said = " ".join(capfd.readouterr().out.split())
-    assert "predicted: 0 ms a step" in said
-    assert "more than predicted (0 ms), most of it in" in said
-    (event,) = events(tmp_path / "run", "prediction")
-    assert event["part_ms"] == expected.part_ms
-    run = Summary(read_run(tmp_path / "run"))
-    predicted = {row[0]: row[3] for row in tables.parts(run)}
-    assert tables.part_columns(run)[3] == "predicted, ms"
-    assert predicted["forward"] == "0.01"
-    assert predicted["step"] == "0.01"
-    generous = replace(expected, part_ms={"forward": 1e9})
-    assert status_of(tmp_path / "other", tiny(train__steps=8), predict=lambda settings, world: generous) == 0
-    assert "more than predicted" not in capfd.readouterr().out
 
 
 TWO_HOSTS = Cluster(device="H100", hosts=2, ranks_per_host=8, link_gbit=3200)

@@ -1,7 +1,6 @@
 """The tables and the plot of `paceline bench link`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -128,23 +127,6 @@ def choice_text(predictions: Sequence[Prediction]) -> str:
         f"none reaches {_GOAL_FRAC:.0%}; the best: {best.path.flags} ({best.path.kind}, {best.efficiency_frac:.1%}). A "
         "larger --train.global-batch-size hides more"
     )
-
-
-def write_plot(report: LinkReport, path: Path) -> None:
-    """Writes a self-contained page: bus bandwidth over size, a line for each collective."""
-    from plotly import graph_objects as go  # type: ignore[import-untyped, unused-ignore]
-
-    figure = go.Figure()
-    for found in report.collectives:
-        rates = [time.bus_bytes_per_s / 1e6 for time in found.times]
-        figure.add_scatter(x=[time.num_bytes for time in found.times], y=rates, mode="lines+markers", name=found.name)
-    link = report.slowest.bytes_per_s / 1e6
-    figure.add_hline(y=link, line_dash="dash", annotation_text=f"the slowest link: {link:.1f} MB/s")
-    every = sorted({time.num_bytes for found in report.collectives for time in found.times})
-    figure.update_xaxes(type="log", title="size of the buffer", tickvals=every, ticktext=list(map(units.size, every)))
-    figure.update_yaxes(type="log", title="bus bandwidth, MB/s of payload", dtick=1)
-    figure.update_layout(title=f"Collectives, {_where(report)}", template="plotly_white")
-    figure.write_html(path, include_plotlyjs=True)
 
 
 def _ms(seconds: float) -> str:

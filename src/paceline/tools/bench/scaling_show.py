@@ -31,7 +31,6 @@ LEGEND = (
     "for it; spread: between the first rank and the last to have their gradients. Milliseconds a step."
 )
 # Okabe and Ito's colours, which all kinds of colour vision can distinguish.
-_INK = {"ideal": "#000000", "separate runs at once": "#999999", "one world": "#0072B2", "hosts of a lab": "#D55E00"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,40 +255,6 @@ def document(setup: Any, **results: Any) -> str:
     measured = {"rounds": setup.rounds, "steps": setup.steps, "warm_up_steps": WARM_UP_STEPS}
     made = {"command": command_line(), "version": __version__, "machine": machine(), **measured}
     return json.dumps(made | {"config": asdict(setup.config)} | results, indent=1) + "\n"
-
-
-def plot_html(setup: Setup, found: Found) -> str:
-    """Returns a self-contained page with a plot for each kind: tokens/s over ranks, and the ideal line."""
-    from plotly import graph_objects as go  # type: ignore[import-untyped, unused-ignore]
-    from plotly import subplots
-
-    tables = tabulate(setup, found)
-    titles = [_title(setup, kind) for kind in tables]
-    figure = subplots.make_subplots(cols=len(tables), subplot_titles=titles)
-    for column, rows in enumerate(tables.values(), start=1):
-        for name, points in _lines(rows).items():
-            style = {"color": _INK[name], "dash": {"ideal": "dash", "separate runs at once": "dot"}.get(name, "solid")}
-            ranks, tokens_per_s = zip(*points, strict=True)
-            line = go.Scatter(name=name, x=ranks, y=tokens_per_s, line=style, showlegend=column == 1)
-            figure.add_trace(line, row=1, col=column)
-        figure.update_xaxes(title_text="ranks", rangemode="tozero", tickvals=[row.ranks for row in rows], col=column)
-    figure.update_yaxes(title_text="tokens a second", rangemode="tozero")
-    figure.update_layout(template="plotly_white", title=f"{machine()}<br><sup>{command_line()}</sup>")
-    page: str = figure.to_html(include_plotlyjs=True)
-    return page
-
-
-def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    rows = [row for row in rows if row.efficiency is not None and not row.problem]
-    here = [row for row in rows if row.hosts == 1]
-    separate = [row for row in here if row.machine or row.ranks == 1]
-    lines = {
-        "ideal": sorted({(row.ranks, row.ideal_tokens_per_s) for row in rows}),
-        "separate runs at once": [(row.ranks, row.ideal_tokens_per_s * (row.machine or 1.0)) for row in separate],
-        "one world": [(row.ranks, row.tokens_per_s) for row in here],
-        "hosts of a lab": [(row.ranks, row.tokens_per_s) for row in rows if row.hosts > 1],
-    }
-    return {name: points for name, points in lines.items() if points}
 
 
 def command_line() -> str:

@@ -3,7 +3,6 @@ the real code, by as many ranks as will train. From them follow what a block and
 micro-batch, in an update, and in an exchange. No step of the config itself is timed: schedule.py puts it together."""
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ _PASSES = (1, 3)  # micro-batches of the two kinds of steps
 _LEAST_ROUNDS, _ROUNDS_S = 4, 3.0
 _MOST_OF_QUICK = 1.5  # a round that took so many times as long as a quick one was interrupted, and does not count
 _MESSAGES = (16 << 10, 256 << 10, 2 << 20, 10 << 20)  # bytes of an all-reduce; the largest are those of buckets
+_LINK_ROUNDS = 5
 _STEP_S = 5e-4  # for reading data and writing records
 
 
@@ -73,24 +73,7 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
         step_s=_STEP_S,
         error_frac=max(ERROR_FRAC, max(halves) / min(halves) - 1),
         source=f"small models measured here, {world.world_size} ranks of {world.threads} threads at once",
-        spreads=_spreads(rounds),
     )
-
-
-def _spreads(rounds: Sequence[Sequence["_Times"]]) -> dict[str, tuple[float, float, str]]:
-    """Returns the tenth and the ninetieth percentile of what was measured in each round, in units of its median."""
-    found = {"compute": [sum(each.forward + each.backward for each in row) for row in rounds]}
-    found["exchange"] = [sum(each.exchange for each in row) for row in rounds]
-    spreads = {}
-    for name, seconds in found.items():
-        low, middle, high = np.percentile(seconds, [10, 50, 90])
-        if low > 0:  # one rank exchanges nothing
-            spreads[name] = (
-                float(low / middle),
-                float(high / middle),
-                f"10th to 90th percentile of {len(rounds)} measurements",
-            )
-    return spreads
 
 
 class _Times(NamedTuple):
@@ -163,18 +146,16 @@ class _Case:
         return [time.perf_counter() - begun, times.forward_ms / 1e3, times.backward_ms / 1e3, times.optim_ms / 1e3]
 
 
-def link(group: Group, num_ends: int, rounds: int = 5, most_s: float = math.inf) -> tuple[float, float]:
+def link(group: Group, num_ends: int) -> tuple[float, float]:
     """Returns latency, and bytes a second of a link each way, of all-reduces. num_ends: ranks, or hosts, whose ranks
-    add up first. Sends no larger message once one took most_s. Collective."""
+    add up first. Collective."""
     if group.size == 1:
         return 0.0, 1e12  # nobody to send to
     times: list[float] = []
     for num_bytes in _MESSAGES:
-        if len(times) > 1 and times[-1] > most_s:  # alike on all ranks
-            break
         flat = group.zeros(num_bytes // 4, torch.zeros(1))
         found = []
-        for _ in range(rounds):
+        for _ in range(_LINK_ROUNDS):
             group.barrier()
             begun = time.perf_counter()
             group.start_all_reduce(flat).wait()
@@ -182,7 +163,7 @@ def link(group: Group, num_ends: int, rounds: int = 5, most_s: float = math.inf)
         times.append(max(row[0] for row in group.share([statistics.median(found)])))
     group.take_traffic()  # discard it
     # The two largest messages: a token bucket passes the first bytes at once.
-    (less, more), (sooner, later) = _MESSAGES[: len(times)][-2:], times[-2:]
+    (less, more), (sooner, later) = _MESSAGES[-2:], times[-2:]
     bytes_per_s = (more - less) / max(later - sooner, 1e-9)
     latency_s = max(0.0, times[0] - _MESSAGES[0] / bytes_per_s)
     return latency_s / (num_ends - 1).bit_length(), bus_factor("all-reduce", num_ends) * bytes_per_s

@@ -53,9 +53,6 @@ class Device:
     mtbf_hours: float = 0.0  # between failures of one device; 0: not known
     error_frac: float = 0.0  # how far predictions may be off
     source: str = ""
-    # How far an input of a plan may be off: low, high and where that comes from. Factors of the times of `compute` and
-    # `exchange` and of the rate of `link`; `jitter` as jitter_frac.
-    spreads: Mapping[str, tuple[float, float, str]] = field(default_factory=dict)
     traced: tuple[tuple[str, str, str], ...] = ()  # how these figures follow from a run: what, its value, how
 
     def slower(self, factor: float) -> "Device":
@@ -78,7 +75,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def device_names() -> list[str]:
-    return [name for name in _table() if name not in ("efficiency", "spread")]
+    return [name for name in _table() if name != "efficiency"]
 
 
 def gpu(name: str, *, compiled: bool, dtype: str = "auto") -> Device:
@@ -124,7 +121,6 @@ def gpu(name: str, *, compiled: bool, dtype: str = "auto") -> Device:
         mtbf_hours=facts["mtbf_hours"],
         error_frac=0.3,
         source="data sheets and one table of efficiencies (devices.toml)",
-        spreads={name: (low, high, why) for name, (low, high, why) in _table()["spread"].items()},
     )
 
 

@@ -125,7 +125,6 @@ class _Reader:
         # A rank waits for the slowest one of its host.
         slowest, fastest = by_host.max(axis=1), int(by_host.max(axis=1).argmin())
         rank = fastest * per_host + int(by_host[fastest].argmax())
-        jitter = [_jitter(each) for each in (passes_s, *np.array_split(passes_s, 4))]
         speeds = tuple(float(slowest.min() / each) for each in slowest)
         cluster = Cluster(
             device=str(self.path),
@@ -142,8 +141,8 @@ class _Reader:
         if self.config.parallel.shares == "auto" and sum(shares) == settings.plan.global_batch_size:
             settings = replace(settings, plan=settings.plan.with_shares(shares))
         num_shards = cluster.num_shards(self.config.parallel.strategy)
-        device = replace(self._timed(settings, shown, rank, num_shards), jitter_frac=jitter[0])
-        return self._linked(settings, cluster, device, rank, jitter)
+        device = replace(self._timed(settings, shown, rank, num_shards), jitter_frac=_jitter(passes_s))
+        return self._linked(settings, cluster, device)
 
     def _facts(self) -> dict[str, Any]:
         num_steps, mfu = len(self.steps["step_ms"]), float(np.nanmedian([*self.steps["mfu"], math.nan]))
@@ -216,15 +215,9 @@ class _Reader:
             traced=traced,
         )
 
-    def _linked(self, settings: Settings, cluster: Cluster, device: Device, rank: int, jitter: list[float]) -> Machines:
+    def _linked(self, settings: Settings, cluster: Cluster, device: Device) -> Machines:
         """Returns the machines with the link by which a step takes what it took."""
-        columns = self.steps
-        passes_ms = columns["forward_ms"] + columns["backward_ms"]
-        own_ms = (passes_ms + columns["optim_ms"]).max(axis=1) + columns["data_ms"] + columns["other_ms"]
-        exposed_s, step_s = (columns["step_ms"] - own_ms) / 1e3, float(self.mean("step_ms")) / 1e3
-        work_s = passes_ms[:, rank] / np.median(passes_ms[:, rank])
-        num_steps = f"10th to 90th percentile of {len(work_s)} steps"
-        spreads = {"compute": (*_eighty(work_s), f"a rank's passes, {num_steps}")}
+        step_s = float(self.mean("step_ms")) / 1e3
         speeds = ", ".join(f"{each:.3g}" for each in cluster.speeds)
         traced = [("speeds of the hosts", speeds or "1", "passes, means")]
         if len(self.hosts) > 1:
@@ -239,26 +232,17 @@ class _Reader:
             waited_s = waiting_s(cluster, device, predict(job, path))
             over_s = max(0.0, seconds(_FASTEST) - step_s)
             device = replace(device, jitter_frac=device.jitter_frac * max(0.0, 1 - over_s / max(waited_s, 1e-9)))
-            spreads["jitter"] = (
-                min(device.jitter_frac, *jitter),
-                max(jitter),
-                "the calmest to the least calm quarter of the run",
-            )
             rate, how = _rate(seconds, step_s), "the simulated step takes as long as the run's with it"
             if rate is None:
                 rate = predict(job, path).wire_bytes / max(1e-6, float(self.mean("comm_ms")) / 1e3)
                 how = "at least: passes hid the exchange; the bytes over the time of collectives"
-            often = np.percentile(exposed_s, [10, 50, 90]) - np.median(exposed_s)
-            ends = [_rate(seconds, step_s + float(more)) or _FASTEST for more in (often[2], often[0])]
-            low, high = min(1.0, ends[0] / rate), max(1.0, ends[1] / rate)
-            spreads["link"] = (low, high, f"exposed communication, {num_steps}")
             traced.append(("link in the run", f"{rate / 1e6:.4g} MB/s", f"{how} ({1e3 * step_s:.4g} ms)"))
             traced.append(("jitter", f"{device.jitter_frac:.2%}", "deviation of a rank's passes from the ranks' mean"))
             if cluster.hosts > 1:
                 cluster = replace(cluster, link_gbit=8e-9 * rate / device.outer_frac)
             else:
                 device = replace(device, inner_bytes_per_s=rate)
-        device = replace(device, spreads=spreads, traced=(*device.traced, *traced))
+        device = replace(device, traced=(*device.traced, *traced))
         return Machines(self.config, cluster, device)
 
 
@@ -280,8 +264,3 @@ def _jitter(passes_s: Floats) -> float:
     common = own.mean(axis=1, keepdims=True) if num_ranks > 1 else 1.0
     low, high = np.percentile(own - common, [16, 84], axis=0)  # one outlier does not count
     return float(np.mean(high - low)) / 2 * math.sqrt(num_ranks / max(1, num_ranks - 1))
-
-
-def _eighty(values: Floats) -> tuple[float, float]:
-    low, high = np.percentile(values, [10, 90])
-    return float(low), float(high)

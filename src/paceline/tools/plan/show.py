@@ -12,29 +12,28 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.record.console import Console, facts, table
-from paceline.tools.plan.band import Band, efficiency_table, sources
 from paceline.tools.plan.plan import Plan
 
+_ALONE = "the tokens/s of all devices, if each trains alone"
 
-def ranked(bands: Sequence[Band]) -> list[Band]:
+
+def ranked(plans: Sequence[Plan]) -> list[Plan]:
     """Returns the plans that fit, the fastest first; then the others."""
-    return sorted(bands, key=lambda each: (not each.plan.fits, -each.plan.tokens_per_s * each.plan.goodput_frac))
+    return sorted(plans, key=lambda plan: (not plan.fits, -plan.tokens_per_s * plan.goodput_frac))
 
 
-def show(bands: Sequence[Band], console: Console, *, explain: bool = False) -> None:
-    if len(bands) > 1:
-        console.say(_comparison([each.plan for each in ranked(bands)]))
-        if len({each.plan.cluster.num_ranks for each in bands}) > 1:
-            console.say(efficiency_table(bands))
-        console.say("\n".join([*sources(bands), ""]))
-        console.say(_sure(bands[0].plan), style="dim")
-    for each in bands if explain or len(bands) == 1 else ():
-        _details(each, console, explain)
+def show(plans: Sequence[Plan], console: Console, *, explain: bool = False) -> None:
+    if len(plans) > 1:
+        console.say(_comparison(ranked(plans)))
+        batch = plans[0].settings.plan.global_batch_size
+        console.say(f"efficiency: of {_ALONE}; all worlds make steps of {batch} sequences\n")
+        console.say(_sure(plans[0]), style="dim")
+    for plan in plans if explain or len(plans) == 1 else ():
+        _details(plan, console, explain)
 
 
-def _details(band: Band, console: Console, explain: bool) -> None:
-    plan = band.plan
-    console.say(facts(_facts(band)))
+def _details(plan: Plan, console: Console, explain: bool) -> None:
+    console.say(facts(_facts(plan)))
     console.say(table("Memory of a rank", ["kind", "size", "%"], _memory_rows(plan)))
     step_ms = 1e3 * plan.step_s
     rows = [[part, f"{1e3 * s:.2f}", f"{1e5 * s / step_ms:.1f}"] for part, s in plan.parts.items() if s]
@@ -45,19 +44,17 @@ def _details(band: Band, console: Console, explain: bool) -> None:
         console.say(_explanation(plan))
 
 
-def _facts(band: Band) -> list[tuple[str, str]]:
-    plan = band.plan
+def _facts(plan: Plan) -> list[tuple[str, str]]:
     settings, cluster = plan.settings, plan.cluster
     config, batch = settings.config, settings.plan
     hosts = f"{cluster.num_ranks} x {plan.device.name} on {units.plural(cluster.hosts, 'host')}"
-    efficiency = f"{plan.efficiency_frac:.1%} ({100 * band.low:.1f} to {100 * band.high:.1f})"
     rows = [
         (plan.label or "plan", f"{hosts}; {plan.step.path.flags}, {config.train.dtype}"),
         ("batch", f"{batch.global_batch_size} sequences of {config.data.seq_len} tokens, in micro-batches of up to "
                   f"{batch.device_batch_size}"),
         ("memory", _fits_text(plan)),
         ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}"),
-        ("efficiency", f"{efficiency} of the tokens/s of all devices, if each trains alone"),
+        ("efficiency", f"{plan.efficiency_frac:.1%} of {_ALONE}"),
         ("bound by", f"{plan.bound} of a step"),
         ("the run", _run_text(plan)),
     ]  # fmt: skip
@@ -136,9 +133,9 @@ def _explanation(plan: Plan) -> rich.table.Table:
 _NUMBERS = ("label", "fits", "tokens_per_s", "mfu", "efficiency_frac", "goodput_frac", "device_hours", "bound")
 
 
-def as_json(band: Band) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Returns all numbers, with units in the names; null: infinite."""
-    plan, path = band.plan, band.plan.step.path
+    path = plan.step.path
     return {
         **{name: getattr(plan, name) for name in _NUMBERS},
         "ranks": plan.cluster.num_ranks,
@@ -157,7 +154,5 @@ def as_json(band: Band) -> dict[str, Any]:
         "run_s": plan.seconds,
         "energy_kwh": plan.kwh,
         "price": plan.money,
-        "efficiency_range_frac": [band.low, band.high],
-        "efficiency_by_cause": band.causes,
         "explained": [list(row) for row in plan.explained],
     }
