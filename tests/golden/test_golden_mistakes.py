@@ -417,6 +417,11 @@ def record() -> None:
 
 # name -> why it is another one now, and the status and message of now
 CHANGED: dict[str, tuple[str, int, str]] = {
+    "bench loder": (
+        "`bench loader` is a script, bench/loader.py (issue 50)",
+        2,
+        "error: there is no `paceline bench loder`; there are: link, scaling",
+    ),
     "train": ("without any option it refused a horizon that was not given", 2, "usage: paceline train [options]"),
     "optimizer_made_before": (
         "an optimizer of a criterion's parameters was told nothing that helps",

@@ -153,6 +153,8 @@ def _scaling(arguments: list[str]) -> int:
     say_load(console)
     found = scaling.measure(setup, console)
     tables = scaling_show.tabulate(setup, found)
+    for remark in scaling_show.remarks(setup, tables):
+        console.say(remark, style="bold")
     for kind, rows in tables.items():
         console.say(scaling_show.terminal_table(setup, kind, rows))
     console.say(scaling_show.LEGEND + "\n", style="dim")
@@ -160,8 +162,6 @@ def _scaling(arguments: list[str]) -> int:
     for name, shape in shapes.items():
         if path := getattr(parsed, name):
             Path(path).write_text(shape(setup, found), encoding="utf-8")
-    for remark in scaling_show.remarks(setup, tables):
-        console.say(remark, style="bold")
     return 0
 
 

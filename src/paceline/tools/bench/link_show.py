@@ -1,4 +1,4 @@
-"""The tables and the plot of `paceline bench link`."""
+"""What `paceline bench link` prints: the answer, then tables."""
 
 from collections.abc import Sequence
 
@@ -19,26 +19,30 @@ _SHARED_MEMORY = (
 
 
 def show(report: LinkReport, console: Console) -> None:
+    """Prints the answer, then what it follows from."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     world = [("world", f"{_where(report)} ({versions})")]
     console.say(facts(world + [(f"host {host.name}", _host(host, report.backend)) for host in report.hosts]))
-    console.say()
-    console.say(_pairs(report))
     slowest = report.slowest
-    console.say(f"the slowest pair: {_between(slowest)}, {_mb(slowest.bytes_per_s)} MB/s\n")
+    console.say(f"\nthe slowest pair: {_between(slowest)}, {_mb(slowest.bytes_per_s)} MB/s")
+    if report.shares_memory:
+        console.say(_SHARED_MEMORY + "\n", style="yellow")
+    else:
+        console.say(_predicted(report))
+        console.say(choice_text(report.paths) + "\n", style="bold")
+        console.say(_paths(report))
+    console.say(_model(report))
+    console.say(_pairs(report))
     console.say(_collectives(report))
     if left_out := [num_bytes for found in report.collectives for num_bytes in found.left_out_bytes]:
         console.say(f"left out, for lack of time (--time-budget): {units.size(min(left_out))} and more\n")
     console.say(_fits(report))
-    console.say(_model(report))
+
+
+def _predicted(report: LinkReport) -> str:
     model = report.model
     how = "by the fit; not measured, for lack of time (--time-budget)" if model.alone_s is None else "measured alone"
-    if report.shares_memory:
-        console.say(_SHARED_MEMORY + "\n", style="yellow")
-        return
-    console.say(f"prediction: comm_ms of a training step, strategy ddp: {_ms(model.predicted_s)} ms ({how})\n")
-    console.say(_paths(report))
-    console.say(choice_text(report.paths))
+    return f"prediction: comm_ms of a training step, strategy ddp: {_ms(model.predicted_s)} ms ({how})"
 
 
 def _where(report: LinkReport) -> str:

@@ -1,4 +1,4 @@
-"""Shows the measurements of `paceline bench scaling`: rows, tables, sentences, JSON, and a plot."""
+"""Shows the measurements of `paceline bench scaling`: rows, sentences, tables, JSON."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ from paceline.tools.bench.scaling import WARM_UP_STEPS, Found, Kind, Sample, Set
 from paceline.world.cores import usable_cores
 
 _MOST_SYNC = 1.05  # more is a measurement of something else
-_LEAST_STRAIGHT = 0.9  # of the ideal; below it the last line names the cause
+_LEAST_STRAIGHT = 0.9  # of the ideal; below it a sentence names the cause
 COLUMNS = [
     *("world", "tokens/s", "of ideal", "machine", "sync", "step ms"),
     *("computed", "all-reduce", "exposed", "spread"),
@@ -30,7 +30,6 @@ LEGEND = (
     "bytes at the measured bandwidth of the link; all-reduce: a collective was under way; exposed: a rank stood still "
     "for it; spread: between the first rank and the last to have their gradients. Milliseconds a step."
 )
-# Okabe and Ito's colours, which all kinds of colour vision can distinguish.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +183,7 @@ def remarks(setup: Setup, tables: dict[Kind, list[Row]]) -> list[str]:
     ]
 
 
-# ---- tables, JSON, a plot ----
+# ---- tables, JSON ----
 
 
 def terminal_table(setup: Setup, kind: Kind, rows: Sequence[Row]) -> rich.table.Table:
