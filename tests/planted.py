@@ -1091,6 +1091,20 @@ MUTATIONS = (
         "tools/watch/test_watch_server.py::test_the_token_becomes_a_cookie_that_only_this_page_sends",
     ),
     Mutation(
+        "watch names a rank that caught up",
+        "tools/view/findings.py",
+        " and not slow.is_over]",
+        "]",
+        "tools/view/test_findings.py::test_a_rank_that_caught_up_is_not_slow_now",
+    ),
+    Mutation(
+        "a run whose replicas were repaired is called good",
+        "tools/view/findings.py",
+        'return "open", "finished, with repaired',
+        'return "good", "finished, with repaired',
+        "tools/report/test_report_page.py::test_repaired_replicas_are_the_headline",
+    ),
+    Mutation(
         "watch shows the fastest rank first",
         "tools/watch/ranks.py",
         "key=lambda each: -each.work_ms",

@@ -65,7 +65,7 @@ def test_64_ranks_at_three_sizes_live_and_by_keyboard(browser: Browser, tmp_path
         is_well(page, server, width)
         page.screenshot(tmp_path / f"{width}.png")
     said = page.evaluate(TEXT)
-    assert "Rank 37 (node4) has been slow since step 13: its forward takes 121 ms, the median rank 61 ms" in said
+    assert "Rank 37 (host node4) has been slow since step 13: forward took it 121 ms, the median rank 61 ms" in said
     assert "4.250" in said
     assert EVIL in said
     assert page.evaluate("document.querySelectorAll('main img').length") == 0

@@ -45,7 +45,7 @@ def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: 
         assert rank.parts["exposed communication"] == pytest.approx(own["exposed_comm"], abs=0.01)
         assert sum(rank.parts.values()) == pytest.approx(fmean(row["step_ms"] for row in rows), abs=0.01)
         assert rank.host == f"node{rank.rank // 8}"
-    assert view.ranks_said.startswith("Rank 37 (node4) has been slow since step 130: its forward takes 121 ms")
+    assert view.ranks_said.startswith("Rank 37 (host node4) has been slow since step 130: forward took it 121 ms")
     assert [rank.rank for rank in view.ranks if rank.is_slow] == [37]
     rate = read_state(RunFolder(made.folder)).rate
     assert rate is not None

@@ -1,34 +1,14 @@
-"""A run's events: its end, restarts and stragglers, and a table. Plain text, not escaped."""
+"""A run's events: its restarts, the cost of stragglers, and a table. Plain text, not escaped."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.base import units
 from paceline.base.jsonl import Row
-from paceline.record.events import STARTS, clock, details, ending, starts, text
+from paceline.record.events import STARTS, clock, details, starts, text
 from paceline.record.read import number
-
-_STOPS = ("end", "failed", "hang")
-
-
-def status(events: Sequence[Row]) -> tuple[str, str]:
-    """Returns (good, open or bad; a description)."""
-    kind, why = ending(events)
-    if kind == "failed":
-        return "bad", "failed"
-    if kind == "stopped":
-        return "open", f"stopped: {why}"
-    if kind != "ended":
-        return "open", "no end is recorded: still running, or cut short"
-    return ("open", "finished, with repaired replicas") if repairs(events) else ("good", "finished")
-
-
-def repairs(events: Sequence[Row]) -> list[float]:
-    return [number(event.get("step")) for event in events if event["event"] == "repaired"]
 
 
 def restarts(events: Sequence[Row]) -> tuple[int, int]:
@@ -54,49 +34,6 @@ def straggler_cost_s(events: Sequence[Row]) -> float:
             stretches.append(number(event.get("cost_s")))
     known = [cost for cost in costs if math.isfinite(cost)]
     return sum(known) if known else math.nan
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A stretch of steps in which a rank was reported as a straggler."""
-
-    rank: int
-    since_step: float
-    until_step: float  # where the rank caught up, or the records end
-    text: str
-
-
-def slow_stretches(events: Sequence[Row], last_step: float) -> list[Slow]:
-    """Returns the stretches in the order of their ends. last_step: of the records; NaN without any."""
-    found: list[Slow] = []
-    reported: dict[int, Row] = {}
-
-    def close(rank: int, until: float, cost_s: float) -> None:
-        event = reported.pop(rank)
-        known = [step for name in ("since_step", "step") if math.isfinite(step := number(event.get(name)))]
-        if known:
-            until = max(known[0], until if math.isfinite(until) else last_step)
-            found.append(Slow(rank, known[0], until, _slow_text(event, rank, known[0], until, cost_s)))
-
-    for event in [*events, {"event": "end", "step": last_step}]:
-        kind, rank = event["event"], number(event.get("rank"))
-        if kind == "straggler" and rank >= 0:
-            reported.setdefault(int(rank), event)
-        elif kind == "straggler over" and rank in reported:
-            close(int(rank), number(event.get("step")), number(event.get("cost_s")))
-        elif kind in (*STARTS, *_STOPS):
-            for slow in list(reported):
-                close(slow, number(event.get("reached" if kind in STARTS else "step")), math.nan)
-    return found
-
-
-def _slow_text(event: Row, rank: int, since: float, until: float, cost_s: float) -> str:
-    host, phase = text(event.get("host")), text(event.get("phase"))
-    ms, median_ms = number(event.get("ms")), number(event.get("median_ms"))
-    said = f"rank {rank}" + (f" (host {host})" if host else "") + f" was slow in steps {since:,.0f} to {until:,.0f}"
-    if phase and math.isfinite(ms) and math.isfinite(median_ms):
-        said += f": {phase} took it {ms:,.3g} ms, the median rank {median_ms:,.3g} ms"
-    return said + (f"; it cost {units.duration(cost_s)}" if math.isfinite(cost_s) else "")
 
 
 def table(events: Sequence[Row]) -> list[tuple[str, str, str, str]]:

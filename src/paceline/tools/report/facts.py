@@ -13,6 +13,7 @@ from paceline.record.state import read_state
 from paceline.record.stragglers import none_named
 from paceline.tools.report import events
 from paceline.tools.report.read import Floats, Records, lower_median, median
+from paceline.tools.view.findings import repairs, slow_stretches, slow_text, state_text
 
 # The parts of a step in order: name, column of rank 0, column by rank.
 PARTS = (
@@ -24,7 +25,6 @@ PARTS = (
 )
 _OWN_WORK = ("rank_data_ms", "rank_forward_ms", "rank_backward_ms", "rank_optim_ms")
 _GRADIENT_BYTES = 4
-_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ class Summary:
         self.records, self.steps, self.ranks, self.events = records, records.steps, records.ranks, records.events
         self.name = name or records.path.name
         self.training_s = records.training_s()
-        self.status = events.status(self.events)
+        self.state = read_state(RunFolder(records.path))
+        self.status = state_text(self.state, self.events)
         self.restarts = events.restarts(self.events)
         self.hosts = hosts(self.events)
-        self.slow = events.slow_stretches(self.events, _last(self.steps["step"]))
+        self.slow = slow_stretches(self.events, _last(self.steps["step"]), self.state.is_running)
         self.shares_memory = any(start.get("shares_memory") is True for start in starts(self.events)[-1:])
         self.straggler_cost_s = events.straggler_cost_s(self.events)
         self.work_ms = _own_work(records)
@@ -80,11 +81,11 @@ class Summary:
                 "Trained with local steps (parallel.strategy local), which is another algorithm than data-parallel "
                 "training: the loss depends on the number of ranks."
             )
-        repairs = events.repairs(self.events)
-        if not repairs:
+        repaired_at = repairs(self.events)
+        if not repaired_at:
             return ""
-        steps = [f"{step:,.0f}" for step in repairs if math.isfinite(step)]
-        times = "once" if len(repairs) == 1 else f"{len(repairs)} times"
+        steps = [f"{step:,.0f}" for step in repaired_at if math.isfinite(step)]
+        times = "once" if len(repaired_at) == 1 else f"{len(repaired_at)} times"
         at = f" (step{_s(len(steps))} {units.listed(steps, 6)})" if steps else ""
         return (
             f"Replicas differed and were repaired {times}{at}: a rank had other values than most ranks, and was given "
@@ -96,7 +97,7 @@ class Summary:
         lowest_at = steps[int(np.nan_to_num(loss, nan=math.inf).argmin())] if len(steps) else math.nan
         val_loss, val_bpb = (_last(self.records.evaluations[name]) for name in ("val_loss", "val_bpb"))
         bits = f"{val_bpb:.3f} bits a byte" if math.isfinite(val_bpb) else ""
-        tokens, rate = _last(self.steps["tokens"]), read_state(RunFolder(self.records.path)).rate
+        tokens, rate = _last(self.steps["tokens"]), self.state.rate
         tokens_per_s, mfu = (rate.tokens_per_s, rate.mfu) if rate else (math.nan, math.nan)
         over = f"last {units.plural(rate.num_rows, 'row')}" if rate else ""
         time_s, cost_s, (num_restarts, num_repeated) = _last(self.training_s), self.straggler_cost_s, self.restarts
@@ -110,8 +111,11 @@ class Summary:
             (tokens_per_s, Fact("Throughput", count(tokens_per_s), "tokens a second", over)),
             (mfu, Fact("MFU", f"{100 * mfu:.1f}%", "of the ranks' peak", over)),
             (1.0 if starts(self.events) else math.nan, Fact("Ranks", self._world_sizes(), "", self._host_names())),
-            (cost_s, Fact("Stragglers cost", duration(cost_s), "", named)),
-            (1.0, Fact("Restarts", f"{num_restarts}", "", f"{num_repeated} steps repeated" if num_repeated else "")),
+            (cost_s or math.nan, Fact("Stragglers cost", duration(cost_s), "", named)),
+            (
+                num_restarts or math.nan,
+                Fact("Restarts", f"{num_restarts}", "", f"{num_repeated} steps repeated" if num_repeated else ""),
+            ),
         ]
         return [fact for value, fact in found if math.isfinite(value)]
 
@@ -201,10 +205,7 @@ class Summary:
         """Names the ranks that training reported, as `watch` does. work_ms: (rows, ranks)."""
         if not self.slow:
             return none_named(dict(enumerate(map(_mean, work_ms.T))), "In the mean of all steps")
-        said = [f"{slow.text[0].upper()}{slow.text[1:]}." for slow in self.slow[:_MOST_NAMED]]
-        if len(self.slow) > _MOST_NAMED:
-            said.append(f"And so {len(self.slow) - _MOST_NAMED} times more.")
-        return " ".join(said)
+        return slow_text(self.slow)
 
     def traffic_text(self) -> str:
         traffic = self.traffic

@@ -2,26 +2,25 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
-from paceline.base import units
 from paceline.base.jsonl import Row
-from paceline.record.events import STARTS, text
 from paceline.record.read import number
 from paceline.record.rows import StepRow
 from paceline.record.stragglers import none_named
+from paceline.tools.view.findings import Slow, slow_text
 from paceline.tools.watch.view import RankView
 
 _STEP_FIELDS = {field.name for field in dataclasses.fields(StepRow)}
 _WORK = ("data", "forward", "backward", "optimizer")  # a rank's other parts are waits
-_MOST_NAMED = 3
 
 
-def mean_steps(rows: Iterable[Row], hosts: Sequence[str], slow: dict[int, Row]) -> list[RankView]:
-    """Returns the ranks, the slowest first: the one that works longest, for which the others wait. hosts: by rank."""
+def mean_steps(rows: Iterable[Row], hosts: Sequence[str], slow: Collection[int]) -> list[RankView]:
+    """Returns the ranks, the slowest first: the one that works longest, for which the others wait. hosts: by rank.
+    slow: those that are named stragglers."""
     found = []
     for row in rows:
         values: dict[str, Any] = {name: _cleaned(row[name]) for name in _STEP_FIELDS & row.keys()}
@@ -48,34 +47,8 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [round(fmean(values), 3) for values in zip(*rows, strict=False)]
 
 
-def slow_ranks(events: Iterable[Row]) -> dict[int, Row]:
-    """Returns rank -> event, for the stragglers of the last attempt that are not over."""
-    found: dict[int, Row] = {}
-    for event in events:
-        rank = number(event.get("rank"))
-        if event["event"] in STARTS:
-            found.clear()
-        elif event["event"] == "straggler" and rank >= 0:
-            found[int(rank)] = event
-        elif event["event"] == "straggler over" and rank >= 0:
-            found.pop(int(rank), None)
-    return found
-
-
-def said(ranks: Sequence[RankView], slow: dict[int, Row]) -> str:
+def said(ranks: Sequence[RankView], slow: Sequence[Slow]) -> str:
     """Describes the slow ranks, or that there is none; empty for one rank."""
     if len(ranks) < 2:
         return ""
-    if not slow:
-        return none_named({each.rank: each.work_ms for each in ranks}, "Of late")
-    return " ".join(_slow_said(rank, event) for rank, event in list(slow.items())[:_MOST_NAMED])
-
-
-def _slow_said(rank: int, event: Row) -> str:
-    host = text(event.get("host"))
-    ms, median_ms = (units.milliseconds(number(event.get(name))) for name in ("ms", "median_ms"))
-    who = f"Rank {rank} ({host})" if host else f"Rank {rank}"
-    return (
-        f"{who} has been slow since step {text(event.get('since_step'))}: its {text(event.get('phase'))} takes {ms}, "
-        f"the median rank {median_ms}; all wait for it."
-    )
+    return slow_text(slow) or none_named({each.rank: each.work_ms for each in ranks}, "Of late")

@@ -15,14 +15,13 @@ from paceline.record.folder import RunFolder
 from paceline.record.rate import Rate
 from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
-from paceline.tools.watch.ranks import mean_steps, said, slow_ranks
+from paceline.tools.view.findings import not_over, slow_stretches, state_text
+from paceline.tools.watch.ranks import mean_steps, said
 from paceline.tools.watch.view import Event, Fact, RunView
 
 _NUM_RECENT = 20  # rows over which the times of ranks are averaged
 _NUM_EVENTS = 100
 _STATE_EVERY_S = 5.0  # without a new record: a process may have died
-_SILENT_S, _SILENT_STEPS = 30.0, 10  # a record that is later than this is missed: a save, an evaluation, or a fault
-_LEVELS = {"running": "good", "ended": "good", "failed": "bad"}  # others: open
 
 
 class Run:
@@ -84,10 +83,11 @@ class Run:
         if not state.updated_s:  # there is no file
             return RunView(name=self.view.name)
         step_ms = state.rate.step_ms if state.rate else math.nan
-        slow, begun = slow_ranks(self._events), starts(self._events)
-        ranks = mean_steps(self._recent, hosts(self._events), slow)
+        begun = starts(self._events)
+        slow = not_over(slow_stretches(self._events, self._step, state.is_running), len(begun))
+        ranks = mean_steps(self._recent, hosts(self._events), {stretch.rank for stretch in slow})
         frac, left_s = self._horizon(state, step_ms)
-        level, words = _said(state, step_ms)
+        level, words = state_text(state, self._events)
         return RunView(
             name=self.view.name,
             state=state.kind,
@@ -146,14 +146,6 @@ def _follow(tail: Tail, begin: Callable[[], None], add: Callable[[Row], None]) -
         is_any |= is_anew or bool(rows)
         if not rows:
             return is_any
-
-
-def _said(state: RunState, step_ms: float) -> tuple[str, str]:
-    silent_s = time.time() - state.updated_s
-    if state.is_running and silent_s > max(_SILENT_S, _SILENT_STEPS * step_ms / 1e3):
-        return "open", f"running, without a new record for {units.duration(silent_s)}"
-    word = {"ended": "finished", "imported": "imported, not trained yet"}.get(state.kind, state.kind)
-    return _LEVELS.get(state.kind, "open"), f"{word}: {state.why}" if state.why else word
 
 
 def _event(event: Row) -> Event:

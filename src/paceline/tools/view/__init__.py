@@ -1,0 +1,1 @@
+"""What the report and the live view both say of a run."""
