@@ -33,7 +33,7 @@ def calibrated_by_the_command(*_: object) -> str:
     with patch.object(calibrate, "measure", measured):
         assert main(["plan", "--preset", "tiny", "--calibrate", "--parallel.threads", "2"]) == 0
     config = load_preset("tiny", Config())
-    assert devices.find_calibration(config, 1) is None
+    assert devices.find_calibration(config.replace("parallel", threads=1), 1) is None
     return devices.calibration(config.replace("parallel", threads=2), 1).source
 
 

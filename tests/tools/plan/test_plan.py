@@ -318,6 +318,18 @@ def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, mo
     assert devices.find_calibration(config, 1) is None
 
 
+def test_a_calibration_is_found_by_the_threads_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds a key of the flag's text: a rank has the same threads by the flag and by the environment."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    config = load_preset("tiny", Config())
+    devices.store(config, 2, H100)
+    for threads, is_known in ((3, True), (2, False)):
+        assert bool(devices.stored(config.replace("parallel", threads=threads))) == is_known
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert not devices.stored(config)
+
+
 def test_a_machine_that_is_not_known_yet_is_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finds a first plan that only tells to calibrate, and a second one that measures again."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))

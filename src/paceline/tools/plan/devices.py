@@ -142,28 +142,47 @@ def _path(config: Config) -> Path:
     facts += [f"{name}={value}" for name, value in shape.items() if name not in ("n_layer", "n_positions", "size")]
     facts += map(str, (config.data.seq_len, train.device_batch_size, train.compile, config.optim.name))
     parallel = config.parallel
-    facts += map(str, (parallel.strategy, parallel.wire, parallel.shared_memory, parallel.threads))
+    facts += map(str, (parallel.strategy, parallel.wire, parallel.shared_memory))
     return cache_dir() / "plan" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
 def store(config: Config, num_ranks: int, device: Device) -> Path:
     """Writes what was measured, complete or not at all; returns the file. Raises UserError if it cannot."""
-    path, devices = _path(config), {**stored(config), num_ranks: device}
+    path = _path(config)
+    devices = {**_rows(path), _key(config, num_ranks): asdict(device)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({ranks: asdict(each) for ranks, each in devices.items()}, indent=1).encode())
+        replace_file(path, json.dumps(devices, indent=1).encode())
     except OSError as error:
         raise UserError(f"cannot write the calibration {path}: {error.strerror}; set PACELINE_CACHE") from None
     return path
 
 
 def stored(config: Config) -> dict[int, Device]:
-    """Returns what was measured on this machine for a config, by number of ranks at once: a rank has its part of the
-    cores. Empty: nothing, or nothing that can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        found = json.loads(_path(config).read_text()).items()
-        return {int(ranks): Device(**device) for ranks, device in found}
+    """Returns what was measured on this machine for a config, by number of ranks at once, each with as many threads as
+    it would have now. Empty: nothing, or nothing that can be read."""
+    devices = {}
+    with contextlib.suppress(ValueError, TypeError):
+        for key, device in _rows(_path(config)).items():
+            num_ranks = int(key.partition(" ")[0])
+            if key == _key(config, num_ranks):
+                devices[num_ranks] = Device(**device)
+    return devices
+
+
+def _rows(path: Path) -> dict[str, Any]:
+    """Returns what the file has; empty if it is not there or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        rows = json.loads(path.read_text())
+        return rows if isinstance(rows, dict) else {}
     return {}
+
+
+def _key(config: Config, num_ranks: int) -> str:
+    """Returns ranks and threads of each, as in force: a flag and the environment may give the same threads."""
+    from paceline.world.device import choose_threads  # imports torch
+
+    return f"{num_ranks} ranks of {choose_threads(config.parallel.threads, num_ranks)[0]} threads"
 
 
 def find_calibration(config: Config, num_ranks: int) -> Device | None:
