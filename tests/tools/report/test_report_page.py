@@ -113,6 +113,16 @@ def test_it_says_what_happened(page: bytes) -> None:
         assert told in said, told
 
 
+def test_of_several_runs_the_curves_stand_before_the_tables(run: Path) -> None:
+    """Finds the key figures and the configs' differences above the loss, which then begins below a screen."""
+    said = text_of(make_page([run, run], {}))
+    places = [
+        said.index(f"{heading} ") for heading in ("Loss", "Throughput", "The runs in figures", "Where a step goes")
+    ]
+    assert places == sorted(places)
+    assert said.index("Their configs are equal.") > places[2]
+
+
 def test_learning_rate_and_gradient_norm_are_drawn_and_told(page: bytes, run: Path) -> None:
     rows = [row for row in program.rows(run / "metrics.jsonl") if "loss" in row]
     rates = [row["lr"] for row in rows]

@@ -235,13 +235,19 @@ function showAge() {
   byId("age").textContent = `newest record ${duration(age)} ago`;
 }
 
+const MOST_RANKS = 16, FEW_RANKS = 8; // more ranks than the first are shown as the slowest few, and a line for the others
+
 function showRanks(run) {
   const place = byId("ranks");
   place.hidden = !run.ranks.length;
   place.querySelector(".finding").textContent = run.ranks_said;
   const total = (rank) => PARTS.reduce((sum, part) => sum + Math.max(0, rank.parts[part]), 0);
   const longest = Math.max(...run.ranks.map(total));
-  const rows = run.ranks.map((rank) => {
+  const isMany = run.ranks.length > MOST_RANKS;
+  const shown = run.ranks.filter((rank, place) => !isMany || place < FEW_RANKS || rank.is_slow);
+  const others = run.ranks.filter((rank) => !shown.includes(rank));
+  const milliseconds = (rank) => `${exact.format(Number(rank.work_ms.toPrecision(3)))} ms`;
+  const rows = shown.map((rank) => {
     const parts = PARTS.map((part) => {
       const made = make("span", { title: `${part}: ${exact.format(rank.parts[part])} ms` });
       made.style.width = `${(100 * Math.max(0, rank.parts[part])) / longest}%`;
@@ -250,14 +256,14 @@ function showRanks(run) {
     });
     const label = `${rank.rank}${rank.host ? ` · ${rank.host}` : ""}`;
     const name = make("span", { title: label }, label, make("span", { class: "wide" }, rank.is_slow ? " slow" : ""));
-    const work = make("span", {}, make("span", { class: "wide" }, "works "), `${exact.format(Number(rank.work_ms.toPrecision(3)))} ms`);
+    const work = make("span", {}, make("span", { class: "wide" }, "works "), milliseconds(rank));
     const row = make("li", {}, name, make("div", { class: "bar" }, ...parts), work);
     row.classList.toggle("slow", rank.is_slow);
     return row;
   });
-  const bars = place.querySelector(".bars");
-  bars.classList.toggle("many", rows.length > 16);
-  bars.replaceChildren(...rows);
+  place.querySelector(".bars").replaceChildren(...rows);
+  place.querySelector(".others").textContent = others.length
+    ? `and ${others.length} more ranks, which work ${milliseconds(others.at(-1))} to ${milliseconds(others[0])} a step` : "";
 }
 
 function showEvents(run) {
