@@ -64,6 +64,8 @@ def test_64_ranks_at_three_sizes_live_and_by_keyboard(browser: Browser, tmp_path
         page.wait_for("document.querySelectorAll('.bars li').length === 8")
         is_well(page, server, width)
         page.screenshot(tmp_path / f"{width}.png")
+        drawn = page.evaluate("document.querySelector('#loss path').getBoundingClientRect().width")
+        assert drawn > 0.7 * width  # a curve that is drawn 20 pixels wide makes a picture, too
     said = page.evaluate(TEXT)
     assert "Rank 37 (host node4) has been slow since step 13: forward took it 121 ms, the median rank 61 ms" in said
     assert "4.250" in said
