@@ -94,7 +94,7 @@ def train(world: Any, data: torch.Tensor, size: str, optimizer: Any, path: str, 
     replica = Replica(model, made, world, **{"strategy": "zero", "read_as": model.read_as()} | PATHS[path])
     if path == "ternary":
         for bucket in replica.sync.buckets:  # type: ignore[attr-defined]
-            bucket._gradients = bucket._weights = Blocks(2, bucket._gradients.block)
+            bucket.codec = bucket.change_codec = Blocks(2, bucket.codec.block)
     if path == "late":
         make_late(replica)
     held_out = len(data) // 50 // length * length
