@@ -248,7 +248,7 @@ def test_a_process_apart_inherits_nothing_of_a_world() -> None:
 def test_one_command_makes_the_table_from_real_runs(tmp_path: Path) -> None:
     """Where no program is found on PATH there is no lab, which is what its row is to say."""
     flags = ("--preset", "tiny", "--max-ranks", "2", "--kind", "strong", "--steps", "5", "--rounds", "1")
-    files = ("--json", "t.json", "--markdown", "t.md", *(("--plot", "t.html") if has_plotly() else ()))
+    files = ("--json", "t.json", "--markdown", "t.md")
     ended = run("bench", "scaling", *flags, *files, env={"PATH": str(tmp_path)}, cwd=tmp_path).require(0)
     found = json.loads((tmp_path / "t.json").read_text())
     rows = {row["label"]: row for row in found["rows"]}
@@ -269,17 +269,7 @@ def test_one_command_makes_the_table_from_real_runs(tmp_path: Path) -> None:
     assert "2 hosts, 1gbit could not be measured: " in ended.out
     assert found["sentences"][0] in " ".join(ended.out.split())  # the terminal breaks lines where it will
     assert f"| 2 ranks | {two['tokens_per_s']:,.0f} |" in (tmp_path / "t.md").read_text()
-    if has_plotly():
-        page = (tmp_path / "t.html").read_text()
-        assert '"name":"ideal"' in page
-        assert 'src="http' not in page
     assert not list(tmp_path.glob("runs"))
-
-
-def has_plotly() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("plotly") is not None
 
 
 REFUSALS = {
