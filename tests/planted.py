@@ -1095,7 +1095,7 @@ MUTATIONS = (
         "tools/view/findings.py",
         " and not slow.is_over]",
         "]",
-        "tools/view/test_findings.py::test_a_rank_that_caught_up_is_not_slow_now",
+        "tools/view/test_same_findings.py::test_a_rank_that_caught_up_is_not_slow_now",
     ),
     Mutation(
         "a run whose replicas were repaired is called good",

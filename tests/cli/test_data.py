@@ -312,14 +312,3 @@ def test_a_mixture_packed_and_masked_is_one_run(place: Path, two_data_sets: Path
     run("resume", str(stopped), cwd=two_data_sets).require(0)
     assert losses(stopped) == losses(place / "1")
     assert digest(stopped) == digest(place / "1")
-
-
-def test_the_loader_is_measured(two_data_sets: Path) -> None:
-    command = ("bench", "loader", "--data.path", "web", "--data.seq-len", "64", "--steps", "5", "--json")
-    ended = here(*command, cwd=two_data_sets).require(0)
-    found = json.loads(ended.out)
-    assert found["rate"]["tokens_per_s"] > 0
-    assert [row["world_size"] for row in found["worlds"]] == [1, 8, 64, 1024]
-    shown = here(*(argument for argument in command if argument != "--json"), cwd=two_data_sets).require(0)
-    assert "tokens/s in one thread" in shown.out
-    assert shown.err == ""

@@ -116,11 +116,6 @@ def counts(folder: Path) -> bool:
         (("data", "info", "missing"), ("missing is not a data set", "index.json", "train.bin")),
         (("data", "info", "book.txt"), ("book.txt is not a data set",)),
         (("data", "info", ".", "--jsn"), ("--jsn", "did you mean '--json'?")),
-        (("bench", "loder"), ("did you mean 'loader'?",)),
-        (("bench", "loader", "--steps", "0"), ("--steps is 0",)),
-        (("bench", "loader", "--batch", "0"), ("--batch is 0",)),
-        (("bench", "loader", "--data.path", "missing"), ("missing does not exist",)),
-        (("bench", "loader", "--data.packing", "fit"), ("--data.packing", "bestfit")),
         ((*TRAIN, "--data.mix", "a"), ("data.mix has 'a'", "PATH=WEIGHT")),
         ((*TRAIN, "--data.mix", "a=x"), ("data.mix has 'a=x'", "PATH=WEIGHT")),
         ((*TRAIN, "--data.mix", "a=-1"), ("data.mix has a=-1", "above 0")),
@@ -386,7 +381,6 @@ def flip(path: Path, at: int) -> None:
 
 INFO = ("data", "info", "data")
 TRAIN_DATA = (*TRAIN, "--data.path", "data", "--out", "run")
-BENCH = ("bench", "loader", "--data.path", "data", "--data.seq-len", "64", "--steps", "5")
 
 
 def test_a_truncated_shard_is_refused_at_open(place: Path, data: Path) -> None:
@@ -463,12 +457,11 @@ def test_an_index_that_lies_is_refused(place: Path, data: Path, field: tuple[str
     refused(place, *INFO, "--verify", says=("data/",))
 
 
-@pytest.mark.parametrize("command", [TRAIN_DATA, BENCH], ids=lambda c: c[0])
-def test_an_id_beyond_the_vocabulary_is_refused_at_open(place: Path, data: Path, command: tuple[str, ...]) -> None:
+def test_an_id_beyond_the_vocabulary_is_refused_at_open(place: Path, data: Path) -> None:
     """One among thousands: no process starts and no step is made with it."""
     change(data / "train-00001.bin", HEADER_BYTES + 2 * 1234, struct.pack("<H", 999))
     says = ("data/train-00001.bin has id 999 at token 1234", "the vocabulary has 257", "another tokenizer")
-    refused(place, *command, says=says, alone=True)
+    refused(place, *TRAIN_DATA, says=says, alone=True)
     assert not (place / "run").exists()
 
 

@@ -77,6 +77,7 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
         ((*TRAIN, "--model.n_embed", "64"), ("did you mean '--model.n-embd'?",)),
         ((*TRAIN, "--train.steps", "many"), ("--train.steps", "many")),
         ((*TRAIN, "--optim.name", "adam"), ("--optim.name", "adamw", "muon")),
+        ((*TRAIN, "--data.packing", "fit"), ("--data.packing", "bestfit")),
         ((*TRAIN, "--train.steps"), ("--train.steps",)),
         ((*TRAIN, "stray"), ("stray",)),
         (("train", "--preset", "tinny"), ("'tinny'", "did you mean 'tiny'?", "demo")),
