@@ -11,9 +11,9 @@ _HEAD_WIDTH = 64
 # Set by a few runs (docs/LOG.md, 2026-11-23):
 _LAYERS, _LAYERS_FLOPS = 2.2, 1.5e13  # so many layers for these FLOPs
 _BATCH_OF_TOKENS = 2.0  # tokens in a step over the square root of all tokens
-# Of text that is read again a model learns the words by heart; decay holds that up. 0.1 is best for one pass, 1 for
-# three, 3 for eight (docs/log/2026.md, 2026-11-28; also arXiv 2509.14786, section 3).
-_DECAY_OF_A_PASS = 4.5  # added for each pass after the first, over the decay of one pass
+# Text that is read again is learnt by heart; decay holds that up. 0.1 is best for one pass, 1 or more for three, 3 to 5
+# and more for eight and ten (docs/log/2026.md, 2026-11-28; also arXiv 2509.14786, section 3).
+_DECAY_OF_A_PASS = 6.0  # added for each pass after the first, over the decay of one pass
 _MOST_PASSES = 12  # measured up to here
 
 
