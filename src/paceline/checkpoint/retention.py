@@ -15,10 +15,9 @@ from paceline.base.jsonl import rows
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
 
-_FACTS = ("val_loss", "due_steps")
-_READ: dict[
-    Path, tuple[list[tuple[int, int, int, int]], dict[str, Any]]
-] = {}  # by folder: its state when it was read, and _FACTS
+_FACTS = ("val_loss", "due_steps")  # what retention needs of a manifest
+_State = list[tuple[int, int, int, int]]  # of a checkpoint's folder and manifest: inode, size, mtime, ctime
+_READ: dict[Path, tuple[_State, dict[str, Any]]] = {}  # by folder: its state when it was read, and _FACTS
 _LOSS = "val_loss.json"  # in a checkpoint that was saved before it was evaluated
 
 

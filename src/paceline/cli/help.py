@@ -82,6 +82,7 @@ def options_of(default: Any) -> list[Option]:
 
     def visit(value: Any, prefix: str, section: str) -> None:
         hints = typing.get_type_hints(type(value), include_extras=True)
+        kinds = typing.get_type_hints(type(value))
         for item in dataclasses.fields(value):
             inner, name = getattr(value, item.name), item.name.replace("_", "-")
             annotations = getattr(hints[item.name], "__metadata__", ())
@@ -90,13 +91,12 @@ def options_of(default: Any) -> list[Option]:
                 is_section = isinstance(value, Config)
                 visit(inner, prefix if is_flat else f"{prefix}{name}.", name if is_section else section)
                 continue
-            kind = typing.get_type_hints(type(value))[item.name]
             is_positional = _POSITIONAL in annotations
             metavar = next((note.metavar for note in annotations if getattr(note, "metavar", None)), name.upper())
             found.append(
                 Option(
                     flag=metavar if is_positional else f"--{prefix}{name}",
-                    kind=kind,
+                    kind=kinds[item.name],
                     default=inner,
                     section=section,
                     owner=type(value),
@@ -226,4 +226,6 @@ def _presets() -> dict[str, str]:
 
 
 def _more(verb: str, sections: Sequence[str]) -> str:
-    return _filled(f"paceline {verb} --help all: every option; --help {sections[0]}: of a part: {', '.join(sections)}.")
+    return _filled(
+        f"paceline {verb} --help all: every option; --help PART: those of {', '.join(sections[:-1])} or {sections[-1]}."
+    )

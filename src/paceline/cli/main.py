@@ -15,38 +15,43 @@ from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineErro
 from paceline.base.say import discard_output
 from paceline.base.status import has_launcher, record_status
 
-_VERBS = {
-    "train": "train a model, on one rank or many",
-    "resume": "resume a run from its newest complete checkpoint, on any number of ranks",
-    "sample": "write text from a run's newest checkpoint, also while it trains",
-    "data": "documents to token shards (data prepare), what a data set holds (data info)",
-    "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
-    "export": "write a run's model as a folder that transformers loads",
-    "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
-    "launch": "train on several hosts by ssh, from one terminal",
-    "kubernetes": "print a job whose pods train, and are started again until it is done",
-    "lab": "several hosts on this machine, with their own links and processors, to try all of this",
-    "bench": "measure the network (bench link), scaling (bench scaling)",
-    "learn": "watch an all-reduce step by step, between real processes (learn ring)",
-    "plan": "predict memory, time and price of a run on this machine or a described cluster",
-    "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
-    "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
-    "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
-    "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
-    "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
-    "report": "one self-contained HTML page with plots of one or several runs",
-    "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
-}
-_FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
 # The order in which they are printed: what a person does first, and what belongs together.
 _GROUPS = {
-    "train": ("train", "resume", "sample"),
-    "data and models": ("data", "import", "export"),
-    "look at runs": ("watch", "report", "runs", "track"),
-    "more machines": ("launch", "slurm", "kubernetes", "lab"),
-    "know before": ("doctor", "bench", "plan", "verify", "learn"),
-    "shell": ("completion",),
+    "train": {
+        "train": "train a model, on one rank or many",
+        "resume": "resume a run from its newest complete checkpoint, on any number of ranks",
+        "sample": "write text from a run's newest checkpoint, also while it trains",
+    },
+    "data and models": {
+        "data": "documents to token shards (data prepare), what a data set holds (data info)",
+        "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
+        "export": "write a run's model as a folder that transformers loads",
+    },
+    "look at runs": {
+        "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
+        "report": "one self-contained HTML page with plots of one or several runs",
+        "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
+        "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
+    },
+    "more machines": {
+        "launch": "train on several hosts by ssh, from one terminal",
+        "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
+        "kubernetes": "print a job whose pods train, and are started again until it is done",
+        "lab": "several hosts on this machine, with their own links and processors, to try all of this",
+    },
+    "know before": {
+        "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
+        "bench": "measure the network (bench link), scaling (bench scaling)",
+        "plan": "predict memory, time and price of a run on this machine or a described cluster",
+        "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
+        "learn": "watch an all-reduce step by step, between real processes (learn ring)",
+    },
+    "shell": {
+        "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
+    },
 }
+_VERBS = {verb: text for verbs in _GROUPS.values() for verb, text in verbs.items()}
+_FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 
   paceline train --preset tiny                  10 seconds on one core: does it work here?
@@ -121,7 +126,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _group(title: str) -> str:
-    return "\n".join([title, *(f"  {verb:<11} {_VERBS[verb]}" for verb in _GROUPS[title])])
+    return "\n".join([title, *(f"  {verb:<11} {text}" for verb, text in _GROUPS[title].items())])
 
 
 def find_main(verb: str) -> Callable[[list[str]], int]:

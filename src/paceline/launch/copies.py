@@ -55,7 +55,7 @@ class Copy:
             self._receiver = start(target, stdin=stream, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def problem(self) -> str | None:
-        """Returns None while it goes on; empty when it has succeeded, else why not."""
+        """Returns why the copy failed; empty if it succeeded, None while it is still running."""
         if self._receiver.poll() is None:
             return None
         failed = self._receiver if self._sender.poll() in (None, 0) else self._sender  # the cause, if both have

@@ -54,7 +54,7 @@ class Slow:
 
 def slow_stretches(events: Sequence[Row], last_step: float, is_running: bool) -> list[Slow]:
     """Returns the stretches in the order of their ends. last_step: of the records; NaN without any. is_running: the
-    run goes on, and so do the stretches that no event ends."""
+    run has not ended; then a stretch without an event that ends it has not ended either."""
     stretches: list[Slow] = []
     reported: dict[int, Row] = {}
     attempt = -1
