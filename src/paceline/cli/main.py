@@ -15,7 +15,7 @@ from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineErro
 from paceline.base.say import discard_output
 from paceline.base.status import has_launcher, record_status
 
-# The order in which they are printed: what a person does first, and what belongs together.
+# In the order in which they are printed.
 _GROUPS = {
     "train": {
         "train": "train a model, on one rank or many",
@@ -27,24 +27,24 @@ _GROUPS = {
         "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
         "export": "write a run's model as a folder that transformers loads",
     },
-    "look at runs": {
-        "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
-        "report": "one self-contained HTML page with plots of one or several runs",
-        "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
-        "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
-    },
     "more machines": {
-        "launch": "train on several hosts by ssh, from one terminal",
         "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
+        "launch": "train on several hosts by ssh, from one terminal",
         "kubernetes": "print a job whose pods train, and are started again until it is done",
         "lab": "several hosts on this machine, with their own links and processors, to try all of this",
     },
     "know before": {
-        "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
         "bench": "measure the network (bench link), scaling (bench scaling)",
-        "plan": "predict memory, time and price of a run on this machine or a described cluster",
-        "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
         "learn": "watch an all-reduce step by step, between real processes (learn ring)",
+        "plan": "predict memory, time and price of a run on this machine or a described cluster",
+        "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
+        "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
+    },
+    "look at runs": {
+        "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
+        "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
+        "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
+        "report": "one self-contained HTML page with plots of one or several runs",
     },
     "shell": {
         "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
