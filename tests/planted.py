@@ -453,11 +453,11 @@ MUTATIONS = (
         "replica/test_replica.py::test_fsdp_clips_and_leaves_alone_what_nobody_uses",
     ),
     Mutation(
-        "repaired by the rank that differs",
+        "half of the ranks are called the majority",
         "sync/replicas.py",
-        "group.broadcast(tensors[difference.name], difference.model_rank)",
-        "group.broadcast(tensors[difference.name], difference.minority[0])",
-        "sync/test_replicas.py::test_repair_gives_every_rank_the_majoritys_value",
+        "has_majority = 2 * votes > len(ranks)",
+        "has_majority = 2 * votes >= len(ranks)",
+        "sync/test_replicas.py::test_one_flipped_bit_on_one_rank_is_found_by_every_rank_and_named_by_majority",
     ),
     Mutation(
         "gradients of channels_last weights are contiguous",

@@ -19,6 +19,8 @@ from paceline.optim.config import OptimConfig
 from paceline.record.config import LogConfig, TrackConfig
 from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 
+# What files of former versions may have, with the value that changes nothing.
+_GONE = {("parallel", "repair"): False}
 CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was made with, under "config"'
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
 
@@ -238,6 +240,8 @@ def from_toml(text: str, where: str, base: Config) -> Config:
         changes = {}
         for raw_name, value in values.items():
             name = raw_name.replace("-", "_")
+            if (section, name) in _GONE and value == _GONE[section, name]:
+                continue
             if name not in hints:
                 raise UserError(f"{where}: {section} has no field '{raw_name}'{nearest(name, hints)}")
             if name in changes:

@@ -187,7 +187,6 @@ def test_what_changes_no_horizon_supersedes_none() -> None:
         ("parallel", {"timeout_s": 1e10}, r"parallel\.timeout-s is 1.*; it must be between 1 and 1e\+09 seconds"),
         ("parallel", {"step_timeout_s": float("inf")}, r"parallel\.step-timeout-s is inf; it must be between 1 and"),
         ("parallel", {"backend": "nccl", "device": "cpu"}, "nccl works on GPUs only"),
-        ("parallel", {"repair": True, "check_every": 0}, r"parallel\.check-every 0 makes none"),
         ("checkpoint", {"keep": 1}, r"checkpoint\.keep is 1"),
         ("log", {"every": 0}, r"log\.every is 0"),
         ("optim", {"lr": -1.0}, r"optim\.lr is -1"),

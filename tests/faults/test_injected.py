@@ -86,9 +86,6 @@ def _scenarios() -> dict[str, Scenario]:
         "flip-of-2": (2, then_resumed(flip)),
         "flip-of-3": (3, then_resumed(flip)),
         "flip-before-a-save": (3, plain("rank=1 step=6 kind=flip", parallel__check_every=100)),
-        "repair": (3, plain(flip, parallel__repair=True)),
-        "repair-of-2": (2, plain(flip, parallel__repair=True)),
-        "repair-again": (3, plain(f"{flip}; rank=1 step=6 kind=flip", parallel__repair=True)),
         "full-at-a-writer": (2, plain(f"{WAITS}; rank=1 step=4 phase=save.write kind=full")),
         "slow-disk": (
             2,
@@ -203,7 +200,6 @@ def test_one_flipped_bit_ends_the_run_before_anything_is_saved(made: Made, world
     name, straight = f"flip-of-{world}", {2: "straight", 3: "straight-3"}[world]
     first, second = made.ends(name)
     assert first.startswith(f"RunError: replicas are not equal at step 5: {FIRST} has 2 different values {says}")
-    assert ("--parallel.repair" in first) == (world == 3), "advice that helps"
     assert max(saved(made.base / f"{name}-before")) < 5
     assert second == "0"
     assert_same_ending(made.base / name, made.base / straight)
@@ -213,24 +209,6 @@ def test_a_flipped_bit_is_found_before_a_save(made: Made) -> None:
     (end,) = made.ends("flip-before-a-save")
     assert re.match(rf"RunError: replicas are not equal at step [678]: {FIRST}", end)
     assert max(saved(made.base / "flip-before-a-save")) < 6
-
-
-def test_a_flipped_bit_is_repaired_where_most_agree(made: Made) -> None:
-    assert made.ends("repair") == ["0"]
-    assert [event["step"] for event in made.events("repair", "repaired")] == [5]
-    assert_same_ending(made.base / "repair", made.base / "straight-3")
-    (end,) = made.ends("repair-of-2")
-    assert "no value has a majority" in end
-    assert not made.events("repair-of-2", "repaired")
-
-
-def test_what_differs_at_two_comparisons_in_a_row_is_not_repaired_again(made: Made) -> None:
-    (end,) = made.ends("repair-again")
-    assert end.startswith(
-        f"RunError: replicas are not equal at step 6: {FIRST} has 2 different values (rank 1 differs)"
-    )
-    assert "They differed at the comparison before, too" in end
-    assert [event["step"] for event in made.events("repair-again", "repaired")] == [5]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])

@@ -311,7 +311,6 @@ def test_a_world_of_one_has_no_rounds(tmp_path: Path) -> None:
     [
         ({"parallel__sync_every": 0}, "--parallel.strategy local --parallel.sync-every 8"),
         ({"parallel__strategy": "ddp"}, "leave sync-every out"),
-        ({"parallel__repair": True}, "parallel.repair copies the majority"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -22,10 +22,12 @@ TELL_KNOWN = "--tell-known"  # for completion: a verb raises Known instead of ru
 
 
 class Known(Exception):
-    """What a verb takes: its options, or the words that may follow it, each with its type."""
+    """What a verb takes: the dataclass of its arguments with their defaults, or the verbs that may follow it."""
 
-    def __init__(self, words: Mapping[str, Any]):
-        self.words = words
+    def __init__(
+        self, kind: Any = None, default: Any = None, verbs: Mapping[str, Callable[[list[str]], int]] | None = None
+    ):
+        self.kind, self.default, self.verbs = kind, default, verbs or {}
 
 
 def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
@@ -35,7 +37,7 @@ def parse(kind: type[T], default: T, arguments: Sequence[str], verb: str) -> T:
     together."""
     known = _flags(default)
     if TELL_KNOWN in arguments:
-        raise Known(known)
+        raise Known(kind, default)
     words = _tied(arguments, known, verb)
     if (wanted := asked_help(words)) is not None:
         print(help_text(default, verb, wanted))
@@ -63,7 +65,7 @@ def run_verb(verb: str, verbs: Mapping[str, Callable[[list[str]], int]], argumen
     """Runs the subcommand that the first argument names, with the rest; returns the exit status. Without one, or with
     --help, prints the usage. Raises UserError for an unknown one, naming the nearest."""
     if arguments == ["--help", TELL_KNOWN]:
-        raise Known(verbs)
+        raise Known(verbs=verbs)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage, end="")
         return EXIT_DONE if arguments else EXIT_USER

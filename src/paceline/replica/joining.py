@@ -23,7 +23,7 @@ from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 
 _EXIT_HANDLERS_S = 5.0
-_OF_REPLICAS = ("strategy", "wire", "sync_every", "bucket_mb", "shares", "check_every", "repair", "step_timeout_s")
+_OF_REPLICAS = ("strategy", "wire", "sync_every", "bucket_mb", "shares", "check_every", "step_timeout_s")
 
 
 def join(config: ParallelConfig | None = None) -> World:

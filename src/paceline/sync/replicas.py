@@ -82,7 +82,6 @@ class Difference:
     name: str
     num_values: int
     minority: tuple[int, ...]  # the ranks that differ from the majority; empty if there is none
-    model_rank: int | None  # the first rank of the majority
 
     def __str__(self) -> str:
         who = f"rank {', '.join(map(str, self.minority))} differs" if self.minority else "no value has a majority"
@@ -111,16 +110,8 @@ def compared(
             value, votes = counts.most_common(1)[0]
             has_majority = 2 * votes > len(ranks)
             minority = tuple(rank for rank in ranks if column[rank] != value) if has_majority else ()
-            model_rank = next(rank for rank in ranks if column[rank] == value) if has_majority else None
-            different.append(Difference(name, len(counts), minority, model_rank))
+            different.append(Difference(name, len(counts), minority))
     return different
-
-
-def repair(different: list[Difference], tensors: Mapping[str, torch.Tensor], group: Group) -> None:
-    """Gives every rank the majority's value of these tensors; each must have a majority. Collective."""
-    for difference in different:
-        assert difference.model_rank is not None
-        group.broadcast(tensors[difference.name], difference.model_rank)
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ import torch
 from paceline.base.errors import RunError
 from paceline.replica.contents import ReplicaContents
 from paceline.replica.replica import Replica
-from paceline.sync.replicas import differences, digests, flip_a_bit, repair
+from paceline.sync.replicas import differences, digests, flip_a_bit
 from paceline.train.meet import Setup
 
 
@@ -14,17 +14,14 @@ class Checks:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._has_repaired = False  # at the last comparison
         self._before: dict[str, int] | None = None  # digests of the optimizer state, until the next update
 
     def replicas(self, before_save: bool = False) -> None:
-        """Compares the weights and the optimizer state that all ranks have in full; parallel.repair makes them equal.
-        Collective.
+        """Compares the weights and the optimizer state that all ranks have in full. Collective.
 
         Raises RunError on every rank, naming ranks and a tensor, if they differ. Before a save, which must be fast,
         compares only the weights by a quick digest: different state changes the weights in the next update. On a GPU
-        all digests are quick: sha256 would copy everything to the host. Differences in two comparisons in a row are no
-        flipped bit, and are not repaired.
+        all digests are quick: sha256 would copy everything to the host.
         """
         setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
         fault, step = setup.at("check"), setup.progress.step
@@ -38,19 +35,9 @@ class Checks:
             text = f"replicas are not equal at step {step}: {found[0]}"
             text += f", and {len(found) - 1} tensors more" if len(found) > 1 else ""
             setup.recorder.event("replicas differ", step=step, tensors=[str(difference) for difference in found[:20]])
-            repairs = setup.config.parallel.repair
-            if not repairs or self._has_repaired or any(difference.model_rank is None for difference in found):
-                advice = "" if repairs or not found[0].minority else " (--parallel.repair copies the majority's)"
-                if self._has_repaired:
-                    advice = ". They differed at the comparison before, too: a rank computes otherwise than the others"
-                raise RunError(
-                    f"{text}. Nothing was saved since they differ; resume from the newest checkpoint{advice}",
-                    reach="world",
-                )
-            repair(found, tensors, group)
-            setup.console.say(f"{text}. Repaired: they have the majority's values now", style="yellow")
-            setup.recorder.event("repaired", step=step)
-        self._has_repaired = bool(found)
+            raise RunError(
+                f"{text}. Nothing was saved since they differ; resume from the newest checkpoint", reach="world"
+            )
         group.take_traffic()
         if not before_save:
             self._before = digests(optimizer_state(setup.replica), quick=group.is_queued)

@@ -58,8 +58,6 @@ class ParallelConfig:
     equal and 24,8 repeat bit for bit, auto does not, because it depends on the clock."""
     check_every: int = 100
     """Compare digests of parameters and optimizer state between ranks every N steps; 0: never."""
-    repair: bool = False
-    """If a replica differs and most others agree, copy theirs and continue, instead of stopping."""
 
     def check(self) -> None:
         """Raises UserError for an impossible value, named as the user types it."""
@@ -80,16 +78,6 @@ class ParallelConfig:
         self.fixed_shares()
         self.check_wire()
         self.check_rounds()
-        if self.repair and not self.check_every:
-            raise UserError(
-                "parallel.repair mends what a comparison of the replicas finds, and parallel.check-every 0 makes none; "
-                "give --parallel.check-every 100"
-            )
-        if self.repair and self.strategy in ("local", "hsdp"):
-            raise UserError(
-                f"parallel.repair copies the majority's weights, and with parallel.strategy {self.strategy} not all "
-                "ranks have the same; leave it out: a difference ends the run, which restarts from a checkpoint"
-            )
         if self.backend == "nccl" and self.device in ("cpu", "mps"):
             raise UserError(
                 f"parallel.backend nccl works on GPUs only, and parallel.device is {self.device}; "

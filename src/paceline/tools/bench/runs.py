@@ -36,7 +36,7 @@ def only_steps(config: Config, steps: int, **train: Any) -> Config:
     horizons = ("tokens", "tokens_per_param", "time_budget", "max_epochs")
     zero = (*horizons, "stop_at_step", "stop_after", "sample_tokens", "profile")
     config = config.replace("train", steps=steps, eval_every=-1, init_from="", **dict.fromkeys(zero, 0), **train)
-    config = config.replace("parallel", check_every=0, repair=False)
+    config = config.replace("parallel", check_every=0)
     config = config.replace("checkpoint", every=0, every_s=0.0, keep_best=False)
     return config.replace("log", every=1).replace("track", to="")
 
