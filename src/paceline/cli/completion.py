@@ -5,6 +5,7 @@ import dataclasses
 import io
 import typing
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import tyro
@@ -23,10 +24,10 @@ _SHELLS = ("bash", "zsh")
 def main(arguments: list[str]) -> int:
     if len(arguments) > 1 and arguments[0] not in ("-h", "--help"):
         raise UserError(f"paceline completion takes the name of a shell, and {arguments[1]} comes after it")
-    return run_verb("completion", {shell: lambda _, shell=shell: _print(shell) for shell in _SHELLS}, arguments, _USAGE)
+    return run_verb("completion", {shell: partial(_print, shell) for shell in _SHELLS}, arguments, _USAGE)
 
 
-def _print(shell: str) -> int:
+def _print(shell: str, _: list[str]) -> int:
     with contextlib.suppress(SystemExit):  # tyro's end, when it has printed
         tyro.cli(commands(), prog="paceline", args=["--tyro-print-completion", shell])
     return EXIT_DONE
