@@ -993,7 +993,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Slurm's job is queued again after a failure, and not after a save",
-        "cli/slurm.py",
+        "cli/templates/slurm.sh",
         "if [ $status = 75 ]",
         "if [ $status = 1 ]",
         "cli/test_slurm_script.py::test_a_job_is_queued_again_when_its_ranks_have_saved",

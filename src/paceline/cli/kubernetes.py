@@ -11,83 +11,8 @@ from typing import Literal
 
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import divided, parse
-from paceline.cli.scheduled import train_command
+from paceline.cli.scheduled import filled, train_command
 from paceline.cli.train import checked_arguments
-
-# A pod fails with 1 when another one is lost, and counts against backoffLimit; one that was evicted, or that has saved
-# and stopped (75), does not count. After 2 a new start would fail again. The names of pods are known before they are
-# ready, because their ranks wait for each other.
-_JOB = """\
-apiVersion: v1
-kind: Service
-metadata: {{name: {name}}}
-spec:
-  clusterIP: None
-  publishNotReadyAddresses: true
-  selector: {{batch.kubernetes.io/job-name: {name}}}
----
-apiVersion: batch/v1
-kind: Job
-metadata: {{name: {name}}}
-spec:
-  completionMode: Indexed
-  completions: {nodes}
-  parallelism: {nodes}
-  backoffLimit: {failures}
-  podFailurePolicy:
-    rules:
-      - {{action: Ignore, onExitCodes: {{containerName: train, operator: In, values: [75]}}}}  # saved, not done
-      - {{action: FailJob, onExitCodes: {{containerName: train, operator: In, values: [2]}}}}  # needs a change by you
-      - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget, status: "True"}}]}}
-  template:
-    spec:
-      subdomain: {name}
-      restartPolicy: Never
-      terminationGracePeriodSeconds: {grace_s}
-      securityContext: {{fsGroup: 10001}}  # the image's user may write to volumes
-      containers:
-        - name: train
-          image: {image}
-          command: {command}
-          env:  # with JOB_COMPLETION_INDEX: the ranks of this pod
-            - {{name: PET_NNODES, value: "{nodes}"}}
-            - {{name: PET_NPROC_PER_NODE, value: "{ranks}"}}
-            - {{name: PET_MASTER_ADDR, value: {master}}}
-          resources: {resources}
-          volumeMounts: {mounts}
-      volumes: {volumes}
-"""
-
-# Kubeflow sets the variables; how often it starts pods again is the runtime's.
-_TRAINJOB = """\
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata: {{name: {name}}}
-spec:
-  runtimeRef: {{name: torch-distributed}}
-  trainer:
-    image: {image}
-    command: {command}
-    numNodes: {nodes}
-    numProcPerNode: {ranks}
-    resourcesPerNode: {resources}
-  runtimePatches:
-    - manager: paceline.org/kubernetes
-      trainingRuntimeSpec:
-        template:
-          spec:
-            replicatedJobs:
-              - name: node
-                template:
-                  spec:
-                    template:
-                      spec:
-                        terminationGracePeriodSeconds: {grace_s}
-                        securityContext: {{fsGroup: 10001}}
-                        containers:
-                          - {{name: node, volumeMounts: {mounts}}}
-                        volumes: {volumes}
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +47,13 @@ class Kubernetes:
 
 
 def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
+    """Returns the template of this kind, filled in.
+
+    A pod fails with 1 when another one is lost, and counts against backoffLimit; one that was evicted, or that has
+    saved and stopped (75), does not count. After 2 a new start would fail again. The names of pods are known before
+    they are ready, because their ranks wait for each other. A TrainJob gets its variables from Kubeflow; how often it
+    starts pods again is the runtime's.
+    """
     limits = {"nvidia.com/gpu": job.gpus, "cpu": job.cpus, "memory": job.memory}
     claims = [(claim, path) for claim, _, path in (volume.partition(":") for volume in job.volumes.split(","))]
     mounts = [{"name": claim, "mountPath": path} for claim, path in claims]
@@ -138,7 +70,7 @@ def manifest(job: Kubernetes, name: str, command: Sequence[str]) -> str:
     }
     numbers = {"nodes": job.nodes, "ranks": job.nproc or max(1, job.gpus), "grace_s": job.grace_s}
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in written.items()}  # JSON is YAML
-    return (_JOB if job.kind == "job" else _TRAINJOB).format(failures=job.failures, **numbers, **texts)
+    return filled(f"{job.kind}.yaml", failures=job.failures, **numbers, **texts)
 
 
 _END_S = 10  # for a pod to end, when its ranks have had checkpoint.grace-s to save

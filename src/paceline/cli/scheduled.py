@@ -1,10 +1,23 @@
 """Shared by the verbs that print a job for a scheduler: what it is to run."""
 
+import string
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import without
 from paceline.cli.train import checked_arguments
+
+
+class _Template(string.Template):
+    delimiter = "@"  # shells and Kubernetes use $
+
+
+def filled(template: str, **values: Any) -> str:
+    """Returns the template of this file name with its @{words} filled in."""
+    text = (resources.files("paceline") / "cli" / "templates" / template).read_text(encoding="utf-8")
+    return _Template(text).substitute(values)
 
 
 def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:

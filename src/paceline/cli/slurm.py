@@ -8,33 +8,8 @@ from pathlib import Path
 
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import divided, parse, shell_words
-from paceline.cli.scheduled import train_command
+from paceline.cli.scheduled import filled, train_command
 from paceline.cli.train import checked_arguments
-
-# SIGTERM goes to the tasks by scancel: srun itself answers one by killing them. A signal to the script ends its `wait`,
-# so it waits again. A step ends with the highest status of its tasks: 75 if all have saved and stopped.
-_SCRIPT = """\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes} --ntasks-per-node={tasks_per_node}{resources}
-#SBATCH --time={time} --signal=B:USR1@{save_before_s}
-#SBATCH --requeue --open-mode=append --output=%x-%j.out
-
-# In an array one task's $SLURM_JOB_ID stands for all tasks.
-job=${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}
-asked=
-trap 'asked=1; scancel --signal=TERM "$job"' USR1   # {save_before_s} s before the end: save and stop
-srun --kill-on-bad-exit=0 \\
-    {command} &
-step=$!
-wait $step; status=$?
-if [ "$asked" ]; then wait $step; status=$?; fi
-if [ $status = 75 ]; then   # saved, not done
-    scontrol requeue "$job"
-    sleep 60   # until Slurm ends this script
-fi
-exit $status
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +34,15 @@ class Slurm:
 
 
 def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
+    """Returns the template, filled in. In it SIGTERM goes to the tasks by scancel: srun itself answers one by killing
+    them. A signal to the script ends its `wait`, so it waits again. A step ends with the highest status of its tasks:
+    75 if all have saved and stopped."""
     resources = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
     resources += f" --gpus-per-task={job.gpus_per_task}" if job.gpus_per_task else ""
     resources += "".join(f"\n#SBATCH {option}" for option in shell_words(job.sbatch))
     numbers = {"nodes": job.nodes, "tasks_per_node": job.tasks_per_node, "save_before_s": job.save_before_s}
     words = {"name": shlex.quote(name), "resources": resources, "time": job.time, "command": shlex.join(command)}
-    return _SCRIPT.format(**numbers, **words)
+    return filled("slurm.sh", **numbers, **words)
 
 
 def main(arguments: list[str]) -> int:
