@@ -22,6 +22,11 @@ from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 # What files of former versions may have, with the value that changes nothing.
 _GONE = {("parallel", "repair"): False}
 CONFIG_IS_KEPT = 'each checkpoint\'s manifest.json has the config that it was made with, under "config"'
+HORIZONS = ("steps", "tokens", "tokens_per_param", "time_budget")  # of TrainConfig; a run has one of them
+# Ways to say the same: a given one replaces those of a preset or file.
+ALTERNATIVES = (HORIZONS, ("global_batch_size", "global_batch_tokens"))
+# A given one takes the place of model.size auto.
+SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "global_batch_size", "global_batch_tokens")
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
 
 
@@ -83,6 +88,11 @@ class TrainConfig:
     max_skips: int = 20
     """The run fails after this many consecutive steps whose gradient is not finite."""
 
+    @property
+    def horizons(self) -> list[str]:
+        """The horizons that are given, named as the user types them."""
+        return [f"train.{name.replace('_', '-')}" for name in HORIZONS if getattr(self, name)]
+
     def check(self) -> None:
         """Raises UserError for an impossible value, named as the user types it."""
         for item in dataclasses.fields(self):
@@ -90,17 +100,15 @@ class TrainConfig:
             least = -1 if item.name == "eval_every" else int(item.name in _AT_LEAST_1)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
                 raise UserError(f"train.{item.name.replace('_', '-')} is {value}; it must be at least {least}")
-        horizons = [n for n in ("steps", "tokens", "tokens_per_param", "time_budget") if getattr(self, n)]
-        if len(horizons) != 1:
-            given = " and ".join(f"train.{name.replace('_', '-')}" for name in horizons) or "nothing"
+        if len(self.horizons) != 1:
             raise UserError(
-                f"the horizon of training is given by {given}; give exactly one of "
+                f"the horizon of training is given by {' and '.join(self.horizons) or 'nothing'}; give exactly one of "
                 "--train.steps, --train.tokens, --train.tokens-per-param, --train.time-budget"
             )
         if self.max_epochs and not self.time_budget:
             raise UserError(
-                f"train.max-epochs is {self.max_epochs:g}, which only limits a train.time-budget, and train."
-                f"{horizons[0].replace('_', '-')} is given; leave it out"
+                f"train.max-epochs is {self.max_epochs:g}, which only limits a train.time-budget, and "
+                f"{self.horizons[0]} is given; leave it out"
             )
         if self.steps and self.profile > self.steps:
             raise UserError(f"train.profile is {self.profile}, after the last step {self.steps}; name an earlier one")
@@ -293,17 +301,6 @@ def flatten(config: Config) -> dict[str, Any]:
         for section, values in dataclasses.asdict(config).items()
         for name, value in values.items()
     }
-
-
-# Alternative fields: a given one replaces those of a preset or file.
-ALTERNATIVES = (
-    ("steps", "tokens", "tokens_per_param", "time_budget"),
-    ("global_batch_size", "global_batch_tokens"),
-)
-
-
-# A given one takes the place of model.size auto.
-SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "global_batch_size", "global_batch_tokens")
 
 
 def with_size_of(stored: Config, config: Config) -> Config:

@@ -40,8 +40,7 @@ def main(arguments: list[str]) -> int:
     require_at_least(parsed, "--", nproc=1, wait_s=1)
     config = parsed.settings
     has_config = dataclasses.replace(config, parallel=Config().parallel) != Config()
-    train = config.train
-    if not (train.steps or train.tokens or train.tokens_per_param or train.time_budget):
+    if not config.train.horizons:
         config = config.replace("train", steps=1)  # the checks do not depend on the horizon
     config.check()
     env = detect()

@@ -48,7 +48,7 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
         raise UserError("the run folder comes first: paceline resume RUN [options]")
     found = run_folder.find(Path(arguments[0]))
     stored = stored_config(found)
-    if not any((stored.train.steps, stored.train.tokens, stored.train.tokens_per_param, stored.train.time_budget)):
+    if not stored.train.horizons:
         if run_folder.was_imported(found.path):
             raise UserError(
                 f"{found.path} was imported, not trained, so there is nothing to resume; "

@@ -5,9 +5,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from paceline import config
 from paceline.config import Config
 
-HORIZONS = ("train.steps", "train.tokens", "train.tokens-per-param", "train.time-budget", "train.max-epochs")
+HORIZONS = (*(f"train.{name.replace('_', '-')}" for name in config.HORIZONS), "train.max-epochs")
 _OF_ONE_ATTEMPT = ("train.stop-at-step", "train.stop-after", "train.profile")
 # These change how and for how long the run is computed, not what.
 _CHANGEABLE_SECTIONS = ("parallel.", "checkpoint.", "log.", "track.")
@@ -31,14 +32,15 @@ def changes(before: Mapping[str, Mapping[str, Any]], now: Config) -> Changes:
     A field that `before` lacks was added by a later version and does not differ. Stops and traces are left out: they
     are for one attempt.
     """
-    was, will = (json.loads(json.dumps(config)) for config in (before, dataclasses.asdict(now)))  # JSON has no tuples
-    found = {
-        f"{section}.{name}".replace("_", "-"): (was[section][name], value)
-        for section, values in will.items()
-        for name, value in values.items()
-        if name in was.get(section, {}) and was[section][name] != value
-    }
-    return {name: values for name, values in found.items() if name not in _OF_ONE_ATTEMPT}
+    stored = json.loads(json.dumps(before))  # JSON has no tuples
+    changed: Changes = {}
+    for section, values in json.loads(json.dumps(dataclasses.asdict(now))).items():
+        for field, value in values.items():
+            name = f"{section}.{field}".replace("_", "-")
+            value_before = stored.get(section, {}).get(field, value)
+            if value_before != value and name not in _OF_ONE_ATTEMPT:
+                changed[name] = value_before, value
+    return changed
 
 
 def makes_another_run(name: str) -> bool:

@@ -40,7 +40,7 @@ class Saves:
         self._config, self._group, self._progress = setup.config.checkpoint, setup.group, setup.progress
         self._folder, self._saver = setup.checkpoints.checkpoints, setup.checkpoints.saver
         self.any_rank_saving = False  # as of the last step's all-gather
-        self._is_pending = False  # a save was due while another was under way
+        self._due: list[int] = []  # steps whose save is due, and waits for the one that is under way
         self._saved_at_s = setup.progress.elapsed_s  # training time at the start of the last save
         self._saved_step = setup.progress.step  # of the newest checkpoint
         self._best: tuple[int, float] | None = None  # step and loss of the best one, while it is written
@@ -52,17 +52,18 @@ class Saves:
         self._save(is_due=self._progress.step % every == 0 if every else is_late)
 
     def _save(self, is_due: bool) -> None:
-        """Starts a save of this step if one is due or pending."""
+        """Starts a save of this step if one is due, or waits."""
         self.report()
-        if is_due and self.any_rank_saving and not self._is_pending:  # printed once per pending save
+        if is_due and self.any_rank_saving and not self._due:  # printed once
             self._setup.console.say(
                 f"step {self._progress.step}: the last checkpoint is still being written, the next one waits for it. "
                 "Writing takes longer than the checkpoint interval",
                 style="yellow",
             )
             self._setup.recorder.event("checkpoint postponed", step=self._progress.step)
-        self._is_pending = self._is_pending or is_due
-        if self._is_pending and not self.any_rank_saving:
+        if is_due:
+            self._due.append(self._progress.step)
+        if self._due and not self.any_rank_saving:
             is_often = self._progress.elapsed_s - self._saved_at_s < _OFTEN_S
             self._begin(self._progress)
             if is_often and self._setup.world.is_main:  # the others wait for rank 0 in the next step
@@ -135,8 +136,9 @@ class Saves:
     def _begin(self, progress: Progress) -> None:
         """Starts a save of weights and state as of `progress`. Collective. Raises RunError, before anything is saved,
         if replicas differ."""
-        due_steps = self._due_steps(progress)
-        self._is_pending = False
+        # It also stands for the steps that came due while the last one was being written.
+        due_before = [step for step in self._due if self._config.every and step < progress.step]
+        self._due.clear()
         self._saved_at_s, self._saved_step = self._progress.elapsed_s, progress.step
         if self._setup.config.parallel.check_every:
             self._checks.replicas(before_save=True)
@@ -144,19 +146,12 @@ class Saves:
         facts = {
             "progress": dataclasses.asdict(progress),
             "val_loss": progress.val_loss,
-            "due_steps": due_steps,
+            "due_steps": [*due_before, progress.step],
             "data": self._setup.data.blend.fingerprint,
             "config": dataclasses.asdict(self._setup.config),
         }
         self._setup.checkpoints.begin(progress.step, facts)
         self._group.take_traffic()
-
-    def _due_steps(self, progress: Progress) -> list[int]:
-        """The steps of this checkpoint: its own, and those that came due while the last was being written."""
-        every, begun_at = self._config.every, self._saver.begun_at
-        if not self._is_pending or not every or begun_at is None:
-            return [progress.step]
-        return [*range((begun_at // every + 1) * every, progress.step, every), progress.step]
 
     def _try(self, progress: Progress, is_again: bool) -> str | None:
         """Saves and waits. Returns the problem; None: it is on the disk. Collective."""
