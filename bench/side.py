@@ -34,11 +34,6 @@ def evaluations(out: Path) -> list[dict[str, Any]]:
     return [row for row in rows_of(out / "metrics.jsonl") if row and "val_loss" in row]
 
 
-def median_ms(rows: Sequence[Mapping[str, Any]], name: str = "step_ms") -> float:
-    """Returns the median of a field over the steps after the warm-up."""
-    return statistics.median(float(row[name]) for row in rows[3:])
-
-
 def show_header() -> None:
     print(f"{'':<60} {'min':>10} {'median':>10} {'max':>10}")
 
