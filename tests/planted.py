@@ -1225,7 +1225,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the ring stops a step early",
-        "tools/learn/ring.py",
+        "tools/ring.py",
         "for k in range(2 * (num_ranks - 1)):",
         "for k in range(2 * (num_ranks - 1) - 1):",
         "tools/learn/test_ring.py::test_after_half_of_the_steps_each_rank_has_one_complete_sum_and_after_all_every_sum",

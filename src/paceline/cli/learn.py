@@ -54,10 +54,9 @@ def _ring(arguments: list[str]) -> int:
     env, num_ranks = find_world("1" if env.is_distributed else str(parsed.ranks), parallel)
     if num_ranks > 1:
         return start_without_run(num_ranks, ["learn", "ring", *without(arguments, "--ranks")], parallel)
-    from paceline.tools.learn.ring_lesson import teach  # imports torch: seconds
-    from paceline.tools.learn.ring_show import Screen
+    from paceline.tools.ring import teach  # imports torch: seconds
     from paceline.world.runtime import open_world
 
     with open_world(parallel, env) as world:
-        teach(world, parsed.elements, Screen(world.rank, plain=parsed.plain, delay_s=parsed.delay))
+        teach(world, parsed.elements, plain=parsed.plain, delay_s=parsed.delay)
     return 0

@@ -14,7 +14,7 @@ from program import TORCHRUN, Ended, Fork, Program, _be_the_command, run
 from ranks import FORKS, run_ranks
 
 from paceline.cli.main import main
-from paceline.tools.learn.ring import contributors, ring_all_reduce, steps
+from paceline.tools.ring import contributors, ring_all_reduce, steps
 from paceline.world.runtime import World
 
 _CELL = re.compile(r"((?: *-?\d+\.\d)*) +(empty|all|\d+(?:\+(?:\d+|\.\.))*) *([<>])?")

@@ -1,1 +1,0 @@
-"""Lessons that run: communication of data-parallel training, slowly enough to watch."""
