@@ -1204,7 +1204,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a run is compared with the ideal of another round",
-        "tools/bench/scaling_show.py",
+        "tools/bench/scaling_rows.py",
         "return statistics.median(sample.tokens_per_s / ideal for sample, ideal in zip(samples, ideals, strict=False))",
         "return statistics.median(sample.tokens_per_s for sample in samples) / max(ideals)",
         "tools/bench/test_compare.py::test_the_ideal_is_that_of_the_same_round",

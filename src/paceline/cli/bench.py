@@ -5,12 +5,11 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import ModelFlags, base_config, check_files, parse, run_verb, variant, with_preset
 from paceline.cli.start import find_world, start_without_run
-from paceline.config import Config
 from paceline.tools.lab.hosts import MOST_HOSTS, read_rate
 
 _USAGE = """paceline bench link [--nproc N]         latency and bandwidth between ranks, and a model's all-reduce time
@@ -134,30 +133,31 @@ def _scaling(arguments: list[str]) -> int:
     config = only_steps(parsed.settings, parsed.steps)
     config.check()
     inspect_data(config.data, config.model.vocab_size)
-    if parsed.cpu or parsed.compare:
-        return _compare(parsed, config)
     from paceline.record.console import Console
-    from paceline.tools.bench import scaling, scaling_show  # imports torch: seconds
+    from paceline.tools.bench import scaling, scaling_show, worlds  # imports torch: seconds
+    from paceline.tools.bench.scaling_rows import tabulate
     from paceline.tools.doctor.host import say_load
 
-    setup = scaling.setup_here(
-        config,
-        ("strong", "weak") if parsed.kind == "both" else (parsed.kind,),
-        max_ranks=parsed.max_ranks,
-        hosts=parsed.hosts,
-        rates=rates,
-        steps=parsed.steps,
-        rounds=parsed.rounds,
-    )
+    how_often: dict[str, Any] = {"steps": parsed.steps, "rounds": parsed.rounds}
+    if parsed.cpu or parsed.compare:
+        variants = {text: variant(text, config, "bench scaling") for text in parsed.compare}
+        shares = _check_lab(parsed)
+        num_hosts = len(shares) or parsed.hosts
+        setup = worlds.setup_of_variants(config, variants, hosts=num_hosts, cpu=shares, rates=rates, **how_often)
+    else:
+        kinds: tuple[worlds.Kind, ...] = ("strong", "weak") if parsed.kind == "both" else (parsed.kind,)
+        setup = worlds.setup_here(
+            config, kinds, max_ranks=parsed.max_ranks, hosts=parsed.hosts, rates=rates, **how_often
+        )
     console = Console(0)
     say_load(console)
     found = scaling.measure(setup, console)
-    tables = scaling_show.tabulate(setup, found)
+    tables = tabulate(setup, found)
     for remark in scaling_show.remarks(setup, tables):
         console.say(remark, style="bold")
     for kind, rows in tables.items():
         console.say(scaling_show.terminal_table(setup, kind, rows))
-    console.say(scaling_show.LEGEND + "\n", style="dim")
+    console.say(scaling_show.legend(setup) + "\n", style="dim")
     shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json}
     for name, shape in shapes.items():
         if path := getattr(parsed, name):
@@ -165,43 +165,22 @@ def _scaling(arguments: list[str]) -> int:
     return 0
 
 
-def _compare(parsed: ScalingArguments, config: Config) -> int:
-    """Measures variants of a run, on hosts of a lab with the shares of a core that --cpu names."""
+def _check_lab(parsed: ScalingArguments) -> tuple[str, ...]:
+    """Returns the share of a core of each host, as --cpu names them. Raises UserError if this machine is too small for
+    such a lab, or makes none."""
     from paceline.tools.lab.hosts import lay_out
     from paceline.tools.lab.system import check_machine
 
-    variants = {text: variant(text, config, "bench scaling") for text in parsed.compare}
     check_machine()
-    cpu = tuple(share.strip() for share in parsed.cpu.split(",")) if parsed.cpu else ("unlimited",) * parsed.hosts
-    layout = lay_out(len(cpu), 1, parsed.rate, ",".join(cpu))
+    shares = tuple(share.strip() for share in parsed.cpu.split(",")) if parsed.cpu else ()
+    layout = lay_out(len(shares) or parsed.hosts, 1, parsed.rate, ",".join(shares))
     if layout.is_crowded:
         raise UserError(
             f"{f'--cpu {parsed.cpu}' if parsed.cpu else f'--hosts {parsed.hosts}'} takes more than the "
             f"{layout.num_cores} cores here: together the hosts would be slower than each alone; give "
             f"{'smaller shares of a core' if parsed.cpu else 'fewer'}"
         )
-    from paceline.record.console import Console
-    from paceline.tools.bench import compare  # imports torch: seconds
-    from paceline.tools.doctor.host import say_load
-
-    setup = compare.Setup(
-        config=config,
-        variants=variants or compare.kinds_of_shares(config),
-        hosts=tuple(host.name for host in layout.hosts),
-        cpu=cpu,
-        rate=parsed.rate,
-        steps=parsed.steps,
-        rounds=parsed.rounds,
-    )
-    console = Console(0)
-    say_load(console)
-    rows = compare.measure(setup, console)
-    console.say(compare.terminal_table(setup, rows))
-    console.say(compare.LEGEND, style="dim")
-    for name, shape in {"markdown": compare.markdown, "json": compare.as_json}.items():
-        if path := getattr(parsed, name):
-            Path(path).write_text(shape(setup, rows), encoding="utf-8")
-    return 0
+    return shares
 
 
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:

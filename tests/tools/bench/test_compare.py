@@ -3,14 +3,17 @@
 import json
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from program import run
 
 from paceline.config import Config, load_preset
-from paceline.tools.bench import compare
-from paceline.tools.bench.compare import Sample, Setup, kinds_of_shares
+from paceline.tools.bench import runs, scaling_show
+from paceline.tools.bench.scaling import Found, Sample, _Bench
+from paceline.tools.bench.scaling_rows import tabulate
+from paceline.tools.bench.worlds import Setup, setup_of_variants
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
 from in_process import here
@@ -20,27 +23,33 @@ pytestmark = pytest.mark.alone
 
 def setup_of(cpu: tuple[str, ...] = ("1.0", "0.35"), shares: str = "equal") -> Setup:
     config = load_preset("tiny", Config()).replace("parallel", shares=shares)
-    variants = kinds_of_shares(config)
-    return Setup(config=config, variants=variants, hosts=("a", "b"), cpu=cpu, rate="1gbit", steps=12, rounds=2)
+    return setup_of_variants(config, {}, hosts=2, cpu=cpu, rates=("1gbit",), steps=12, rounds=2)
 
 
-def test_unequal_hosts_are_measured_alone_and_together_with_each_kind_of_shares_once() -> None:
+def apart(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """The steps and the sequences of a step with which each host of a lab trains alone."""
+    monkeypatch.setattr(runs, "run_at_once", lambda *_, **__: None)
+    with pytest.raises(runs.Failed, match="it left 0 steps"):
+        _Bench(setup, tmp_path, Found())._train_apart(setup.hosts_apart)
+    found = {path.parent.name: tomllib.loads(path.read_text())["train"] for path in tmp_path.glob("*/*/config.toml")}
+    return {host: (found[host]["steps"], found[host]["global_batch_size"]) for host in sorted(found)}
+
+
+def test_unequal_hosts_are_measured_alone_and_together_with_each_kind_of_shares_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = setup_of(shares="9,3")
-    ideal = setup.ideal
-    assert ideal.is_apart
-    assert ideal.config.parallel.shares == "equal"
-    assert ideal.config.train.global_batch_size == 12
-    assert compare._steps(setup, ideal) == {"a": 34, "b": 12}, "so that both end at the same time"
-    assert [world.config.parallel.shares for world in setup_of(shares="auto").together] == ["equal", "auto"]
-    assert [world.config.parallel.shares for world in setup_of(shares="9,3").together] == ["equal", "auto", "9,3"]
+    assert setup.worlds()[0].is_apart
+    assert setup.config_of(setup.worlds()[0]).parallel.shares == "equal"
+    assert apart(setup, tmp_path, monkeypatch) == {"a": (34, 12), "b": (12, 12)}, "so that both end at the same time"
+    assert list(setup_of(shares="auto").variants) == ["all, shares equal", "all, shares auto"]
+    assert [setup.config_of(world).parallel.shares for world in setup.worlds()[1:]] == ["equal", "auto", "9,3"]
 
 
-def test_the_ideal_of_equal_hosts_is_each_with_its_part_of_the_batch_at_once() -> None:
-    setup = setup_of(cpu=("unlimited", "unlimited"))
-    ideal = setup.ideal
-    assert ideal.is_apart
-    assert ideal.config.train.global_batch_size == 6
-    assert compare._steps(setup, ideal) == {"a": 12, "b": 12}
+def test_the_ideal_of_equal_hosts_is_each_with_its_part_of_the_batch_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert apart(setup_of(cpu=()), tmp_path, monkeypatch) == {"a": (12, 6), "b": (12, 6)}
 
 
 def sample(tokens_per_s: float, sequences: tuple[int, ...] = (12,)) -> Sample:
@@ -52,10 +61,19 @@ def sample(tokens_per_s: float, sequences: tuple[int, ...] = (12,)) -> Sample:
 
 def test_the_ideal_is_that_of_the_same_round() -> None:
     """The machine is half as fast in the second of two rounds."""
-    row = compare._row("all, shares auto", [sample(130, (9, 3)), sample(65, (8, 4))], [140, 70])
-    assert row.ideal_frac == pytest.approx(130 / 140)
+    setup = setup_of(shares="auto")
+    ideal, _, auto = setup.worlds()
+    found = Found(samples={ideal: [(sample(100), sample(40)), (sample(50), sample(20))]})
+    found.samples[auto] = [(sample(130, (9, 3)),), (sample(65, (8, 4)),)]
+    *alone, _, row = tabulate(setup, found)["variants"]
+    assert [(each.label, each.tokens_per_s) for each in alone] == [
+        ("host a alone, 1.0 of a core", 75),
+        ("host b alone, 0.35 of a core", 30),
+    ]
+    assert row.efficiency == pytest.approx(130 / 140)
     assert row.rounds_tokens_per_s == (130, 65)
-    assert "| all, shares auto | 98 | 92.9% | 1.5 | 2 | 5.0 | 8, 4 | 2, 2 |" in compare.markdown(setup_of(), [row])
+    shown = "| all, shares auto | 98 | 92.9% | 5.0 | 1.5 | 0.0 | 2.0 (40%) | 0.0 | 8, 4 | 2, 2 |"
+    assert shown in scaling_show.markdown(setup, found)
 
 
 REFUSALS = {
@@ -100,7 +118,7 @@ def test_one_command_makes_the_table_from_runs_in_a_lab(tmp_path: Path) -> None:
     for row in rows:
         assert sum(row["sequences"]) == 12
         assert row["tokens_per_s"] * row["step_ms"] == pytest.approx(12 * 64 * 1e3)
-        assert row["ideal_frac"] == pytest.approx(row["tokens_per_s"] / (a["tokens_per_s"] + b["tokens_per_s"]))
+        assert row["efficiency"] == pytest.approx(row["tokens_per_s"] / (a["tokens_per_s"] + b["tokens_per_s"]))
     assert [row["sequences"] for row in (a, b, equal, fixed)] == [[12], [12], [6, 6], [9, 3]]
     assert [row["label"] for row in (b, auto, fixed)] == [
         "host b alone, 0.4 of a core",
@@ -119,10 +137,10 @@ def test_variants_are_held_against_hosts_that_exchange_nothing(tmp_path: Path) -
     run("bench", "scaling", *flags, "--compare", *variants, cwd=tmp_path).require(0)
     apart, *rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert (apart["label"], apart["sequences"], apart["comm_bytes"]) == ("2 hosts, no exchange", [6, 6], 0)
-    assert apart["ideal_frac"] == 1
+    assert apart["efficiency"] == 1
     assert [row["label"] for row in rows] == [*variants]
     for row in rows:
         assert row["sequences"] == [6, 6]
-        assert row["ideal_frac"] == pytest.approx(row["tokens_per_s"] / apart["tokens_per_s"])
+        assert row["efficiency"] == pytest.approx(row["tokens_per_s"] / apart["tokens_per_s"])
         # Two ranks send each of the model's float32 gradients (ddp), or half of them and of the weights (zero), once.
         assert row["comm_bytes"] == pytest.approx(4 * 171_840, rel=0.05)

@@ -11,166 +11,60 @@ their own cores, in every world. A world is compared with:
 
 so efficiency = machine x synchronisation. Strong scaling divides the step's batch; weak scaling keeps a rank's share.
 All worlds take turns in each round, since a machine's speed may drift.
+
+`--compare ...` and `--cpu 1.0,0.35` measure variants of a run on all hosts of a lab. Their ideal is the sum of hosts
+that train at the same time and exchange nothing, so that they share the machine's memory and caches as in one world:
+each its part of the batch, or the whole batch if they have shares of a core. So fast hosts make more steps.
 """
 
 import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import statistics
+import string
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from paceline.base import units
-from paceline.base.cores import physical_cores
-from paceline.base.errors import RunError, UserError
+from paceline.base.errors import RunError
 from paceline.base.net import listen
-from paceline.base.status import environment_of_one
-from paceline.config import Config, to_toml
+from paceline.base.status import RANK_VARIABLES, environment_of_one
+from paceline.config import to_toml
+from paceline.record.balance import speeds
 from paceline.record.console import Console
 from paceline.tools.bench import runs
 from paceline.tools.bench.runs import Failed
-from paceline.world.cores import usable_cores
-from paceline.world.device import choose_device, count_gpus
+from paceline.tools.bench.worlds import Setup, World
 from paceline.world.env import interface_of
 
-Kind = Literal["strong", "weak"]
 WARM_UP_STEPS = 3  # left out: the first step allocates, the next two are still slow
+_ADAPTING_STEPS = 40  # left out of a variant with shares by speed: two changes, each after some 18 measured steps
 _APART_MS = 1000.0  # left out at either end, since separate ranks start and end at slightly different times
-_USUAL_RANKS = 4
 _LOOPBACK = "127.0.0.1"
 # The smallest model and no large collectives: only the bandwidth between two ranks is needed.
 _PROBE = ("bench", "link", "--preset", "tiny", "--time-budget", "5", "--max-bytes", "65536")
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    ranks: int
-    batch: int  # sequences in a step of all ranks
-    hosts: int = 1
-    rate: str = ""  # of the lab's links
-    is_apart: bool = False  # separate worlds of one rank
-    device: Literal["cpu", "cuda"] = "cpu"
-
-    @property
-    def label(self) -> str:
-        if self.hosts > 1:
-            return f"{self.hosts} hosts, {self.rate}"
-        noun = "GPU" if self.device == "cuda" else "rank"
-        return units.plural(self.ranks, noun) + (" apart" if self.is_apart else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """All worlds to measure, and the resources of each rank."""
-
-    config: Config
-    kinds: tuple[Kind, ...]
-    counts: tuple[int, ...]  # numbers of ranks on this machine; 1 first
-    cores: tuple[int, ...]  # a hardware thread of each core; none: not pinned (GPUs, macOS)
-    threads: int
-    device: Literal["cpu", "cuda"]
-    has_gpu: bool = False  # as well as the CPU ranks
-    hosts: int = 0  # in the lab; 0: no lab row
-    host_ranks: int = 1
-    rates: tuple[str, ...] = ()
-    steps: int = 12
-    rounds: int = 3
-
-    @property
-    def batch(self) -> int:
-        return sequences_of(self.config)
-
-    @property
-    def num_places(self) -> int:
-        """Number of ranks with a core each."""
-        return max(1, len(self.cores) // self.threads) if self.cores else self.counts[-1]
-
-    @property
-    def alone(self) -> World:
-        return World(ranks=1, batch=self.batch, device=self.device)
-
-    def apart(self, ranks: int) -> World:
-        """Separate ranks, each as if alone; equal for both kinds."""
-        return World(ranks=ranks, batch=self.batch * ranks, is_apart=True, device=self.device)
-
-    def table(self, kind: Kind) -> list[World]:
-        each = self.batch if kind == "weak" else 0
-        many = self.hosts * self.host_ranks
-        found = [World(ranks=n, batch=n * each or self.batch, device=self.device) for n in self.counts]
-        if self.hosts:
-            batch = many * each or self.batch
-            found += [World(ranks=many, batch=batch, hosts=self.hosts, rate=rate) for rate in self.rates]
-        if self.has_gpu:
-            found.append(World(ranks=1, batch=self.batch, device="cuda"))
-        return found
-
-    def worlds(self) -> list[World]:
-        """Returns all worlds to measure, each once: a single rank is the same in both kinds."""
-        found = [world for kind in self.kinds for world in self.table(kind)]
-        return list(dict.fromkeys([*found, *(self.apart(world.ranks) for world in found if world.ranks > 1)]))
-
-
-def setup_here(
-    config: Config, kinds: tuple[Kind, ...], *, max_ranks: int, hosts: int, rates: tuple[str, ...], **more: int
-) -> Setup:
-    """Returns the worlds to measure on this machine; max_ranks 0: one a core, at most 4, or one a GPU. Raises UserError
-    if the devices or the batch are too small."""
-    num_gpus, batch = count_gpus(), sequences_of(config)
-    wanted, cores = config.parallel.device, usable_cores()
-    is_cuda = wanted == "cuda" or (wanted == "auto" and num_gpus > 1)
-    most = max_ranks or (max(1, num_gpus) if is_cuda else min(cores, _USUAL_RANKS))
-    if is_cuda:
-        choose_device("cuda", most - 1, most, most)
-    setup = Setup(
-        config=config,
-        kinds=kinds,
-        # 1, 2, 3, 4, powers of two, and the largest
-        counts=tuple(n for n in range(1, most + 1) if n <= _USUAL_RANKS or n & (n - 1) == 0 or n == most),
-        cores=() if is_cuda else physical_cores()[:cores],
-        threads=config.parallel.threads or max(1, cores // most),
-        device="cuda" if is_cuda else "cpu",
-        has_gpu=not is_cuda and wanted == "auto" and num_gpus > 0,
-        hosts=0 if is_cuda else hosts,
-        host_ranks=max(1, most // hosts) if hosts else 1,
-        rates=rates,
-        **more,
-    )
-    most = max(most, setup.hosts * setup.host_ranks)
-    if "strong" in kinds and batch < most:
-        raise UserError(
-            f"a step has {batch} sequences (--train.global-batch-size), too few for {most} ranks; give at least "
-            "one to each, or measure --kind weak alone"
-        )
-    return setup
+# The shell's command that makes a host of a lab a world of one.
+_ALONE = shlex.join(["exec", "env", *(f"--unset={name}" for name in RANK_VARIABLES), *runs.PACELINE, "train"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One run of a world: medians of its steps after the warm-up."""
+    """One run: medians of its steps after the warm-up. Lists are by rank."""
 
-    tokens_per_s: float = 0.0  # the only value for separate ranks
+    tokens_per_s: float = 0.0
     step_ms: float = 0.0
     comm_ms: float = 0.0  # with a collective under way on rank 0
     exposed_ms: float = 0.0  # of which a rank waited; mean over ranks
     spread_ms: float = 0.0  # between the first and the last rank to reach the collective
     comm_bytes: float = 0.0  # sent by a rank
-
-
-def sequences_of(config: Config) -> int:
-    """Returns the sequences of a step. Raises UserError if the config leaves them to the run."""
-    batch = config.batch_in_sequences().train.global_batch_size
-    if not batch:
-        raise UserError(
-            "bench scaling compares worlds by the same batch, and the config names none; give "
-            "--train.global-batch-size, the sequences of a step"
-        )
-    return batch
+    sequences: tuple[int, ...] = ()  # in the last step
+    idle_frac: tuple[float, ...] = ()  # waiting for other ranks or for the network
 
 
 # ---- measuring ----
@@ -178,7 +72,7 @@ def sequences_of(config: Config) -> int:
 
 @dataclass
 class Found:
-    samples: dict[World, list[Sample]] = field(default_factory=dict)
+    samples: dict[World, list[tuple[Sample, ...]]] = field(default_factory=dict)  # by round; of ranks apart one each
     problems: dict[World, str] = field(default_factory=dict)
     # By hosts and rate: payload bytes a second in each direction, while both are busy; None: not measured.
     links: dict[tuple[int, str], float | None] = field(default_factory=dict)
@@ -186,7 +80,7 @@ class Found:
 
 
 def measure(setup: Setup, console: Console) -> Found:
-    """Returns the results of all worlds in all rounds; takes minutes. Raises RunError if the single rank fails, to
+    """Returns the results of all worlds in all rounds; takes minutes. Raises RunError if the first world fails, to
     which all else is compared. Failures of other worlds are recorded in their rows."""
     began, found = time.monotonic(), Found()
     with runs.tidy(), tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
@@ -213,24 +107,27 @@ class _Bench:
     def measure_once(self, world: World) -> None:
         found, link = self._found, (world.hosts, world.rate)
         try:
-            sample = self._train_apart(world) if world.is_apart else self._train(world)
-            found.samples.setdefault(world, []).append(sample)
+            samples = self._train_apart(world) if world.is_apart else (self._train(world),)
+            found.samples.setdefault(world, []).append(samples)
         except Failed as error:
             found.problems[world] = str(error)
-            if world == self._setup.alone:
-                raise RunError(f"one rank alone, to which all else is compared, failed: {error}") from None
+            if world == self._setup.worlds()[0]:
+                raise RunError(f"{world.label}, to which all else is compared, failed: {error}") from None
         else:
-            if world.ranks > 1 and not world.is_apart and link not in found.links:
+            if world.ranks > 1 and not (world.is_apart or world.variant) and link not in found.links:
                 found.links[link] = self._bandwidth(world)
 
     def _train(self, world: World) -> Sample:
-        folder = self._folder()
-        self._run(world, *self._training(folder, world, world.batch))
-        return summary(runs.training_rows(folder / "run"), world.batch * self._setup.config.data.seq_len)
+        folder, config = self._folder(), self._setup.config_of(world)
+        adapting = _ADAPTING_STEPS if world.variant and config.parallel.shares == "auto" else 0
+        self._run(world, *self._training(folder, world, world.batch, adapting))
+        return summary(runs.training_rows(folder / "run"), world.batch * config.data.seq_len, adapting)
 
-    def _train_apart(self, world: World) -> Sample:
+    def _train_apart(self, world: World) -> tuple[Sample, ...]:
+        if world.hosts > 1:
+            return self._train_hosts_apart(world)
         setup, alone = self._setup, environment_of_one(os.environ)
-        margin = math.ceil(_APART_MS / self._found.samples[setup.alone][-1].step_ms)
+        margin = math.ceil(_APART_MS / self._found.samples[setup.alone][-1][0].step_ms)
         folders = [self._folder() for _ in range(world.ranks)]
         commands = [
             ([*runs.PACELINE, *self._training(folder, world, setup.batch, 2 * margin)], alone | self._gpu(place))
@@ -238,8 +135,21 @@ class _Bench:
         ]
         runs.run_at_once(commands, folders[0], self._cores(world.ranks))
         tokens = setup.batch * setup.config.data.seq_len
-        samples = [summary(runs.training_rows(folder / "run"), tokens, margin, margin) for folder in folders]
-        return Sample(tokens_per_s=sum(sample.tokens_per_s for sample in samples))
+        return tuple(summary(runs.training_rows(folder / "run"), tokens, margin, margin) for folder in folders)
+
+    def _train_hosts_apart(self, world: World) -> tuple[Sample, ...]:
+        """Trains on each host of the lab alone, all at once. Hosts that are n times as fast make n times as many steps,
+        so that they end at about the same time."""
+        setup, folder, batch = self._setup, self._folder(), world.batch // world.ranks
+        cores = list(map(float, setup.cpu)) or [1.0] * world.hosts
+        hosts = [folder / name for name in string.ascii_lowercase[: world.hosts]]
+        for host, core in zip(hosts, cores, strict=True):
+            host.mkdir()
+            self._training(host, world, batch, round(setup.steps * core / min(cores)) - setup.steps)
+        own = f"{folder}/$(hostname)"
+        self._run(world, "exec", "sh", "-c", f'{_ALONE} --config "{own}/config.toml" --out "{own}/run"')
+        tokens = batch * setup.config.data.seq_len
+        return tuple(summary(runs.training_rows(host / "run"), tokens) for host in hosts)
 
     def _bandwidth(self, world: World) -> float | None:
         """Returns payload bytes a second of the slowest pair in each direction; None: cannot be measured."""
@@ -252,9 +162,11 @@ class _Bench:
         return None
 
     def _training(self, folder: Path, world: World, batch: int, more_steps: int = 0) -> list[str]:
-        config, setup = self._setup.config, self._setup
+        setup, config = self._setup, self._setup.config_of(world)
         micro_batch = min(config.train.device_batch_size, batch)
         sizes = {"global_batch_size": batch, "global_batch_tokens": 0, "device_batch_size": micro_batch}
+        if world.is_apart and batch < setup.batch:
+            sizes["layered_micro_batches"] = 1
         config = runs.only_steps(config, setup.steps + more_steps, **sizes)
         config = config.replace("parallel", threads=setup.threads, device=world.device, interface="", expect_ranks=0)
         (folder / "config.toml").write_text(to_toml(config))
@@ -264,7 +176,9 @@ class _Bench:
         """Runs a paceline command as all ranks of a world. Raises Failed, also if this machine cannot make a lab."""
         alone, folder = environment_of_one(os.environ), self._folder()
         if world.hosts > 1:
-            lab = ("lab", "--hosts", str(world.hosts), "--nproc", str(world.ranks // world.hosts), "--rate", world.rate)
+            lab = ["lab", "--hosts", str(world.hosts), "--nproc", str(world.ranks // world.hosts), "--rate", world.rate]
+            if self._setup.cpu:
+                lab += ["--cpu", ",".join(self._setup.cpu)]
             runs.run_at_once([([*runs.PACELINE, *lab, "--", *verb], alone)], folder, end_by=signal.SIGTERM)
             return
         commands = [([*runs.PACELINE, *verb], alone | ranks) for ranks in _environments(world.ranks)]
@@ -310,6 +224,7 @@ def summary(rows: Sequence[dict[str, Any]], tokens: int, first: int = 0, last: i
         return float(statistics.median(values))
 
     step_ms = median(row["step_ms"] for row in steady)
+    balance = speeds(steady)
     return Sample(
         tokens_per_s=1e3 * tokens / step_ms,
         step_ms=step_ms,
@@ -317,4 +232,6 @@ def summary(rows: Sequence[dict[str, Any]], tokens: int, first: int = 0, last: i
         exposed_ms=median(statistics.fmean(row["rank_exposed_comm_ms"]) for row in steady),
         spread_ms=median(max(row["rank_compute_ms"]) - min(row["rank_compute_ms"]) for row in steady),
         comm_bytes=median(row["comm_bytes"] for row in steady),
+        sequences=tuple(rows[-1]["rank_sequences"]),
+        idle_frac=tuple(balance.idle_frac) if balance else (),
     )

@@ -1,12 +1,10 @@
-"""Shows the measurements of `paceline bench scaling`: rows, sentences, tables, JSON."""
+"""Shows the measurements of `paceline bench scaling`: sentences, tables, JSON."""
 
 import json
 import shlex
-import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict
 
 import rich.table
 import torch
@@ -15,103 +13,30 @@ from paceline import __version__
 from paceline.base import units
 from paceline.base.cores import cpu_name
 from paceline.record.console import table
-from paceline.tools.bench.scaling import WARM_UP_STEPS, Found, Kind, Sample, Setup, World
+from paceline.tools.bench.scaling import WARM_UP_STEPS, Found
+from paceline.tools.bench.scaling_rows import Row, tabulate
+from paceline.tools.bench.worlds import Kind, Setup
 from paceline.world.cores import usable_cores
 
 _MOST_SYNC = 1.05  # more is a measurement of something else
 _LEAST_STRAIGHT = 0.9  # of the ideal; below it a sentence names the cause
-COLUMNS = [
-    *("world", "tokens/s", "of ideal", "machine", "sync", "step ms"),
-    *("computed", "all-reduce", "exposed", "spread"),
-]
-LEGEND = (
-    "of ideal: of as many single ranks as there are, each with the same threads on cores of its own; it is machine "
-    "(what as many separate runs at once reach) times sync (what being one world costs on top). computed: a rank's "
-    "bytes at the measured bandwidth of the link; all-reduce: a collective was under way; exposed: a rank stood still "
-    "for it; spread: between the first rank and the last to have their gradients. Milliseconds a step."
+_COLUMNS = (
+    *("world", "tokens/s", "of ideal", "machine", "sync", "step ms", "MB sent"),
+    *("computed", "all-reduce", "exposed", "spread", "sequences", "idle, %"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(Sample):
-    """One world against its ideal: medians over the rounds. If it could not be measured, only `problem` is valid."""
-
-    kind: Kind
-    label: str
-    ranks: int
-    hosts: int
-    rate: str
-    batch: int
-    shares_cores: bool
-    problem: str = ""
-    rounds_tokens_per_s: tuple[float, ...] = ()
-    ideal_tokens_per_s: float = 0.0
-    efficiency: float | None = None  # of the ideal, a fraction; None: other kind of device
-    machine: float | None = None  # the separate ranks, of the ideal
-    link_bytes_per_s: float | None = None
-
-    @property
-    def synchronisation(self) -> float | None:
-        """The ranks of one world, of the separate ranks, a fraction."""
-        return self.efficiency / self.machine if self.efficiency is not None and self.machine else None
-
-    @property
-    def computed_comm_ms(self) -> float | None:
-        return 1e3 * self.comm_bytes / self.link_bytes_per_s if self.link_bytes_per_s and self.ranks > 1 else None
-
-    @property
-    def exposed_frac(self) -> float:
-        return self.exposed_ms / self.step_ms if self.step_ms else 0.0
-
-    @property
-    def spread_frac(self) -> float:
-        return self.spread_ms / self.step_ms if self.step_ms else 0.0
-
-
-def tabulate(setup: Setup, found: Found) -> dict[Kind, list[Row]]:
-    return {kind: [_row(setup, found, kind, world) for world in setup.table(kind)] for kind in setup.kinds}
-
-
-def _row(setup: Setup, found: Found, kind: Kind, world: World) -> Row:
-    row = Row(
-        kind=kind,
-        label=world.label,
-        ranks=world.ranks,
-        hosts=world.hosts,
-        rate=world.rate,
-        batch=world.batch,
-        shares_cores=bool(setup.cores) and world.ranks > setup.num_places,
-    )
-    samples = found.samples.get(world, [])
-    if world in found.problems or not samples:
-        return replace(row, problem=found.problems.get(world, "not measured"))
-    ideals = [min(world.ranks, setup.num_places) * one.tokens_per_s for one in found.samples[setup.alone]]
-    apart = found.samples.get(setup.apart(world.ranks), [])
-    is_comparable = world.device == setup.device
-    return replace(
-        row,
-        rounds_tokens_per_s=tuple(sample.tokens_per_s for sample in samples),
-        ideal_tokens_per_s=statistics.median(ideals),
-        efficiency=ratio(samples, ideals) if is_comparable else None,
-        machine=ratio(apart, ideals) if is_comparable and apart else None,
-        link_bytes_per_s=found.links.get((world.hosts, world.rate)),
-        **medians(samples),
-    )
-
-
-def medians(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Returns the median of each measured number."""
-    return {
-        item.name: float(statistics.median(getattr(sample, item.name) for sample in samples)) for item in fields(Sample)
-    }
-
-
-def ratio(samples: Sequence[Sample], ideals: Sequence[float]) -> float:
-    """Returns the median of the ratios, each within a round, since a machine's speed may drift."""
-    return statistics.median(sample.tokens_per_s / ideal for sample, ideal in zip(samples, ideals, strict=False))
-
-
-# ---- words ----
+LEGEND = (
+    "MB sent: by a rank in a step. computed: these at the measured bandwidth of the link; all-reduce: a collective was "
+    "under way; exposed: a rank stood still for it; spread: between the first rank and the last to have their "
+    "gradients. Milliseconds a step."
+)
+_IDEAL_OF_RANKS = (
+    "of ideal: of as many single ranks as there are, each with the same threads on cores of its own; it is machine "
+    "(what as many separate runs at once reach) times sync (what being one world costs on top). "
+)
+_IDEAL_OF_HOSTS = (
+    "of ideal: of the tokens/s of hosts that exchange nothing. sequences, and idle: waiting for other ranks or for the "
+    "network, by rank. "
+)
 
 
 def where_it_bends(rows: Sequence[Row]) -> str:
@@ -179,7 +104,7 @@ def remarks(setup: Setup, tables: dict[Kind, list[Row]]) -> list[str]:
     return [
         *marks[: any(row.shares_cores for row in rows)],
         *(f"{label} could not be measured: {problem}" for label, problem in problems.items()),
-        *map(where_it_bends, tables.values()),
+        *(where_it_bends(rows) for kind, rows in tables.items() if kind != "variants"),
     ]
 
 
@@ -187,10 +112,25 @@ def remarks(setup: Setup, tables: dict[Kind, list[Row]]) -> list[str]:
 
 
 def terminal_table(setup: Setup, kind: Kind, rows: Sequence[Row]) -> rich.table.Table:
-    return table(_title(setup, kind), COLUMNS, list(map(_cells, rows)))
+    columns, *cells = _filled(rows)
+    return table(_title(setup, kind), columns, cells)
+
+
+def legend(setup: Setup) -> str:
+    return (_IDEAL_OF_HOSTS if setup.variants else _IDEAL_OF_RANKS) + LEGEND
+
+
+def _filled(rows: Sequence[Row]) -> list[list[str]]:
+    """Returns the names of the columns that have a value in some row, and the cells below them."""
+    cells = list(map(_cells, rows))
+    columns = [place for place in range(len(_COLUMNS)) if any(row[place] for row in cells)]
+    return [[row[place] for place in columns] for row in (_COLUMNS, *cells)]
 
 
 def _title(setup: Setup, kind: Kind) -> str:
+    if kind == "variants":
+        cores = f": {', '.join(setup.cpu)} of a core" if setup.cpu else ""
+        return f"{setup.hosts} hosts{cores}, links of {setup.rates[0]}, {setup.batch} sequences a step"
     if kind == "strong":
         return f"Strong scaling: {setup.batch} sequences a step, divided by the ranks"
     return f"Weak scaling: {setup.batch} sequences a step and rank"
@@ -199,66 +139,64 @@ def _title(setup: Setup, kind: Kind) -> str:
 def _cells(row: Row) -> list[str]:
     label = row.label + (" *" if row.shares_cores else "")
     if row.problem:
-        return [label, "not measured", *[""] * (len(COLUMNS) - 2)]
-    fractions = ["" if f is None else f"{f:.0%}" for f in (row.efficiency, row.machine, row.synchronisation)]
+        return [label, "not measured", *[""] * (len(_COLUMNS) - 2)]
+    fractions = ["" if f is None else f"{f:.1%}" for f in (row.efficiency, row.machine, row.synchronisation)]
     cells = [label, f"{row.tokens_per_s:,.0f}", *fractions, f"{row.step_ms:.1f}"]
-    if row.ranks == 1:
-        return [*cells, *[""] * 4]
+    sequences = ", ".join(map(str, row.sequences)) if row.kind == "variants" else ""
+    if not row.comm_bytes:
+        return [*cells, *[""] * 5, sequences, ""]
     computed = "" if row.computed_comm_ms is None else f"{row.computed_comm_ms:.1f}"
     exposed = f"{row.exposed_ms:.1f} ({row.exposed_frac:.0%})"
-    return [*cells, computed, f"{row.comm_ms:.1f}", exposed, f"{row.spread_ms:.1f}"]
+    idle = ", ".join(f"{100 * frac:.0f}" for frac in row.idle_frac) if row.kind == "variants" else ""
+    cells += [f"{row.comm_bytes / 1e6:.1f}", computed, f"{row.comm_ms:.1f}", exposed, f"{row.spread_ms:.1f}"]
+    return [*cells, sequences, idle]
 
 
 def markdown(setup: Setup, found: Found) -> str:
     tables = tabulate(setup, found)
     lines = []
     for kind, rows in tables.items():
-        lines += [f"**{_title(setup, kind)}**", "", *markdown_table(COLUMNS, list(map(_cells, rows))), ""]
+        columns, *cells = _filled(rows)
+        aligned = ["---"] + ["---:"] * (len(columns) - 1)
+        lines += [f"**{_title(setup, kind)}**", ""]
+        lines += ["| " + " | ".join(row) + " |" for row in (columns, aligned, *cells)]
+        lines.append("")
     lines += [f"{remark[0].upper()}{remark[1:]}." for remark in remarks(setup, tables)]
+    threads = f"{units.plural(setup.threads, 'thread')} a rank, " if setup.threads else ""
     how = (
-        f"{machine()}; {units.plural(setup.threads, 'thread')} a rank, "
-        f"{'pinned' if setup.cores else 'not pinned'}; {medians_of(setup.rounds, setup.steps)}"
-    )
-    return "\n".join([*lines, "", f"{how}: `{command_line()}`", ""])
-
-
-def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns the lines of a table: the first column left-aligned, the others right-aligned."""
-    cells = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
-    return ["| " + " | ".join(row) + " |" for row in cells]
-
-
-def medians_of(rounds: int, steps: int) -> str:
-    return (
-        f"medians of {units.plural(rounds, 'round')} of {steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of "
+        f"{_machine()}; {threads}{'pinned' if setup.cores else 'not pinned'}; medians of "
+        f"{units.plural(setup.rounds, 'round')} of {setup.steps - WARM_UP_STEPS} steps after {WARM_UP_STEPS} of "
         "warm-up, worlds in turn"
     )
+    return "\n".join([*lines, "", f"{how}: `{_command_line()}`", ""])
 
 
 def as_json(setup: Setup, found: Found) -> str:
     tables = tabulate(setup, found)
     derived = ("synchronisation", "computed_comm_ms", "exposed_frac", "spread_frac")
     rows = [asdict(row) | {name: getattr(row, name) for name in derived} for kind in tables for row in tables[kind]]
-    return document(
-        setup,
-        seconds=round(found.seconds, 1),
-        threads=setup.threads,
-        cores=list(setup.cores),
-        rows=rows,
-        sentences=[where_it_bends(rows) for rows in tables.values()],
-    )
+    document = {
+        "command": _command_line(),
+        "version": __version__,
+        "machine": _machine(),
+        "rounds": setup.rounds,
+        "steps": setup.steps,
+        "warm_up_steps": WARM_UP_STEPS,
+        "config": asdict(setup.config),
+        "seconds": round(found.seconds, 1),
+        "threads": setup.threads,
+        "cores": list(setup.cores),
+        "cpu": list(setup.cpu),
+        "rates": list(setup.rates),
+        "rows": rows,
+        "sentences": [where_it_bends(rows) for kind, rows in tables.items() if kind != "variants"],
+    }
+    return json.dumps(document, indent=1) + "\n"
 
 
-def document(setup: Any, **results: Any) -> str:
-    """Returns results and what they were measured with as JSON. setup: has config, rounds and steps."""
-    measured = {"rounds": setup.rounds, "steps": setup.steps, "warm_up_steps": WARM_UP_STEPS}
-    made = {"command": command_line(), "version": __version__, "machine": machine(), **measured}
-    return json.dumps(made | {"config": asdict(setup.config)} | results, indent=1) + "\n"
-
-
-def command_line() -> str:
+def _command_line() -> str:
     return shlex.join(["paceline", *sys.argv[1:]])
 
 
-def machine() -> str:
+def _machine() -> str:
     return f"{cpu_name()}, {units.plural(usable_cores(), 'core')}, torch {torch.__version__}"
