@@ -937,7 +937,7 @@ MUTATIONS = (
     Mutation(
         "true is a number",
         "config.py",
-        "or (isinstance(value, bool) and wanted is not bool)",
+        "or (isinstance(value, bool) and kind is not bool)",
         "",
         "config/test_whole_config.py::test_each_field_can_be_set_and_refuses_another_type",
     ),
@@ -966,15 +966,15 @@ MUTATIONS = (
     Mutation(
         "of a flag that is given twice the first counts",
         "cli/flags.py",
-        'found = word.split("=", 1)[1] if "=" in word else next(words, "")',
-        'found = found or (word.split("=", 1)[1] if "=" in word else next(words, ""))',
+        'value = word.split("=", 1)[1] if "=" in word else next(words, "")',
+        'value = value or (word.split("=", 1)[1] if "=" in word else next(words, ""))',
         "cli/test_flags.py::test_of_a_flag_that_is_given_twice_the_last_counts",
     ),
     Mutation(
         "a misspelt flag is passed over",
         "cli/flags.py",
-        "        if flag not in known:\n            raise UserError(",
-        "        if flag not in known:\n            continue\n            raise UserError(",
+        "        if flag not in flags:\n            raise UserError(",
+        "        if flag not in flags:\n            continue\n            raise UserError(",
         "cli/test_flags.py::test_what_is_wrong_is_told_in_one_line",
     ),
     Mutation(

@@ -237,13 +237,13 @@ def from_toml(text: str, where: str, base: Config) -> Config:
         raise UserError(f"{where} is not TOML: {error}") from None
     sections = [item.name for item in dataclasses.fields(Config)]
     below = load_preset(str(document.pop("preset")), base) if "preset" in document else base
-    given = below
+    config = below
     for section, values in document.items():
         if section not in sections:
             raise UserError(f"{where}: no section [{section}]{nearest(section, sections)}")
         if not isinstance(values, dict):
             raise UserError(f"{where}: [{section}] must be a table of fields")
-        current = getattr(given, section)
+        current = getattr(config, section)
         hints = typing.get_type_hints(type(current))
         changes = {}
         for raw_name, value in values.items():
@@ -255,32 +255,32 @@ def from_toml(text: str, where: str, base: Config) -> Config:
             if name in changes:
                 raise UserError(f"{where}: {section} has the field {name} twice, with '_' and with '-'; give it once")
             changes[name] = checked(f"{where}: {section}.{name}", hints[name], value)
-        given = given.replace(section, **changes)
+        config = config.replace(section, **changes)
     is_sized = any(name.replace("-", "_") in SIZE_FIELDS for values in document.values() for name in values)
     if is_sized and "size" not in document.get("model", {}):
-        given = given.replace("model", size="given")
-    return supersede(below, given)
+        config = config.replace("model", size="given")
+    return supersede(below, config)
 
 
-def checked(where: str, wanted: Any, value: Any) -> Any:
+def checked(where: str, kind: Any, value: Any) -> Any:
     """Returns the value as the wanted type. Raises UserError, naming its place `where`, for any other type."""
-    if typing.get_origin(wanted) is tuple:
+    if typing.get_origin(kind) is tuple:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise UserError(f"{where} is {value!r}; it must be a list of strings")
         return tuple(value)
-    choices = typing.get_args(wanted)
+    choices = typing.get_args(kind)
     if choices:
         if value not in choices:
             near = nearest(str(value), map(str, choices))
             raise UserError(f"{where} is {value!r}{near}; it must be one of {', '.join(map(str, choices))}")
         return value
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
             raise UserError(f"{where} has {len(str(value))} digits, more than a number here can have") from None
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise UserError(f"{where} is {value!r}; it must be of type {wanted.__name__}")
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{where} is {value!r}; it must be of type {kind.__name__}")
     return value
 
 

@@ -75,7 +75,7 @@ def run_verb(verb: str, verbs: Mapping[str, Callable[[list[str]], int]], argumen
     return verbs[word](rest)
 
 
-def _tied(arguments: Sequence[str], known: dict[str, Any], verb: str) -> list[str]:
+def _tied(arguments: Sequence[str], flags: dict[str, Any], verb: str) -> list[str]:
     """Joins each value to its flag by `=`, so that a value, such as a prompt, may begin with dashes."""
     tied: list[str] = []
     rest = list(arguments)
@@ -85,15 +85,15 @@ def _tied(arguments: Sequence[str], known: dict[str, Any], verb: str) -> list[st
         if not word.startswith("--"):
             tied.append(word)
             continue
-        if flag not in known:
+        if flag not in flags:
             raise UserError(
-                f"no option {word.split('=', 1)[0]}{nearest(flag, known)}; "
+                f"no option {word.split('=', 1)[0]}{nearest(flag, flags)}; "
                 f"`paceline {verb} --help all` lists all, with what they do"
             )
-        hint = known[flag]
+        hint = flags[flag]
         if hint is not bool and "=" not in word:
             is_list = typing.get_origin(hint) is tuple  # may have many values, which tyro parses
-            if not rest or flag_of(rest[0]) in known or (is_list and rest[0].startswith("--")):
+            if not rest or flag_of(rest[0]) in flags or (is_list and rest[0].startswith("--")):
                 raise UserError(f"{flag} is given without a value; give it as {flag}=VALUE where it begins with --")
             if not is_list:
                 word = f"{word}={rest.pop(0)}"
@@ -168,9 +168,10 @@ class _Fields:
 
 def variant(text: str, config: Config, verb: str) -> Config:
     """Returns the config with the fields of one variant: 'parallel.strategy=zero train.seed=1'. Raises UserError."""
-    found = parse(_Fields, _Fields(settings=config), [f"--{word}" for word in shell_words(text)], verb).settings
-    found.check()
-    return found
+    words = [f"--{word}" for word in shell_words(text)]
+    changed = parse(_Fields, _Fields(settings=config), words, verb).settings
+    changed.check()
+    return changed
 
 
 def shell_words(text: str) -> list[str]:
@@ -192,9 +193,9 @@ def check_files(**paths: str) -> None:
 def _require_one_way(words: Container[str]) -> None:
     """Raises UserError if two flags say the same thing in two ways."""
     for names in ALTERNATIVES:
-        given = [flag for name in names if (flag := f"--train.{name.replace('_', '-')}") in words]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} are given together; give exactly one")
+        flags = [flag for name in names if (flag := f"--train.{name.replace('_', '-')}") in words]
+        if len(flags) > 1:
+            raise UserError(f"{' and '.join(flags)} are given together; give exactly one")
 
 
 def with_preset(arguments: Sequence[str], name: str, flag: str = "--preset") -> list[str]:
@@ -222,8 +223,8 @@ def without(arguments: Sequence[str], *names: str) -> list[str]:
 
 def value_of(name: str, arguments: Sequence[str]) -> str:
     """Returns the flag's last value, which is the one that counts; empty if it is not given."""
-    found, words = "", iter(arguments)
+    value, words = "", iter(arguments)
     for word in words:
         if flag_of(word) == name:
-            found = word.split("=", 1)[1] if "=" in word else next(words, "")
-    return found
+            value = word.split("=", 1)[1] if "=" in word else next(words, "")
+    return value

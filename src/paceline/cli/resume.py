@@ -46,23 +46,23 @@ def _stored(arguments: list[str]) -> tuple[str, Config]:
         return "RUN", Config()
     if not arguments or arguments[0].startswith("-"):
         raise UserError("the run folder comes first: paceline resume RUN [options]")
-    found = run_folder.find(Path(arguments[0]))
-    stored = stored_config(found)
+    run = run_folder.find(Path(arguments[0]))
+    stored = stored_config(run)
     if not stored.train.horizons:
-        if run_folder.was_imported(found.path):
+        if run_folder.was_imported(run.path):
             raise UserError(
-                f"{found.path} was imported, not trained, so there is nothing to resume; "
+                f"{run.path} was imported, not trained, so there is nothing to resume; "
                 f"fine-tune it: paceline train --init-from {shlex.quote(arguments[0])}"
             )
         raise UserError(
-            f"{found.config} says nothing of how long the run is, so it is not as it was written; {CONFIG_IS_KEPT}"
+            f"{run.config} says nothing of how long the run is, so it is not as it was written; {CONFIG_IS_KEPT}"
         )
     return arguments[0], stored
 
 
-def stored_config(found: run_folder.RunFolder) -> Config:
+def stored_config(run: run_folder.RunFolder) -> Config:
     """Returns a run's config without stops and trace, which are of one attempt. Raises UserError as `load_run`."""
-    return load_run(found.config).replace("train", stop_at_step=0, stop_after=0.0, profile=0)
+    return load_run(run.config).replace("train", stop_at_step=0, stop_after=0.0, profile=0)
 
 
 def refuse_other_run(stored: Config, config: Config) -> None:

@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--temperature is {parsed.temperature}; give at least 1e-6, or 0 for the likeliest token")
     if abs(parsed.seed) >= 1 << 63:
         raise UserError(f"--seed is {parsed.seed}; it must be less than 2^63")
-    found = run_folder.find(Path(parsed.run))
-    config = load_run(found.config)
+    run = run_folder.find(Path(parsed.run))
+    config = load_run(run.config)
     import torch
 
     from paceline.checkpoint import load
@@ -52,12 +52,12 @@ def main(arguments: list[str]) -> int:
     from paceline.model.gpt import build
     from paceline.record.console import printable
 
-    weights, problems = load.read_weights(found.checkpoints, parsed.step if parsed.step >= 0 else None)
+    weights, problems = load.read_weights(run.checkpoints, parsed.step if parsed.step >= 0 else None)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
-    if not found.tokenizer.exists():
-        raise UserError(f"{found.path} has no tokenizer.json: its data came without one, so ids cannot become text")
-    tokenizer = Tokenizer.load(found.tokenizer)
+    if not run.tokenizer.exists():
+        raise UserError(f"{run.path} has no tokenizer.json: its data came without one, so ids cannot become text")
+    tokenizer = Tokenizer.load(run.tokenizer)
     model = build(config.model, config.train.seed, "cpu")
     model.load_state_dict(weights)
     model.eval()

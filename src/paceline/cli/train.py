@@ -52,8 +52,8 @@ def main(arguments: list[str]) -> int:
         return EXIT_USER
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
-    given = parsed.init_from or parsed.settings.train.init_from
-    source = Path(given).absolute() if given else None
+    init_from = parsed.init_from or parsed.settings.train.init_from
+    source = Path(init_from).absolute() if init_from else None
     if source is None:
         config = parsed.settings
         config.check()

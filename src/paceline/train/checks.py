@@ -29,12 +29,12 @@ class Checks:
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
         quick, (copied, holders) = before_save or group.is_queued, sync.copies()
-        found = differences(tensors, group, quick) if tensors else []
-        found += differences(copied, group, quick, holders) if copied else []
-        if found:
-            text = f"replicas are not equal at step {step}: {found[0]}"
-            text += f", and {len(found) - 1} tensors more" if len(found) > 1 else ""
-            setup.recorder.event("replicas differ", step=step, tensors=[str(difference) for difference in found[:20]])
+        different = differences(tensors, group, quick) if tensors else []
+        different += differences(copied, group, quick, holders) if copied else []
+        if different:
+            text = f"replicas are not equal at step {step}: {different[0]}"
+            text += f", and {len(different) - 1} tensors more" if len(different) > 1 else ""
+            setup.recorder.event("replicas differ", step=step, tensors=list(map(str, different[:20])))
             raise RunError(
                 f"{text}. Nothing was saved since they differ; resume from the newest checkpoint", reach="world"
             )

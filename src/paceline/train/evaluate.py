@@ -66,7 +66,7 @@ def _micro_batches(setup: Setup) -> Iterator[range]:
     plan, num_sequences = setup.loader.plan_at(setup.progress.step), len(setup.validation)
     shares = in_proportion(num_sequences, plan.shares or [1] * plan.world_size)
     plan = replace(plan, global_batch_size=num_sequences, shares=shares)
-    mine = plan.micro_batches(setup.world.rank)
+    micro_batches = plan.micro_batches(setup.world.rank)
     began_s, silent_s = time.monotonic(), _SAY_EVERY_S
     for number in range(plan.passes):
         setup.at("evaluate")
@@ -74,7 +74,7 @@ def _micro_batches(setup: Setup) -> Iterator[range]:
             done = f"{num_sequences * number // plan.passes} of {num_sequences} sequences after {took_s:.0f} s"
             setup.console.say(f"evaluating step {setup.progress.step}: {done}")
             silent_s *= 2
-        yield mine[number] if number < len(mine) else range(0)
+        yield micro_batches[number] if number < len(micro_batches) else range(0)
 
 
 def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:

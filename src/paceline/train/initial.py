@@ -37,36 +37,37 @@ def initial_model(source: Path) -> ModelConfig:
             f"--init-from is {source}, which is not a run folder; make one of it first: paceline import "
             f"{shlex.quote(str(source))} --out DIR"
         )
-    found = run_folder.find(source)
-    return load_run(found.config).model
+    run = run_folder.find(source)
+    return load_run(run.config).model
 
 
-def require_same_shape(source: Path, given: ModelConfig) -> ModelConfig:
+def require_same_shape(source: Path, asked: ModelConfig) -> ModelConfig:
     """Returns the model config of `source` with the dropout of `given`. Raises UserError, naming the field and both
-    values, if `given` has another shape."""
+    values, if `asked` has another shape."""
     model = initial_model(source)
     for field in dataclasses.fields(ModelConfig):
-        theirs, ours = getattr(model, field.name), getattr(given, field.name)
+        value, asked_value = getattr(model, field.name), getattr(asked, field.name)
         derived = _DERIVED.get(field.name)
-        if field.name == "dropout" or (derived and ours in (0, "auto")):
+        if field.name == "dropout" or (derived and asked_value in (0, "auto")):
             continue
         name = derived or field.name
-        if getattr(given, name) != getattr(model, name):
+        if getattr(asked, name) != getattr(model, name):
             raise UserError(
-                f"model.{field.name.replace('_', '-')} is given as {ours}, and the model of --init-from {source} has "
-                f"{theirs}: the weights only fit that value; remove the flag (only --model.dropout may differ)"
+                f"model.{field.name.replace('_', '-')} is given as {asked_value}, and the model of --init-from "
+                f"{source} has {value}: the weights only fit that value; remove the flag (only --model.dropout may "
+                "differ)"
             )
-    return dataclasses.replace(model, dropout=given.dropout)
+    return dataclasses.replace(model, dropout=asked.dropout)
 
 
 def check_data(source: Path, config: DataConfig, vocab_size: int) -> None:
     """Raises UserError if the data's token ids cannot match those of `source`, before processes start or text is read.
     Text gets its own tokenizer, which can only match if that of `source` was trained by paceline, too."""
-    known = _tokenizer_of(source)
-    for path, _ in config.parts if known else ():
+    tokenizer = _tokenizer_of(source)
+    for path, _ in config.parts if tokenizer else ():
         if is_dataset(path):  # before the size of its vocabulary, which is another tokenizer's
             require_same_tokenizer(source, tokenizer_json_of(path), path)
-        elif known and not _was_trained_here(known):
+        elif tokenizer and not _was_trained_here(tokenizer):
             raise UserError(
                 f"{path or 'the embedded corpus'} is text, and would be tokenized differently from the "
                 f"data of --init-from {source}; {_advice(source, path)}"
@@ -76,8 +77,8 @@ def check_data(source: Path, config: DataConfig, vocab_size: int) -> None:
 
 def require_same_tokenizer(source: Path, tokenizer_json: str | None, name: str) -> None:
     """Raises UserError if the data `name` has another tokenizer than `source`. An unknown tokenizer is not compared."""
-    known = _tokenizer_of(source)
-    if known is None or tokenizer_json is None or _meaning(known) == _meaning(tokenizer_json):
+    of_source = _tokenizer_of(source)
+    if of_source is None or tokenizer_json is None or _meaning(of_source) == _meaning(tokenizer_json):
         return
     raise UserError(
         f"the data ({name or 'the embedded corpus'}) was made with another tokenizer than the model of --init-from "
@@ -101,9 +102,9 @@ def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.devi
     weights: dict[str, torch.Tensor] = {}
 
     def read() -> list[str]:
-        found, problems = load.read_weights(run_folder.find(source).checkpoints, None)
-        _require_fit(source, {name: parameter.shape for name, parameter in model.named_parameters()}, found)
-        weights.update(found)
+        of_checkpoint, problems = load.read_weights(run_folder.find(source).checkpoints, None)
+        _require_fit(source, {name: parameter.shape for name, parameter in model.named_parameters()}, of_checkpoint)
+        weights.update(of_checkpoint)
         return problems
 
     problems: list[str] = from_rank_0(group, read)
@@ -117,12 +118,12 @@ def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.devi
     return problems
 
 
-def _require_fit(source: Path, wanted: dict[str, Any], weights: dict[str, Any]) -> None:
+def _require_fit(source: Path, shapes: dict[str, Any], weights: dict[str, Any]) -> None:
     where = f"--init-from {source}: its checkpoint"
-    for name in sorted(set(wanted) ^ set(weights)):
-        has = "lacks" if name in wanted else "has, and the model has not,"
+    for name in sorted(set(shapes) ^ set(weights)):
+        has = "lacks" if name in shapes else "has, and the model has not,"
         raise UserError(f"{where} {has} {name}; its config.toml is of another model")
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if weights[name].shape != shape:
             raise UserError(
                 f"{where} has {name} as {list(weights[name].shape)}, the model as {list(shape)}; "
@@ -143,9 +144,9 @@ def _advice(source: Path, name: str) -> str:
 
 def _meaning(tokenizer_json: str) -> dict[str, Any]:
     """Returns what decides the ids of a text: equal for equal tokenizers, however they are written."""
-    found = Tokenizer(tokenizer_json).description()
-    added = {token["content"]: token["id"] for token in found["added_tokens"]}
-    return {"added": added, **{name: found[name] for name in ("model", "pre_tokenizer", "normalizer")}}
+    description = Tokenizer(tokenizer_json).description()
+    added = {token["content"]: token["id"] for token in description["added_tokens"]}
+    return {"added": added, **{name: description[name] for name in ("model", "pre_tokenizer", "normalizer")}}
 
 
 def _was_trained_here(tokenizer_json: str) -> bool:

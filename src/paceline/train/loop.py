@@ -283,8 +283,8 @@ class Training:
         setup.at("end")
         weights = setup.replica.sync.full_weights()
         digest = overall(weights)
-        own, _, _ = ReplicaContents(setup.replica, "").state()
-        states = setup.group.share_text(overall({str(item): tensor for item, tensor in own.items()}))
+        tensors, _, _ = ReplicaContents(setup.replica, "").state()
+        states = setup.group.share_text(overall({str(item): tensor for item, tensor in tensors.items()}))
         facts = {"reason": stop_reason or COMPLETE, "straggler_cost_s": round(recorder.stragglers.cost_ms / 1e3, 3)}
         recorder.event("end", step=step, digest=digest, state_digests=states, **facts)
         summary.where_time_went(console, recorder.totals, read_state(setup.folder).rate, setup.world.world_size)

@@ -85,14 +85,14 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     """Returns this rank's part of an agreed run. Collective. Raises UserError on all ranks, naming them and both
     values, if required facts differ."""
     require_alike(world.group, request.config, data.blend)
-    wanted = _with_begun_size(request, world)
-    wanted = replace(wanted, data=wanted.data.absolute())  # as recorded: a resume may start in another folder
-    vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(wanted, world.facts, []))
+    asked = _with_begun_size(request, world)
+    asked = replace(asked, data=asked.data.absolute())  # as recorded: a resume may start in another folder
+    vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(asked, world.facts, []))
     peak = peak_flops(world.device, dtype, is_kept=True)
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
-    speed = _training_flops_per_s(wanted, vocab_size, dtype, world) if wanted.model.size == "auto" else 0.0
-    settings = resolve(wanted, vocab_size, world.facts, speed, int(data.blend.read_most[1]))
+    speed = _training_flops_per_s(asked, vocab_size, dtype, world) if asked.model.size == "auto" else 0.0
+    settings = resolve(asked, vocab_size, world.facts, speed, int(data.blend.read_most[1]))
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()
@@ -259,7 +259,7 @@ _LOCAL = (
 
 def require_alike(group: Group, config: Config, blend: Blend) -> None:
     """Raises UserError on all ranks, naming them and their values, if data or configs differ. Collective."""
-    mine = {
+    facts = {
         "data": blend.fingerprint[:16],
         **({_CONTENT: blend.content_digest[:16]} if blend.is_checked else {}),  # one rank of each host
         **{
@@ -268,7 +268,7 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
             if name not in _LOCAL and not name.startswith("track.")
         },
     }
-    rows, differences = group.share_json(mine), []
+    rows, differences = group.share_json(facts), []
     for name in dict.fromkeys(name for row in rows for name in row):
         ranks_by_value: dict[str, list[str]] = {}
         for rank, row in enumerate(rows):

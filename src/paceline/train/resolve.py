@@ -94,14 +94,14 @@ def resolve(
 
 def _device_choices(config: Config, first: RankFacts) -> list[Choice]:
     """Choices that rank 0 made when it opened the world; the banner shows other hosts' where they differ."""
-    found = []
+    choices = []
     if config.parallel.device == "auto":
         why = {"cuda": "a GPU for each local rank", "mps": "an Apple GPU", "cpu": "no GPU for each local rank"}
-        found.append(Choice(first.device, why[first.device], "--parallel.device"))
+        choices.append(Choice(first.device, why[first.device], "--parallel.device"))
     if not config.parallel.threads:
         threads = "1 thread" if first.threads == 1 else f"{first.threads} threads"
-        found.append(Choice(f"{threads} a rank", first.threads_reason, "--parallel.threads"))
-    return found
+        choices.append(Choice(f"{threads} a rank", first.threads_reason, "--parallel.threads"))
+    return choices
 
 
 def _vocab_size(of_data: int, choices: list[Choice]) -> int:
@@ -200,18 +200,18 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
     """The plan of the first step. Equal shares have equal micro-batches: as given, or the largest that fit on all ranks
     and divide a rank's share equally. Otherwise a rank's micro-batches are limited by its own memory."""
     train, world_size = config.train, len(facts)
-    batch, given = train.global_batch_size, train.device_batch_size
+    batch, asked = train.global_batch_size, train.device_batch_size
     sizes = {each: largest_micro_batch(config, each, world_size) for each in set(facts)}
-    found = [sizes[each] for each in facts]
-    limits = [min(given or largest, batch) for largest, _ in found]
-    size, why = min(found)
+    by_rank = [sizes[each] for each in facts]
+    limits = [min(asked or largest, batch) for largest, _ in by_rank]
+    size, why = min(by_rank)
     if config.parallel.shares != "equal":
-        if not given:
+        if not asked:
             choices.append(Choice(f"micro-batches of up to {max(limits)}", why, "--train.device-batch-size"))
         shares = config.parallel.fixed_shares() or in_proportion(batch, [1] * world_size)
         return BatchPlan(batch, max(limits), world_size, shares, tuple(limits))
-    if given:
-        return BatchPlan(batch, min(given, batch), world_size)
+    if asked:
+        return BatchPlan(batch, min(asked, batch), world_size)
     share = math.ceil(batch / world_size)
     micro = math.ceil(share / math.ceil(share / size))
     choices.append(Choice(f"micro-batches of {micro}", why, "--train.device-batch-size"))
@@ -230,17 +230,17 @@ def largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tup
 
 def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts]) -> None:
     """Raises UserError if a rank cannot keep the activations of as many micro-batches as are layered."""
-    wanted = config.train.layered_micro_batches
-    if wanted == 1:
+    layered = config.train.layered_micro_batches
+    if layered == 1:
         return
     for rank, each in enumerate(facts):
-        most = wanted if config.parallel.shares == "auto" else min(wanted, plan.num_micro_batches(rank))
+        most = layered if config.parallel.shares == "auto" else min(layered, plan.num_micro_batches(rank))
         sequences = plan.limits[rank] if plan.limits else plan.device_batch_size
         one = sequences * sequence_bytes(config, each) + fixed_bytes(config)
         room = _room(config, each, len(facts))
         if most > 1 and most * one > room:
             raise UserError(
-                f"train.layered-micro-batches is {wanted}, and {most} micro-batches of {sequences} sequences keep "
+                f"train.layered-micro-batches is {layered}, and {most} micro-batches of {sequences} sequences keep "
                 f"{units.size(most * one)} of activations; rank {rank} has {units.size(max(0.0, room))} for that: "
                 f"give --train.layered-micro-batches {max(1, int(room / one))}, or --train.activation-checkpoint",
                 reach="world",

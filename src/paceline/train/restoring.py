@@ -50,8 +50,8 @@ def _restore(setup: Setup) -> bool:
     all ranks if the run's checkpoints are gone."""
     checkpoints, console, progress = setup.checkpoints, setup.console, setup.progress
     checkpoints.progress = lambda: setup.watchdog.enter("restore", 0)
-    found = checkpoints.find(setup.request.resume_step)
-    if found is None:
+    checkpoint = checkpoints.find(setup.request.resume_step)
+    if checkpoint is None:
         if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):  # no silent start from step 0
             raise RunError(
                 f"checkpoints of this run have been saved, and {setup.folder.checkpoints} has none: is its disk "
@@ -59,7 +59,7 @@ def _restore(setup: Setup) -> bool:
                 reach="world",
             )
         return False
-    path, manifest, problems = found
+    path, manifest, problems = checkpoint
     for problem in problems:
         console.say(f"passed over a damaged checkpoint: {problem}", style="yellow")
         setup.recorder.event("damaged checkpoint", problem=problem)
@@ -68,8 +68,8 @@ def _restore(setup: Setup) -> bool:
     groups = setup.replica.param_groups()
     settings = [{name: group[name] for name in group.keys() - {"params", "step"}} for group in groups]
     checkpoints.take(path, manifest)
-    for group, own in zip(groups, settings, strict=True):
-        group.update(own)  # the config's, which may have been changed since
+    for group, of_config in zip(groups, settings, strict=True):
+        group.update(of_config)  # the config's, which may have been changed since
     progress.restore(manifest["progress"])
     progress.sequences = _restore_shares(setup, progress.sequences)
     reached = _forget_later_steps(setup)
@@ -111,15 +111,15 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
             f"{path} was imported; fine-tune it: paceline train --init-from {shlex.quote(setup.folder.shown)}",
             reach="world",
         )
-    found = changes(manifest["config"], setup.config)
-    by_hand = {name: values for name, values in found.items() if makes_another_run(name)}
+    changed = changes(manifest["config"], setup.config)
+    by_hand = {name: values for name, values in changed.items() if makes_another_run(name)}
     if broken := {name: values for name, values in by_hand.items() if changes_curve(name)}:
         raise UserError(
             f"{config} is not that of {where}: {_shown(broken)}; the steps to come would belong to another run. Put "
             "back what was there, or start a new run with `paceline train`",
             reach="world",
         )
-    horizon = [f"{name} {found[name][1]}" for name in HORIZONS if name in found and found[name][1]]
+    horizon = [f"{name} {changed[name][1]}" for name in HORIZONS if name in changed and changed[name][1]]
     if horizon and setup.settings.share_done(Progress.of(manifest["progress"])) > 1.0:
         raise UserError(
             f"the end of the run ({', '.join(horizon)}) comes before {where}: nothing would be trained. Give a later "
@@ -131,7 +131,7 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
             f"{config} was changed since {where}: {_shown(by_hand)}. The run continues with what it says now",
             style="yellow",
         )
-    if ends := {name: values for name, values in found.items() if name in HORIZONS}:
+    if ends := {name: values for name, values in changed.items() if name in HORIZONS}:
         setup.console.say(
             f"the end of the run was changed since {where}: {_shown(ends)}. The learning rate now follows the schedule "
             "to the new end, so it may jump here",
@@ -143,11 +143,11 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
             "sequences. Give the same data by --data.path, or start a new run",
             reach="world",
         )
-    return found
+    return changed
 
 
-def _shown(found: Changes) -> str:
-    return ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in found.items())
+def _shown(changed: Changes) -> str:
+    return ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items())
 
 
 def _forget_later_steps(setup: Setup) -> int:

@@ -36,8 +36,8 @@ def sized(
     while True:
         layers = max(2, round(_LAYERS * (flops_per_s * seconds / _LAYERS_FLOPS) ** (1 / 6)))
         model = replace(model, n_layer=layers, n_head=layers, n_kv_head=0, n_embd=_HEAD_WIDTH * layers, n_hidden=0)
-        known = replace(model, vocab_size=model.vocab_size or vocab_size)
-        tokens = flops_per_s * seconds / cost.flops_per_token(known, config.data.seq_len)
+        shaped = replace(model, vocab_size=model.vocab_size or vocab_size)
+        tokens = flops_per_s * seconds / cost.flops_per_token(shaped, config.data.seq_len)
         if tokens <= most:
             break
         seconds *= 0.98
