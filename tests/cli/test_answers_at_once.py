@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 COMMAND = str(Path(sys.executable).with_name("paceline"))
-SLOW = {"torch", "numpy", "transformers", "datasets", "tokenizers", "tiktoken", "jinja2", "plotly", "IPython"}
+SLOW = {"torch", "numpy", "transformers", "datasets", "tokenizers", "tiktoken", "IPython"}
 
 
 def imported(arguments: list[str], status: int) -> set[str]:

@@ -20,8 +20,7 @@ from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
-from paceline.tools.report.facts import Summary
-from paceline.tools.report.read import read_run
+from paceline.tools.view.view import Views
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -284,7 +283,8 @@ def test_another_world_goes_on_from_the_average(made, tmp_path: Path, num_ranks:
     flags = ("--parallel.shares", "equal", "--train.stop-at-step", "0")
     said = run("resume", str(folder), "--nproc", str(num_ranks), *flags).require().out
     assert ("ANOTHER ALGORITHM" in said) == (num_ranks > 1)
-    assert "another algorithm" in Summary(read_run(folder)).headline()
+    ((_, view),) = Views(folder).update()
+    assert "another algorithm" in view.warning
     before, after = losses(made[0] / "straight"), losses(folder)
     assert before[:MIDDLE] == after[:MIDDLE]
     furthest = max(abs(x - y) for x, y in zip(before, after, strict=True))

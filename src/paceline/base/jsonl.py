@@ -95,6 +95,7 @@ class Tail:
         self._path = path
         self._offset = 0
         self._mark = b""  # the last bytes before the offset
+        self.num_skipped = 0  # lines that are no rows
 
     def read(self, most: int | None = None) -> tuple[bool, list[Row]]:
         """Returns whether the file begins anew, and its next rows, at most so many: from the beginning in that case. It
@@ -105,12 +106,13 @@ class Tail:
                 file.seek(self._offset - len(self._mark))
                 is_anew = file.read(len(self._mark)) != self._mark
                 if is_anew:
-                    self._offset, self._mark = file.seek(0), b""
+                    self._offset, self._mark, self.num_skipped = file.seek(0), b"", 0
                 lines = file.read(_CHUNK_BYTES)
         except OSError:  # not there, or not now: a network file system may lose a file that is replaced
             return False, []
         lines = b"".join(islice(BytesIO(lines[: lines.rfind(b"\n") + 1]), most))
         self._offset += len(lines)
         self._mark = (self._mark + lines)[-_MARK_BYTES:]
-        found = map(_row, lines.split(b"\n"))
+        found = [_row(line) for line in lines.split(b"\n")[:-1]]
+        self.num_skipped += found.count(None)
         return is_anew, [row for row in found if row is not None]

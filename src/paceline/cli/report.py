@@ -34,13 +34,9 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--out is {out}, which {what}; name a file to write")
     from paceline.base import units
     from paceline.base.files import replace
+    from paceline.tools.view.report import make_page
 
-    try:
-        from paceline.tools.report.page import make_page
-    except ModuleNotFoundError as error:
-        raise UserError(f"a report needs {error.name}; pip install 'paceline[report]'") from None
-
-    page = make_page(paths, {path: count for path in paths if (count := _num_parameters(path))})
+    page = make_page(paths, num_parameters)
     try:
         replace(out, page)
     except OSError as error:
@@ -51,7 +47,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _num_parameters(run: Path) -> int:
+def num_parameters(run: Path) -> int:
+    """Returns the number of a run's parameters; 0 if its config does not say it."""
     from paceline.config import load_run
     from paceline.model.cost import num_parameters
 

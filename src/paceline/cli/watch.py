@@ -10,9 +10,10 @@ import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError
 from paceline.cli.flags import parse
-from paceline.tools.watch.run import Runs
-from paceline.tools.watch.server import PageServer
-from paceline.tools.watch.terminal import show
+from paceline.cli.report import num_parameters
+from paceline.tools.view.server import PageServer
+from paceline.tools.view.terminal import show
+from paceline.tools.view.view import Views
 
 _HOST, _PORT = "127.0.0.1", 8700
 
@@ -52,13 +53,13 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{path} is a file; name a run folder, or a folder of runs")
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
         if parsed.page:
-            _serve(Runs(path), parsed.host, parsed.port)
+            _serve(Views(path, num_parameters), parsed.host, parsed.port)
         else:
-            show(Runs(path), once=parsed.once)
+            show(Views(path, num_parameters), once=parsed.once)
     return EXIT_DONE
 
 
-def _page_server(runs: Runs, host: str, port: int) -> PageServer:
+def _page_server(runs: Views, host: str, port: int) -> PageServer:
     """Listens on the default port, or on a free one where another page has that; on a chosen port or on none."""
     try:
         return PageServer(runs, host, port)
@@ -68,7 +69,7 @@ def _page_server(runs: Runs, host: str, port: int) -> PageServer:
         return PageServer(runs, host, 0)
 
 
-def _serve(runs: Runs, host: str, port: int) -> None:
+def _serve(runs: Views, host: str, port: int) -> None:
     server = _page_server(runs, host, port)
     port = server.server_address[1]
     print(f"{server.url}\n  shows {runs.path}; Ctrl-C ends it")

@@ -1,5 +1,5 @@
-"""What is found in the records of a run, in words: its state, and which ranks were slow. Report and watch say these
-sentences, so that they agree. Plain text, not escaped.
+"""What is found in the events of a run, in words: its state, and which ranks were slow. Page, report and terminal say
+these sentences. Plain text, not escaped.
 """
 
 import math
@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from paceline.base import units
 from paceline.base.jsonl import Row
-from paceline.record.events import STARTS, text
+from paceline.record.events import STARTS, starts, text
 from paceline.record.read import number
 from paceline.record.state import RunState
+from paceline.tools.view.read import Run
 
 Level = Literal["good", "open", "bad"]
 
@@ -33,6 +36,39 @@ def state_text(state: RunState, events: Sequence[Row]) -> tuple[Level, str]:
         return "open", "finished, with repaired replicas"
     word = _WORDS.get(state.kind, state.kind)
     return _LEVELS.get(state.kind, "open"), f"{word}: {state.why}" if state.why else word
+
+
+def warning(run: Run) -> str:
+    """Returns what to read before the figures; empty if there is nothing."""
+    if run.config.get("parallel.strategy") == "local":
+        return (
+            "Trained with local steps (parallel.strategy local), which is another algorithm than data-parallel "
+            "training: the loss depends on the number of ranks."
+        )
+    repaired_at = repairs(run.events)
+    if not repaired_at:
+        return ""
+    steps = [f"{step:,.0f}" for step in repaired_at if math.isfinite(step)]
+    times = "once" if len(repaired_at) == 1 else f"{len(repaired_at)} times"
+    at = f" (step{'s' if len(steps) > 1 else ''} {units.listed(steps, 6)})" if steps else ""
+    return (
+        f"Replicas differed and were repaired {times}{at}: a rank had other values than most ranks, and was given "
+        "theirs. Find out why: different processors, or faulty memory."
+    )
+
+
+def notices(run: Run) -> list[str]:
+    """Returns what of the records is missing."""
+    found = []
+    if not len(run.steps):
+        found.append("No step is recorded yet.")
+    if run.num_unreadable:
+        found.append(
+            f"{units.plural(run.num_unreadable, 'line')} of its records could not be read, and count for nothing."
+        )
+    if not run.config:
+        found.append("Its config.toml could not be read.")
+    return found
 
 
 def repairs(events: Sequence[Row]) -> list[float]:
@@ -108,3 +144,31 @@ def _slow_text(event: Row, rank: int, when: str) -> str:
     if phase and math.isfinite(ms) and math.isfinite(median_ms):
         said += f": {phase} took it {ms:,.3g} ms, the median rank {median_ms:,.3g} ms"
     return said
+
+
+# ---- restarts, and what stragglers cost ----
+
+
+def restarts(events: Sequence[Row]) -> tuple[int, int]:
+    """Returns (number of restarts, number of repeated steps)."""
+    again = starts(events)[1:]
+    reached = np.nan_to_num([number(event.get("reached")) for event in again])
+    begun = np.nan_to_num([number(event.get("step")) for event in again])  # a `start` begins at 0 and has no step
+    return len(again), int(np.maximum(reached - begun, 0).sum())
+
+
+def straggler_cost_s(events: Sequence[Row]) -> float:
+    """Returns the seconds of waiting for reported stragglers; NaN if no event has them."""
+    costs: list[float] = []
+    stretches: list[float] = []  # of one attempt
+    at_end = math.nan  # their sum, if the attempt recorded its end
+    for event in [*events, {"event": "start"}]:
+        if event["event"] in STARTS:
+            costs += [at_end] if math.isfinite(at_end) else stretches
+            at_end, stretches = math.nan, []
+        elif event["event"] == "end":
+            at_end = number(event.get("straggler_cost_s"))
+        elif event["event"] == "straggler over":
+            stretches.append(number(event.get("cost_s")))
+    known = [cost for cost in costs if math.isfinite(cost)]
+    return sum(known) if known else math.nan

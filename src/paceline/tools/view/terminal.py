@@ -16,13 +16,13 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.record.console import PLAIN_WIDTH, printable, table, without_trailing_blanks
-from paceline.tools.watch.run import Runs
-from paceline.tools.watch.view import RankView, RunView
+from paceline.tools.view.view import RankView, RunView, Views
 
 _EVERY_S = 1.0
 _STYLES = {"good": "green", "open": "yellow", "bad": "bold red"}
 # Part of a step -> its sign and style. Waiting differs from work without colour, too.
 _PARTS = {
+    "compute": ("█", "blue"),
     "data": ("▒", "yellow"),
     "forward": ("█", "bright_cyan"),
     "backward": ("█", "blue"),
@@ -34,7 +34,7 @@ _LABEL = 17  # characters before a bar
 _LEAST_LINES = 4  # of ranks, and of events
 
 
-def show(runs: Runs, *, once: bool = False) -> None:
+def show(runs: Views, *, once: bool = False) -> None:
     """Shows the runs: one run until it reaches its horizon, a folder of runs for ever; with `once` what is now."""
     terminal = Console(highlight=False)
     if not terminal.is_terminal:
@@ -53,17 +53,17 @@ def show(runs: Runs, *, once: bool = False) -> None:
     print(without_trailing_blanks(drawn.get()), end="")
 
 
-def _is_over(runs: Runs) -> bool:
-    return runs.is_one and runs.views[0].state == "ended"
+def _is_over(runs: Views) -> bool:
+    return runs.is_one and runs.all[0].state == "ended"
 
 
-def _print_lines(runs: Runs) -> None:
+def _print_lines(runs: Views) -> None:
     """Prints a line a run, often at first, then rarely, and at once when its state is another one."""
     began_s = time.monotonic()
     said: dict[str, tuple[str, float]] = {}  # run -> its state, and when the next line is due
     while not _is_over(runs):
         now_s = time.monotonic()
-        for view in runs.views or [RunView(name=runs.path.name)]:
+        for view in runs.all or [RunView(name=runs.path.name)]:
             state, due_s = said.get(view.name, ("", math.inf))
             if state != view.state or now_s >= due_s:
                 every_s = min(60.0, max(2.0, (now_s - began_s) / 10)) if view.state == "running" else math.inf
@@ -75,9 +75,9 @@ def _print_lines(runs: Runs) -> None:
         runs.update()
 
 
-def screen(runs: Runs, width: int, height: int) -> RenderableType:
+def screen(runs: Views, width: int, height: int) -> RenderableType:
     """Returns what fits on a screen of this many characters and lines."""
-    views = runs.views
+    views = runs.all
     if not views:
         return Text(f"waiting for a run in {printable(str(runs.path))}", "yellow")
     if not runs.is_one:
@@ -92,8 +92,8 @@ def screen(runs: Runs, width: int, height: int) -> RenderableType:
 
 def _cells(view: RunView) -> list[str]:
     facts = {fact.label: fact.value for fact in view.facts}
-    loss = view.curves.get("loss", {})
-    curve = lines_of(loss["step"], loss["mean"], 16, 1)[0] if loss.get("step") else ""
+    steps, losses = _losses(view)
+    curve = lines_of(steps, losses, 16, 1)[0] if steps else ""
     known = [facts.get(label, "-") for label in ("Loss", "Validation loss", "Throughput", "Time left")]
     return [_literal(view.name), _literal(view.said[:40]), view.step, *known, curve]
 
@@ -113,12 +113,20 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
     return [title, Text.assemble(*bar, where), Columns(facts, padding=(0, 2))]
 
 
+def _losses(view: RunView) -> tuple[list[float], list[float]]:
+    """Returns the steps with a finite loss, and those losses."""
+    table = view.curves.get("steps", {})
+    losses = table.get("loss", {"mean": []})["mean"]
+    known = [(step, loss) for step, loss in zip(table.get("step", []), losses, strict=False) if math.isfinite(loss)]
+    return [step for step, _ in known], [loss for _, loss in known]
+
+
 def _curve(view: RunView, width: int, height: int) -> list[Text]:
-    loss = view.curves.get("loss", {"mean": []})
-    if len(loss["mean"]) < 2:
+    steps, losses = _losses(view)
+    if len(losses) < 2:
         return []
-    labels = [f"{max(loss['mean']):.3f}", *[""] * (height - 2), f"{min(loss['mean']):.3f}"]
-    drawn = lines_of(loss["step"], loss["mean"], max(10, width - 9), height)
+    labels = [f"{max(losses):.3f}", *[""] * (height - 2), f"{min(losses):.3f}"]
+    drawn = lines_of(steps, losses, max(10, width - 9), height)
     lines = [f"{label:>7}  {dots}" for label, dots in zip(labels, drawn, strict=True)]
     return [Text(""), *(Text(line, "cyan", no_wrap=True) for line in lines)]
 
@@ -126,14 +134,17 @@ def _curve(view: RunView, width: int, height: int) -> list[Text]:
 def _ranks(view: RunView, width: int, most: int) -> list[Text]:
     if not view.ranks:
         return []
-    legend = [(f"{sign * 2} {part}   ", style) for part, (sign, style) in _PARTS.items() if part != "other"]
+    legend = [
+        (f"{sign * 2} {part}   ", style)
+        for part, (sign, style) in _PARTS.items()
+        if part != "other" and part in view.ranks[0].parts
+    ]
     longest_ms = max(sum(each.parts.values()) for each in view.ranks)
-    said = [Text(printable(view.ranks_said))] if view.ranks_said else []
+    said = [Text(printable(view.findings["ranks"]))] if "ranks" in view.findings else []
     lines = [Text(""), *said, Text.assemble(*legend)]
     lines += [_bar(each, width, longest_ms) for each in view.ranks[:most]]
-    if others := view.ranks[most:]:
-        span = f"{units.milliseconds(others[-1].work_ms)} to {units.milliseconds(others[0].work_ms)}"
-        lines.append(Text(f"{'':{_LABEL}}and {len(others)} more ranks, which work {span} a step", "bright_black"))
+    if view.other_ranks:
+        lines.append(Text(f"{'':{_LABEL}}{view.other_ranks}", "bright_black"))
     return lines
 
 
@@ -144,7 +155,7 @@ def _bar(each: RankView, width: int, longest_ms: float) -> Text:
     bar: list[tuple[str, str]] = []
     drawn, total_ms = 0, 0.0
     for part, (sign, style) in _PARTS.items():
-        total_ms += max(0.0, each.parts[part])
+        total_ms += max(0.0, each.parts.get(part, 0.0))
         upto = round(room * total_ms / longest_ms) if longest_ms > 0 else 0  # of the sum: the bar has its length
         bar.append((sign * (upto - drawn), style))
         drawn = max(drawn, upto)

@@ -15,13 +15,13 @@ from simulated_run import Simulated
 
 from paceline.base.errors import UserError
 from paceline.cli import watch
-from paceline.tools.watch.run import Runs
-from paceline.tools.watch.server import PageServer
+from paceline.tools.view.server import PageServer
+from paceline.tools.view.view import Views
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[PageServer]:
-    server = PageServer(Runs(tmp_path / "runs"), "127.0.0.1", 0)
+    server = PageServer(Views(tmp_path / "runs"), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     yield server
@@ -48,7 +48,7 @@ def test_the_token_becomes_a_cookie_that_only_this_page_sends(server: PageServer
         assert answer.headers["Location"] == "/"  # the address with the token is not the page's
         name_and_value, *attributes = answer.headers["Set-Cookie"].split("; ")
     assert set(attributes) == {"HttpOnly", "SameSite=Strict", "Path=/"}
-    for path in ("/", "/page.css", "/page.js"):
+    for path in ("/", "/page.css", "/uPlot.js", "/charts.js", "/page.js"):
         assert status(server, path, Cookie=f"other={{}}; {name_and_value}") == 200
         for cookie in ("", name_and_value[:-1], name_and_value + "x", f"x{name_and_value}", "é"):
             assert status(server, path, Cookie=cookie.encode().decode("latin-1")) == 401
@@ -92,7 +92,8 @@ def test_the_page_may_load_nothing_but_its_own_files(server: PageServer) -> None
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == rules["frame-ancestors"] == rules["form-action"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
-    assert re.findall(r"<script(.*?)>(.*?)</script>", page, re.DOTALL) == [(' src="page.js" defer', "")]
+    scripts = [(f' src="{name}"', "") for name in ("uPlot.js", "charts.js", "page.js")]
+    assert re.findall(r"<script(.*?)>(.*?)</script>", page, re.DOTALL) == scripts
     assert not re.search(r"<style|\sstyle=|\son\w+=|https?:", page)
     assert answer.headers["Cache-Control"] == "no-store"
     assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
@@ -116,7 +117,7 @@ def test_the_stream_says_all_at_first_and_then_what_changes(server: PageServer, 
         while "step" not in (found := message()["runs"]["0"]):
             pass
         assert found["step"] == "3 of 500"
-        assert found["curves"]["loss"]["step"] == [1, 2, 3]
+        assert found["curves"]["steps"]["step"] == [1, 2, 3]
         assert found.keys().isdisjoint({"name", "said", "events", "resumed"})
     with ask(server, "/events", Cookie=server.cookie) as again:
         lines = [again.readline() for _ in range(3)]
@@ -135,7 +136,7 @@ def test_only_this_machine_reaches_it(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named(server: PageServer, tmp_path: Path) -> None:
     port = server.server_address[1]
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another port, or 0"):
-        PageServer(Runs(tmp_path), "127.0.0.1", port)
+        PageServer(Views(tmp_path), "127.0.0.1", port)
 
 
 def test_a_second_page_takes_a_free_port_unless_one_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_a_second_page_takes_a_free_port_unless_one_was_chosen(monkeypatch: pyte
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match="choose another port"):
-            watch._page_server(Runs(tmp_path), "127.0.0.1", port)
+            watch._page_server(Views(tmp_path), "127.0.0.1", port)
         monkeypatch.setattr(watch, "_PORT", port)  # the default
-        with watch._page_server(Runs(tmp_path), "127.0.0.1", port) as server:
+        with watch._page_server(Views(tmp_path), "127.0.0.1", port) as server:
             assert server.server_address[1] != port

@@ -1,4 +1,4 @@
-"""The page's server: its four addresses, and who may read them.
+"""The live page's server: its addresses, and who may read them.
 
 Other web pages in the same browser can send requests to a server on this machine, and so can its other users. So the
 first address has a token; it becomes a cookie that no script can read and no other site can send. A request that
@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.base.errors import UserError
 from paceline.base.serving import QuietHandler, Server
-from paceline.tools.watch.run import Runs
+from paceline.tools.view.report import FILES, asset
+from paceline.tools.view.view import Views
 
 _EVERY_S = 1.0  # between two looks at the files
 _ALIVE_EVERY_S = 10.0  # without news: a message by which each side notices that the other one is gone
@@ -41,7 +41,7 @@ _View = dict[str, Any]
 class News:
     """The views of the runs, for any number of readers."""
 
-    def __init__(self, runs: Runs):
+    def __init__(self, runs: Views):
         self._runs = runs
         self._views: dict[int, _View] = {}
         self._version = 0
@@ -80,20 +80,17 @@ def _changes(before: _View, now: _View) -> _View:
 class PageServer(Server):
     """`url` is what to open: the address with the token."""
 
-    def __init__(self, runs: Runs, host: str, port: int):
+    def __init__(self, views: Views, host: str, port: int):
         """Raises UserError if it cannot listen there."""
         try:
             super().__init__((host, port), _Handler)
         except socket.gaierror as error:
             raise UserError(f"--host is {host}: {error.strerror}; name an address of this machine") from None
-        self.news, self.host, self.token = News(runs), host, secrets.token_urlsafe(24)
+        self.news, self.host, self.token = News(views), host, secrets.token_urlsafe(24)
         # The name is random: a browser sends a cookie to all ports of a host, such as tunnels to several servers.
         self.cookie = f"paceline-{secrets.token_hex(4)}={self.token}"
-        self.files = {
-            "/": ("text/html", _asset("watch/page.html")),
-            "/page.css": ("text/css", _asset("look.css") + _asset("watch/page.css")),
-            "/page.js": ("text/javascript", _asset("watch/page.js")),
-        }
+        self.files = {f"/{name}": (kind, asset(name).encode()) for name, kind in FILES.items()}
+        self.files["/"] = self.files.pop("/page.html")
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
@@ -167,7 +164,3 @@ def _is_name_of(given: str, host: str) -> bool:
 
 def _equal(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
-
-
-def _asset(name: str) -> bytes:
-    return (resources.files("paceline.tools") / name).read_bytes()

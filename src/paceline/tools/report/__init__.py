@@ -1,1 +1,0 @@
-"""Shows the records of runs as one self-contained HTML page with plots."""

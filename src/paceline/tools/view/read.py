@@ -1,0 +1,327 @@
+"""Reads the records of runs: of one that ended, still trains, was cut short, is of an older paceline, or has not begun.
+
+The files are not trusted: values of a wrong type count as missing, and lines that are no rows are counted and skipped.
+"""
+
+import dataclasses
+import math
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.base.jsonl import Row, Tail
+from paceline.record.folder import RunFolder
+from paceline.record.rate import NUM_ROWS
+from paceline.record.read import number
+from paceline.record.rows import EvalRow, StepRow
+from paceline.record.state import read_config
+
+Floats = NDArray[np.float64]
+# The parts of a step in order: name -> column by rank. What is left of a step is `other`.
+PARTS = {
+    "data": "rank_data_ms",
+    "forward": "rank_forward_ms",
+    "backward": "rank_backward_ms",
+    "exposed communication": "rank_exposed_comm_ms",
+    "optimizer": "rank_optim_ms",
+}
+WORK = ("data", "forward", "backward", "optimizer")  # a rank's other parts are waits
+_STEP_COLUMNS = [field.name for field in dataclasses.fields(StepRow) if not field.name.startswith("rank_")]
+_EVAL_COLUMNS = [field.name for field in dataclasses.fields(EvalRow)]
+
+
+class Columns:
+    """Numbers by increasing step, 8 bytes each, so that a million rows fit in memory. NaN is a missing value."""
+
+    def __init__(self, names: Sequence[str]):
+        self._values = {name: array("d") for name in names}
+
+    def __len__(self) -> int:
+        return len(self._values["step"])
+
+    def __getitem__(self, name: str) -> Floats:
+        return np.array(self._values[name])
+
+    def last(self, name: str) -> float:
+        """Returns the last number that is known; NaN if none is."""
+        return next((value for value in reversed(self._values[name]) if math.isfinite(value)), math.nan)
+
+    def cut(self, step: float) -> None:
+        """Drops the rows from this step on: a resumed run makes them again."""
+        length = bisect_left(self._values["step"], step)
+        for column in self._values.values():
+            del column[length:]
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        for name, column in self._values.items():
+            column.append(number(row.get(name)))
+
+
+class Run:
+    """The records of one run, which may not have begun yet."""
+
+    def __init__(self, path: Path, name: str = "", num_parameters: Callable[[Path], int] = lambda path: 0):
+        """name: on the page, else that of the folder. num_parameters: of the run's model, 0 if unknown."""
+        self.folder, self.name = RunFolder(path), name or path.name
+        self.config: dict[str, Any] = {}  # `section.field` -> value, named like the flags; empty if unreadable
+        self.num_parameters = 0
+        self._count_parameters = num_parameters
+        self._metrics, self._log = Tail(self.folder.metrics), Tail(self.folder.events)
+        self._begin_rows()
+        self._begin_events()
+
+    def read(self) -> bool:
+        """Reads what is new; returns whether anything is."""
+        is_new = _follow(self._metrics, self._begin_rows, self._add_row)
+        is_new |= _follow(self._log, self._begin_events, self._add_event)
+        if not self.config and (config := read_config(self.folder.config)):
+            self.config, self.num_parameters = config, self._count_parameters(self.folder.path)
+        return is_new
+
+    @property
+    def num_unreadable(self) -> int:
+        """Lines that are no rows."""
+        return self._metrics.num_skipped + self._log.num_skipped + self._num_odd_rows + self._num_odd_events
+
+    def _begin_rows(self) -> None:
+        self.steps = Columns([*_STEP_COLUMNS, "seconds", "wait_ms"])
+        self.evaluations = Columns([*_EVAL_COLUMNS, "seconds"])
+        self.ranks = RankHistory()
+        self.recent: deque[Row] = deque(maxlen=NUM_ROWS + 2)  # of which two may be unusual
+        self._num_odd_rows = 0
+
+    def _add_row(self, row: Row) -> None:
+        step = number(row.get("step"))
+        if not step >= 0:
+            self._num_odd_rows += 1
+            return
+        self.evaluations.cut(step)
+        if "val_loss" in row:
+            self.evaluations.append(row | {"seconds": self.steps.last("seconds") if len(self.steps) else 0.0})
+            return
+        self.steps.cut(step)
+        self.ranks.cut(step)
+        while self.recent and number(self.recent[-1]["step"]) >= step:
+            self.recent.pop()
+        self.recent.append(row)
+        before = (self.steps.last("step"), self.steps.last("seconds")) if len(self.steps) else (0.0, 0.0)
+        step_ms = number(row.get("step_ms"))
+        seconds = before[1] + (step_ms * (step - before[0]) / 1e3 if step_ms > 0 else 0.0)
+        work = work_ms(row)
+        known = [ms for ms in work if ms > 0]
+        usual_ms = median_low(known) if known else math.nan
+        self.steps.append(row | {"seconds": seconds, "wait_ms": max(known, default=math.nan) - usual_ms})
+        if len(work) > 1:
+            self.ranks.add(step, [_slower(ms, usual_ms) for ms in work], by_rank(row, "rank_sequences"))
+
+    def _begin_events(self) -> None:
+        self.events: list[Row] = []  # each has an `event`, a text
+        self._num_odd_events = 0
+
+    def _add_event(self, event: Row) -> None:
+        if isinstance(event.get("event"), str):
+            self.events.append(event)
+        else:
+            self._num_odd_events += 1
+
+
+def _follow(tail: Tail, begin: Callable[[], None], add: Callable[[Row], None]) -> bool:
+    """Reads a file up to its end; returns whether anything is new."""
+    is_any = False
+    while True:
+        is_anew, rows = tail.read()
+        if is_anew:
+            begin()
+        for row in rows:
+            add(row)
+        is_any |= is_anew or bool(rows)
+        if not rows:
+            return is_any
+
+
+# ---- ranks ----
+
+
+def by_rank(row: Row, name: str) -> list[float]:
+    """Returns a list of a row; empty if it has none."""
+    values = row.get(name)
+    return [number(value) for value in values] if isinstance(values, list) else []
+
+
+def rank_parts(row: Row) -> dict[str, list[float]]:
+    """Returns part -> milliseconds by rank, `other` last. Older rows have data, forward and backward as one part."""
+    parts = {part: by_rank(row, column) for part, column in PARTS.items()}
+    if not all(parts.values()):
+        parts = {"compute": by_rank(row, "rank_compute_ms")}
+    sums = [sum(values) for values in zip(*parts.values(), strict=False)]
+    # A rank that began the step before rank 0 did took longer for it.
+    own_ms, step_ms = by_rank(row, "rank_step_ms"), number(row.get("step_ms"))
+    own_ms += [step_ms] * (len(sums) - len(own_ms))
+    return parts | {"other": [max(0.0, step_ms - ms, own - ms) for own, ms in zip(own_ms, sums, strict=False)]}
+
+
+def work_ms(row: Row) -> list[float]:
+    """Returns the milliseconds of each rank's own work: data, forward, backward, optimizer; without the last in older
+    rows."""
+    parts = [by_rank(row, PARTS[part]) for part in WORK]
+    return [sum(values) for values in zip(*parts, strict=False)] or by_rank(row, "rank_compute_ms")
+
+
+def _slower(ms: float, usual_ms: float) -> float:
+    """Returns by which share a time is above that of the median rank; 0 if it is not."""
+    return max(0.0, ms / usual_ms - 1) if usual_ms > 0 and math.isfinite(ms) else math.nan
+
+
+MOST_COLUMNS, _MOST_CELLS = 300, 20_000  # of the history
+
+
+@dataclass
+class _Stretch:
+    """Consecutive rows. Its place is that of the last one. Lists are by rank."""
+
+    step: float
+    num_rows: int
+    slowness: list[float]  # sums
+    slowest: list[float]
+    sequences: list[float]  # sums
+
+    def add(self, later: "_Stretch") -> None:
+        if len(later.slowness) != len(self.slowness):  # another number of ranks: what is later counts
+            self.__dict__.update(vars(later))
+            return
+        self.step, self.num_rows = later.step, self.num_rows + later.num_rows
+        self.slowness = [a + b for a, b in zip(self.slowness, later.slowness, strict=True)]
+        self.slowest = list(map(max, self.slowest, later.slowest))
+        self.sequences = [a + b for a, b in zip(self.sequences, later.sequences, strict=False)]
+
+
+class RankHistory:
+    """By how much each rank was slower than the median rank, and its sequences, over the whole run. Keeps at most
+    MOST_COLUMNS stretches of equally many rows, so that its memory is bounded."""
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+        self.rows_per_stretch = 1
+
+    def cut(self, step: float) -> None:
+        if self._stretches and self._stretches[-1].step >= step:
+            del self._stretches[bisect_left(self._stretches, step, key=lambda stretch: stretch.step) :]
+
+    def add(self, step: float, slowness: list[float], sequences: list[float]) -> None:
+        new = _Stretch(step, 1, slowness, slowness, sequences)
+        if self._stretches and self._stretches[-1].num_rows < self.rows_per_stretch:
+            self._stretches[-1].add(new)
+            return
+        self._stretches.append(new)
+        if len(self._stretches) > max(8, min(MOST_COLUMNS, _MOST_CELLS // len(slowness))):
+            self._halve()
+
+    def _halve(self) -> None:
+        self.rows_per_stretch *= 2
+        for stretch, later in zip(self._stretches[::2], self._stretches[1::2], strict=False):
+            stretch.add(later)
+        self._stretches = self._stretches[::2]
+
+    @property
+    def steps(self) -> list[float]:
+        return [stretch.step for stretch in self._stretches]
+
+    def slowness(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Returns, by stretch and rank, the mean and the most of its rows."""
+        means = [[ms / stretch.num_rows for ms in stretch.slowness] for stretch in self._stretches]
+        return means, [stretch.slowest for stretch in self._stretches]
+
+    def sequences(self) -> list[list[float]]:
+        """Returns, by stretch and rank, the mean number of sequences of a step."""
+        return [[count / stretch.num_rows for count in stretch.sequences] for stretch in self._stretches]
+
+
+# ---- all runs at a path ----
+
+MOST_RUNS = 32  # of a folder, the newest: as many as have a colour and a dash of their own
+_MARKS = ("config.toml", "metrics.jsonl", "events.jsonl")  # a folder with one of these is a run
+
+
+class Folder:
+    """The run at a path, or those in a folder, in the order in which they appeared. Each has an index, and so a colour,
+    which it keeps until it is no longer among the newest and a new run takes its place."""
+
+    def __init__(self, path: Path, num_parameters: Callable[[Path], int] = lambda path: 0):
+        self.path = path.absolute()
+        self.runs: dict[Path, tuple[int, Run]] = {}
+        self._make = partial(Run, num_parameters=num_parameters)
+
+    def look(self) -> None:
+        """Adds runs that have begun."""
+        found = self._found()
+        for path in found:
+            if path not in self.runs:
+                index = len(self.runs)
+                if index == MOST_RUNS:
+                    index, _ = self.runs.pop(next(known for known in self.runs if known not in found))
+                self.runs[path] = index, self._make(path)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the path is a run, not a folder of runs."""
+        return self.path in self.runs
+
+    def _found(self) -> list[Path]:
+        if self.is_one or _begun_s(self.path):
+            return [self.path]
+        try:
+            begun = {path: seconds for path in self.path.iterdir() if (seconds := _begun_s(path))}
+        except OSError:  # it is not there yet
+            return []
+        return sorted(begun, key=lambda path: begun[path])[-MOST_RUNS:]
+
+
+def _begun_s(path: Path) -> float:
+    times = []
+    for mark in _MARKS:
+        try:
+            times.append((path / mark).stat().st_mtime)
+        except OSError:  # not there, or not to be read
+            continue
+    return min(times, default=0.0)
+
+
+# ---- shorter curves: each bucket of rows keeps its mean, lowest and highest, so that no outlier is lost ----
+
+MOST_POINTS = 400  # of a curve: three to six pixels of a wide screen each
+
+
+def buckets(num_rows: int, most: int = MOST_POINTS) -> NDArray[np.intp]:
+    """Returns where buckets begin: at most `most` of 1, 2, 4, ... rows each, so that earlier points of a growing curve
+    stay where they are."""
+    width = 1
+    while num_rows > width * most:
+        width *= 2
+    return np.arange(0, num_rows, width)
+
+
+def last_of(values: Floats, begins: NDArray[np.intp]) -> Floats:
+    """Returns a column's value in the last row of each bucket, so that a curve reaches the present."""
+    return np.asarray(values[np.append(begins[1:], len(values)) - 1])
+
+
+def in_buckets(values: Floats, begins: NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
+    """Returns mean, lowest and highest of the finite values of each bucket; NaN if it has none."""
+    if not len(begins):
+        return values, values, values
+    known = np.isfinite(values)
+    counts = np.add.reduceat(known.astype(np.float64), begins)
+    sums = np.add.reduceat(np.where(known, values, 0.0), begins)
+    finite = np.where(known, values, np.nan)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = sums / counts
+    return mean, np.fmin.reduceat(finite, begins), np.fmax.reduceat(finite, begins)
