@@ -90,19 +90,19 @@ class Run:
     @property
     def num_unreadable(self) -> int:
         """Lines that are no rows."""
-        return self._metrics.num_skipped + self._log.num_skipped + self._num_odd_rows + self._num_odd_events
+        return self._metrics.num_skipped + self._log.num_skipped + self._num_bad_rows + self._num_bad_events
 
     def _begin_rows(self) -> None:
         self.steps = Columns([*_STEP_COLUMNS, "seconds", "wait_ms"])
         self.evaluations = Columns([*_EVAL_COLUMNS, "seconds"])
         self.ranks = RankHistory()
         self.recent: deque[Row] = deque(maxlen=NUM_ROWS + 2)  # of which two may be unusual
-        self._num_odd_rows = 0
+        self._num_bad_rows = 0
 
     def _add_row(self, row: Row) -> None:
         step = number(row.get("step"))
         if not step >= 0:
-            self._num_odd_rows += 1
+            self._num_bad_rows += 1
             return
         self.evaluations.cut(step)
         if "val_loss" in row:
@@ -125,13 +125,13 @@ class Run:
 
     def _begin_events(self) -> None:
         self.events: list[Row] = []  # each has an `event`, a text
-        self._num_odd_events = 0
+        self._num_bad_events = 0
 
     def _add_event(self, event: Row) -> None:
         if isinstance(event.get("event"), str):
             self.events.append(event)
         else:
-            self._num_odd_events += 1
+            self._num_bad_events += 1
 
 
 def _follow(tail: Tail, begin: Callable[[], None], add: Callable[[Row], None]) -> bool:
