@@ -51,12 +51,13 @@ const CHARTS = [
   { id: "traffic", table: "steps", columns: { comm_ms: "collectives under way", exposed_comm_ms: "exposed" }, height: 190, isFromZero: true, unit: " ms" },
 ];
 
+// The mean of as many points before as after: a curve that falls is not late.
 function smoothed(values) {
-  const weight = 1 / Math.max(4, values.length / 25);
-  let mean = null;
-  return values.map((value) => {
-    if (value !== null) mean = mean === null ? value : mean + weight * (value - mean);
-    return value === null ? null : mean;
+  const most = Math.max(2, Math.round(values.length / 60));
+  return values.map((value, at) => {
+    const reach = Math.min(most, at, values.length - 1 - at);
+    const around = values.slice(at - reach, at + reach + 1).filter((each) => each !== null);
+    return value === null ? null : around.reduce((sum, each) => sum + each, 0) / around.length;
   });
 }
 
@@ -157,7 +158,6 @@ class Chart {
     } else {
       this.plot.setSize({ width: this.place.clientWidth, height: this.heightNow() });
       this.plot.setData(data);
-      this.plot.redraw(true, true);
     }
     this.label(null);
   }
