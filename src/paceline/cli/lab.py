@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _USAGE = """paceline lab [--hosts N] [options] -- VERB ...   several hosts on this machine, VERB run as all their ranks
 paceline lab [options] -- exec PROGRAM ...       the same with any program, one process a host
-paceline lab set --host b --rate 100mbit         a lab that runs: another rate, a cut link, a share, a dead host
+paceline lab set --host b --rate 100mbit         a lab that runs: another rate, a cut link
 paceline lab clean                               remove what a killed lab left; the next one does it, too
 
   paceline lab --hosts 2 --rate 1gbit -- train --preset demo
@@ -130,8 +130,8 @@ def _set(arguments: list[str]) -> int:
     change = parse(Change, Change(), arguments, "lab set")
     if not change.host:
         raise UserError("which host? as in: paceline lab set --host b --rate 100mbit")
-    if not (change.rate or change.link or change.cpu or change.kill):
-        raise UserError(f"nothing to change on host {change.host}; give --rate, --link, --cpu or --kill")
+    if not (change.rate or change.link):
+        raise UserError(f"nothing to change on host {change.host}; give --rate or --link")
     check_machine()
     change_lab(change)
     return 0

@@ -10,6 +10,6 @@ processors.py   shares of the processors, as cgroups
 inside.py       the first process of a host: makes it, starts its ranks, reports their end
 running.py      the lab from its first process to its last
 state.py        one lab at a time; removes what a killed one left
-change.py       changes of a running lab: rate, cable, share, power
+change.py       changes of a running lab: rate, cable
 system.py       calls of the system's tools, and their errors
 """

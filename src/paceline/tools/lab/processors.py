@@ -80,8 +80,8 @@ def remove_groups(top: Path) -> None:
 
 
 def set_share(folder: Path, share: float | None) -> None:
-    """Sets a group's share, 1.0: the time of one core; None: no limit. In force at once. Raises UserError if the kernel
-    refuses, as it does for more than a parent group may use."""
+    """Sets a group's share, 1.0: the time of one core; None: no limit. Raises UserError if the kernel refuses, as it
+    does for more than a parent group may use."""
     period_us = _PERIOD_US if share is None else max(_PERIOD_US, math.ceil(_LEAST_QUOTA_US / share))
     quota_us = None if share is None else round(share * period_us)
     try:

@@ -21,7 +21,7 @@ from paceline.tools.lab.hosts import INTERFACE, Host, Layout
 from paceline.tools.lab.inside import Orders
 from paceline.tools.lab.network import plug_in, start_switch
 from paceline.tools.lab.processors import Controller
-from paceline.tools.lab.state import FOLDER, Living, State, only_lab, write_names
+from paceline.tools.lab.state import FOLDER, State, only_lab, write_names
 
 _PORT = 29500  # of the ranks' store; every port is free in a new namespace
 _LOOK_EVERY_S = 0.05
@@ -97,11 +97,10 @@ class _Lab:
                 environments=[self._environment(host, rank) for rank in host.ranks],
             )
             self._send(host.name, orders)
-            self._state.hosts[host.name] = Living(pid=0, group=str(group or ""))
         for host in self._layout.hosts:
             self._wait_until_made(host)
             first = psutil.Process(self._processes[host.name].pid).children()[0].pid
-            self._state.hosts[host.name] = Living(pid=first, group=self._state.hosts[host.name].group)
+            self._state.hosts[host.name] = first
             plug_in(self._switch.pid, host, first)
         self._state.write()
 

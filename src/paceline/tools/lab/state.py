@@ -23,18 +23,12 @@ from paceline.tools.lab.processors import NAME, Controller, remove_groups
 FOLDER = Path("/run", NAME)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Living:
-    pid: int  # its first process, which holds its namespaces and processes
-    group: str  # folder of its cgroup; empty: no controller for shares
-
-
 @dataclass(kw_only=True)
 class State:
     pid: int
     switch: int = 0  # the process that holds the bridge's namespace
     groups: str = ""  # folder of the hosts' cgroups; empty: none
-    hosts: dict[str, Living] = field(default_factory=dict)
+    hosts: dict[str, int] = field(default_factory=dict)  # the first process of each, which holds its namespaces
 
     def write(self) -> None:
         replace(_path("state.json"), json.dumps(asdict(self), indent=1).encode())
@@ -43,10 +37,8 @@ class State:
     def read(cls) -> "State | None":
         """Returns what the last lab wrote; None if there is nothing, or it cannot be read."""
         try:
-            values = json.loads(_path("state.json").read_text())
-            values["hosts"] = {name: Living(**living) for name, living in values["hosts"].items()}
-            return cls(**values)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # another version has other fields
+            return cls(**json.loads(_path("state.json").read_text()))
+        except (OSError, ValueError, TypeError):  # another version has other fields
             return None
 
 
