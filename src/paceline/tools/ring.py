@@ -32,7 +32,7 @@ from rich.text import Text
 from paceline.base import seeds, units
 from paceline.base.ownership import borders
 from paceline.record.console import PLAIN_WIDTH, Console
-from paceline.world.device_clock import DeviceClock
+from paceline.tools.plan.stopwatch import Stopwatch
 from paceline.world.group import Group
 from paceline.world.runtime import World
 
@@ -221,7 +221,7 @@ def _conclude(world: World, own: torch.Tensor, flat: torch.Tensor, sent_bytes: i
 
 def _race(world: World, elements: int, screen: "_Screen") -> None:
     """Times the ring and the library's all-reduce, for this vector and a larger one. Collective."""
-    size = world.world_size
+    size, watch = world.world_size, Stopwatch(world.group, world.device)
     screen.say(f"\nOne all-reduce, median of {_REPEATS}; in brackets what a rank sends a second:")
     for num_bytes in (elements * _ELEMENT_BYTES, _LARGE_BYTES):
         flat = torch.zeros(num_bytes // _ELEMENT_BYTES, device=world.device)
@@ -229,26 +229,11 @@ def _race(world: World, elements: int, screen: "_Screen") -> None:
             "this ring": partial(ring_all_reduce, world.group, flat),
             world.backend: partial(world.group.all_reduce, flat),
         }
-        seconds = {name: _seconds(world, run) for name, run in ways.items()}
+        seconds = {name: statistics.median(watch.seconds(run, 1 + _REPEATS)[1:]) for name, run in ways.items()}
         sent = 2 * (size - 1) / size * num_bytes
         each = [f"{name} {took * 1e3:.3f} ms ({units.size(sent / took)}/s)" for name, took in seconds.items()]
         screen.say(f"  {units.size(num_bytes):>8}:  {', '.join(each)}")
     screen.say(f"The small one is latency: {2 * (size - 1)} messages, one after the other. The large one is bandwidth.")
-
-
-def _seconds(world: World, run: Callable[[], object]) -> float:
-    """Returns the median over repetitions of the slowest rank's time, after a warm-up. Collective."""
-    group, clock = world.group, DeviceClock(world.device)
-    run()
-    stamps = []
-    for _ in range(_REPEATS):
-        clock.finish()
-        group.barrier()
-        stamps.append((clock.stamp(), run(), clock.stamp()))
-    clock.finish()
-    group.take_traffic()
-    each = group.share([clock.ms(start, end) / 1e3 for start, _, end in stamps])
-    return float(statistics.median(max(times) for times in zip(*each, strict=True)))
 
 
 # ---- rank 0's display ----

@@ -8,6 +8,7 @@ import pytest
 from ranks import run_ranks
 from whole_runs import tiny
 
+from paceline.base.errors import UserError
 from paceline.cli.main import main
 from paceline.config import Config, load_preset
 from paceline.record.console import Console
@@ -33,7 +34,8 @@ def calibrated_by_the_command(*_: object) -> str:
     with patch.object(calibrate, "measure", measured):
         assert main(["plan", "--preset", "tiny", "--calibrate", "--parallel.threads", "2"]) == 0
     config = load_preset("tiny", Config())
-    assert devices.find_calibration(config.replace("parallel", threads=1), 1) is None
+    with pytest.raises(UserError, match="nothing was measured for this config"):
+        devices.calibration(config.replace("parallel", threads=1), 1)
     return devices.calibration(config.replace("parallel", threads=2), 1).source
 
 

@@ -315,7 +315,8 @@ def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, mo
     assert "here" in here("plan", "--preset", "tiny", cwd=tmp_path).require().out
     assert "here" in here("plan", "--preset", "tiny", "--model.n-layer", "9", cwd=tmp_path).require().out
     path.write_text(path.read_text()[:-40])
-    assert devices.find_calibration(config, 1) is None
+    with pytest.raises(UserError, match="nothing was measured"):
+        devices.calibration(config, 1)
 
 
 def test_a_calibration_is_found_by_the_threads_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

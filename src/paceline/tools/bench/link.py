@@ -25,24 +25,20 @@ from paceline.sync.layout import backward_order, cut
 from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
 from paceline.tools.plan.schedule import Job, Prediction, paths, predict
+from paceline.tools.plan.stopwatch import LEAST_RUNS, Run, Stopwatch
 from paceline.train.resolve import resolve
-from paceline.world.device_clock import DeviceClock
 from paceline.world.env import interface_of, transfer_address
 from paceline.world.group import Group
 from paceline.world.peer import Peer
 from paceline.world.runtime import World
 
 _PAIRS_SHARE, _COLLECTIVE_SHARE, _MODEL_SHARE = 0.2, 0.15, 0.2  # of the time budget; there are four collectives
-_LEAST_RUNS, _MOST_RUNS = 3, 500
-_WARM_UP_BELOW_S = 0.5  # a longer run needs no other warm-up
 _ELEMENT_BYTES = 4  # float32, as gradients are
 _PING_BYTES, _PING_S = 8, 0.3
 _PROBE_BYTES, _MOST_MESSAGE_BYTES = 1 << 20, 1 << 26
 _MESSAGE_S = 0.1  # approximate duration of a message, so that latency does not affect bandwidth
 _LEAST_STREAM_S = 0.5
 _MOST_LOCAL_RANKS = 4  # on one host, pairs of the first four ranks are measured
-
-Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -185,44 +181,6 @@ def interface_in_use(backend: str) -> str:
     return f"{name} {address}" + (f", MTU {stats.mtu}" if stats else "")
 
 
-# ---- timing ----
-
-
-class Stopwatch:
-    """Times joint work of all ranks; a repetition counts the time of its slowest rank."""
-
-    def __init__(self, group: Group, device: torch.device):
-        self.group, self.device = group, device
-        self._clock = DeviceClock(device)
-        self.spent_s = 0.0
-
-    def seconds(self, run: Run, iterations: int) -> list[float]:
-        """Returns the seconds of each iteration on its slowest rank. Ranks start the first together; each next one
-        follows the last directly. Collective."""
-        self.group.barrier()
-        stamps = [self._clock.stamp()]
-        for _ in range(iterations):
-            run()
-            stamps.append(self._clock.stamp())
-        self._clock.finish()
-        own = [self._clock.ms(a, b) / 1e3 for a, b in itertools.pairwise(stamps)]
-        slowest = [max(values) for values in zip(*self.group.share(own), strict=True)]
-        self.group.take_traffic()  # discard it
-        self.spent_s += sum(slowest)
-        return slowest
-
-    def enough(self, run: Run, enough_s: float) -> list[float]:
-        """Returns the times of enough iterations to fill enough_s, at least three, after a warm-up. Collective."""
-        found = self.seconds(run, 1)
-        if found[0] < _WARM_UP_BELOW_S:
-            found = []
-        batch = _LEAST_RUNS - len(found)
-        while len(found) < _LEAST_RUNS or (sum(found) < enough_s and len(found) < _MOST_RUNS):
-            found += self.seconds(run, batch)
-            batch = len(found)  # doubles: a single time on a busy machine may be ten times too long
-        return found
-
-
 # ---- between two ranks ----
 
 
@@ -269,7 +227,7 @@ def _time_collective(watch: Stopwatch, name: str, max_bytes: int, budget_s: floa
     left_out = sizes(max_bytes)
     until = watch.spent_s + budget_s
     while left_out:
-        expected_s = 4 * times[-1].seconds * _LEAST_RUNS if times else 0.0
+        expected_s = 4 * times[-1].seconds * LEAST_RUNS if times else 0.0
         if watch.spent_s + expected_s > until and len(times) >= 2:
             break
         num_bytes = left_out.pop(0)
@@ -310,7 +268,7 @@ def _time_model(watch: Stopwatch, config: Config, line: Fit, link: float, budget
     wire_bytes = bus_factor("all-reduce", watch.group.size) * sum(bucket_bytes)
     fitted_s = sum(map(line.seconds, bucket_bytes))
     alone_s = None
-    if fitted_s * (1 + _LEAST_RUNS) <= budget_s:
+    if fitted_s * (1 + LEAST_RUNS) <= budget_s:
         flats = [torch.zeros(count, device=watch.device) for count in elements]
 
         def all_buckets() -> None:

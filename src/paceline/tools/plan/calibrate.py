@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from paceline.replica.batch import Batch
 from paceline.sync.replicas import overall
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
+from paceline.tools.plan.stopwatch import Stopwatch
 from paceline.train.meet import make_replica
 from paceline.train.resolve import Settings, resolve
 from paceline.world.device import product_dtype
@@ -151,22 +153,20 @@ def link(group: Group, num_ends: int) -> tuple[float, float]:
     add up first. Collective."""
     if group.size == 1:
         return 0.0, 1e12  # nobody to send to
-    times: list[float] = []
+    watch, times = Stopwatch(group, torch.device("cpu")), []
     for num_bytes in _MESSAGES:
         flat = group.zeros(num_bytes // 4, torch.zeros(1))
-        found = []
-        for _ in range(_LINK_ROUNDS):
-            group.barrier()
-            begun = time.perf_counter()
-            group.start_all_reduce(flat).wait()
-            found.append(time.perf_counter() - begun)
-        times.append(max(row[0] for row in group.share([statistics.median(found)])))
-    group.take_traffic()  # discard it
+        run = partial(_all_reduce, group, flat)
+        times.append(statistics.median(watch.seconds(run, 1)[0] for _ in range(_LINK_ROUNDS)))
     # The two largest messages: a token bucket passes the first bytes at once.
     (less, more), (sooner, later) = _MESSAGES[-2:], times[-2:]
     bytes_per_s = (more - less) / max(later - sooner, 1e-9)
     latency_s = max(0.0, times[0] - _MESSAGES[0] / bytes_per_s)
     return latency_s / (num_ends - 1).bit_length(), bus_factor("all-reduce", num_ends) * bytes_per_s
+
+
+def _all_reduce(group: Group, flat: torch.Tensor) -> None:
+    group.start_all_reduce(flat).wait()
 
 
 def _copy_bytes_per_s() -> float:

@@ -185,12 +185,15 @@ def _key(config: Config, num_ranks: int) -> str:
     return f"{num_ranks} ranks of {choose_threads(config.parallel.threads, num_ranks)[0]} threads"
 
 
-def find_calibration(config: Config, num_ranks: int) -> Device | None:
-    """Returns one of so many ranks on this machine; None if nothing was measured. More ranks than were measured share
-    what those had."""
+def calibration(config: Config, num_ranks: int) -> Device:
+    """Returns one of so many ranks on this machine; more than were measured share what those had. Raises UserError if
+    nothing was measured that can be read."""
     known = stored(config)
     if not known:
-        return None
+        raise UserError(
+            "nothing was measured for this config on this machine yet: give the same command with --calibrate first "
+            "(about 15 seconds for each number of ranks), or describe another device: --cluster FILE.toml"
+        )
     measured = max(count for count in known if count <= num_ranks or count == min(known))
     found, sharing = known[measured], num_ranks / measured
     if sharing <= 1:
@@ -203,14 +206,3 @@ def find_calibration(config: Config, num_ranks: int) -> Device | None:
         peak_flops_per_s=found.peak_flops_per_s / sharing,
         memory_bytes=found.memory_bytes / sharing,
     )
-
-
-def calibration(config: Config, num_ranks: int) -> Device:
-    """Returns one of so many ranks on this machine. Raises UserError if nothing was measured that can be read."""
-    found = find_calibration(config, num_ranks)
-    if found is None:
-        raise UserError(
-            "nothing was measured for this config on this machine yet: give the same command with --calibrate first "
-            "(about 15 seconds for each number of ranks), or describe another device: --cluster FILE.toml"
-        )
-    return found
