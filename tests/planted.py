@@ -1128,8 +1128,8 @@ MUTATIONS = (
     Mutation(
         "Prometheus's port is open to other hosts",
         "tools/track/prometheus.py",
-        'super().__init__(("127.0.0.1", port), Handler)',
-        'super().__init__(("", port), Handler)',
+        'Server(("127.0.0.1", settings.prometheus_port)',
+        'Server(("0.0.0.0", settings.prometheus_port)',
         "tools/track/test_follow.py::test_prometheus_gets_seconds_and_only_this_machine_gets_them",
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""The small HTTP servers, of launchers, doctors and the live page, and how they ask each other."""
+"""The small HTTP servers, of launchers, doctors, the live page and Prometheus, and how they ask each other."""
 
 import http
 import http.client
@@ -30,13 +30,15 @@ class Server(ThreadingHTTPServer):
 class QuietHandler(BaseHTTPRequestHandler):
     """Logs nothing. If the client has disconnected, the request ends without an error."""
 
-    def begin(self, num_bytes: int) -> None:
+    def begin(self, num_bytes: int, kind: str = "") -> None:
         self.send_response(http.HTTPStatus.OK)
+        if kind:
+            self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(num_bytes))
         self.end_headers()
 
-    def answer(self, body: bytes) -> None:
-        self.begin(len(body))
+    def answer(self, body: bytes, kind: str = "") -> None:
+        self.begin(len(body), kind)
         self.wfile.write(body)
 
     def handle(self) -> None:

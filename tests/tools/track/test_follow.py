@@ -20,11 +20,12 @@ import pytest
 from program import DEADLINE_S, Program, one_message, rows, run
 from recorded import Recorded, losses, put_back, scalars, val_losses
 
+from paceline.base.serving import Server
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
 from paceline.tools.track import follow
 from paceline.tools.track.points import Point, Position, Reader
-from paceline.tools.track.prometheus import Prometheus, _Server
+from paceline.tools.track.prometheus import Prometheus, _handler
 from paceline.tools.track.tensorboard import TensorBoard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
@@ -249,7 +250,7 @@ def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(t
     missing = f"{name} is not installed; pip install 'paceline[{name}]', then {again} {name}` sends the rest"
     assert f"track: {missing}" in said
     refused, left = [line for line in said if "prometheus" in line]
-    assert "prometheus does not work now: [Errno 98] Address already in use" in refused
+    assert f"prometheus does not work now: cannot listen on 127.0.0.1:{port}: Address already in use" in refused
     assert f"prometheus does not have all of {out}" in left
     assert len(said) == 3
     recorded = [(row["step"], pytest.approx(row["loss"])) for row in rows(out / "metrics.jsonl") if "loss" in row]
@@ -328,10 +329,11 @@ def test_prometheus_serves_one_text_though_it_is_replaced_meanwhile() -> None:
         def text(self) -> bytes:
             return b"x" * next(self.lengths)
 
-    with _Server(0, Shrinking()) as server:  # type: ignore[arg-type]
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_address[1]}/metrics") as answer:
-            assert answer.read() == b"x" * 100
-        server.shutdown()
+    server = Server(("127.0.0.1", 0), _handler(Shrinking()))  # type: ignore[arg-type]
+    server.begin()
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+        assert answer.read() == b"x" * 100
+    server.end()
 
 
 def test_prometheus_takes_a_name_that_is_not_utf_8() -> None:

@@ -23,7 +23,8 @@ _CHUNK_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20  # so that little is on its way when the time is over
 _ANSWER_S = 10.0  # for what is on its way
 _PINGS = 50
-_SMALL, _HEADERS = 512, 28  # a datagram that passes everywhere; of IPv4 and UDP
+_HEADERS = 28  # of IPv4 and UDP
+_USUAL_MTUS = (1500, 1400, 1280, 576)  # Ethernet, tunnels, the least of IPv6 and of IPv4
 _MOST_BYTES = 65_535  # of an IPv4 packet; loopback says one more
 _PACKET_S = 0.15
 _DO_NOT_FRAGMENT = 10, 3  # IP_MTU_DISCOVER, IP_PMTUDISC_PROBE of Linux: one packet, of any size
@@ -140,8 +141,8 @@ def _bytes_per_s(host: str, port: int) -> float:
 
 
 def largest_packet(host: str, port: int, mtu: int) -> int:
-    """Returns the largest IPv4 packet up to `mtu` that arrives undivided; 0 where none does, or it cannot be known."""
-    low, high = _SMALL + _HEADERS, mtu
+    """Returns the largest IPv4 packet, `mtu` or a usual size below, that arrives undivided; 0 where none does, or it
+    cannot be known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.settimeout(_PACKET_S)
         try:
@@ -149,14 +150,7 @@ def largest_packet(host: str, port: int, mtu: int) -> int:
             probe.connect((host, port))
         except OSError:  # IPv6, or another system than Linux
             return 0
-        if high <= low or not _passes(probe, low):
-            return 0
-        if _passes(probe, high):
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if _passes(probe, middle) else (low, middle)
-    return low
+        return next((size for size in (mtu, *_USUAL_MTUS) if _HEADERS < size <= mtu and _passes(probe, size)), 0)
 
 
 def _passes(probe: socket.socket, packet_bytes: int) -> bool:

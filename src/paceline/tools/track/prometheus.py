@@ -3,16 +3,14 @@
 prometheus.io/docs/instrumenting/exposition_formats; base units, so seconds and ratios.
 """
 
-import threading
 from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from paceline.base.files import replace
 from paceline.base.jsonl import Row
-from paceline.base.serving import QuietHandler
+from paceline.base.serving import QuietHandler, Server
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
 from paceline.tools.track.points import Point
@@ -51,7 +49,8 @@ class Prometheus:
         self.text = b""
         self._server = None
         if settings.prometheus_port:
-            self._server = _Server(settings.prometheus_port, self)
+            self._server = Server(("127.0.0.1", settings.prometheus_port), _handler(self))
+            self._server.begin()
 
     def send(self, points: Sequence[Point]) -> None:
         for point in points:
@@ -70,8 +69,7 @@ class Prometheus:
 
     def close(self, is_failed: bool) -> None:
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.end()
 
     def _exposition(self) -> str:
         name = self._name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -96,23 +94,14 @@ def _family(name: str, kind: str, told: str, samples: Sequence[tuple[str, float]
     return "\n".join([*lines, *(f"paceline_{name}{labels} {value!r}" for labels, value in samples)]) + "\n"
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+def _handler(source: Prometheus) -> type[QuietHandler]:
+    class Handler(QuietHandler):
+        timeout = 10.0  # of a client that sends or reads nothing
 
-    def __init__(self, port: int, source: Prometheus):
-        class Handler(QuietHandler):
-            timeout = 10.0  # of a client that sends or reads nothing
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.answer(source.text, "text/plain; version=0.0.4")
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
 
-            def do_GET(self) -> None:
-                if self.path != "/metrics":
-                    self.send_error(HTTPStatus.NOT_FOUND)
-                    return
-                text = source.text  # another thread may replace it meanwhile
-                self.send_response(HTTPStatus.OK)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-        super().__init__(("127.0.0.1", port), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+    return Handler
