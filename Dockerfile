@@ -21,7 +21,8 @@ COPY constraints.txt .
 RUN python3 -m venv venv && venv/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" -c constraints.txt torch
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src src
-RUN venv/bin/pip install --no-cache-dir -c constraints.txt . && rm -rf build && \
+COPY examples/ring.py examples/ring.py
+RUN venv/bin/pip install --no-cache-dir -c constraints.txt . && rm -rf build examples && \
     useradd --uid 10001 --create-home paceline && \
     install -d -o paceline /runs
 ENV PATH=/opt/paceline/venv/bin:$PATH

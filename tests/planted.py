@@ -1224,10 +1224,10 @@ MUTATIONS = (
         "tools/lab/test_hosts.py::test_no_core_is_given_to_two_hosts",
     ),
     Mutation(
-        "the ring stops a step early",
-        "tools/ring.py",
-        "for k in range(2 * (num_ranks - 1)):",
-        "for k in range(2 * (num_ranks - 1) - 1):",
-        "tools/learn/test_ring.py::test_after_half_of_the_steps_each_rank_has_one_complete_sum_and_after_all_every_sum",
+        "hosts that exchange nothing train the whole batch each",
+        "tools/bench/worlds.py",
+        "batch = self.batch if self.cpu else max(1, self.batch // self.hosts)",
+        "batch = self.batch",
+        "tools/bench/test_compare.py::test_the_ideal_of_equal_hosts_is_each_with_its_part_of_the_batch_at_once",
     ),
 )

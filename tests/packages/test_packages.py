@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("packages")]
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://example.org/somebody/paceline"
+EXAMPLE = "examples/ring.py"  # the package holds it, for `paceline learn ring`
 FILES = {
     str(path.relative_to(ROOT / "src"))
     for path in (ROOT / "src" / "paceline").rglob("*")
@@ -33,7 +34,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    for folder in ("src/paceline", "tests"):
+    for folder in ("src/paceline", "tests", "examples"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_REPOSITORY", REPOSITORY)
@@ -56,17 +57,20 @@ def test_the_wheel_holds_the_package_and_runs(dist: Path, tmp_path: Path) -> Non
     with zipfile.ZipFile(the("*.whl", dist)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         wheel.extractall(tmp_path)
-    assert names == FILES
+    assert names == FILES | {EXAMPLE.replace("examples", "paceline/examples")}
     command = "import sys; sys.path.insert(0, '.'); from paceline.cli.main import main; sys.exit(main(sys.argv[1:]))"
     flags = ("kubernetes", "--", "--preset", "demo", "--out", "/runs/x")
     assert "kind: Job" in run(sys.executable, "-P", "-c", command, *flags, cwd=tmp_path)
+    lesson = ("learn", "ring", "--ranks", "1")
+    assert "nobody to send to" in run(sys.executable, "-P", "-c", command, *lesson, cwd=tmp_path)
 
 
 def test_the_source_archive_holds_the_package_and_no_tests(dist: Path) -> None:
     with tarfile.open(the("*.tar.gz", dist)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
     made = {name for name in names if "egg-info" in name or name in ("PKG-INFO", "setup.cfg")}
-    assert names - made == {f"src/{name}" for name in FILES} | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+    kept = {"pyproject.toml", "setup.py", "README.md", "LICENSE", EXAMPLE}
+    assert names - made == {f"src/{name}" for name in FILES} | kept
 
 
 def test_an_index_would_show_them(dist: Path) -> None:

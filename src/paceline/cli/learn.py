@@ -1,6 +1,10 @@
 """paceline learn ring"""
 
+import importlib.util
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse, run_verb, without
@@ -54,9 +58,22 @@ def _ring(arguments: list[str]) -> int:
     env, num_ranks = find_world("1" if env.is_distributed else str(parsed.ranks), parallel)
     if num_ranks > 1:
         return start_without_run(num_ranks, ["learn", "ring", *without(arguments, "--ranks")], parallel)
-    from paceline.tools.ring import teach  # imports torch: seconds
-    from paceline.world.runtime import open_world
+    from paceline.world.runtime import open_world  # imports torch: seconds
 
+    lesson = _example("ring")
     with open_world(parallel, env) as world:
-        teach(world, parsed.elements, plain=parsed.plain, delay_s=parsed.delay)
+        lesson.teach(world, parsed.elements, plain=parsed.plain, delay_s=parsed.delay)
     return 0
+
+
+def _example(name: str) -> ModuleType:
+    """Returns examples/NAME.py: in the repository, or beside this package when it is installed (setup.py)."""
+    package = Path(__file__).parents[1]
+    path = next(each for folder in (package, package.parents[1]) if (each := folder / f"examples/{name}.py").exists())
+    spec = importlib.util.spec_from_file_location(f"paceline.examples.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module

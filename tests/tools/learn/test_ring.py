@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import sys
 from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
@@ -14,8 +15,10 @@ from program import TORCHRUN, Ended, Fork, Program, _be_the_command, run
 from ranks import FORKS, run_ranks
 
 from paceline.cli.main import main
-from paceline.tools.ring import contributors, ring_all_reduce, steps
 from paceline.world.runtime import World
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from ring import contributors, ring_all_reduce, steps
 
 _CELL = re.compile(r"((?: *-?\d+\.\d)*) +(empty|all|\d+(?:\+(?:\d+|\.\.))*) *([<>])?")
 

@@ -157,7 +157,7 @@ def teach(world: World, elements: int, *, plain: bool, delay_s: float | None) ->
         _race(world, elements, screen)
     screen.say(
         "\nRead next: docs/learn/counting-bytes.md (what this costs, and when it hides behind backward); in the source "
-        "tools/ring.py (what ran here) and sync/buckets.py (what training does)."
+        "examples/ring.py (what ran here) and sync/buckets.py (what training does)."
     )
 
 
