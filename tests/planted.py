@@ -1077,6 +1077,21 @@ MUTATIONS = (
         "tools/view/test_report.py::test_nothing_from_a_run_folder_becomes_markup",
     ),
     Mutation(
+        "a curve is drawn 20 pixels wide",
+        "tools/view/charts.js",
+        "return { width, height:",
+        "return { width: 20, height:",
+        "tools/view/test_in_chromium.py::test_64_ranks_live_at_three_sizes",
+        is_long=True,
+    ),
+    Mutation(
+        "a rank is called slow by a second test",
+        "tools/view/measures.py",
+        "said = slow_text(stretches) or none_named(",
+        'said = f"Rank {max(means, key=lambda rank: means[rank])} was slow." or none_named(',
+        "tools/view/test_one_view.py::test_report_page_and_terminal_say_the_same_of_recorded_runs",
+    ),
+    Mutation(
         "the live page answers under any name",
         "tools/view/server.py",
         'return name in ("localhost", host.lower())',

@@ -20,7 +20,7 @@ from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
-from paceline.tools.view.view import Views
+from paceline.tools.view.follow import Views
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig

@@ -11,9 +11,9 @@ import tyro
 from paceline.base.errors import EXIT_DONE, UserError
 from paceline.cli.flags import parse
 from paceline.cli.report import num_parameters
+from paceline.tools.view.follow import Views
 from paceline.tools.view.server import PageServer
 from paceline.tools.view.terminal import show
-from paceline.tools.view.view import Views
 
 _HOST, _PORT = "127.0.0.1", 8700
 

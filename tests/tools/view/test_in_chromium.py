@@ -17,8 +17,8 @@ from test_report import EVIL, evil_run
 
 from paceline.cli.main import main
 from paceline.record.folder import COMPLETE
+from paceline.tools.view.follow import Views
 from paceline.tools.view.server import PageServer
-from paceline.tools.view.view import Views
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 

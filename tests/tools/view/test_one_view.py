@@ -15,8 +15,8 @@ from paceline.cli.main import main
 from paceline.record.rows import StepRow
 from paceline.record.stragglers import Slow, Stragglers
 from paceline.tools.view.findings import not_over, slow_stretches, slow_text
+from paceline.tools.view.follow import Views
 from paceline.tools.view.report import make_page
-from paceline.tools.view.view import Views
 
 RECORDED = sorted(path for path in (Path(__file__).parents[2] / "golden/runs").iterdir() if path.is_dir())
 START: dict[str, Any] = {"event": "start", "world_size": 2, "hosts": ["a", "b"]}

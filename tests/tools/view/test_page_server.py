@@ -15,8 +15,8 @@ from simulated_run import Simulated
 
 from paceline.base.errors import UserError
 from paceline.cli import watch
+from paceline.tools.view.follow import Views
 from paceline.tools.view.server import PageServer
-from paceline.tools.view.view import Views
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from simulated_run import PARTS, Simulated
 from paceline.base import units
 from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
-from paceline.tools.view.view import RunView, Views
+from paceline.tools.view.follow import Views
+from paceline.tools.view.view import RunView
 
 
 def viewed(folder: Path) -> RunView:

@@ -42,7 +42,7 @@ function nearest(xs, at) {
 const PARTS = ["compute", "data", "forward", "backward", "exposed communication", "optimizer", "other"];
 const partInk = (part) => part.split(" ")[0];
 const CHARTS = [
-  { id: "loss", columns: { loss: "training" }, height: 420, isLoss: true },
+  { id: "loss", columns: { loss: "training" }, height: 470, isLoss: true },
   { id: "rate", columns: { tokens_per_s: "tokens a second" }, height: 190, isFromZero: true },
   { id: "lr", columns: { lr: "learning rate" }, height: 150, isFromZero: true },
   { id: "norm", columns: { grad_norm: "gradient norm" }, height: 190, isLog: true },
@@ -156,14 +156,15 @@ class Chart {
       this.plot = new uPlot(this.options(series, bands), data, this.place);
       this.signature = signature;
     } else {
-      this.plot.setSize({ width: this.place.clientWidth, height: this.heightNow() });
+      this.plot.setSize(this.size());
       this.plot.setData(data);
     }
     this.label(null);
   }
 
-  heightNow() {
-    return this.place.clientWidth < 500 ? Math.min(this.height, 250) : this.height;
+  size() {
+    const width = this.place.clientWidth;
+    return { width, height: width < 500 ? Math.min(this.height, 250) : this.height };
   }
 
   series() {
@@ -202,8 +203,7 @@ class Chart {
     const axis = { stroke: () => colourOf("muted"), font, grid: { stroke: () => colourOf("line"), width: 1 }, ticks: { show: false } };
     const marks = (plot, _, low, high) => (isLog ? logMarks(low, high) : null);
     return {
-      width: this.place.clientWidth,
-      height: this.heightNow(),
+      ...this.size(),
       padding: [10, 14, 0, 0],
       legend: { show: false },
       series,

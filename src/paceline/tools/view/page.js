@@ -159,7 +159,8 @@ function showHeat(heat) {
   canvas.getContext("2d").putImageData(image, 0, 0);
   const every = Math.ceil(height / 16);
   byId("heat").querySelector(".labels").replaceChildren(...heat.labels.map((label, rank) => {
-    const made = make("span", {}, label);
+    const [number, ...host] = label.split(" ");
+    const made = make("span", {}, number, make("span", { class: "wide" }, ` ${host.join(" ")}`));
     made.style.top = `${(100 * (rank + 0.5)) / height}%`;
     return made;
   }).filter((_, rank) => rank % every === 0));

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -243,56 +242,6 @@ class RankHistory:
     def sequences(self) -> list[list[float]]:
         """Returns, by stretch and rank, the mean number of sequences of a step."""
         return [[count / stretch.num_rows for count in stretch.sequences] for stretch in self._stretches]
-
-
-# ---- all runs at a path ----
-
-MOST_RUNS = 32  # of a folder, the newest: as many as have a colour and a dash of their own
-_MARKS = ("config.toml", "metrics.jsonl", "events.jsonl")  # a folder with one of these is a run
-
-
-class Folder:
-    """The run at a path, or those in a folder, in the order in which they appeared. Each has an index, and so a colour,
-    which it keeps until it is no longer among the newest and a new run takes its place."""
-
-    def __init__(self, path: Path, num_parameters: Callable[[Path], int] = lambda path: 0):
-        self.path = path.absolute()
-        self.runs: dict[Path, tuple[int, Run]] = {}
-        self._make = partial(Run, num_parameters=num_parameters)
-
-    def look(self) -> None:
-        """Adds runs that have begun."""
-        found = self._found()
-        for path in found:
-            if path not in self.runs:
-                index = len(self.runs)
-                if index == MOST_RUNS:
-                    index, _ = self.runs.pop(next(known for known in self.runs if known not in found))
-                self.runs[path] = index, self._make(path)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the path is a run, not a folder of runs."""
-        return self.path in self.runs
-
-    def _found(self) -> list[Path]:
-        if self.is_one or _begun_s(self.path):
-            return [self.path]
-        try:
-            begun = {path: seconds for path in self.path.iterdir() if (seconds := _begun_s(path))}
-        except OSError:  # it is not there yet
-            return []
-        return sorted(begun, key=lambda path: begun[path])[-MOST_RUNS:]
-
-
-def _begun_s(path: Path) -> float:
-    times = []
-    for mark in _MARKS:
-        try:
-            times.append((path / mark).stat().st_mtime)
-        except OSError:  # not there, or not to be read
-            continue
-    return min(times, default=0.0)
 
 
 # ---- shorter curves: each bucket of rows keeps its mean, lowest and highest, so that no outlier is lost ----

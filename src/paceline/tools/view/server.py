@@ -21,8 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from paceline.base.errors import UserError
 from paceline.base.serving import QuietHandler, Server
+from paceline.tools.view.follow import Views
 from paceline.tools.view.report import FILES, asset
-from paceline.tools.view.view import Views
 
 _EVERY_S = 1.0  # between two looks at the files
 _ALIVE_EVERY_S = 10.0  # without news: a message by which each side notices that the other one is gone

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.record.console import PLAIN_WIDTH, printable, table, without_trailing_blanks
-from paceline.tools.view.view import RankView, RunView, Views
+from paceline.tools.view.follow import Views
+from paceline.tools.view.view import RankView, RunView
 
 _EVERY_S = 1.0
 _STYLES = {"good": "green", "open": "yellow", "bad": "bold red"}

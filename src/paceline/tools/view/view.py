@@ -5,11 +5,9 @@ import dataclasses
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +20,10 @@ from paceline.record.state import RunState, read_state
 from paceline.tools.view import drawn, findings, measures
 from paceline.tools.view.read import (
     WORK,
-    Folder,
     Run,
     rank_parts,
 )
 
-_STATE_EVERY_S = 5.0  # without a new record: a process may have died
 _MOST_EVENTS = 500
 _MOST_RANKS, _FEW_RANKS = 8, 5  # more ranks than the first are shown as the slowest few, and a line for the others
 
@@ -94,44 +90,6 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nan(each) for name, each in value.items()}
     return [_without_nan(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-class Views:
-    """The views of the runs at a path, while they train."""
-
-    def __init__(self, path: Path, num_parameters: Callable[[Path], int] = lambda path: 0):
-        self._folder = Folder(path, num_parameters)
-        self._views: dict[int, RunView] = {}
-        self._looked_s: dict[int, float] = {}
-
-    @property
-    def path(self) -> Path:
-        return self._folder.path
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the path is a run, not a folder of runs."""
-        return self._folder.is_one
-
-    @property
-    def all(self) -> list[RunView]:
-        return [self._views[index] for index, _ in self._folder.runs.values()]
-
-    def update(self) -> list[tuple[int, RunView]]:
-        """Reads what is new; returns index and view of the runs that changed."""
-        self._folder.look()
-        changed = []
-        for index, run in self._folder.runs.values():
-            before, now_s = self._views.get(index), time.monotonic()
-            is_other = before is None or before.name != run.name
-            is_new = run.read() or is_other
-            if not is_new and now_s - self._looked_s[index] < _STATE_EVERY_S:
-                continue
-            self._looked_s[index] = now_s
-            self._views[index] = view = view_of(run)
-            if is_new or before is None or before.said != view.said:
-                changed.append((index, view))
-        return changed
 
 
 def view_of(run: Run) -> RunView:
