@@ -114,7 +114,7 @@ def simulated(path: Path, num_ranks: int, noise: float, seed: int, slower: float
     """A run of ranks of which the last is slower, with noise in each phase; events are those that training records."""
     draw, stragglers, rows = random.Random(seed), Stragglers(num_ranks), []
     events: list[dict[str, Any]] = [{"event": "start", "world_size": num_ranks, "hosts": ["h"] * num_ranks}]
-    for step in range(1, 401):
+    for step in range(1, 301):
         factors = [1.0] * (num_ranks - 1) + [slower]
         parts = {
             phase: [ms * factor * draw.lognormvariate(0, noise) for factor in factors] for phase, ms in USUAL_MS.items()
