@@ -4,7 +4,7 @@ Between a backward pass and `reduce`, `.grad` holds only a part of the sum. A pl
 reading or changing it is an error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,13 @@ from paceline.world.calls import mistake
 
 
 class Gradients:
-    def __init__(self, model: nn.Module, make_strategy: Callable[[], Strategy]):
-        """make_strategy: may replace the model's parameters (fsdp)."""
-        self._model = model
+    def __init__(self, model: nn.Module, sync: Strategy):
+        self._model, self.sync = model, sync
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        for parameter in trained_parameters(model).values():
-            parameter.grad = None  # an earlier backward pass would be added to the first step
-        self.sync = make_strategy()
-        self.sync.check = self._check
         self.trained = trained_parameters(model)
+        for parameter in self.trained.values():
+            parameter.grad = None  # an earlier backward pass would be added to the first step
+        sync.check = self._check
         self._hidden: list[torch.Tensor | None] | None = None  # while stand-ins replace the gradients
         self._stand_ins: list[torch.Tensor] = []
         self._arrived: set[torch.Tensor] = set()  # parameters that got a gradient in this backward pass

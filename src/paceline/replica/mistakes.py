@@ -21,6 +21,7 @@ from paceline.base.sums import exact_sum
 from paceline.base.units import listed
 from paceline.replica.batch import tensors_in
 from paceline.replica.result import Exchanged
+from paceline.sync.hooks import ModuleHook
 from paceline.sync.replicas import broadcast, differences, take_strides_of_rank_0
 from paceline.world.calls import Calls, caller, mistake
 from paceline.world.config import SHARDS_WEIGHTS
@@ -367,26 +368,17 @@ def digest_of(batch: object) -> int:
 
 def warn_of_prefix(model: nn.Module, world: World) -> None:
     """Makes a compiled model warn when its state_dict has torch.compile's prefix, which no other program expects."""
-    if any(COMPILED in name for name, _ in model.named_parameters()):
-        model.register_state_dict_post_hook(_WarnOfPrefix(world))  # type: ignore[no-untyped-call]
 
-
-class _WarnOfPrefix:
-    """The hook. A copy of the model gets one without a world, since a world cannot be copied; it never warns."""
-
-    def __init__(self, world: World | None = None):
-        self._world = world
-
-    def __call__(self, module: nn.Module, state: Mapping[str, object], prefix: str, _: object) -> None:
-        if self._world is not None and not prefix and any(name.startswith(COMPILED) for name in state):
+    def check(_: nn.Module, state: Mapping[str, object], prefix: str, __: object) -> None:
+        if not prefix and any(name.startswith(COMPILED) for name in state):
             warn(
                 f"names of this state begin with {COMPILED}, which torch.compile put there; a model that is not "
                 "compiled will not load it. Take replica.state_dict()",
-                self._world,
+                world,
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _WarnOfPrefix, ()
+    if any(COMPILED in name for name, _ in model.named_parameters()):
+        model.register_state_dict_post_hook(ModuleHook(check))  # type: ignore[no-untyped-call]
 
 
 def plain(name: str) -> str:

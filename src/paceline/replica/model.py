@@ -14,7 +14,7 @@ from paceline.replica import mistakes
 from paceline.replica.gradients import Gradients, trained_parameters
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler, RunningStatistics, Updates
-from paceline.sync.hooks import release
+from paceline.sync.hooks import ModuleHook, release
 from paceline.sync.make import make_strategy
 from paceline.world.calls import mistake, place
 from paceline.world.config import ParallelConfig
@@ -67,10 +67,8 @@ class ReplicatedModel:
         is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
         rounded = rounded_gradients if is_direct else ()
         whole = self.updates.updated_whole()
-        self.gradients = Gradients(
-            model, lambda: make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
-        )
-        self.sync = self.gradients.sync
+        self.sync = make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
+        self.gradients = Gradients(model, self.sync)
         world.calls.has_lockstep |= self.sync.lockstep
         self.updates.adopt(self.sync.slices())
 
@@ -102,7 +100,8 @@ class ReplicatedModel:
         `wait_for_params` before you read weights between steps."""
         self.world.calls.replicas.add(self)
         # `release` is collective then, and each rank has to find the replica, whatever its garbage collector did.
-        self._kept_by = model.register_forward_pre_hook(_Keeps(self)) if self.sync.holds_rounded else None
+        keep = ModuleHook(self._stay)
+        self._kept_by = model.register_forward_pre_hook(keep) if self.sync.holds_rounded else None
         self.world.calls.num_replicas += 1
         self.number = self.world.calls.num_replicas
         """Of this replica, the same on all ranks."""
@@ -170,6 +169,9 @@ class ReplicatedModel:
             mistakes.warn("this optimizer's state was divided by a replica before, and begins anew", self.world)
         self.world.calls.replicas.discard(self)
 
+    def _stay(self, *_: object) -> None:
+        """A hook of the model that does nothing: it keeps this replica as long as the model."""
+
     def _drop_open_step(self, may_repeat: bool = True) -> None:
         """Clears the gradients if an exception or `break` left the step before, say in a notebook. Then collective.
         may_repeat: False: raises UserError if the step before that was left, too: the script forgets `finish`."""
@@ -210,19 +212,6 @@ class ReplicatedModel:
         release(self.model.parameters())
         newest = self.world.group.share_integers([max(earlier)])  # a rank's garbage collector may have taken it
         return earlier[newest[0][0]] if newest[0][0] and all(row == newest[0] for row in newest) else None
-
-
-class _Keeps:
-    """A hook that keeps a replica as long as the module has it. Its copy does nothing: a copied module has none."""
-
-    def __init__(self, replica: ReplicatedModel | None = None):
-        self.replica = replica
-
-    def __call__(self, *_: object) -> None:
-        return
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _Keeps, ()
 
 
 def drop_abandoned_step(world: World) -> None:

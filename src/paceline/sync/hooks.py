@@ -1,4 +1,4 @@
-"""The one hook on each parameter, which autograd calls with its gradient."""
+"""Hooks: the one on each parameter, which autograd calls with its gradient, and those on modules."""
 
 from collections.abc import Callable, Iterable, MutableMapping
 from weakref import WeakMethod
@@ -22,6 +22,20 @@ def hooked(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> N
 
     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     _HANDLES.setdefault(parameter, []).append(handle)
+
+
+class ModuleHook:
+    """A hook of a module, which calls `method`. Its copy does nothing: a copied module has none of its objects."""
+
+    def __init__(self, method: Callable[..., None] | None = None):
+        self._method = method
+
+    def __call__(self, *arguments: object) -> None:
+        if self._method is not None:
+            self._method(*arguments)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ModuleHook, ()
 
 
 def release(parameters: Iterable[torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ What is sent may have fewer bits than the weights (owned.py). A step that is ski
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paceline.base.ownership import Slice
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import Bucket, BucketedSync
 from paceline.sync.codec import of_wire
+from paceline.sync.hooks import ModuleHook
 from paceline.sync.layout import backward_order, divided
 from paceline.sync.owned import OwnedBucket
 from paceline.sync.strategy import Fetch
@@ -161,26 +163,13 @@ class ShardedSync(BucketedSync):
                 needed.setdefault(module, []).append(bucket)
         handles = []
         for module, buckets in needed.items():
-            hook: Callable[..., None] = _WaitForWeights(buckets)
+            hook: Callable[..., None] = ModuleHook(partial(_wait_for, buckets))
             if getattr(module, "_compiled_call_impl", None) is not None:  # nn.Module.compile: keep the wait out of it
                 hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
             handles.append(module.register_forward_pre_hook(hook))
         return handles
 
 
-class _WaitForWeights:
-    """A hook that waits for weights before a forward pass. Its copy does nothing: a copied module has no buckets."""
-
-    def __init__(self, buckets: Sequence[OwnedBucket] = ()):
-        self._buckets = buckets
-
-    def __call__(self, *_: object) -> None:
-        _wait_for(self._buckets)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _WaitForWeights, ()
-
-
-def _wait_for(buckets: Sequence[OwnedBucket]) -> None:
+def _wait_for(buckets: Sequence[OwnedBucket], *_: object) -> None:
     for bucket in reversed(buckets):
         bucket.wait()
