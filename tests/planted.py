@@ -483,8 +483,8 @@ MUTATIONS = (
     Mutation(
         "what a rounded message left out is sent with the wrong sign",
         "sync/codec.py",
-        "torch.sub(x[start:stop], minus[start:stop], out=row[: stop - start])",
-        "torch.add(x[start:stop], minus[start:stop], out=row[: stop - start])",
+        "torch.sub(x[elements], minus[elements], out=values)",
+        "torch.add(x[elements], minus[elements], out=values)",
         "sync/test_codec.py::test_what_is_left_over_arrives_later",
     ),
     Mutation(

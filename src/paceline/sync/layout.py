@@ -91,10 +91,10 @@ def divided(
 
 
 def block_of(shapes: Sequence[torch.Size]) -> int:
-    """Returns the largest block that fills rows of all these tensors: rows of a matrix may differ much in magnitude.
-    128 where only tiny blocks do."""
+    """Returns the largest block, a multiple of 4, that fills rows of all these tensors: rows of a matrix may differ
+    much in magnitude. 128 where none does."""
     row = math.gcd(*(shape[1:].numel() if len(shape) > 1 else shape.numel() for shape in shapes))
-    return max((b for b in range(_LEAST_BLOCK, _LARGEST_BLOCK + 1) if row % b == 0), default=128)
+    return max((b for b in range(_LEAST_BLOCK, _LARGEST_BLOCK + 1, 4) if row % b == 0), default=128)
 
 
 def shapes_of(members: Sequence[Named]) -> list[torch.Size]:
