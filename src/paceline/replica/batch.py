@@ -96,7 +96,7 @@ class Batch:
     def passes_of(self, sync: Strategy, world: World) -> Iterator[Pass]:
         """Yields this rank's micro-batches; with fsdp then dummies, until all ranks have made equally many passes.
         Collective then, unless `passes` is known."""
-        is_lockstep = sync.lockstep or (self.passes is not None and world.calls.has_lockstep)
+        is_lockstep = sync.shards_weights or (self.passes is not None and world.calls.has_lockstep)
         count = self._count_passes(world) if is_lockstep else len(self)
         drawn = self.draw()
         for index in range(count):

@@ -69,7 +69,7 @@ class ReplicatedModel:
         whole = self.updates.updated_whole()
         self.sync = make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
         self.gradients = Gradients(model, self.sync)
-        world.calls.has_lockstep |= self.sync.lockstep
+        world.calls.has_lockstep |= self.sync.shards_weights
         self.updates.adopt(self.sync.slices())
 
         self.num_steps = 0  # updates made, including those before a restore

@@ -33,7 +33,7 @@ class Step:
 
     def __init__(self, replica: ReplicatedModel, batch: Batch, total: float | None = None):
         """Use Replica.step or Replica.steps. total: weight of the global batch, if known."""
-        if batch.observe is not None and replica.sync.lockstep:
+        if batch.observe is not None and replica.sync.shards_weights:
             raise mistake(
                 'shares="auto" needs each rank\'s own time, and with strategy fsdp ranks wait for each '
                 "other inside every pass: give numbers, or take strategy zero"

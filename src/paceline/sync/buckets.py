@@ -45,7 +45,6 @@ class Bucket:
         self.hold_memory()
         self.transfer: Transfer | None = None
         self.num_missing = len(self.parameters)
-        self.own_sum: torch.Tensor | None = None  # sum of this rank's own gradients
 
     def start_reduce(self) -> Transfer:
         """Begins to sum the gradients over ranks."""
@@ -68,10 +67,6 @@ class Bucket:
     def gradients(self) -> torch.Tensor:
         """Returns those that this rank updates with."""
         return self.flat[slice(*self.span)]
-
-    def name_at(self, element: int) -> str:
-        """Returns the parameter that has this element of the buffer."""
-        return self.names[max(i for i, offset in enumerate(self.offsets[:-1]) if offset <= element)]
 
     def hold_memory(self) -> None:
         """Remembers where the parameters' values are."""
@@ -163,19 +158,12 @@ class BucketedSync(Strategy):
             bucket.take_all()
         return [bucket.gradients() for bucket in self.buckets]
 
-    def not_finite(self) -> tuple[str | None, bool | None]:
-        is_own = any(bucket.own_sum is not None and not bool(bucket.own_sum.isfinite()) for bucket in self.buckets)
-        for bucket in self.buckets:
-            places = (~bucket.gradients().isfinite()).nonzero()
-            if len(places):
-                return bucket.name_at(bucket.span[0] + int(places[0])), is_own
-        return None, is_own
-
     def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
         for bucket in self.buckets:
             bucket.transfer, bucket.num_missing = None, len(bucket.parameters)
             for parameter in bucket.parameters:
                 parameter.grad = None
+        self._own_sums.clear()
         self._num_launched = 0
         self._is_begun = False
 
@@ -198,7 +186,7 @@ class BucketedSync(Strategy):
     def _launch_ready(self) -> None:
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].num_missing == 0:
             bucket = self.buckets[self._num_launched]
-            bucket.own_sum = bucket.flat.sum()  # cheap while it is cached; read by `not_finite`
+            self._own_sums.append(bucket.flat.sum())  # cheap while it is cached
             if self._num_launched >= self._max_in_flight:
                 earlier = self.buckets[self._num_launched - self._max_in_flight].transfer
                 assert earlier is not None

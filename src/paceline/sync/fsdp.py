@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from paceline.base import ownership
+from paceline.base.errors import UserError
 from paceline.base.units import listed
 from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import converted
@@ -50,13 +51,11 @@ class FullySharded(Strategy):
 
     shards_weights = True
     shards_state = True
-    lockstep = True
 
     def __init__(
         self,
         model: nn.Module,
         group: DistributedGroup,
-        device: torch.device,
         stages: Sequence[nn.Module],
         unsplit_costs: Mapping[str, float],
         hosts: Sequence[Sequence[int]] = (),
@@ -64,20 +63,25 @@ class FullySharded(Strategy):
     ):
         """stages: modules that are gathered and freed one after the other, such as a model's blocks. unsplit_costs: the
         parameters that one rank must update completely, and the cost of that, in any unit. hosts: the ranks of each,
-        equally many, of which each host holds all weights; none: all ranks hold them together. read_as: the parameters
+        of which each host holds all weights; none: all ranks hold them together. read_as: the parameters
         that every reader casts to this dtype, of 16 bits, before any other use of them."""
+        if len({len(ranks) for ranks in hosts}) > 1:
+            raise UserError(
+                "parallel.strategy hsdp needs equally many ranks on each host, and they have "
+                f"{[len(ranks) for ranks in hosts]}; start as many on each, or use --parallel.strategy fsdp",
+                reach="world",
+            )
         super().__init__(model, group)
         self._trained = {}  # this would keep the whole parameters, which fully_shard replaces
         self._between: dist.ProcessGroup | None = None
         if len(hosts) > 1:
-            grid = DeviceMesh(device.type, torch.tensor(hosts), mesh_dim_names=("host", "place"))
+            grid = DeviceMesh(group.device.type, torch.tensor(hosts), mesh_dim_names=("host", "place"))
             mesh, self._between = grid["place"], grid.get_group("host")
             group.beside += [mesh.get_group(), self._between]
             self._holders, here = list(zip(*hosts, strict=True)), grid.get_local_rank("host")
         else:
-            mesh = init_device_mesh(device.type, (group.size,))
+            mesh = init_device_mesh(group.device.type, (group.size,))
             self._holders, here = [], 0
-        self._sums = ReduceScatter(group)
         self._modules = list(dict.fromkeys((*stages, model)))
         before = dict(model.named_parameters())
         for parameter in before.values():
@@ -96,7 +100,7 @@ class FullySharded(Strategy):
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
             # A plain sum: Gloo lacks the default, a pre-scaled one.
             sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]  # what it calls is there
+            sharded.set_custom_reduce_scatter(ReduceScatter(group, self._own_sums))  # type: ignore[arg-type]  # what it calls is there
             block = block_of(module)
             if block is not None:
                 dtypes = {each.sharded_param.dtype for each in block.fsdp_params}
@@ -162,11 +166,6 @@ class FullySharded(Strategy):
     def changed_gradients(self) -> list[torch.Tensor]:
         return self.reduce()
 
-    def not_finite(self) -> tuple[str | None, bool | None]:
-        gradients = ((part.name, part.parameter.grad) for part in self.slices())
-        bad = (name for name, grad in gradients if grad is not None and not bool(grad.isfinite().all()))
-        return next(bad, None), self._sums.not_finite()
-
     def total(self, amount: torch.Tensor) -> torch.Tensor:
         return super().total(amount) / (len(self._holders[0]) if self._holders else 1)
 
@@ -178,7 +177,7 @@ class FullySharded(Strategy):
             whole.grad = None
         for parameter in (*self._parameters.values(), *(each.parameter for each in self._shards + self._whole.owned)):
             parameter.grad = None
-        for kept in (self._sums, self._used, self._sums_of_others):
+        for kept in (self._own_sums, self._used, self._sums_of_others):
             kept.clear()
 
     def _on_gradient(self, whole: torch.Tensor) -> None:

@@ -85,22 +85,15 @@ class ReduceScatter(_Collective):
     """The reduce-scatter of a block's gradients. It first records this rank's own sum, which shows later whose gradient
     was not finite. Costs one read of the gradients."""
 
-    def __init__(self, group: DistributedGroup) -> None:
+    def __init__(self, group: DistributedGroup, own_sums: list[torch.Tensor]) -> None:
         super().__init__(group)
-        self._sums: list[torch.Tensor] = []
+        self._own_sums = own_sums
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp
     ) -> None:
-        self._sums.append(input_tensor.sum())
+        self._own_sums.append(input_tensor.sum())
         reduce_scatter_for_torch(self._group, output_tensor, input_tensor, group, op)
-
-    def not_finite(self) -> bool | None:
-        """Whether this rank's own gradients were not finite; None if nothing was summed, in a world of one."""
-        return any(not bool(value.isfinite()) for value in self._sums) if self._sums else None
-
-    def clear(self) -> None:
-        self._sums.clear()
 
 
 def send_zeros_for_unused(block: "FSDPParamGroup") -> None:

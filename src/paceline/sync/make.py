@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from paceline.base.errors import UserError
 from paceline.sync.buckets import BucketedSync
 from paceline.sync.local import LocalSync
 from paceline.sync.naive import NaiveSync
@@ -30,7 +29,10 @@ def make_strategy(
     shares_memory = group.shares_memory and config.wire == "exact"
     bucket_bytes = config.bucket_bytes(next(model.parameters()).device.type, shares_memory=shares_memory)
     if config.strategy in SHARDS_WEIGHTS and isinstance(group, DistributedGroup):
-        return _fully_sharded(model, group, stages, costs, read_as, by_host=config.strategy == "hsdp")
+        from paceline.sync.fsdp import FullySharded  # takes half a second to import
+
+        hosts = group.hosts.ranks if config.strategy == "hsdp" else ()
+        return FullySharded(model, group, stages, costs, hosts, read_as)
     if config.strategy == "local" and group.size > 1:
         return LocalSync(model, group, bucket_bytes, config.sync_every)
     if config.strategy == "naive":
@@ -44,23 +46,3 @@ def make_strategy(
     return ShardedSync(
         model, group, bucket_bytes, costs, stages, read_as, rounded_gradients, config.wire, is_padded=is_padded
     )
-
-
-def _fully_sharded(
-    model: nn.Module,
-    group: DistributedGroup,
-    stages: Sequence[nn.Module],
-    unsplit_costs: Mapping[str, float],
-    read_as: Mapping[str, torch.dtype] | None,
-    by_host: bool,
-) -> Strategy:
-    hosts = group.hosts.ranks if by_host else ()
-    if len({len(ranks) for ranks in hosts}) > 1:
-        raise UserError(
-            f"parallel.strategy hsdp needs equally many ranks on each host, and they have {[len(r) for r in hosts]}; "
-            "start as many on each, or use --parallel.strategy fsdp",
-            reach="world",
-        )
-    from paceline.sync.fsdp import FullySharded  # takes half a second to import
-
-    return FullySharded(model, group, group.device, stages, unsplit_costs, hosts, read_as)

@@ -4,25 +4,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from paceline.sync.strategy import Strategy
-from paceline.world.group import Group
 
 
 class NaiveSync(Strategy):
     """Sums each parameter's gradient over all ranks after backward. Sends 2 (n-1)/n times the gradients' bytes."""
-
-    def __init__(self, model: nn.Module, group: Group):
-        super().__init__(model, group)
-        self._own_sums: list[torch.Tensor] = []
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         yield
 
     def reduce(self) -> list[torch.Tensor]:
-        gradients, self._own_sums = [], []
+        gradients = []
         for parameter in self._trained.values():
             if parameter.grad is None:  # a rank without a micro-batch still takes part
                 parameter.grad = torch.zeros_like(parameter)
@@ -37,13 +31,7 @@ class NaiveSync(Strategy):
     def changed_gradients(self) -> list[torch.Tensor]:
         return self.full_gradients()
 
-    def not_finite(self) -> tuple[str | None, bool | None]:
-        is_own = not all(bool(value.isfinite()) for value in self._own_sums)
-        for name, parameter in self._trained.items():
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                return name, is_own
-        return None, is_own
-
     def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
+        self._own_sums.clear()
         for parameter in self._trained.values():
             parameter.grad = None

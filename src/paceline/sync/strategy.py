@@ -32,11 +32,10 @@ Fetch = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 class Strategy(ABC):
     """How gradients are summed over ranks, and who updates what. Defaults: a rank holds and updates all weights."""
 
-    shards_weights = False  # each rank holds only a part of the weights
+    shards_weights = False  # each rank holds only a part of the weights; all ranks must make equally many passes
     shards_state = False  # ranks hold different optimizer state: of their own slices (zero, fsdp), or weights (local)
     holds_rounded = False  # the model's parameters are rounded; `weights` and `full_weights` are exact
     diverges = False  # each rank trains weights of its own, and `weights` are what all ranks share (local)
-    lockstep = False  # forward and backward communicate: all ranks must make equally many passes
 
     def __init__(self, model: nn.Module, group: Group):
         self._model, self._group = model, group
@@ -45,6 +44,7 @@ class Strategy(ABC):
         """Called with each parameter that gets a gradient, before the strategy takes it. Not with fsdp."""
         self.is_one_pass = False  # no rank makes more than one backward pass in this step
         self.loss_factor = 1.0  # of the losses before this step's backward passes: loss scale over divisor
+        self._own_sums: list[torch.Tensor] = []  # of this rank's gradients in this step, before the sum over ranks
         for parameter in () if self.shards_weights else self._trained.values():
             hooked(parameter, self._on_gradient)
 
@@ -80,10 +80,12 @@ class Strategy(ABC):
         """Returns a sum over all gradients from that over `reduce`'s, equal on all ranks. Collective if sharded."""
         return self._group.total(amount) if self.shards_state else amount
 
-    @abstractmethod
     def not_finite(self) -> tuple[str | None, bool | None]:
         """Between `reduce` and `end_step`: returns (a parameter of this rank's slices whose summed gradient is not
         finite, or None; whether this rank's own gradients were not finite before the sum, None: unknown)."""
+        gradients = ((part.name, part.parameter.grad) for part in self.slices())
+        bad = (name for name, grad in gradients if grad is not None and not bool(grad.isfinite().all()))
+        return next(bad, None), any(not bool(value.isfinite()) for value in self._own_sums) if self._own_sums else None
 
     def publish(self) -> None:
         """After the update, unless all ranks skip it: begins to send what others need to know of it. Collective."""

@@ -37,7 +37,7 @@ def evaluate(setup: Setup) -> EvalRow | None:
         if number % _VOTE_EVERY == _VOTE_EVERY - 1 and replica.agree_to_stop():
             replica.model.train()
             return None
-        if not which and not replica.sync.lockstep:
+        if not which and not replica.sync.shards_weights:
             continue
         part = setup.validation.micro_batch(which or range(1))
         loss = float(replica.model(part.tokens, part.targets, documents=part.documents))
