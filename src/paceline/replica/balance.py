@@ -7,7 +7,7 @@ more. The new shares are adopted if they make a step shorter by at least 2%, and
 steps are measured: shares that did not make them shorter (a link may be what limits them) are taken back.
 
 A rank's time is not always in proportion to its share: a container with a limit of CPU time runs at full speed until a
-period's time is used up. So shares that go back and forth wait for more and more steps.
+period's time is used up. So shares that go back and forth, or are taken back, wait for more and more steps.
 """
 
 import heapq
@@ -25,11 +25,10 @@ _WARM_UP = 2  # steps after a change that are not measured: memory is new, compi
 _WINDOWS = (16, 64, 256)
 _SIGMAS = 4.0
 _EVERY = 4  # steps between two looks
-_TURNS = 2  # so many better shares in the direction opposite to the change before, and decisions take the next window
+_TURNS = 2  # after so many better shares against the direction of the change before, decisions take 4 times the steps
+_LONGEST_WAIT = 1024  # steps
 _CALM = 4  # after so many windows without a change the turns before are forgotten
-# A change that did not pay is not tried again for so many steps, then twice as many; but sooner if the ranks' relative
-# speeds have changed by more than _OTHER_SPEED since.
-_FIRST_PAUSE, _LONGEST_PAUSE = 100, 1600
+# A change that did not pay counts as so many turns, until the ranks' relative speeds have changed by this factor.
 _OTHER_SPEED = 1.25
 
 Floats = NDArray[np.float64]
@@ -58,7 +57,6 @@ class Balancer:
         self.shares = tuple(shares)
         self._trial: _Trial | None = None  # while the current shares are judged
         self._refused: _Trial | None = None  # its shares are in force again
-        self._pause, self._paused_steps = _FIRST_PAUSE, 0
         self._move = np.zeros(len(shares))  # the last change
         self._turns = 0  # one after another
         self._forget()
@@ -75,7 +73,6 @@ class Balancer:
         if tuple(shares) != self.shares or min(shares) == 0 or len(shares) == 1:
             return None  # the speed of a rank without sequences is unknown
         self._num_steps += 1
-        self._paused_steps += 1
         if self._num_steps <= 0:
             return None
         self._computed.append([each.compute_ms for each in times])
@@ -87,10 +84,14 @@ class Balancer:
             return None
         if self._trial is not None and (change := self._judge(self._trial)):
             return change
-        least = _WINDOWS[min(self._turns // _TURNS, len(_WINDOWS) - 1)]
+        if self._refused is not None:
+            ratio = self._medians(_WINDOWS[0])[0] / self._refused.cost_ms
+            if ratio.max() / ratio.min() > _OTHER_SPEED:
+                self._refused, self._turns = None, max(0, self._turns - _TURNS)
+        least = min(_WINDOWS[0] * 4 ** (self._turns // _TURNS), _LONGEST_WAIT)
         if self._num_steps > _CALM * least:
             self._turns, least = 0, _WINDOWS[0]
-        return None if self._num_steps < least or self._is_paused() else self._better(least)
+        return None if self._num_steps < least else self._better(least)
 
     def _judge(self, trial: _Trial) -> Change | None:
         """Returns the shares before if the current ones did not make steps shorter."""
@@ -99,25 +100,13 @@ class Balancer:
         slower = self._medians(_WINDOWS[0])[0] / trial.cost_ms
         all_slower = max(1.0, float(slower.min()))  # the shares did not cause what slows all ranks
         if step_ms <= all_slower * (trial.step_ms - trial.gain_ms / 4):
-            self._pause = _FIRST_PAUSE
             return None
-        self._refused, self._paused_steps = trial, 0
+        self._refused, self._turns = trial, self._turns + _TURNS
         return self._adopt(
             trial.shares,
             f"taken back: steps of {step_ms:.1f} ms, {trial.step_ms - trial.gain_ms:.1f} predicted, "
             f"{trial.step_ms:.1f} before",
         )
-
-    def _is_paused(self) -> bool:
-        if self._refused is None:
-            return False
-        ratio = self._medians(_WINDOWS[0])[0] / self._refused.cost_ms
-        if self._paused_steps < self._pause and ratio.max() / ratio.min() <= _OTHER_SPEED:
-            return True
-        changed = ratio.max() / ratio.min() > _OTHER_SPEED
-        self._pause = _FIRST_PAUSE if changed else min(2 * self._pause, _LONGEST_PAUSE)
-        self._refused = None
-        return False
 
     def _better(self, least: int) -> Change | None:
         """Returns better shares by what at least so many steps show."""
@@ -125,7 +114,7 @@ class Balancer:
         noise = self._noise()
         step_ms = self._median_step_ms()
         for window in _WINDOWS:
-            if not least <= window <= len(self._step):
+            if not min(least, _WINDOWS[-1]) <= window <= len(self._step):
                 continue
             cost, fixed = self._medians(window)
             divided = np.array(divide(sum(self.shares), cost, fixed))
