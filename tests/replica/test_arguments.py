@@ -142,6 +142,10 @@ STEP_CASES: dict[str, tuple[Callable[[Replica], Any], str]] = {  # an argument t
         lambda r: r.train(X, lambda x: (r.model(x).mean(), r.model(x))),
         r"a tuple that is not \(mean loss, weight\)",
     ),
+    "batches": (
+        lambda r: r.train([(X, X), (X, X)], lambda x, y: mse_loss(r.model(x), y)),
+        r"called with \(list\): missing a required argument: 'y'.*paceline\.Batch",
+    ),
     "count": (lambda r: Batch([X, X.clone()], count=3), "count is 3, and there are 2 micro-batches"),
     "rows": (lambda r: Batch([X, X.clone()], rows=[range(8)]), "rows has 1 ranges, and there are 2 micro-batches"),
     "passes": (lambda r: Batch([X, X.clone()], passes=1), "passes is 1, the most of any rank, and this rank has 2"),

@@ -250,33 +250,22 @@ class Attention(nn.Module):
         return out
 
 
-class GeluMLP(nn.Module):
-    """down(GELU(up(x))), the gpt2 family's."""
+class MLP(nn.Module):
+    """gpt2: down(GELU(up(x))); llama: down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.gate_proj = Linear(config.n_embd, config.hidden, bias=False) if config.arch == "llama" else None
         self.up_proj = Linear(config.n_embd, config.hidden, bias=config.bias)
         self.down_proj = Linear(config.hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C] through [B, T, F]."""
-        out: Tensor = self.down_proj(F.gelu(self.up_proj(x_BTC), approximate=self.approximate))
-        return out
-
-
-class SwigluMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6), the llama family's."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.n_embd, config.hidden, bias=False)
-        self.up_proj = Linear(config.n_embd, config.hidden, bias=False)
-        self.down_proj = Linear(config.hidden, config.n_embd, bias=False)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """[B, T, C] -> [B, T, C] through [B, T, F]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        if self.gate_proj is None:
+            out: Tensor = self.down_proj(F.gelu(self.up_proj(x_BTC), approximate=self.approximate))
+            return out
+        out = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
         return out
 
 
@@ -291,7 +280,7 @@ class Block(nn.Module):
         self.input_layernorm = make_norm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = make_norm(config)
-        self.mlp = SwigluMLP(config) if config.arch == "llama" else GeluMLP(config)
+        self.mlp = MLP(config)
 
     def forward(
         self,
@@ -318,15 +307,14 @@ class Block(nn.Module):
     ) -> Tensor:
         """The first half of `forward`."""
         branch_BTC = self.self_attn(self.input_layernorm(x_BTC).to(dtype), rotary_2THD, cache, documents)
-        if dropout_keys_B is not None:
-            branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site)
-        out: Tensor = x_BTC + branch_BTC
-        return out
+        return self._added(x_BTC, branch_BTC, dropout_keys_B, 0)
 
     def add_mlp(self, x_BTC: Tensor, dtype: torch.dtype, dropout_keys_B: Tensor | None) -> Tensor:
         """The second half of `forward`."""
         branch_BTC = self.mlp(self.post_attention_layernorm(x_BTC).to(dtype))
+        return self._added(x_BTC, branch_BTC, dropout_keys_B, 1)
+
+    def _added(self, x_BTC: Tensor, branch_BTC: Tensor, dropout_keys_B: Tensor | None, site: int) -> Tensor:
         if dropout_keys_B is not None:
-            branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site + 1)
-        out: Tensor = x_BTC + branch_BTC
-        return out
+            branch_BTC = dropout(branch_BTC, self.dropout, dropout_keys_B, self.first_site + site)
+        return x_BTC + branch_BTC

@@ -44,7 +44,7 @@ class LoaderOrder:
     def __init__(self, loader: DataLoader[Any]) -> None:
         batches: Any = loader.batch_sampler
         self._batches = batches
-        self.samplers = list(_chain(batches))
+        self.samplers = list(samplers_of(batches))
         named = batches.sampler if type(batches) is BatchSampler else batches
         self.needs_check = type(named) not in (SequentialSampler, RandomSampler)
         """Whether ranks must compare what they draw."""
@@ -82,7 +82,8 @@ class LoaderOrder:
         return runs
 
 
-def _chain(sampler: Any) -> Iterator[Any]:
+def samplers_of(sampler: Any) -> Iterator[Any]:
+    """Yields a batch sampler, and those that it draws from."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
@@ -263,7 +264,7 @@ class StreamShare(Share):
         }
         own = () if loader.num_workers else (loader.dataset,)  # workers read copies of it
         super().__init__(loader.dataset, world, split, length_hint(loader, -1), (loader, *own), **facts)
-        own_rows = _OwnRows(loader.collate_fn, split)
+        own_rows = partial(_own_rows, loader.collate_fn, split)
         self._given = loader
         self._loader = _rank_loader(
             loader, batch_size=loader.batch_size, drop_last=loader.drop_last, collate_fn=own_rows
@@ -278,7 +279,8 @@ class StreamShare(Share):
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
         self._generator.set_state(generators.state_of(drawn["state"]))
-        states = generators.of_seed(key("stream", drawn["state"], number))
+        with generators.seeded(key("stream", drawn["state"], number)):
+            states = generators.states(generators.CPU)
         batches = generators.drawn_from(states, chain.from_iterable([self._loader]))
         for _ in islice(batches, max(first - 1, 0)):  # a stream cannot seek, so it is read again
             pass
@@ -296,16 +298,11 @@ class StreamShare(Share):
         return self._given.collate_fn(list(islice(iter(self.dataset), self._split.micro_batch_size or 1)))
 
 
-class _OwnRows:
-    """A collate_fn that collates this rank's rows only; called in workers if there are any."""
-
-    def __init__(self, collate_fn: Collate, split: Split) -> None:
-        self._collate_fn, self._split = collate_fn, split
-
-    def __call__(self, samples: list[Any]) -> tuple[int, int, list[Any]]:
-        """Returns the batch's rows, a digest of their number and the first sample, and this rank's micro-batches."""
-        micro_batches = [self._collate_fn(samples[rows.start : rows.stop]) for rows in self._split(len(samples))]
-        return len(samples), key(len(samples), sample_digest(samples[0])), micro_batches
+def _own_rows(collate_fn: Collate, split: Split, samples: list[Any]) -> tuple[int, int, list[Any]]:
+    """A collate_fn, called in workers if there are any: returns the batch's rows, a digest of their number and the
+    first sample, and this rank's micro-batches. Only these are collated."""
+    micro_batches = [collate_fn(samples[rows.start : rows.stop]) for rows in split(len(samples))]
+    return len(samples), key(len(samples), sample_digest(samples[0])), micro_batches
 
 
 # ---- a DataLoader of the script ----
@@ -320,7 +317,7 @@ def _rank_loader(loader: DataLoader[Any], world: World | None = None, **reads: A
     if loader.num_workers:
         first = world.rank * loader.num_workers if world else 0
         reads |= {
-            "worker_init_fn": _WorkerInit(loader.worker_init_fn, first),
+            "worker_init_fn": partial(_init_worker, loader.worker_init_fn, first),
             "timeout": loader.timeout,
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
@@ -337,16 +334,11 @@ class _RankLoader(DataLoader[Any]):
             return super().__iter__()
 
 
-class _WorkerInit:
-    """A worker_init_fn; a class, so that it can be pickled for spawned workers."""
-
-    def __init__(self, script_init: Any, first: int) -> None:
-        self._script_init, self._first = script_init, first
-
-    def __call__(self, worker: int) -> None:
-        outlive_signals()
-        if self._script_init is not None:
-            self._script_init(self._first + worker)
+def _init_worker(script_init: Any, first: int, worker: int) -> None:
+    """A worker_init_fn."""
+    outlive_signals()
+    if script_init is not None:
+        script_init(first + worker)
 
 
 def _draw_worker_seed(loader: DataLoader[Any], world: World) -> int:

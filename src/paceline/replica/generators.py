@@ -67,12 +67,6 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(outside[2])
 
 
-def of_seed(seed: int) -> States:
-    """Returns the states of generators on the CPU with this seed."""
-    with seeded(seed):
-        return states(CPU)
-
-
 def drawn_from(own: States, items: Iterator[Any]) -> Iterator[Any]:
     """Yields the items of an iterator that draws from global generators, which are in the states `own` when it starts.
     Between items the script's own generators are in place."""

@@ -4,6 +4,7 @@ step.py does one step; here are the loops over steps, evaluation, and what a scr
 collects gradients, sync/ sums them over ranks, and updates.py updates this rank's part.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.base.seeds import key
 from paceline.base.sums import exact_sum
+from paceline.base.units import listed
 from paceline.replica import agreement, generators, mistakes
 from paceline.replica.batch import Batch, is_samples
 from paceline.replica.model import ReplicatedModel, drop_abandoned_step
@@ -196,7 +198,8 @@ class Replica(ReplicatedModel):
         total = 0.0
         with (
             torch.no_grad(),
-            self._repeatable(),
+            self.aside(),
+            generators.seeded(key("evaluation")),
             self.autocast(),
             self.sync.shared_weights(),
             _in_eval_mode(self.model),
@@ -265,12 +268,6 @@ class Replica(ReplicatedModel):
 
     # ---- inside ----
 
-    @contextmanager
-    def _repeatable(self) -> Iterator[None]:
-        """Inside, each time, the same is drawn from the global generators on the CPU."""
-        with self.aside(), generators.seeded(key("evaluation")):
-            yield
-
     @property
     def begun_from(self) -> BegunFrom | None:
         """Where the open step of a loop began; None between steps."""
@@ -326,7 +323,12 @@ def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | 
     """Calls a script's function with the items of a tuple or list as arguments, but for a list of samples that are
     tuples. Returns (value, weight); weight is None if the function returns none."""
     is_unpacked = isinstance(micro_batch, list | tuple) and not hasattr(micro_batch, "_fields")
-    returned = function(*micro_batch) if is_unpacked and not is_samples(micro_batch) else function(micro_batch)
+    arguments = micro_batch if is_unpacked and not is_samples(micro_batch) else [micro_batch]
+    try:
+        returned = function(*arguments)
+    except TypeError:
+        _require_fits(function, arguments)
+        raise
     if not isinstance(returned, tuple):
         return returned, None
     value, *others = returned
@@ -340,6 +342,19 @@ def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | 
             f"the loss and the number of items in its mean, not {len(returned)} values such as (loss, logits)"
         )
     return value, float(cast(float, weight))
+
+
+def _require_fits(function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Raises UserError if the function does not take these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        kinds = listed([type(argument).__name__ for argument in arguments])
+        raise mistake(
+            f"the function of a micro-batch was called with ({kinds}): {error}. The items of a tuple or a list are its "
+            "arguments, and a list of samples that are tuples is one argument. Several micro-batches of a step go into "
+            "paceline.Batch([...])"
+        ) from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, de
 
 from paceline.data.plan import in_proportion
 from paceline.replica.batch import Split
-from paceline.replica.datasets import DatasetShare, LoaderOrder, SeededOrder, StreamShare, most_read_ahead
+from paceline.replica.datasets import DatasetShare, LoaderOrder, SeededOrder, StreamShare, most_read_ahead, samplers_of
 from paceline.replica.mistakes import warn
 from paceline.replica.sources import Collate, FunctionShare, LaneShare, kind, short
 from paceline.replica.sources import Share as Share
@@ -219,14 +219,12 @@ def _of_loader(loader: DataLoader[Any], arguments: _Arguments) -> Share:
         )
     if isinstance(loader.dataset, IterableDataset):
         return _of_stream(loader, arguments)
-    sampler: Any = loader.batch_sampler
-    while sampler is not None:
+    for sampler in samplers_of(loader.batch_sampler):
         if isinstance(sampler, DistributedSampler):
             raise mistake(
                 f"the DataLoader has a {kind(sampler)}, which splits samples over ranks, and so does "
                 "share: remove it, make batch_size= that of all ranks together, and set shuffle=True if it shuffled"
             )
-        sampler = getattr(sampler, "sampler", None)
     order = LoaderOrder(loader)
     split = arguments.split(order.batch_size, most_read_ahead(loader))
     return DatasetShare(order, arguments.world, split, arguments.seed, loader)
