@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -51,6 +51,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)` for the closest known word, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def require_choices(values: object, prefix: str) -> None:
+    """Raises UserError, naming the field as the user types it after `prefix`, if a Literal has another value."""
+    for name, kind in get_type_hints(type(values)).items():
+        known, value = get_args(kind), getattr(values, name)
+        if known and value not in known:
+            raise UserError(f"{prefix}{name.replace('_', '-')} is {value!r}; it is one of {', '.join(known)}")
 
 
 def require_at_least(values: object, prefix: str, **least: float) -> None:

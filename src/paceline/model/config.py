@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least, require_choices
 
 FLOAT8_MULTIPLE = 16  # of all sizes in a float8 product
 _HIDDEN_MULTIPLE = 64  # llama's MLP width is rounded up to this, which suits matrix kernels
@@ -78,7 +78,14 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raises UserError, naming the field, if no model can have this shape; zeros are allowed."""
-        self._check_ranges()
+        require_choices(self, "model.")
+        require_at_least(self, "model.", n_layer=1, n_head=1, n_embd=1)
+        require_at_least(self, "model.", n_kv_head=0, n_positions=0, vocab_size=0, n_hidden=0, embed_mix=0)
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"model.dropout is {self.dropout}: it must be at least 0 and below 1 (0 switches it off)")
+        for name, value in (("rope-theta", self.rope_theta), ("norm-eps", self.norm_eps)):
+            if not 0 < value < math.inf:
+                raise UserError(f"model.{name} is {value}: it must be a finite number above 0")
         if self.n_embd % self.n_head:
             raise UserError(
                 f"model.n-embd is {self.n_embd}, not a multiple of model.n-head ({self.n_head}): "
@@ -99,32 +106,3 @@ class ModelConfig:
             raise UserError(
                 "model.bias is true, and the llama family has no biases: leave it out, or use --model.arch gpt2"
             )
-
-    def _check_ranges(self) -> None:
-        _check_choice("arch", self.arch, ("gpt2", "llama"))
-        _check_choice("size", self.size, ("given", "auto"))
-        _check_choice("head", self.head, ("auto", "tied", "untied"))
-        _check_choice("gelu", self.gelu, ("exact", "tanh"))
-        for name in ("n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{_flag(name)} is {getattr(self, name)}: it must be at least 1")
-        for name in ("n_kv_head", "n_positions", "vocab_size", "n_hidden", "embed_mix"):
-            if getattr(self, name) < 0:
-                raise UserError(
-                    f"{_flag(name)} is {getattr(self, name)}: use a positive number, or 0, which its help explains"
-                )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout is {self.dropout}: it must be at least 0 and below 1 (0 switches it off)")
-        for name in ("rope_theta", "norm_eps"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise UserError(f"{_flag(name)} is {getattr(self, name)}: it must be a finite number above 0")
-
-
-def _flag(field: str) -> str:
-    """The field's name as the user types it."""
-    return "model." + field.replace("_", "-")
-
-
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{_flag(field)} is {value!r}: use one of {', '.join(choices)}")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.base.errors import UserError
+from paceline.base.errors import UserError, require_at_least
 
 _USUAL_DECAY = 0.05  # of a weight in a step; usual are 1e-5 to 1e-3
 
@@ -49,27 +49,14 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises UserError naming the first field with an impossible value, as the user types it."""
-        ranges = (
-            ("lr", self.lr, 0.0, math.inf),
-            ("embedding-lr-ratio", self.embedding_lr_ratio, 0.0, math.inf),
-            ("weight-decay", self.weight_decay, 0.0, math.inf),
-            ("beta1", self.beta1, 0.0, 1.0),
-            ("beta2", self.beta2, 0.0, 1.0),
-            ("eps", self.eps, 0.0, math.inf),
-            ("momentum", self.momentum, 0.0, 1.0),
-            ("grad-clip", self.grad_clip, 0.0, math.inf),
-            ("warmup-steps", self.warmup_steps, 0, math.inf),
-            ("decay-frac", self.decay_frac, 0.0, 1.0),
-            ("min-lr-frac", self.min_lr_frac, 0.0, 1.0),
-            ("reference-batch-tokens", self.reference_batch_tokens, 1, math.inf),
-            ("reference-tokens", self.reference_tokens, 1, math.inf),
-        )
-        for name, value, least, most in ranges:
-            if not (math.isfinite(value) and least <= value <= most):
-                limit = f"between {least} and {most}" if math.isfinite(most) else f"at least {least}"
-                raise UserError(f"optim.{name} is {value}; it must be {limit}")
-        for name in ("beta1", "beta2", "momentum"):
-            if getattr(self, name) == 1.0:
+        require_at_least(self, "optim.", lr=0.0, embedding_lr_ratio=0.0, weight_decay=0.0)
+        require_at_least(self, "optim.", eps=0.0, grad_clip=0.0, warmup_steps=0)
+        require_at_least(self, "optim.", reference_batch_tokens=1, reference_tokens=1)
+        for name in ("beta1", "beta2", "momentum", "decay_frac", "min_lr_frac"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise UserError(f"optim.{name.replace('_', '-')} is {value}; it must be between 0.0 and 1.0")
+            if value == 1.0 and name in ("beta1", "beta2", "momentum"):
                 raise UserError(f"optim.{name} is 1.0, with which no gradient counts; it must be below 1")
         if self.eps == 0.0:
             raise UserError("optim.eps is 0.0, with which a weight whose gradient is 0 becomes NaN; it must be above 0")

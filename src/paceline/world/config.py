@@ -1,9 +1,9 @@
 """Settings of ranks, device, network and threads."""
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from paceline.base.errors import UserError, require_at_least
+from paceline.base.errors import UserError, require_at_least, require_choices
 
 SHARDS_WEIGHTS = ("fsdp", "hsdp")
 _LONGEST_S = 1e9  # of a timeout: torch counts nanoseconds in 64 bits, some of twice as many
@@ -61,12 +61,7 @@ class ParallelConfig:
 
     def check(self) -> None:
         """Raises UserError for an impossible value, named as the user types it."""
-        for field in fields(self):
-            known = get_args(field.type)
-            if known and getattr(self, field.name) not in known:
-                raise UserError(
-                    f"parallel.{field.name} is {getattr(self, field.name)!r}; it is one of {', '.join(known)}"
-                )
+        require_choices(self, "parallel.")
         if not 0 <= self.port < 65536:
             raise UserError(f"parallel.port is {self.port}; a port lies between 1 and 65535 (0: choose a free one)")
         for name in ("timeout_s", "step_timeout_s"):
