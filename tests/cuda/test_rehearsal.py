@@ -89,7 +89,7 @@ def float64_of_a_step(preset: str, is_apple: bool, monkeypatch: pytest.MonkeyPat
         step.finish(max_norm=1.0)
         with torch.no_grad():
             float(model.eval()(tokens, tokens))
-        digests(rank.replica.sync.on_all_ranks(), quick=True)
+        digests(rank.replica.sync.on_all_ranks())
         state, _, _ = ReplicaContents(rank.replica, "").state()
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     return {place.split(":")[0] for place in +rank.gpu.float64}
@@ -109,7 +109,7 @@ def test_replicas_are_compared_by_one_small_copy() -> None:
     with rehearsal("gpt2-124m", "ddp", 8, layers=2) as rank:
         rank.step(1)
         rank.gpu.copies.clear()
-        assert differences(rank.replica.sync.on_all_ranks(), rank.group, quick=True) == []
+        assert differences(rank.replica.sync.on_all_ranks(), rank.group) == []
     assert without_lines(rank.gpu.copies) == {"to the host, blocking: replicas.py digests": 1}
 
 

@@ -118,7 +118,7 @@ def _digests(replica: ReplicatedModel) -> Digests:
     tensors = dict(replica.sync.on_all_ranks())
     if not unequal_kinds(replica.world.facts):
         tensors |= {name: b.detach() for name, b in replica.buffers().items() if b not in replica.statistics}
-    return digests(tensors, quick=True)
+    return digests(tensors)
 
 
 def _difference(replica: ReplicatedModel, here: Digests) -> str:

@@ -208,7 +208,7 @@ class Checkpoints(CheckpointFolder):
         tensors = dict(extras)
         for each in self._replicas.values():
             tensors |= each.on_all_ranks()
-        here = digests(tensors, quick=True)
+        here = digests(tensors)
         is_same = len(set(self._group.share_text(" ".join(tensors)))) == 1
         different = list(map(str, compared(here, self._group))) if is_same else ["ranks have different tensors"]
         if different:
@@ -219,7 +219,7 @@ class Checkpoints(CheckpointFolder):
             )
         sharded = [each.weights() for each in self._replicas.values() if each.replica.sync.shards_weights]
         own = {str(item): tensor for weights in sharded for item, tensor in weights.items()}
-        by_rank = self._group.share_json(digests(own, quick=True)) if sharded else []
+        by_rank = self._group.share_json(digests(own)) if sharded else []
         return f"{sorted(here.items())} {by_rank}"
 
     def _end(self) -> None:

@@ -64,7 +64,7 @@ class ReplicaContents:
         frozen = self._frozen()
         version = 1 + sum(tensor._version for tensor in frozen.values())
         if version != self._digest_of_frozen[0]:
-            self._digest_of_frozen = version, seeds.key("frozen", repr(sorted(digests(frozen, quick=True).items())))
+            self._digest_of_frozen = version, seeds.key("frozen", repr(sorted(digests(frozen).items())))
         return self._digest_of_frozen[1]
 
     def weights(self) -> dict[Slice, torch.Tensor]:

@@ -179,7 +179,7 @@ def start_alike(model: nn.Module, world: World) -> None:
         )
     take_strides_of_rank_0(list(parameters.values()), world.group)
     tensors = {name: tensor.detach() for name, tensor in [*parameters.items(), *buffers.items()]}
-    different = differences(tensors, world.group, quick=True)
+    different = differences(tensors, world.group)
     broadcast([tensors[difference.name] for difference in different], world.group)
     seeds = [row[0] for row in world.group.share_integers([torch.initial_seed() % (1 << 63)])]
     if not different or unequal_kinds(world.facts):  # there equal seeds give weights that differ in the last bits

@@ -14,15 +14,13 @@ _ROUNDING = 1e-4  # of a tensor's largest value
 _ROW = 1024  # words
 
 
-def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[str, int]:
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Returns name -> 63-bit digest of a tensor's bytes.
 
-    Uses sha256. quick: sums of 8-byte words by row and by column of a matrix of them, mixed with their positions;
-    several times faster, on the tensors' device, for use in training steps. Each flip changes its row and its column,
-    so flips and exchanged elements cannot cancel each other, except by a chance of 2^-63. An attacker could make them.
+    Uses sums of 8-byte words by row and by column of a matrix of them, mixed with their positions: several times faster
+    than sha256, on the tensors' device. Each flip changes its row and its column, so flips and exchanged elements
+    cannot cancel each other, except by a chance of 2^-63. An attacker could make them.
     """
-    if not quick:
-        return {name: _digest(tensor) for name, tensor in tensors.items()}
     sums = {name: _sums(_words(tensor)) for name, tensor in tensors.items() if tensor.nbytes and tensor.nbytes % 4 == 0}
     short: dict[str, int] = {}
     for device in {part.device for part in sums.values()}:
@@ -37,8 +35,9 @@ def digests(tensors: Mapping[str, torch.Tensor], quick: bool = False) -> dict[st
 
 
 def overall(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Returns one hex digest over all tensors and their names: equal if and only if they are."""
-    return hashlib.sha256(repr(sorted(digests(tensors).items())).encode()).hexdigest()[:16]
+    """Returns one hex digest, by sha256, over all tensors and their names: equal if and only if they are."""
+    by_name = {name: _digest(tensor) for name, tensor in tensors.items()}
+    return hashlib.sha256(repr(sorted(by_name.items())).encode()).hexdigest()[:16]
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -89,11 +88,11 @@ class Difference:
 
 
 def differences(
-    tensors: Mapping[str, torch.Tensor], group: Group, quick: bool = False, holders: Sequence[Sequence[int]] = ()
+    tensors: Mapping[str, torch.Tensor], group: Group, holders: Sequence[Sequence[int]] = ()
 ) -> list[Difference]:
     """Returns the tensors that differ between ranks, the same list on all. Reads them once and sends 8 bytes for each.
     holders: sets of ranks, each of which has equal tensors; none: all ranks. Collective."""
-    return compared(digests(tensors, quick), group, holders)
+    return compared(digests(tensors), group, holders)
 
 
 def compared(

@@ -20,17 +20,16 @@ class Checks:
         """Compares the weights and the optimizer state that all ranks have in full. Collective.
 
         Raises RunError on every rank, naming ranks and a tensor, if they differ. Before a save, which must be fast,
-        compares only the weights by a quick digest: different state changes the weights in the next update. On a GPU
-        all digests are quick: sha256 would copy everything to the host.
+        compares only the weights: different state changes the weights in the next update.
         """
         setup, sync, group = self._setup, self._setup.replica.sync, self._setup.group
         fault, step = setup.at("check"), setup.progress.step
         tensors = ReplicaContents(setup.replica, "").on_all_ranks()
         if not sync.shards_state and not before_save:
             tensors |= {name.partition("[")[0]: tensor for name, tensor in optimizer_state(setup.replica).items()}
-        quick, (copied, holders) = before_save or group.is_queued, sync.copies()
-        different = differences(tensors, group, quick) if tensors else []
-        different += differences(copied, group, quick, holders) if copied else []
+        copied, holders = sync.copies()
+        different = differences(tensors, group) if tensors else []
+        different += differences(copied, group, holders) if copied else []
         if different:
             text = f"replicas are not equal at step {step}: {different[0]}"
             text += f", and {len(different) - 1} tensors more" if len(different) > 1 else ""
@@ -40,7 +39,7 @@ class Checks:
             )
         group.take_traffic()
         if not before_save:
-            self._before = digests(optimizer_state(setup.replica), quick=group.is_queued)
+            self._before = digests(optimizer_state(setup.replica))
         if fault == "flip-state":
             flip_a_bit(next(iter(optimizer_state(setup.replica).values())))
 
@@ -50,7 +49,7 @@ class Checks:
         before, self._before = self._before, None
         if before is None:
             return
-        now = digests(optimizer_state(self._setup.replica), quick=self._setup.group.is_queued)
+        now = digests(optimizer_state(self._setup.replica))
         changed = [name for name, value in before.items() if now.get(name) != value]
         if changed:
             step = self._setup.progress.step
