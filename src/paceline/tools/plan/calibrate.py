@@ -18,7 +18,7 @@ from paceline.base.units import dtype_name
 from paceline.config import Config
 from paceline.record.console import Console
 from paceline.replica.batch import Batch
-from paceline.sync.replicas import overall
+from paceline.sync.replicas import digests
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
 from paceline.tools.plan.stopwatch import Stopwatch
@@ -174,7 +174,7 @@ def _copy_bytes_per_s() -> float:
     tensor = torch.zeros(4 << 20)
     begun = time.perf_counter()
     for _ in range(3):
-        overall({"": tensor})
+        digests({"": tensor})
     return 3 * 4 * tensor.numel() / (time.perf_counter() - begun)
 
 
