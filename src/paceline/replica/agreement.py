@@ -46,11 +46,11 @@ def require_equal_numbers(rows: Sequence[Exchanged], replica: ReplicatedModel, m
     texts = [{name: listed(values) for name, values in row.items()} for row in replica.world.group.share_json(numbers)]
     names = dict.fromkeys(name for row in texts for name in row)
     different = [name for name in names if len({row.get(name) for row in texts}) > 1]
-    first, *others = (row.get(different[0], "missing") for row in texts)
-    other = next(rank for rank, text in enumerate(others, 1) if text != first)
+    values = [row.get(different[0], "missing") for row in texts]
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
     more = f", and {len(different) - 1} other numbers, too" if len(different) > 1 else ""
     raise mistake(
-        f"{different[0]} differs by rank: {first} on rank 0, {others[other - 1]} on rank {other}{more}. Ranks would "
+        f"{different[0]} differs by rank: {values[0]} on rank 0, {values[other]} on rank {other}{more}. Ranks would "
         "make different updates. Agree on what it is computed from, such as a rank's own clock: "
         "`progress = world.mean(progress)`",
         reach="world",

@@ -8,7 +8,7 @@ shape are dealt out one by one, and everything else is split into equal parts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -74,7 +74,11 @@ def divided(
     for name, parameter in members:
         shape = parameter.shape if is_padded and name in costs else None
         alike.setdefault((name in costs, kind_of(name), shape), []).append((name, parameter))
-    owners, shares = _dealt(alike.values(), costs, num_ranks) if is_padded else _assigned(members, costs, num_ranks)
+    if is_padded:  # those of one kind in turn, so that ranks have equally many
+        whole = [name for named in alike.values() for name, _ in named if name in costs]
+        owners, shares = {name: index % num_ranks for index, name in enumerate(whole)}, [1.0] * num_ranks
+    else:
+        owners, shares = _assigned(members, costs, num_ranks)
     chunks: list[list[Named]] = []
     for named in alike.values():
         in_turn = num_ranks * named[0][1].nbytes if is_padded and named[0][0] in owners else 1
@@ -112,15 +116,6 @@ def _assigned(
         loads[owner] += len(muon.MOMENTS) * sizes[name]
     divisible = len(adamw.MOMENTS) * sum(size for name, size in sizes.items() if name not in owners)
     return owners, ownership.fill(loads, divisible)
-
-
-def _dealt(
-    alike: Iterable[Sequence[Named]], costs: Mapping[str, float], num_ranks: int
-) -> tuple[dict[str, int], list[float]]:
-    """Returns the owner of each whole parameter: those of one kind in turn, so that ranks have equally many; and equal
-    parts of all others."""
-    names = [name for members in alike for name, _ in members if name in costs]
-    return {name: index % num_ranks for index, name in enumerate(names)}, [1.0] * num_ranks
 
 
 def _of_parts(chunk: Sequence[Named], shares: Sequence[float], is_padded: bool, block: int) -> Layout:
