@@ -56,16 +56,15 @@ class Balancer:
         """shares: in force, sequences by rank."""
         self.shares = tuple(shares)
         self._trial: _Trial | None = None  # while the current shares are judged
-        self._refused: _Trial | None = None  # its shares are in force again
+        self._refused: Floats | None = None  # `cost_ms` of a trial whose shares are in force again
         self._move = np.zeros(len(shares))  # the last change
         self._turns = 0  # one after another
         self._forget()
 
     def _forget(self) -> None:
         self._num_steps = -_WARM_UP  # measured with the current shares
-        self._computed: list[list[float]] = []  # by step and rank: ms in data, forward, backward
-        self._other: list[list[float]] = []  # ms of other own work
-        self._step: list[float] = []  # ms
+        # By step and rank: ms in data, forward, backward; of other own work; of the longest rank's step.
+        self._ms: list[list[tuple[float, float, float]]] = []
 
     def observe(self, shares: Sequence[int], times: Sequence[StepTimes]) -> Change | None:
         """Adds a step: the shares it had, and its times, by rank. Returns shares for a later step, or None. They count
@@ -75,48 +74,44 @@ class Balancer:
         self._num_steps += 1
         if self._num_steps <= 0:
             return None
-        self._computed.append([each.compute_ms for each in times])
-        self._other.append([each.step_ms - each.compute_ms - each.exposed_comm_ms for each in times])
-        self._step.append(max(each.step_ms for each in times))
-        for column in (self._computed, self._other, self._step):
-            del column[: -_WINDOWS[-1]]
+        longest = max(each.step_ms for each in times)
+        computed = [each.compute_ms for each in times]
+        other = [each.step_ms - each.compute_ms - each.exposed_comm_ms for each in times]
+        self._ms.append([(ms, rest, longest) for ms, rest in zip(computed, other, strict=True)])
+        del self._ms[: -_WINDOWS[-1]]
         if self._num_steps % _EVERY or self._num_steps < _WINDOWS[0]:
             return None
-        if self._trial is not None and (change := self._judge(self._trial)):
+        cost, _, step_ms = self._medians(_WINDOWS[0])
+        if self._trial is not None and (change := self._judge(self._trial, cost, step_ms)):
             return change
-        if self._refused is not None:
-            ratio = self._medians(_WINDOWS[0])[0] / self._refused.cost_ms
-            if ratio.max() / ratio.min() > _OTHER_SPEED:
-                self._refused, self._turns = None, max(0, self._turns - _TURNS)
+        if self._refused is not None and (cost / self._refused).max() > _OTHER_SPEED * (cost / self._refused).min():
+            self._refused, self._turns = None, max(0, self._turns - _TURNS)
         least = min(_WINDOWS[0] * 4 ** (self._turns // _TURNS), _LONGEST_WAIT)
         if self._num_steps > _CALM * least:
             self._turns, least = 0, _WINDOWS[0]
-        return None if self._num_steps < least else self._better(least)
+        return None if self._num_steps < least else self._better(least, step_ms)
 
-    def _judge(self, trial: _Trial) -> Change | None:
+    def _judge(self, trial: _Trial, cost: Floats, step_ms: float) -> Change | None:
         """Returns the shares before if the current ones did not make steps shorter."""
         self._trial = None
-        step_ms = self._median_step_ms()
-        slower = self._medians(_WINDOWS[0])[0] / trial.cost_ms
-        all_slower = max(1.0, float(slower.min()))  # the shares did not cause what slows all ranks
+        all_slower = max(1.0, float((cost / trial.cost_ms).min()))  # the shares did not cause what slows all ranks
         if step_ms <= all_slower * (trial.step_ms - trial.gain_ms / 4):
             return None
-        self._refused, self._turns = trial, self._turns + _TURNS
+        self._refused, self._turns = trial.cost_ms, self._turns + _TURNS
         return self._adopt(
             trial.shares,
             f"taken back: steps of {step_ms:.1f} ms, {trial.step_ms - trial.gain_ms:.1f} predicted, "
             f"{trial.step_ms:.1f} before",
         )
 
-    def _better(self, least: int) -> Change | None:
+    def _better(self, least: int, step_ms: float) -> Change | None:
         """Returns better shares by what at least so many steps show."""
         shares = np.array(self.shares)
         noise = self._noise()
-        step_ms = self._median_step_ms()
         for window in _WINDOWS:
-            if not min(least, _WINDOWS[-1]) <= window <= len(self._step):
+            if not min(least, _WINDOWS[-1]) <= window <= len(self._ms):
                 continue
-            cost, fixed = self._medians(window)
+            cost, fixed, _ = self._medians(window)
             divided = np.array(divide(sum(self.shares), cost, fixed))
             now, new = fixed + cost * shares, fixed + cost * divided
             slowest, slowest_new = int(now.argmax()), int(new.argmax())
@@ -139,17 +134,14 @@ class Balancer:
         self._forget()
         return Change(shares, why)
 
-    def _medians(self, window: int) -> tuple[Floats, Floats]:
-        """Returns the ms of a sequence and of other work, by rank, over the last steps."""
-        computed, other = np.median(self._computed[-window:], axis=0), np.median(self._other[-window:], axis=0)
-        return computed / np.array(self.shares), other
-
-    def _median_step_ms(self) -> float:
-        return float(np.median(self._step[-_WINDOWS[0] :]))
+    def _medians(self, window: int) -> tuple[Floats, Floats, float]:
+        """Returns, over the last steps, the ms of a sequence and of other work, by rank, and those of a step."""
+        computed, other, longest = np.median(self._ms[-window:], axis=0).T
+        return computed / np.array(self.shares), other, float(longest[0])
 
     def _noise(self) -> Floats:
         """Returns the standard error, by rank, of a median of one step: a fraction. Over all steps that are kept."""
-        own = np.array(self._computed) + np.array(self._other)
+        own = np.array(self._ms)[:, :, :2].sum(2)
         middle = np.median(own, axis=0)
         deviation = 1.4826 * np.median(np.abs(own - middle), axis=0)  # a normal distribution's standard deviation
         return np.asarray(1.2533 * deviation / middle)  # a median varies by sqrt(pi / 2) more than a mean
