@@ -555,8 +555,8 @@ MUTATIONS = (
     Mutation(
         "gaps between slices are no fault",
         "checkpoint/manifest.py",
-        "if item.start != reached:",
-        "if item.start < reached:",
+        "if start != reached:",
+        "if start < reached:",
         "checkpoint/test_parts.py::test_gaps_and_overlaps_are_named",
     ),
     Mutation(
@@ -569,8 +569,8 @@ MUTATIONS = (
     Mutation(
         "a wrong border of what is read",
         "checkpoint/load.py",
-        "found[item][part.start - item.start : part.stop - item.start]",
-        "found[item][part.start - entry.item.start : part.stop - entry.item.start]",
+        "flat[part.start - item.start : part.stop - item.start]",
+        "flat[part.start - stored.start : part.stop - stored.start]",
         "checkpoint/test_parts.py::test_what_n_writers_wrote_m_readers_read",
     ),
     Mutation(
@@ -583,15 +583,15 @@ MUTATIONS = (
     Mutation(
         "each save reads the manifests of all kept checkpoints",
         "checkpoint/retention.py",
-        "if folder not in _READ or _READ[folder][0] != state:",
-        "if folder not in _READ or state:",
+        "        if step in lines:\n",
+        "        if step in lines and not step:\n",
         "checkpoint/test_integrity.py::test_a_save_does_not_read_the_manifests_of_all_kept_checkpoints",
     ),
     Mutation(
         "one checkpoint fewer stays",
         "checkpoint/retention.py",
-        "[: -config.keep]",
-        "[: 1 - config.keep]",
+        "if num_whole < config.keep:",
+        "if num_whole < config.keep - 1:",
         "checkpoint/test_integrity.py::test_what_was_asked_is_kept_and_no_more",
     ),
     Mutation(
@@ -611,8 +611,8 @@ MUTATIONS = (
     Mutation(
         "the best checkpoint is the one with the greatest loss",
         "checkpoint/retention.py",
-        "best = min(known, key=lambda step: (known[step], step), default=None)",
-        "best = max(known, key=lambda step: (known[step], step), default=None)",
+        "key=lambda step: (losses[step], step))",
+        "key=lambda step: (-losses[step], step))",
         "checkpoint/test_integrity.py::test_what_was_asked_is_kept_and_no_more",
     ),
     # ---- record: rows, rates, stragglers ----
@@ -675,8 +675,8 @@ MUTATIONS = (
     Mutation(
         "speeds of ranks are per millisecond",
         "record/balance.py",
-        "tokens * count / sum(sequences) / ms * 1e3",
-        "tokens * count / sum(sequences) / ms",
+        "tokens * sequences / sequences.sum() / own_ms * 1e3",
+        "tokens * sequences / sequences.sum() / own_ms",
         "record/test_balance.py::test_two_unequal_ranks",
     ),
     # ---- replica: a step, its sources, what ranks have alike ----

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import socket
 import time
@@ -12,8 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 from program import rows
+from safetensors import safe_open
 
-from paceline.checkpoint import manifest as mf
+from paceline.checkpoint.steps import MANIFEST, list_steps
 from paceline.config import Config, load_preset
 from paceline.train.loop import train
 from paceline.train.request import Request
@@ -82,7 +84,7 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def saved(folder: Path) -> list[int]:
     """Returns the steps of the checkpoints that are there."""
-    return mf.list_steps(folder / "checkpoints")
+    return list_steps(folder / "checkpoints")
 
 
 def words(text: str) -> str:
@@ -108,3 +110,18 @@ def _injected(faults: str) -> Iterator[None]:
         yield
     finally:
         del os.environ["PACELINE_FAULTS"]
+
+
+def former_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Returns a checkpoint's manifest as format 3 had it, with a list of the slices in each file."""
+    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_bytes())
+    for name, facts in manifest["files"].items():
+        with safe_open(checkpoint / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                tensor, _, borders = key.removesuffix("]").partition("[")
+                start, stop = borders.split(":") if borders else (0, file.get_tensor(key).numel())
+                facts.setdefault("pieces", []).append([key, tensor, int(start), int(stop)])
+    for specs in manifest["tensors"].values():
+        for spec in specs.values():
+            del spec["parts"]
+    return manifest | {"format": 3}

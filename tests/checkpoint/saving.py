@@ -11,9 +11,9 @@ from paceline.base.ownership import Slice, cut
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.save import Outcome, Saver
+from paceline.checkpoint.steps import MANIFEST, folder_name
 
 WEIGHTS, OPTIMIZER = mf.file_name("weights", 0, 1), mf.file_name("optimizer", 0, 1)
-MANIFEST = mf.MANIFEST
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -26,6 +26,14 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def read(folder: Path) -> dict[str, Any]:
+    """Returns a checkpoint's manifest after verifying every file. Raises Damaged."""
+    manifest = mf.read_manifest(folder)
+    for name in manifest["files"]:
+        mf.verify(folder, name, manifest)
+    return manifest
+
+
 def keep(folder: Path, step: int, keep: int = 9, **facts: Any) -> Path:
     facts = {"progress": {"step": step, "tokens": 1234567}, "note": "Übergröße", **facts}
     return put(folder, step, weights(step), {"a.weight/momentum": torch.ones(3, 4) * step}, facts, keep)
@@ -36,7 +44,7 @@ def put(folder: Path, step: int, weights: Tensors, state: Tensors, facts: Mappin
     outcome = save_by(1, folder, step, weights, state, facts, CheckpointConfig(keep=keep))[0]
     if outcome.problem:
         raise OSError(outcome.problem)
-    return folder / mf.folder_name(step)
+    return folder / folder_name(step)
 
 
 def save_by(

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from saving import ended, keep, save_by, weights
+from saving import ended, keep
 
 from paceline.base import faults
 from paceline.base.ownership import Slice
 from paceline.checkpoint import load, publish
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.manifest import folder_name, list_steps
 from paceline.checkpoint.save import Saver
+from paceline.checkpoint.steps import folder_name, list_steps
 
 NO_FACTS: dict[str, Any] = {}
 SHAPES = {"t": (1000,)}
@@ -114,7 +114,7 @@ def test_what_another_writer_could_not_do_is_said_with_its_number_and_there_is_n
             assert problems[0] is not None
             assert problems[0].startswith("writer 1: ")
             assert problems[0].endswith(str(problems[1]))
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", folder_name(1)]
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["index.jsonl", "latest", folder_name(1)]
     assert problems == [None, None]
     assert list_steps(tmp_path) == [1, 3]
 
@@ -130,7 +130,7 @@ def test_a_save_that_waits_for_a_dead_writer_ends_when_it_is_abandoned(tmp_path:
     assert saver.is_busy
     saver.abandon()
     assert "the run ended" in str(ended(saver).problem)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", folder_name(1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.jsonl", "latest", folder_name(1)]
 
 
 def test_where_the_run_folder_is_gone_there_is_no_checkpoint_and_no_new_folder(tmp_path: Path) -> None:
@@ -149,22 +149,6 @@ def test_a_writer_that_shows_no_life_is_given_up(tmp_path: Path, monkeypatch: py
     saver = Saver(tmp_path, CheckpointConfig(), 0, 2, token="t")
     begin(saver, 2, torch.ones(1000))
     assert "nothing more has come from writer 1" in str(ended(saver).problem)
-
-
-def test_a_checkpoint_of_this_step_that_is_whole_is_not_written_again(tmp_path: Path) -> None:
-    state = {"a.weight/momentum": torch.ones(3, 4)}
-    for config in (CheckpointConfig(), CheckpointConfig()):
-        (tmp_path / "latest").unlink(missing_ok=True)  # as after a kill just before it is written
-        outcomes = save_by(2, tmp_path, 5, weights(5), state, NO_FACTS, config)
-        assert [outcome.problem for outcome in outcomes] == [None, None]
-        assert (tmp_path / "latest").read_text().strip() == folder_name(5)
-        inode = (tmp_path / folder_name(5)).stat().st_ino
-    first = next((tmp_path / folder_name(5)).glob("weights-00001*"))
-    assert (tmp_path / folder_name(5)).stat().st_ino == inode
-    first.write_bytes(first.read_bytes()[:-1])
-    save_by(2, tmp_path, 5, weights(5), state, NO_FACTS, CheckpointConfig())
-    assert load.find(tmp_path)[2] == []
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_who_reads_beside_a_run_gets_one_checkpoint_whole_however_fast_they_go(tmp_path: Path) -> None:
@@ -200,8 +184,8 @@ from saving import shares
 from paceline.base import faults
 from paceline.checkpoint import load
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.manifest import list_steps
 from paceline.checkpoint.save import Saver
+from paceline.checkpoint.steps import list_steps
 torch.set_num_threads(1)
 root = Path(sys.argv[1])
 

@@ -20,8 +20,9 @@ from paceline.base.ownership import Slice, cut
 from paceline.checkpoint import load, publish
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.encode import decode, encode
-from paceline.checkpoint.manifest import Kind, check_cover, folder_name, read_manifest
+from paceline.checkpoint.manifest import Kind, parts_of, read_manifest
 from paceline.checkpoint.save import Saver
+from paceline.checkpoint.steps import folder_name
 from paceline.checkpoint.writers import find_writers
 from paceline.world.group import LocalGroup, SideChannel
 from paceline.world.runtime import World
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_refused_and_named_never_cast(tmp_path: Path) -> No
 )
 def test_gaps_and_overlaps_are_named(pieces: list[tuple[int, int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_cover("t", (2, 5), [Slice("t", start, stop) for start, stop in pieces])
+        parts_of("t", (2, 5), [(start, stop, writer) for writer, (start, stop) in enumerate(pieces)])
 
 
 @pytest.mark.parametrize(
@@ -230,11 +231,11 @@ def test_ranks_save_and_load_together_also_where_one_does_not_see_the_folder(tmp
     ranks = answers["saved"]
     first, spoilt, in_the_way, last = ranks[0]["problems"]
     assert (first, last) == (None, None)
-    assert spoilt.startswith("rank 2: ")
+    assert spoilt.startswith("writer 2: ")
     assert "elements" in spoilt
     assert "weights-00002-of-00003.safetensors: File exists" in in_the_way
     assert [rank["problems"][0::3] for rank in ranks] == [[None, None]] * 3
-    assert sorted(os.listdir(shared)) == ["latest", "step-00000010", "step-00000030"]
+    assert sorted(os.listdir(shared)) == ["index.jsonl", "latest", "step-00000010", "step-00000030"]
     assert os.listdir(full_disk) == []
     names = [
         f"{kind}-0000{i}-of-00003.safetensors" for kind, i in itertools.product(("optimizer", "weights"), range(3))

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from saving import put
+from saving import save_by
 
 from paceline.base import files
 from paceline.base.ownership import Slice
 from paceline.checkpoint import load, manifest, shards
+from paceline.checkpoint.config import CheckpointConfig
 from paceline.world.config import ParallelConfig
 from paceline.world.runtime import World
 from paceline.world.watchdog import Watchdog
@@ -22,15 +23,13 @@ NUM_ELEMENTS = 1 << 16
 
 def slow_down_this_process() -> None:
     """Each chunk of a file takes a while."""
-    sha256_of, read = manifest.sha256_of, shards.Reader.read
+    sha256_of, read = manifest.sha256_of, shards.read
 
     def slowly(progress: Callable[[], object]) -> Callable[[], object]:
         return lambda: (time.sleep(CHUNK_S), progress())
 
     manifest.sha256_of = lambda path, progress: sha256_of(path, slowly(progress))
-    shards.Reader.read = (  # type: ignore[method-assign]
-        lambda self, item, part, out, progress: read(self, item, part, out, slowly(progress))
-    )
+    shards.read = lambda path, places, shapes, progress: read(path, places, shapes, slowly(progress))
 
 
 def restore(world: World, folder: Path, slow_rank: int, everyone_sees: bool) -> tuple[float, float, float]:
@@ -59,7 +58,7 @@ def restore(world: World, folder: Path, slow_rank: int, everyone_sees: bool) -> 
 def test_a_restore_may_take_longer_than_ranks_wait(tmp_path: Path, slow_rank: int, everyone_sees: bool) -> None:
     """The group's timeout and the watchdog's are half of what it takes; neither sees a rank that hangs."""
     tensor = torch.arange(NUM_ELEMENTS, dtype=torch.float32) % 97
-    put(tmp_path, 1, {"w": tensor}, {"w/momentum": tensor}, {}, 9)  # a file for each of two ranks to verify
+    save_by(2, tmp_path, 1, {"w": tensor}, {"w/momentum": tensor}, {}, CheckpointConfig())  # two files for each rank
     config = ParallelConfig(device="cpu", threads=1, timeout_s=TIMEOUT_S)
     for agree_s, read_s, total in run_ranks(restore, 2, tmp_path, slow_rank, everyone_sees, config=config):
         assert agree_s > 2 * TIMEOUT_S - 1

@@ -23,6 +23,7 @@ from whole_runs import first_ranks, saved
 from paceline.base.errors import PacelineError
 from paceline.base.files import sha256_of
 from paceline.checkpoint import manifest as mf
+from paceline.checkpoint.steps import MANIFEST, folder_name
 from paceline.config import Config
 from paceline.train.loop import train
 from paceline.train.request import Request
@@ -151,7 +152,7 @@ def assert_same_ending(a: Path, b: Path) -> None:
 
 
 def manifest_of(folder: Path, step: int) -> dict[str, Any]:
-    return mf.read_manifest(folder / "checkpoints" / mf.folder_name(step))
+    return mf.read_manifest(folder / "checkpoints" / folder_name(step))
 
 
 # ---- gradients that are not finite ----
@@ -273,10 +274,10 @@ def test_the_best_weights_are_waited_for_and_saved_as_they_were_found(made: Made
     told = [event["step"] for event in made.events("slow-disk-and-best", "checkpoint")]
     assert told == sorted({*better, STEPS})
     assert not made.events("slow-disk-and-best", "checkpoint postponed")
-    assert (folder / "checkpoints/best").read_text().strip() == mf.folder_name(better[-1])
+    assert (folder / "checkpoints/best").read_text().strip() == folder_name(better[-1])
     assert better[-1] == STEPS, "which is saved before it is evaluated"
-    noted = folder / "checkpoints" / mf.folder_name(STEPS) / "val_loss.json"
-    assert json.loads(noted.read_text()) == min(found.values())
+    noted = rows(folder / "checkpoints/index.jsonl")[-1]
+    assert (noted["step"], noted["val_loss"]) == (STEPS, min(found.values()))
     assert manifest_of(folder, better[-2])["val_loss"] == found[better[-2]]
 
 
@@ -304,12 +305,12 @@ def test_a_pickle_that_the_manifest_vouches_for_is_refused_and_not_run(made: Mad
     checkpoint = folder / "checkpoints/step-00000008"
     target = next(checkpoint.glob("optimizer-00000*"))
     target.write_bytes(pickle.dumps(Evil(proof)))
-    manifest = json.loads((checkpoint / mf.MANIFEST).read_bytes())
+    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
     manifest["files"][target.name] |= {
         "bytes": target.stat().st_size,
         "sha256": sha256_of(target),
     }
-    (checkpoint / mf.MANIFEST).write_bytes(mf.seal(manifest))
+    (checkpoint / MANIFEST).write_bytes(mf.seal(manifest))
     end = train_with("", tiny(train__steps=STEPS + 1), folder, Environment(), resume=True)
     assert end.startswith("UserError")
     assert target.name in end

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint.manifest import read
+from paceline.checkpoint import load
 from paceline.checkpoint.writers import save_complete
 from paceline.launch import copies
 
@@ -37,7 +37,7 @@ def test_a_copy_is_the_checkpoint_and_follows_what_the_sender_keeps(tmp_path: Pa
     for step in (10, 20):
         folder = saved(source, step)
         copies.receive(target, step, io.BytesIO(sent(source, step)))
-        assert read(target / "checkpoints" / folder.name) == read(folder)
+        assert load.find(target / "checkpoints", step)[1] == load.find(source / "checkpoints", step)[1]
         assert (target / "checkpoints" / "latest").read_text() == f"{folder.name}\n"
         assert json.loads((target / "metrics.jsonl").read_text())["step"] == step
     for path in (source / "checkpoints" / "step-00000010").iterdir():
@@ -47,7 +47,7 @@ def test_a_copy_is_the_checkpoint_and_follows_what_the_sender_keeps(tmp_path: Pa
     (source / "checkpoints" / "best").write_text("step-00000020\n")
     copies.receive(target, 30, io.BytesIO(sent(source, 30)))
     names = {"step-00000005", "step-00000020", "step-00000030"}
-    assert checkpoints(target) == {*names, "latest", "best"}
+    assert checkpoints(target) == {*names, "index.jsonl", "latest", "best"}
     assert (target / "checkpoints" / "best").read_text() == "step-00000020\n"
     assert (target / "metrics.jsonl").stat().st_mode & 0o77 == 0
 

@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
+from whole_runs import former_manifest
 
 from paceline.base.errors import UserError
 from paceline.checkpoint import manifest as mf
+from paceline.checkpoint.steps import MANIFEST
 from paceline.checkpoint.writers import save_complete
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
@@ -174,9 +176,9 @@ def test_a_part_is_restored_with_a_warning_and_weights_are_read_by_name(world: W
 def test_a_checkpoint_of_the_former_format_is_refused_and_its_weights_are_read(world: World, tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in net(3).state_dict().items()}
     folder = save_complete(tmp_path / "checkpoints", 5, weights, {}, {"kept": {}})
-    content = mf.read_manifest(folder)
+    content = former_manifest(folder)
     former = {kind: specs for kind, specs in content["tensors"].items() if kind != "extra"}
-    (folder / mf.MANIFEST).write_bytes(mf.seal({**content, "format": 2, "tensors": former}))
+    (folder / MANIFEST).write_bytes(mf.seal({**content, "format": 2, "tensors": former}))
     with pytest.raises(UserError, match=r"format 2, which an earlier paceline wrote.*load_weights\("):
         Script(world).checkpoints(tmp_path).restore()
     assert overall(load_weights(tmp_path)) == overall(weights)

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.base.errors import RunError, UserError
-from paceline.checkpoint.manifest import list_steps
+from paceline.checkpoint.steps import list_steps
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
 from paceline.replica.share import share

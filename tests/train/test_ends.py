@@ -1,7 +1,6 @@
 """How runs end: stopped, crashed, in an evaluation. What is saved by then, and what is said."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from program import COLD, TINY, Program, digest, losses, run, steps
+from program import COLD, TINY, Program, digest, losses, rows, run, steps
 from ranks import run_ranks
-from whole_runs import SEQ_LEN, STEPS, evaluations, events, saved, status_of, tiny, words
+from whole_runs import SEQ_LEN, STEPS, evaluations, events, former_manifest, saved, status_of, tiny, words
 
 from paceline.base import faults
 from paceline.base.early import stopped_early
@@ -100,9 +99,8 @@ def test_saves_come_by_the_clock_and_the_banner_says_when_the_first_does(
 def best_of(folder: Path) -> tuple[str, float]:
     """What `best` names, and the validation loss that is noted there."""
     name = (folder / "checkpoints/best").read_text().strip()
-    noted = folder / "checkpoints" / name / "val_loss.json"
-    manifest = json.loads((folder / "checkpoints" / name / "manifest.json").read_text())
-    return name, float(json.loads(noted.read_text()) if noted.exists() else manifest["val_loss"])
+    losses = {row["step"]: row["val_loss"] for row in rows(folder / "checkpoints/index.jsonl")}
+    return name, losses[int(name.removeprefix("step-"))]
 
 
 def test_the_best_and_multiples_stay_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +124,14 @@ def test_the_best_and_multiples_stay_beside_the_newest(tmp_path: Path, monkeypat
 
 
 def test_the_best_is_marked_where_the_run_died_before_it_was(tmp_path: Path) -> None:
-    """A1. The evaluation is in the records, the mark beside the checkpoint is not."""
+    """A1. The evaluation is in the records, the mark beside the checkpoints is not."""
     folder = tmp_path / "run"
     config = tiny(checkpoint__keep_best=True, train__eval_every=6)
     assert status_of(folder, config) == 0
     before = best_of(folder)
     assert before == (f"step-{STEPS:08d}", evaluations(folder)[STEPS])
     (folder / "checkpoints/best").unlink()
-    (folder / f"checkpoints/step-{STEPS:08d}/val_loss.json").unlink()
+    (folder / "checkpoints/index.jsonl").unlink()
     assert status_of(folder, tiny(checkpoint__keep_best=True, train__steps=STEPS + 2), resume=True) == 0
     assert best_of(folder)[1] == min(evaluations(folder).values())
     assert saved(folder)[0] == STEPS
@@ -347,7 +345,7 @@ def test_a_checkpoint_of_the_former_format_is_refused_with_what_to_do(tmp_path: 
     folder = tmp_path / "run"
     assert status_of(folder, tiny(train__stop_at_step=2)) == 75
     path = folder / "checkpoints/step-00000002/manifest.json"
-    manifest = json.loads(path.read_bytes())
+    manifest = former_manifest(path.parent)
     for name in ("replicas", "objects", "generators", "numbers"):
         del manifest[name]
     del manifest["tensors"]["extra"]

@@ -15,24 +15,21 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from paceline.base.errors import PacelineError, RunError, UserError
-from paceline.base.ownership import Slice, assign
+from paceline.base.ownership import Slice
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint import shards
 from paceline.checkpoint.manifest import Kind
-from paceline.checkpoint.shards import Entry
-from paceline.checkpoint.steps import list_steps, require_step
+from paceline.checkpoint.shards import Progress
+from paceline.checkpoint.steps import folder_name, list_steps, require_step
 from paceline.world.group import DistributedGroup, Group, LocalGroup, from_rank_0
 
 T = TypeVar("T")
 Found = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what is wrong with newer ones
 Wanted = Mapping[Slice, torch.dtype]
-Progress = Callable[[], object]  # called after every 8 MiB that are read
 
 _MAX_TRIES = 20
+_TOO_FAST = "checkpoints in {} are replaced faster than they can be read; try again"
 _ROUND_S = 0.5  # how often reading ranks tell each other whether they have finished
-
-
-def _nothing() -> None: ...
 
 
 class NothingSaved(UserError):
@@ -53,7 +50,7 @@ def agree(
     checkpoints: Path,
     step: int | None,
     everyone_sees: bool,
-    progress: Progress = _nothing,
+    progress: Progress = lambda: None,
     kinds: Sequence[Kind] = mf.KINDS,
 ) -> Found:
     """Returns (folder, manifest, what is wrong with newer ones) of the newest good checkpoint, or of `step`, after
@@ -68,15 +65,14 @@ def agree(
         problems: list[str] = []
         for folder in [checkpoints / name for name in names]:
             manifest, damage = from_rank_0(group, partial(_manifest_or_damage, folder))
-            if damage is None:
-                damage = _first_damage(group, folder, manifest, everyone_sees, progress, kinds)
-            if damage is None:
+            damage = damage or _first_damage(group, folder, manifest, everyone_sees, progress, kinds)
+            if not damage:
                 return folder, manifest, problems
             if from_rank_0(group, folder.exists):  # else a running job has just pruned it, and there is a newer one
                 problems.append(damage)
         if len(problems) == len(names):
             from_rank_0(group, lambda: _refuse(checkpoints, step, problems))  # noqa: B023
-    raise _too_fast(checkpoints)
+    raise RunError(_TOO_FAST.format(checkpoints))
 
 
 def receive(
@@ -86,7 +82,7 @@ def receive(
     kind: Kind,
     wanted: Wanted,
     everyone_sees: bool,
-    progress: Progress = _nothing,
+    progress: Progress = lambda: None,
 ) -> dict[Slice, torch.Tensor]:
     """Returns the elements of a verified checkpoint that this rank wants, flat, on the CPU. Collective.
 
@@ -94,27 +90,23 @@ def receive(
     which sends the bytes of this kind. May take any time, as `agree`. Raises ValueError on all ranks, naming the first
     tensor that the checkpoint lacks or has in another dtype; nothing is cast.
     """
-    misfits = group.share_text(_misfit(manifest, kind, wanted) or "")
-    if problem := next(filter(None, misfits), None):
+    if problem := next(filter(None, group.share_text(_misfit(manifest, kind, wanted))), ""):
         raise ValueError(problem)
-    places = mf.stored(manifest, kind)
     if everyone_sees:
-        return _in_rounds(group, progress, partial(_read, folder, places, wanted))
+        return _in_rounds(group, progress, partial(_read, folder, manifest, kind, wanted))
     device = group.device if isinstance(group, DistributedGroup) else torch.device("cpu")
-    found = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
-    by_name: dict[str, list[Slice]] = {}
-    for item in wanted:
-        by_name.setdefault(item.name, []).append(item)
+    flats = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
     for name, (shape, dtype) in mf.tensors(manifest, kind).items():
         full = Slice(name, 0, math.prod(shape))
         mine = {full: dtype} if group.rank == 0 else {}
-        read = _in_rounds(group, progress, partial(_read, folder, places, mine))
+        read = _in_rounds(group, progress, partial(_read, folder, manifest, kind, mine))
         tensor = read[full].to(device) if mine else torch.empty(full.num_elements, dtype=dtype, device=device)
         group.broadcast(tensor)
         progress()
-        for item in by_name.get(name, ()):
-            found[item].copy_(tensor[item.start : item.stop])
-    return found
+        for item in wanted:
+            if item.name == name:
+                flats[item].copy_(tensor[item.start : item.stop])
+    return flats
 
 
 def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -125,12 +117,12 @@ def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, 
         specs = mf.tensors(manifest, "weights")
         items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
         with contextlib.suppress(FileNotFoundError):
-            found = _read(folder, mf.stored(manifest, "weights"), items, _nothing)
-            return {item.name: tensor.view(specs[item.name][0]) for item, tensor in found.items()}, problems
-    raise _too_fast(checkpoints)
+            flats = _read(folder, manifest, "weights", items, lambda: None)
+            return {item.name: flat.view(specs[item.name][0]) for item, flat in flats.items()}, problems
+    raise RunError(_TOO_FAST.format(checkpoints))
 
 
-def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str | None:
+def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str:
     specs = mf.tensors(manifest, kind)
     for item, dtype in wanted.items():
         if item.name not in specs:
@@ -140,25 +132,23 @@ def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str | No
             return f"{item.name} is {list(shape)} in the checkpoint, which has no element {item.stop - 1}"
         if stored_dtype != dtype:
             return f"{item.name} is {stored_dtype} in the checkpoint and {dtype} here"
-    return None
+    return ""
 
 
 def _read(
-    folder: Path, places: Mapping[str, Sequence[tuple[str, Entry]]], wanted: Wanted, progress: Progress
+    folder: Path, manifest: Mapping[str, Any], kind: Kind, wanted: Wanted, progress: Progress
 ) -> dict[Slice, torch.Tensor]:
-    found = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
-    by_file: dict[str, list[tuple[Entry, Slice, Slice]]] = {}
-    for item in wanted:
-        for file, entry in places[item.name]:
-            if part := entry.item.overlap(item):
-                by_file.setdefault(file, []).append((entry, part, item))
-    for file, parts in by_file.items():
-        with shards.open_regular(folder / file) as opened:
-            reader = shards.Reader(opened, folder / file, [entry for entry, _, _ in parts])
-            for entry, part, item in parts:
-                out = found[item][part.start - item.start : part.stop - item.start]
-                reader.read(entry.item, part, out, progress)
-    return found
+    flats = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
+    by_file: dict[str, list[shards.Place]] = {}
+    for item, flat in flats.items():
+        for file, stored in mf.stored(manifest, kind, item):
+            part = stored.overlap(item)
+            assert part is not None
+            by_file.setdefault(file, []).append((stored, part, flat[part.start - item.start : part.stop - item.start]))
+    shapes = {name: shape for name, (shape, _) in mf.tensors(manifest, kind).items()}
+    for file, places in by_file.items():
+        shards.read(folder / file, places, shapes, progress)
+    return flats
 
 
 def _in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -> T:
@@ -191,7 +181,7 @@ def _candidates(checkpoints: Path, step: int | None) -> list[Path]:
             f"{checkpoints} holds no checkpoint yet, so there is nothing to resume from; "
             "start again with `paceline train` and another --out, or wait for the first save"
         )
-    return [checkpoints / mf.folder_name(number) for number in reversed(steps)]
+    return [checkpoints / folder_name(number) for number in reversed(steps)]
 
 
 def _refuse(checkpoints: Path, step: int | None, problems: Sequence[str]) -> NoReturn:
@@ -205,13 +195,9 @@ def _refuse(checkpoints: Path, step: int | None, problems: Sequence[str]) -> NoR
     )
 
 
-def _too_fast(checkpoints: Path) -> RunError:
-    return RunError(f"checkpoints in {checkpoints} are replaced faster than they can be read; try again")
-
-
-def _manifest_or_damage(folder: Path) -> tuple[dict[str, Any], str | None]:
+def _manifest_or_damage(folder: Path) -> tuple[dict[str, Any], str]:
     try:
-        return mf.read_manifest(folder), None
+        return mf.read_manifest(folder), ""
     except mf.Damaged as damage:
         return {}, str(damage)
 
@@ -223,12 +209,12 @@ def _first_damage(
     everyone_sees: bool,
     progress: Progress,
     kinds: Sequence[Kind],
-) -> str | None:
-    """Reads every byte of a checkpoint's files of these kinds; returns the first damage, equal on all ranks.
-    Collective."""
+) -> str:
+    """Reads every byte of a checkpoint's files of these kinds; returns the first damage, equal on all ranks; empty: all
+    are good. Collective."""
     names = sorted(name for name in manifest["files"] if name.partition("-")[0] in kinds)
-    sizes = [manifest["files"][name]["bytes"] for name in names]
-    owners = assign(sizes, group.size) if everyone_sees else [0] * len(names)
+    # The rank that reads a file verifies it, if as many ranks have saved, each its own part.
+    owners = [int(name.split("-")[1]) % group.size if everyone_sees else 0 for name in names]
     mine = [name for name, owner in zip(names, owners, strict=True) if owner == group.rank]
 
     def verify(on_progress: Progress) -> str:
@@ -239,4 +225,4 @@ def _first_damage(
             return str(found)
         return ""
 
-    return next(filter(None, group.share_text(_in_rounds(group, progress, verify))), None)
+    return next(filter(None, group.share_text(_in_rounds(group, progress, verify))), "")

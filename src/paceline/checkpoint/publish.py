@@ -3,34 +3,39 @@
 A save uses a hidden folder beside the checkpoints, named after the step and this attempt, so that files of an earlier
 attempt are never used. Each writer puts its files there, then a record, `writer-00001.json`: what its files hold, or
 what went wrong. The first writer waits for all records, adds the manifest and renames the folder.
+
+A rank that does not see the folder writes into one on its own host, and sends its files to the first.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.base import faults
-from paceline.base.files import replace, sha256_of, sync
+from paceline.base.files import replace, sync
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint import retention, shards
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.shards import Bytes
+from paceline.checkpoint.manifest import Kind
+from paceline.checkpoint.shards import Shapes
+from paceline.checkpoint.steps import MANIFEST, folder_name
 from paceline.world.group import SideChannel
 
-_POLL_S = 0.02
+_POLL_S = 0.02, 1.0  # at first, and of a long save: a poll lists the files of all writers
 _PATIENCE_S = 600.0  # without one more byte in the folder: an fsync on a slow disk may take minutes
 _DEBRIS = re.compile(r"\.step-\d+\..*(unfinished|pruned|replaced)")
 
-Record = dict[str, Any]  # {"files": as in the manifest, "tensors": as in the manifest} or {"problem": text}
+# {"files": as in the manifest, "slices": kind -> [name, start, stop, dtype] of each} or {"problem": text}
+Record = dict[str, Any]
 
 
 class Abandoned(Exception):
@@ -38,7 +43,7 @@ class Abandoned(Exception):
 
 
 def unfinished_folder(checkpoints: Path, step: int, attempt: str) -> Path:
-    return checkpoints / f".{mf.folder_name(step)}.{attempt}.unfinished"
+    return checkpoints / f".{folder_name(step)}.{attempt}.unfinished"
 
 
 def sweep(checkpoints: Path, but: Path) -> None:
@@ -61,16 +66,19 @@ def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) 
     failure it still waits for the other writers, which would write into a removed folder.
     """
     records: dict[int, Record] = {}
-    seen, since = -1, time.monotonic()
+    seen, began = -1, time.monotonic()
+    since = began
     while missing := [writer for writer in writers if writer not in records]:
+        present = set(os.listdir(folder))
         for writer in missing:
-            with contextlib.suppress(FileNotFoundError):
+            if _record_path(folder, writer).name in present:
                 records[writer] = json.loads(_record_path(folder, writer).read_bytes())
+        now = time.monotonic()
         if (size := num_bytes_in(folder)) != seen:
-            seen, since = size, time.monotonic()
-        elif time.monotonic() - since > _PATIENCE_S:
+            seen, since = size, now
+        elif now - since > _PATIENCE_S:
             raise RuntimeError(f"nothing more has come from writer {missing[0]} for {_PATIENCE_S:.0f} s")
-        if len(records) < len(writers) and wait(_POLL_S):
+        if len(records) < len(writers) and wait(min(_POLL_S[1], max(_POLL_S[0], (now - began) / 20))):
             raise Abandoned("the run ended before all of it was written")
     for writer, record in sorted(records.items()):
         if "problem" in record:
@@ -83,36 +91,65 @@ def publish(
     folder: Path,
     step: int,
     records: Sequence[Record],
-    names: Iterable[str],
+    shapes: Shapes,
     facts: Mapping[str, Any],
     config: CheckpointConfig,
 ) -> int:
     """Makes the checkpoint of this step, prunes older ones, and returns its size in bytes when it is on the disk.
-    `names`: tensors that must be stored. Raises ValueError if the files lack elements, OSError if the disk fails."""
-    manifest = _manifest(step, records, names, facts)
+    records: by writer. shapes: of tensors that must be stored. Raises ValueError if the files lack elements, OSError if
+    the disk fails."""
+    files = {name: file for record in records for name, file in record["files"].items()}
+    tensors = {kind: _specs(kind, records, shapes) for kind in mf.KINDS}
+    if missing := set(shapes) - {name for specs in tensors.values() for name in specs}:
+        raise ValueError(f"{min(missing)}: no writer has an element of it")
+    manifest = {"format": mf.FORMAT, "step": step, **facts, "tensors": tensors, "files": dict(sorted(files.items()))}
     for path in folder.glob("*writer-*"):
         path.unlink()
     faults.strike("save.manifest", step)
     sealed = mf.seal(manifest)
     if len(sealed) > mf.MOST_BYTES:
         raise ValueError(
-            f"{mf.MANIFEST} would have {len(sealed)} bytes, and at most {mf.MOST_BYTES} can be read: too many slices; "
+            f"{MANIFEST} would have {len(sealed)} bytes, and at most {mf.MOST_BYTES} can be read: too many slices; "
             "save from fewer ranks"
         )
-    shards.write_checked(folder / mf.MANIFEST, np.frombuffer(sealed, dtype=np.uint8))
+    shards.write_checked(folder / MANIFEST, [sealed])
     sync(folder)
     try:
         mf.check_sizes(folder, manifest)  # the writers have compared the bytes
     except mf.Damaged as damage:
         raise OSError(str(damage)) from None
     put_in_place(checkpoints, folder, step)
-    retention.prune(checkpoints, step, config)
+    retention.add(checkpoints, manifest, config)
     return mf.num_bytes(manifest)
+
+
+def _specs(kind: Kind, records: Sequence[Record], shapes: Shapes) -> dict[str, dict[str, Any]]:
+    """Returns the manifest's entries of tensors. Raises ValueError unless all their elements are stored once."""
+    dtypes: dict[str, str] = {}
+    slices: dict[str, list[tuple[int, int, int]]] = {}
+    for writer, record in enumerate(records):
+        for name, start, stop, dtype in record["slices"].get(kind, ()):
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise ValueError(f"{name} is of {dtypes[name]} and of {dtype}")
+            slices.setdefault(name, []).append((start, stop, writer))
+    shape_of = {name: shape_in(kind, name, shapes) for name in slices}
+    return {
+        name: {"shape": list(shape), "dtype": dtypes[name], "parts": mf.parts_of(name, shape, slices[name])}
+        for name, shape in shape_of.items()
+    }
+
+
+def shape_in(kind: Kind, name: str, shapes: Shapes) -> tuple[int, ...]:
+    """Returns the shape of a complete tensor: its own, or its parameter's. Raises ValueError if it has neither."""
+    parameter = name.rpartition("/")[0] if kind == "optimizer" and name not in shapes else name
+    if parameter not in shapes:
+        raise ValueError(f"{name} belongs to no parameter of this model")
+    return tuple(shapes[parameter])
 
 
 def put_in_place(checkpoints: Path, folder: Path, step: int) -> None:
     """Gives the folder of a complete checkpoint its name, and makes it the latest."""
-    final = checkpoints / mf.folder_name(step)
+    final = checkpoints / folder_name(step)
     faults.strike("save.rename", step)
     # It is there if it is damaged or outdated, or if a crash came before `latest` named it.
     replaced = retention.hide(final, "replaced") if final.exists() else None
@@ -121,22 +158,6 @@ def put_in_place(checkpoints: Path, folder: Path, step: int) -> None:
     retention.point(checkpoints, "latest", final.name)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)  # the next save's `sweep` tries again
-
-
-def _manifest(step: int, records: Sequence[Record], names: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a manifest of all files. Raises ValueError unless they hold every element of every tensor once."""
-    files = {name: file for record in records for name, file in record["files"].items()}
-    tensors: dict[str, dict[str, Any]] = {kind: {} for kind in mf.KINDS}
-    for record in records:
-        for kind, specs in record["tensors"].items():
-            for name, spec in specs.items():
-                if tensors[kind].setdefault(name, spec) != spec:
-                    raise ValueError(f"{name} is of {tensors[kind][name]['dtype']} and of {spec['dtype']}")
-    manifest = {"format": mf.FORMAT, "step": step, **facts, "tensors": tensors, "files": dict(sorted(files.items()))}
-    if missing := set(names) - {name for specs in tensors.values() for name in specs}:
-        raise ValueError(f"{min(missing)}: no writer has an element of it")
-    mf.check(manifest)
-    return manifest
 
 
 def num_bytes_in(folder: Path) -> int:
@@ -154,52 +175,46 @@ def _record_path(folder: Path, writer: int) -> Path:
 
 # ---- files of ranks that do not see the folder ----
 #
-# They are sent to the first writer, which writes them. A message is JSON after its length in 8 bytes: the record of a
-# rank's files, or {"problem": text}. After a record come the bytes of its files. The receiver reads them even if it
-# cannot use them, because the next save's bytes follow.
+# A message is JSON after its length in 8 bytes: the record of a rank's files, or {"problem": text}. After a record come
+# the bytes of its files. The receiver reads them even if it cannot use them, because the next save's bytes follow.
 
 
-def send(channel: SideChannel, record: Record, images: Mapping[str, Bytes]) -> None:
-    """Sends a record and the files that it names to rank 0."""
+def send(channel: SideChannel, folder: Path, record: Record) -> None:
+    """Sends a record and the files that it names, which are in this rank's folder, to rank 0."""
     message = json.dumps(record).encode()
-    content = [len(message).to_bytes(8, "little"), message]
-    for data in [*(np.frombuffer(bytearray(part), dtype=np.uint8) for part in content), *images.values()]:
-        for chunk in shards.chunks(data):
-            channel.send(torch.from_numpy(chunk), 0)
+    for data in (len(message).to_bytes(8, "little"), message):
+        channel.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+    for name in record.get("files", ()):
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(shards.CHUNK_BYTES):
+                channel.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), 0)
 
 
-def receive(channel: SideChannel, rank: int, folder: Path | None) -> Record:
-    """Receives a rank's files, writes them into `folder` and returns their record; without a folder discards them.
-    Raises RuntimeError with the rank's problem or if the rank is gone, OSError if the disk fails."""
-    length = int.from_bytes(_bytes(channel, rank, 8), "little")
-    record: Record = json.loads(_bytes(channel, rank, length))
-    if "problem" in record:
-        raise RuntimeError(f"rank {rank}: {record['problem']}")
-    failure: OSError | None = None
-    for name, facts in record["files"].items():
-        arriving = _arriving(channel, rank, facts["bytes"])
-        try:
-            if folder is not None and failure is None:
-                shards.write_file(folder / name, arriving)
-                if sha256_of(folder / name) != facts["sha256"]:
-                    raise shards.not_as_written(folder / name)
-        except OSError as error:
-            failure = error
-        for _ in arriving:  # what was not written
-            pass
-    if failure is not None:
-        raise failure
-    return record
+def receive(channel: SideChannel, rank: int, writer: int, folder: Path | None) -> None:
+    """Receives a rank's files, and puts them and their record, or what went wrong, into `folder`; without a folder
+    discards them. Raises OSError if not even the record can be written."""
+    try:
+        length = int.from_bytes(b"".join(_arriving(channel, rank, 8)), "little")
+        record: Record = json.loads(b"".join(_arriving(channel, rank, length)))
+        for name, facts in dict(record.get("files", {})).items():
+            arriving = _arriving(channel, rank, facts["bytes"])
+            try:
+                is_wanted = folder is not None and "problem" not in record
+                if is_wanted and shards.write_checked(folder / name, arriving) != facts:
+                    raise OSError(errno.EIO, "other bytes have arrived than were sent", name)
+            except OSError as error:
+                record = {"problem": f"{error.filename}: {error.strerror}"}
+            for _ in arriving:  # what was not written
+                pass
+    except RuntimeError as error:  # the rank is gone
+        record = {"problem": str(error)}
+    if folder is not None:
+        put_record(folder, writer, record)
 
 
-def _bytes(channel: SideChannel, rank: int, num_bytes: int) -> bytes:
-    return b"".join(chunk.tobytes() for chunk in _arriving(channel, rank, num_bytes))
-
-
-def _arriving(channel: SideChannel, rank: int, num_bytes: int) -> Iterator[Bytes]:
-    """Yields what the rank sends, in chunks; each is valid until the next."""
-    buffer = torch.empty(min(num_bytes, shards.CHUNK_BYTES), dtype=torch.uint8)
+def _arriving(channel: SideChannel, rank: int, num_bytes: int) -> Iterator[bytes]:
+    """Yields what the rank sends, in the chunks in which it does."""
     for begin in range(0, num_bytes, shards.CHUNK_BYTES):
-        chunk = buffer[: num_bytes - begin]
+        chunk = torch.empty(min(shards.CHUNK_BYTES, num_bytes - begin), dtype=torch.uint8)
         channel.receive(chunk, rank)
-        yield chunk.numpy()
+        yield chunk.numpy().tobytes()

@@ -1,4 +1,8 @@
-"""Which checkpoints are kept, and which `latest` and `best` name."""
+"""Which checkpoints are kept, and which `latest` and `best` name.
+
+`index.jsonl` has a line for each checkpoint: step, bytes of its files, validation loss, steps that it stands for. So a
+save reads one file however many are kept, and no manifest but that of a checkpoint that was copied here.
+"""
 
 import contextlib
 import json
@@ -11,14 +15,13 @@ from typing import Any
 
 from paceline.base import faults
 from paceline.base.files import replace, sync
-from paceline.base.jsonl import rows
+from paceline.base.jsonl import Row, rows
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
 
-_FACTS = ("val_loss", "due_steps")  # what retention needs of a manifest
-_State = list[tuple[int, int, int, int]]  # of a checkpoint's folder and manifest: inode, size, mtime, ctime
-_READ: dict[Path, tuple[_State, dict[str, Any]]] = {}  # by folder: its state when it was read, and _FACTS
-_LOSS = "val_loss.json"  # in a checkpoint that was saved before it was evaluated
+_INDEX = "index.jsonl"
+_FORMER_LOSS = "val_loss.json"  # in a checkpoint that an earlier version evaluated after its save
 
 
 def point(checkpoints: Path, name: str, target: str) -> None:
@@ -28,40 +31,52 @@ def point(checkpoints: Path, name: str, target: str) -> None:
 
 def mark(checkpoints: Path, step: int, val_loss: float) -> None:
     """Records the loss of a checkpoint evaluated after its save; updates `best`. Raises OSError if there is none."""
-    replace(checkpoints / mf.folder_name(step) / _LOSS, json.dumps(val_loss).encode())
-    _point_to_best(checkpoints)
+    index = _index(checkpoints)
+    if step not in index:
+        raise FileNotFoundError(f"{checkpoints} has no complete checkpoint of step {step}")
+    index[step]["val_loss"] = val_loss
+    _write(checkpoints, index)
+    _point_to_best(checkpoints, index)
 
 
 def recorded_losses(checkpoints: Path) -> dict[int, float]:
     """Returns step -> finite validation loss, from the metrics of the run that has these checkpoints."""
     metrics = rows(checkpoints.parent / "metrics.jsonl", with_text='"val_loss"')
-    found = ((row.get("step"), row.get("val_loss")) for row in metrics if row)
+    losses = ((row.get("step"), row.get("val_loss")) for row in metrics if row)
     return {
-        step: loss for step, loss in found if isinstance(step, int) and isinstance(loss, float) and math.isfinite(loss)
+        step: loss for step, loss in losses if isinstance(step, int) and isinstance(loss, float) and math.isfinite(loss)
     }
 
 
 def take_losses(checkpoints: Path, losses: Mapping[int, float]) -> None:
-    """Records these losses (by step) of checkpoints evaluated after their save, where `mark` wrote no file: in a copy,
+    """Records these losses (by step) of checkpoints evaluated after their save, which `mark` did not record: in a copy,
     after a crash, or if the best was not kept so far. Updates `best`."""
-    for step, manifest in _complete(checkpoints).items():
-        if step in losses and _val_loss(checkpoints, step, manifest) is None:
-            replace(checkpoints / mf.folder_name(step) / _LOSS, json.dumps(losses[step]).encode())
-    _point_to_best(checkpoints)
+    index = _index(checkpoints)
+    for step in index.keys() & losses.keys():
+        if index[step]["val_loss"] is None:
+            index[step]["val_loss"] = losses[step]
+    _write(checkpoints, index)
+    _point_to_best(checkpoints, index)
 
 
-def prune(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
-    """Removes the complete checkpoints that the config does not keep. Damaged ones stay, and do not count. A checkpoint
-    also stands for steps that were due while the disk was busy (`due_steps`)."""
-    best = _point_to_best(checkpoints) if config.keep_best else None
+def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig) -> None:
+    """Adds a new checkpoint to the index, and removes those that the config does not keep. Of the newest, damaged ones
+    stay, and do not count. A checkpoint also stands for steps that were due while the disk was busy (`due_steps`)."""
+    step = manifest["step"]
+    index = _index(checkpoints, but=step) | {step: _line(manifest)}
+    _write(checkpoints, index)
+    best = _point_to_best(checkpoints, index) if config.keep_best else None
     if best is None:  # it may name one that is removed now
         (checkpoints / "best").unlink(missing_ok=True)
-    hidden = []
-    for number, manifest in list(_complete(checkpoints).items())[: -config.keep]:
-        steps = [number, *manifest.get("due_steps", [])]
+    hidden, num_whole = [], 0
+    for number in sorted(index, reverse=True):
+        if num_whole < config.keep:
+            num_whole += _is_whole(checkpoints, number, index)
+            continue
+        steps = [number, *index[number]["due_steps"]]
         is_milestone = config.keep_every > 0 and any(due % config.keep_every == 0 for due in steps)
         if number not in (best, step) and not is_milestone:
-            hidden.append(hide(checkpoints / mf.folder_name(number)))
+            hidden.append(hide(checkpoints / folder_name(number)))
     faults.strike("save.prune", step)
     for folder in hidden:
         shutil.rmtree(folder, ignore_errors=True)  # the next save's `sweep` tries again
@@ -87,56 +102,68 @@ def take_back(checkpoints: Path) -> None:
 def set_aside(checkpoints: Path, step: int) -> list[str]:
     """For a run that resumes at `step`: renames later checkpoints to `superseded-NAME` and returns their names.
     `latest` then names this step, and `best`, if it exists, the best of those left."""
-    later = [mf.folder_name(number) for number in mf.list_steps(checkpoints) if number > step]
-    point(checkpoints, "latest", mf.folder_name(step))  # first: a crash never leaves it on a folder that was renamed
+    later = [folder_name(number) for number in list_steps(checkpoints) if number > step]
+    point(checkpoints, "latest", folder_name(step))  # first: a crash never leaves it on a folder that was renamed
     for name in reversed(later):  # the newest first: a crash in between leaves no gap
         target, number = checkpoints / f"superseded-{name}", 1
         while target.exists():  # from an earlier resume at this step
             number += 1
             target = checkpoints / f"superseded-{name}-{number}"
         os.rename(checkpoints / name, target)
+    index = _index(checkpoints)
+    _write(checkpoints, index)
     if (checkpoints / "best").exists():
-        _point_to_best(checkpoints)
+        _point_to_best(checkpoints, index)
     sync(checkpoints)
     return later
 
 
-def _point_to_best(checkpoints: Path) -> int | None:
+def _point_to_best(checkpoints: Path, index: Mapping[int, Row]) -> int | None:
     """Makes `best` name the complete checkpoint with the lowest finite loss, and returns its step or None."""
-    losses = {step: _val_loss(checkpoints, step, manifest) for step, manifest in _complete(checkpoints).items()}
-    known = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    best = min(known, key=lambda step: (known[step], step), default=None)
+    losses = {step: math.inf if line["val_loss"] is None else line["val_loss"] for step, line in index.items()}
+    ranked = sorted(filter(lambda step: math.isfinite(losses[step]), losses), key=lambda step: (losses[step], step))
+    best = next((step for step in ranked if _is_whole(checkpoints, step, index)), None)
     if best is None:
         (checkpoints / "best").unlink(missing_ok=True)
     else:
-        point(checkpoints, "best", mf.folder_name(best))
+        point(checkpoints, "best", folder_name(best))
     return best
 
 
-def _val_loss(checkpoints: Path, step: int, manifest: dict[str, Any]) -> float | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return float(json.loads((checkpoints / mf.folder_name(step) / _LOSS).read_text()))
-    return manifest.get("val_loss")
+def _is_whole(checkpoints: Path, step: int, index: Mapping[int, Row]) -> bool:
+    """Whether a checkpoint has a manifest, and files of the recorded size."""
+    folder = checkpoints / folder_name(step)
+    with contextlib.suppress(OSError):
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+        num_bytes = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+        return MANIFEST in sizes and num_bytes == index[step]["bytes"]
+    return False
 
 
-def _complete(checkpoints: Path) -> dict[int, dict[str, Any]]:
-    """Returns step -> `val_loss` and `due_steps`, where the manifest has them, of the checkpoints that have all files
-    in full size, oldest first. A manifest that this process has read is not read again until a file of its folder has
-    come, gone, or changed its name."""
-    facts_by_step = {}
-    for step in mf.list_steps(checkpoints):
-        folder = checkpoints / mf.folder_name(step)
-        with contextlib.suppress(mf.Damaged, OSError):
-            state = [(seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns) for seen in _stats(folder)]
-            if folder not in _READ or _READ[folder][0] != state:
-                manifest = mf.read_manifest(folder)
-                _READ[folder] = state, {name: manifest[name] for name in _FACTS if name in manifest}
-            facts_by_step[step] = _READ[folder][1]
-    for folder in list(_READ):  # another thread may add to it, for another folder
-        if folder.parent == checkpoints and not folder.exists():
-            _READ.pop(folder, None)
-    return facts_by_step
+def _index(checkpoints: Path, but: int | None = None) -> dict[int, Row]:
+    """Returns step -> line of the checkpoints that are there. Reads the manifest of one that has no line: it was copied
+    here, or an earlier version saved it. Damaged ones have none. but: a step to leave out."""
+    names = {"step", "bytes", "val_loss", "due_steps"}
+    lines = {line["step"]: line for line in rows(checkpoints / _INDEX) if line is not None and names <= line.keys()}
+    index = {}
+    for step in list_steps(checkpoints):
+        if step == but:
+            continue
+        if step in lines:
+            index[step] = lines[step]
+            continue
+        with contextlib.suppress(mf.Damaged):
+            index[step] = _line(mf.read_manifest(checkpoints / folder_name(step)))
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                index[step]["val_loss"] = float((checkpoints / folder_name(step) / _FORMER_LOSS).read_text())
+    return index
 
 
-def _stats(folder: Path) -> list[os.stat_result]:
-    return [folder.lstat(), (folder / mf.MANIFEST).lstat()]
+def _line(manifest: Mapping[str, Any]) -> Row:
+    facts = {"val_loss": manifest.get("val_loss"), "due_steps": manifest.get("due_steps", [])}
+    return {"step": manifest["step"], "bytes": mf.num_bytes(manifest), **facts}
+
+
+def _write(checkpoints: Path, index: Mapping[int, Row]) -> None:
+    lines = [json.dumps(index[step]) for step in sorted(index)]
+    replace(checkpoints / _INDEX, "".join(f"{line}\n" for line in lines).encode(), 0o600)

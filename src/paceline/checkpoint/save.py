@@ -27,12 +27,13 @@ import torch
 
 from paceline.base import faults
 from paceline.base.ownership import Slice
+from paceline.base.units import dtype_name
 from paceline.checkpoint import manifest as mf
-from paceline.checkpoint import publish, retention, shards
+from paceline.checkpoint import publish
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.publish import Record
-from paceline.checkpoint.shards import Bytes, HostImages, ready_event
+from paceline.checkpoint.shards import CODES, HostCopies, ready_event, write
 from paceline.world.group import SideChannel
 
 _NICENESS = 10  # a tenth of training's share of a core that both want
@@ -57,11 +58,7 @@ class _Job:
     facts: Mapping[str, Any]
     folder: Path  # of this attempt
     ready: torch.cuda.Event | None
-    replaces: bool
     began: float = field(default_factory=time.perf_counter)
-
-    def strike(self, phase: str) -> None:
-        faults.strike(phase, self.step)
 
 
 class Saver:
@@ -87,12 +84,12 @@ class Saver:
         """
         self._checkpoints, self._config = checkpoints, config
         self._writer, self._num_writers, self._senders = writer, num_writers, list(senders)
-        self._file_writers = range(1, num_writers - len(senders))  # those that write into the folder, without the first
+        self._is_sender = writer is not None and writer >= num_writers - len(self._senders)
         self._channel, self._token, self._before_publishing = channel, token, before_publishing
         self.begun_at: int | None = None  # the step of the last save
         self._num_begun = 0
         self._folder: Path | None = None  # of the last save
-        self._images = HostImages()
+        self._host = HostCopies()
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -119,14 +116,13 @@ class Saver:
         tensors: Mapping[Kind, Mapping[Slice, torch.Tensor]],
         shapes: Mapping[str, tuple[int, ...]],
         facts: Mapping[str, Any],
-        replaces: bool = False,
     ) -> None:
         """Begins to save this rank's slices as they are now, and returns. They may change after `wait_copied`.
 
         Tensors have as many elements as their slices; optimizer state is named `parameter/moment`. `shapes`: those of
         all complete tensors, except state with its parameter's shape. `facts` go into the manifest. Unless all writers
-        together give every element once, there will be no checkpoint. If there is a good one of this step, it stays
-        instead; with `replaces`, the same on all ranks, it stays until the new one is complete.
+        together give every element once, there will be no checkpoint. One of this step stays until the new one is
+        complete.
         """
         if self.is_busy:
             raise RuntimeError(f"the save of step {step} began while another was under way")
@@ -136,10 +132,13 @@ class Saver:
         if self._writer is None:
             return
         folder = publish.unfinished_folder(self._checkpoints, step, f"{self._token}-{self._num_begun}")
+        if self._is_sender:  # on its own host; of another name, should it be rank 0's folder all the same
+            folder = self._checkpoints / f".sent-by-{self._writer:05d}"
+            shutil.rmtree(folder, ignore_errors=True)
         self._folder = folder
         parts = {kind: dict(part) for kind, part in tensors.items()}
         ready = ready_event(tensor for part in parts.values() for tensor in part.values())
-        job = _Job(step, parts, dict(shapes), dict(facts), folder, ready, replaces)
+        job = _Job(step, parts, dict(shapes), dict(facts), folder, ready)
         self._copied = threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
@@ -175,12 +174,7 @@ class Saver:
         _lower_priority()
         num_bytes, problem = 0, None
         try:
-            if self._writer == 0:
-                num_bytes = self._save_first(job)
-            elif self._writer in self._file_writers:
-                num_bytes = self._save_other(job)
-            else:
-                num_bytes = self._send(job)
+            num_bytes = self._save_other(job) if self._writer else self._save_first(job)
         except Exception as error:  # a failed save never ends training
             problem = _text(error)
         finally:
@@ -191,27 +185,14 @@ class Saver:
     def _save_first(self, job: _Job) -> int:
         """The first writer: writes its files and those it receives, then publishes the checkpoint."""
         try:
-            record, images = self._copy(job)
-            num_bytes = self._num_bytes_of_good(job)
-            if num_bytes is None:
-                self._write(job, images)
-        except Exception:
-            shutil.rmtree(job.folder, ignore_errors=True)
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._receive(None)
-            raise
-        if num_bytes is not None:
-            # The run resumed from this one, or a script saves a step again with the same state.
-            self._receive(None)
-            retention.point(self._checkpoints, "latest", mf.folder_name(job.step))  # a crash may have come before
-            return num_bytes
-        try:
             try:
-                received = self._receive(job.folder)
-            finally:  # if this failed, the others may still write into the folder
-                others = publish.gather(job.folder, self._file_writers, self._abandoned.wait)
+                record = self._write_part(job)
+            except Exception:
+                self._receive(None)
+                raise
+            self._receive(job.folder)
+            records = [record, *publish.gather(job.folder, range(1, self._num_writers), self._abandoned.wait)]
             self._before_publishing()
-            records = [record, *others, *received]
             num_bytes = publish.publish(
                 self._checkpoints, job.folder, job.step, records, job.shapes, job.facts, self._config
             )
@@ -222,90 +203,72 @@ class Saver:
         return num_bytes
 
     def _save_other(self, job: _Job) -> int:
-        """Any other writer: writes its files, then a record of them or of the problem."""
+        """Any other writer: writes its files, then a record of them or of the problem, for the first one."""
         assert self._writer is not None
         try:
-            record, images = self._copy(job)
-            num_bytes = self._num_bytes_of_good(job)
-            if num_bytes is not None:
-                return num_bytes
-            self._write(job, images)
-            publish.put_record(job.folder, self._writer, record)
+            record, failure = self._write_part(job), None
         except Exception as error:
+            record, failure = {"problem": _text(error)}, error
             for kind in mf.KINDS:  # a full disk is the usual problem, and the record needs space
                 with contextlib.suppress(OSError):
                     (job.folder / mf.file_name(kind, self._writer, self._num_writers)).unlink()
-            with contextlib.suppress(OSError):  # then the first writer gives up when no more bytes come
-                self._make(job.folder)
-                publish.put_record(job.folder, self._writer, {"problem": _text(error)})
-            raise
-        return sum(map(len, images.values()))
-
-    def _send(self, job: _Job) -> int:
-        """A rank that does not see the folder: sends its files."""
-        assert self._channel is not None
-        try:
-            record, images = self._copy(job)
-        except Exception as error:
-            publish.send(self._channel, {"problem": _text(error)}, {})
-            raise
-        publish.send(self._channel, record, images)
-        return sum(map(len, images.values()))
-
-    def _receive(self, folder: Path | None) -> list[Record]:
-        """Returns the senders' records. Their files are in the folder, or discarded if there is none."""
-        records: list[Record] = []
-        failure: Exception | None = None
-        for rank in self._senders:
+        if self._is_sender:
             assert self._channel is not None
             try:
-                records.append(publish.receive(self._channel, rank, None if failure else folder))
-            except (RuntimeError, OSError) as error:
-                failure = failure or error
+                publish.send(self._channel, job.folder, record)
+            finally:
+                shutil.rmtree(job.folder, ignore_errors=True)
+        else:
+            # If this fails, the first writer gives up when no more bytes come.
+            with contextlib.suppress(*([OSError] if failure else [])):
+                self._make(job.folder)
+                publish.put_record(job.folder, self._writer, record)
         if failure is not None:
             raise failure
-        return records
+        return sum(facts["bytes"] for facts in record["files"].values())
 
-    def _copy(self, job: _Job) -> tuple[Record, dict[str, Bytes]]:
-        """Returns the record of this rank's files, and their bytes in host memory by name. Then, also if it fails,
-        tensors may change."""
+    def _receive(self, folder: Path | None) -> None:
+        """Puts the senders' files and records into the folder, or discards them if there is none."""
+        failure: OSError | None = None
+        for writer, rank in enumerate(self._senders, self._num_writers - len(self._senders)):
+            assert self._channel is not None
+            try:
+                publish.receive(self._channel, rank, writer, None if failure else folder)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _write_part(self, job: _Job) -> Record:
+        """Copies this rank's tensors, which may change after that, also if it fails. Then writes its files, and returns
+        their record."""
         assert self._writer is not None
-        files = {}
         try:
-            job.strike("save.copy")
-            for kind, tensors in job.tensors.items():
+            faults.strike("save.copy", job.step)
+            for tensors in job.tensors.values():
                 for item, tensor in tensors.items():
                     if tensor.numel() != item.num_elements:
                         raise ValueError(f"{item} came with {tensor.numel()} elements")
-                shapes = {item.name: _shape(kind, item.name, job.shapes) for item in tensors}
-                layout = shards.lay_out({item: tensor.dtype for item, tensor in tensors.items()}, shapes)
-                if layout.entries:
-                    files[kind] = layout, self._images.copy(kind, layout, tensors, job.ready)
+                    if tensor.dtype not in CODES:
+                        raise ValueError(f"{item.name}: tensors of {tensor.dtype} cannot be stored in a checkpoint")
+            parts = self._host.copy(job.tensors, job.ready)
         finally:
             job.tensors.clear()  # frees memory that training no longer uses
             self._copied.set()
-        record: Record = {"files": {}, "tensors": {}}
-        images = {}
-        for kind, (layout, image) in files.items():
-            name = mf.file_name(kind, self._writer, self._num_writers)
-            record["files"][name] = shards.file_facts(layout, image)
-            record["tensors"][kind] = layout.tensors
-            images[name] = image
-        return record, images
-
-    def _write(self, job: _Job, images: Mapping[str, Bytes]) -> None:
-        """Writes this rank's files and compares what is on the disk with them."""
         self._make(job.folder)
         if self._writer == 0:
             publish.sweep(self._checkpoints, but=job.folder)
-        for name, image in images.items():
-            shards.write_checked(job.folder / name, image, job.strike)
-
-    def _num_bytes_of_good(self, job: _Job) -> int | None:
-        """Returns the size of this step's checkpoint, which may stay, after verifying every byte; None: write it."""
-        with contextlib.suppress(mf.Damaged):
-            return None if job.replaces else mf.num_bytes(mf.read(self._checkpoints / mf.folder_name(job.step)))
-        return None
+        record: Record = {"files": {}, "slices": {}}
+        for kind, copies in parts.items():
+            if not copies:
+                continue
+            name = mf.file_name(kind, self._writer, self._num_writers)
+            shapes = {item.name: publish.shape_in(kind, item.name, job.shapes) for item in copies}
+            record["files"][name] = write(job.folder / name, copies, shapes, job.step)
+            record["slices"][kind] = [
+                [item.name, item.start, item.stop, dtype_name(copy.dtype)] for item, copy in copies.items()
+            ]
+        return record
 
     def _make(self, folder: Path) -> None:
         """Makes the folder of this attempt. Raises OSError if the run folder is gone: no resume would find the save."""
@@ -316,13 +279,6 @@ class Saver:
             self._remark = f"{self._checkpoints} was removed while training: the checkpoints in it are gone"
         self._checkpoints.mkdir(exist_ok=True, mode=0o700)
         folder.mkdir(exist_ok=True, mode=0o700)
-
-
-def _shape(kind: Kind, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    parameter = name.rpartition("/")[0] if kind == "optimizer" and name not in shapes else name
-    if parameter not in shapes:
-        raise ValueError(f"{name} belongs to no parameter of this model")
-    return tuple(shapes[parameter])
 
 
 def _lower_priority() -> None:

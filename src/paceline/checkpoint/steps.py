@@ -1,11 +1,13 @@
 """Which checkpoints a folder has, by folder names. Needs no torch: the command line reads it first."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 from paceline.base.errors import UserError
 
+MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -18,8 +20,9 @@ def list_steps(checkpoints: Path) -> list[int]:
     """Returns the steps with a checkpoint folder, complete or not, oldest first."""
     if not checkpoints.is_dir():
         return []
-    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match and folder_name(int(match[1])) == match[0])
+    with os.scandir(checkpoints) as entries:
+        matches = [match for entry in entries if (match := _STEP.fullmatch(entry.name)) and entry.is_dir()]
+    return sorted(int(match[1]) for match in matches if folder_name(int(match[1])) == match[0])
 
 
 def require_step(checkpoints: Path, step: int | None) -> list[int]:
@@ -41,7 +44,7 @@ def newest_whole(checkpoints: Path, step: int | None) -> int:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        files = json.loads((folder / "manifest.json").read_bytes())["files"]
+        files = json.loads((folder / MANIFEST).read_bytes())["files"]
         return all((folder / name).stat().st_size == facts["bytes"] for name, facts in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False

@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from paceline.base.errors import UserError
 from paceline.base.files import write_synced
 from paceline.base.ownership import Slice
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.manifest import Kind, folder_name
+from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.save import Saver
-from paceline.world.group import Group, SideChannel, from_rank_0
+from paceline.checkpoint.steps import folder_name
+from paceline.world.group import Group, from_rank_0
 
 _TOKEN = ".seen"  # rank 0 writes a random text into it; a rank that can read the text sees the same folder
 
@@ -63,32 +64,6 @@ def _require_renaming(folder: Path) -> None:
                 left.rmdir()
 
 
-def open_saver(
-    group: Group,
-    checkpoints: Path,
-    config: CheckpointConfig,
-    writers: Sequence[int],
-    token: str,
-    *,
-    is_sharded: bool,
-    before_publishing: Callable[[], object] = lambda: None,
-) -> Saver:
-    """Returns this rank's Saver. Collective. `is_sharded`: ranks hold state that no other rank has, so those that do
-    not see the folder send theirs to rank 0."""
-    senders = [rank for rank in range(group.size) if rank not in writers] if is_sharded else []
-    ranks = [*writers, *senders]
-    return Saver(
-        checkpoints,
-        config,
-        ranks.index(group.rank) if group.rank in ranks else None,
-        len(ranks),
-        token=token,
-        channel=SideChannel() if senders else None,
-        senders=senders,
-        before_publishing=before_publishing,
-    )
-
-
 def save_complete(
     checkpoints: Path,
     step: int,
@@ -99,12 +74,10 @@ def save_complete(
     """Saves complete tensors from one process; returns the checkpoint's folder, on the disk. Raises OSError."""
     saver = Saver(checkpoints, CheckpointConfig(keep=sys.maxsize), 0, 1, token="complete")
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    tensors: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("weights", weights), ("optimizer", optimizer)
-    parts = {kind: {Slice(name, 0, t.numel()): t for name, t in part.items()} for kind, part in tensors}
+    kinds: dict[Kind, Mapping[str, torch.Tensor]] = {"weights": weights, "optimizer": optimizer}
+    parts = {kind: {Slice(name, 0, t.numel()): t for name, t in part.items()} for kind, part in kinds.items()}
     saver.begin(step, parts, shapes, facts)
     saver.finish()
-    outcome = saver.take_outcome()
-    assert outcome is not None
-    if outcome.problem:
-        raise OSError(outcome.problem)
+    if (outcome := saver.take_outcome()) is None or outcome.problem:
+        raise OSError(outcome.problem if outcome else "it did not end")
     return checkpoints / folder_name(step)

@@ -26,7 +26,7 @@ from paceline.base.files import replace, sync
 from paceline.base.parent import die_with_parent
 from paceline.base.say import say
 
-_RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl", "job")
+_RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job")
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{8,}")
 _FILE = re.compile(r"[a-z]+-\d{5}-of-\d{5}\.safetensors")

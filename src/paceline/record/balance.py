@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 _LISTS = ("rank_sequences", "rank_compute_ms", "rank_optim_ms", "rank_exposed_comm_ms")
 
 
@@ -27,33 +29,26 @@ def speeds(rows: Iterable[Mapping[str, Any]]) -> Balance | None:
     found = [row for row in found if len(row["rank_sequences"]) == len(found[-1]["rank_sequences"])]
     if not found:
         return None
-    sequences, compute_ms, optim_ms, idle_ms = (_means(row[name] for row in found) for name in _LISTS)
+    sequences, compute_ms, optim_ms, idle_ms = (np.mean([row[name] for row in found], axis=0) for name in _LISTS)
     step_ms = fmean(row["step_ms"] for row in found)
     tokens = fmean(row["tokens_per_s"] * row["step_ms"] / 1e3 for row in found)
-    own_ms = [compute + optim for compute, optim in zip(compute_ms, optim_ms, strict=True)]
-    if not sum(sequences) or not all(own_ms):
+    own_ms = compute_ms + optim_ms
+    if not sequences.any() or not own_ms.all():
         return None
-    tokens_per_s = [tokens * count / sum(sequences) / ms * 1e3 for count, ms in zip(sequences, own_ms, strict=True)]
-    equal = sum(sequences) / len(sequences)
-    equal_ms = [
-        compute * equal / count + optim
-        for count, compute, optim in zip(sequences, compute_ms, optim_ms, strict=True)
-        if count
-    ]
-    return Balance(
-        sequences=sequences,
-        tokens_per_s=tokens_per_s,
-        idle_frac=[ms / step_ms for ms in idle_ms],
-        sum_of_speeds_frac=tokens / step_ms * 1e3 / sum(tokens_per_s),
-        step_ms=step_ms,
+    tokens_per_s = tokens * sequences / sequences.sum() / own_ms * 1e3
+    equal_step_ms = None
+    if sequences.all():
+        equal_ms = compute_ms * sequences.mean() / sequences + optim_ms
         # What the step takes beside the longest rank's own work stays as it is.
-        equal_step_ms=step_ms + max(equal_ms) - max(own_ms) if all(sequences) else None,
+        equal_step_ms = float(step_ms + equal_ms.max() - own_ms.max())
+    return Balance(
+        sequences=sequences.tolist(),
+        tokens_per_s=tokens_per_s.tolist(),
+        idle_frac=(idle_ms / step_ms).tolist(),
+        sum_of_speeds_frac=float(tokens / step_ms * 1e3 / tokens_per_s.sum()),
+        step_ms=step_ms,
+        equal_step_ms=equal_step_ms,
     )
-
-
-def _means(lists: Iterable[list[float]]) -> list[float]:
-    """Returns the means by rank."""
-    return [fmean(values) for values in zip(*lists, strict=True)]
 
 
 def listed(sequences: Sequence[int]) -> str:

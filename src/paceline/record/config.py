@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.base.errors import UserError, nearest
+from paceline.base.errors import UserError, nearest, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,11 +11,12 @@ class LogConfig:
 
     every: int = 1
     """Steps per row of metrics.jsonl. The terminal shows a line every few seconds in any case."""
+    ranks_every: int = 100
+    """Steps per row of ranks.jsonl, which has each rank's times in a world of more than 8 ranks."""
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""
-        if self.every < 1:
-            raise UserError(f"log.every is {self.every}; it must be at least 1")
+        require_at_least(self, "log.", every=1, ranks_every=1)
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus")

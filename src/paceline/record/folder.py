@@ -4,6 +4,7 @@ RUN/
   config.toml             the resolved config
   tokenizer.json          turns the model's ids into text, if the data has one
   metrics.jsonl           a row per step and per evaluation
+  ranks.jsonl             each rank's times every 100 steps, in a world of more than 8 ranks
   metrics.superseded-20.jsonl    rows after step 20 that `resume --step 20` set aside
   events.jsonl            start, resume, checkpoint, skipped step, signal, end
   ranks/rank-00003.log    the output of that rank
@@ -38,7 +39,7 @@ _OWN = 0o600  # only the run's user may read its files
 _LEAST_FREE_BYTES = 50 << 20
 # What a run that ended before its first step leaves in its folder.
 _MADE_HERE = (
-    *("config.toml", "tokenizer.json", "metrics.jsonl", "events.jsonl", "ranks", "checkpoints"),
+    *("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "ranks", "checkpoints"),
     *("lock", "lock.holder", "job", "track", "tensorboard", ".seen"),
 )
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
@@ -53,6 +54,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.tokenizer = self.path / "tokenizer.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.ranks = self.path / "ranks.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.on_trouble = on_trouble
@@ -109,32 +111,39 @@ class RunFolder:
         """Appends one row to metrics.jsonl, at once, or later if the disk fails now; that raises nothing."""
         self._append(self.metrics, row)
 
+    def append_ranks(self, row: Mapping[str, Any]) -> None:
+        """Appends one row to ranks.jsonl, as append_metrics does."""
+        self._append(self.ranks, row)
+
     def append_event(self, kind: str, **facts: Any) -> None:
         """Appends an event with the time to events.jsonl, as append_metrics does."""
         self._append(self.events, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts})
 
     def sync(self) -> None:
         """Forces all rows and events to the disk, so that no checkpoint outlives them. Callable from any thread."""
-        for path in (self.metrics, self.events):
+        for path in (self.metrics, self.ranks, self.events):
             with contextlib.suppress(OSError):
                 sync(path)
 
     def forget_after(self, step: int, keep: bool = False) -> int:
-        """Drops the metrics of later steps, which a resumed run writes again, and a line that a crash cut short.
-        Returns the last step that had a row, 0 if none had. `keep`: copies them to metrics.superseded-STEP.jsonl first.
+        """Drops the rows of later steps, which a resumed run writes again, and a line that a crash cut short.
+        Returns the last step that had a row, 0 if none had. `keep`: copies them to *.superseded-STEP.jsonl first.
 
         Rows are in the order of steps: only the end is read, however long the run. Raises OSError.
         """
-        appender = self._appenders.pop(self.metrics, None)
-        if appender is not None:
+        self._forget_after(self.ranks, step, keep)
+        return self._forget_after(self.metrics, step, keep)
+
+    def _forget_after(self, path: Path, step: int, keep: bool) -> int:
+        if (appender := self._appenders.pop(path, None)) is not None:
             appender.close()
-        if not self.metrics.exists():
+        if not path.exists():
             return 0
-        end, reached = end_of_step(self.metrics, step)
-        with self.metrics.open("r+b") as file:
+        end, reached = end_of_step(path, step)
+        with path.open("r+b") as file:
             if keep and reached > step:
                 file.seek(end)
-                _copy_rest(file, self.path / f"metrics.superseded-{step}.jsonl")
+                _copy_rest(file, self.path / f"{path.stem}.superseded-{step}.jsonl")
             file.truncate(end)
             os.fsync(file.fileno())
         return reached

@@ -1,6 +1,16 @@
-"""The rows of metrics.jsonl, a contract for tools and people. Names have the units."""
+"""The rows of metrics.jsonl and ranks.jsonl, a contract for tools and people. Names have the units."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+ByRank = Sequence[float] | Floats
+MOST_LISTED = 8  # ranks whose times stand in each row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,30 +37,46 @@ class StepRow:
     other_ms: float
     comm_bytes: int  # sent by this rank
     world_size: int
-    # By rank. data, forward, backward, exposed_comm, optim and the rest of step_ms (other) add up to a rank's step.
-    rank_sequences: list[int]  # computed in this step
-    rank_step_ms: list[float]  # its own time: until the all-gather before the update, and the update of the step before
-    rank_compute_ms: list[float]  # data, forward and backward
-    rank_data_ms: list[float]
-    rank_forward_ms: list[float]
-    rank_backward_ms: list[float]
-    rank_exposed_comm_ms: list[float]  # also for the ranks that came later to the all-gather
-    rank_optim_ms: list[float]
+    # By rank: in metrics.jsonl in worlds of at most MOST_LISTED ranks, else in ranks.jsonl.
+    # data, forward, backward, exposed_comm, optim and the rest of step_ms (other) add up to a rank's step.
+    rank_sequences: Sequence[int]  # computed in this step
+    rank_step_ms: ByRank  # its own time: until the all-gather before the update, and the update of the step before
+    rank_compute_ms: ByRank  # data, forward and backward
+    rank_data_ms: ByRank
+    rank_forward_ms: ByRank
+    rank_backward_ms: ByRank
+    rank_exposed_comm_ms: ByRank  # also for the ranks that came later to the all-gather
+    rank_optim_ms: ByRank
     codec_ms: float = 0.0  # CPU time of coding messages (parallel.wire int8, int4); the parts contain it
 
-    def parts(self) -> dict[str, list[float]]:
+    def parts(self) -> dict[str, Floats]:
         """Returns part -> milliseconds by rank; a rank's parts add up to its step."""
         parts = {
-            "data": self.rank_data_ms,
-            "forward": self.rank_forward_ms,
-            "backward": self.rank_backward_ms,
-            "exposed communication": self.rank_exposed_comm_ms,
-            "optimizer": self.rank_optim_ms,
+            "data": np.asarray(self.rank_data_ms),
+            "forward": np.asarray(self.rank_forward_ms),
+            "backward": np.asarray(self.rank_backward_ms),
+            "exposed communication": np.asarray(self.rank_exposed_comm_ms),
+            "optimizer": np.asarray(self.rank_optim_ms),
         }
-        sums = [sum(values) for values in zip(*parts.values(), strict=True)]
         # A rank that began the step before rank 0 did took longer for it.
-        other = [max(self.step_ms, own_ms) - known for own_ms, known in zip(self.rank_step_ms, sums, strict=True)]
+        other = np.maximum(self.step_ms, self.rank_step_ms) - np.sum(list(parts.values()), axis=0)
         return parts | {"other": other}
+
+    def lists(self) -> dict[str, list[float]]:
+        """Returns the lists by rank by name."""
+        return {name: np.asarray(value).tolist() for name, value in vars(self).items() if name.startswith("rank_")}
+
+    def recorded(self, slow_ranks: Sequence[int]) -> dict[str, Any]:
+        """Returns the row of metrics.jsonl. In a larger world than MOST_LISTED it has [least, median, most] instead of
+        the lists by rank, and the ranks that are named slow: its size does not grow with the world."""
+        numbers = _finite({name: value for name, value in vars(self).items() if not name.startswith("rank_")})
+        if self.world_size <= MOST_LISTED:
+            return numbers | self.lists()
+        names = [name for name in vars(self) if name.startswith("rank_")]
+        sorted_PR = np.sort([vars(self)[name] for name in names], axis=1)
+        spread_P3 = sorted_PR[:, [0, (self.world_size - 1) // 2, -1]].tolist()
+        spread = dict(zip([name.removeprefix("rank_") for name in names], spread_P3, strict=True))
+        return numbers | {"least_median_most": spread, "slow_ranks": list(slow_ranks)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +90,13 @@ class EvalRow:
     val_tokens: int
     eval_ms: float
     elapsed_s: float  # training time so far
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the row of metrics.jsonl."""
+        return _finite(vars(self))
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values as JSON has them: it has no NaN or infinity, and most readers fail on them: null."""
+    is_number = {name: not isinstance(value, float) or math.isfinite(value) for name, value in values.items()}
+    return {name: value if is_number[name] else None for name, value in values.items()}

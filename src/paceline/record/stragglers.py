@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base import units
+from paceline.record.rows import Floats
 
 # Legend: P phases, R ranks, W steps.
-Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 PER_SEQUENCE = ("data", "forward", "backward")  # phases that grow with the number of sequences
@@ -62,23 +62,24 @@ class Over:
     cost_s: float  # time that the others waited for it since the report
 
 
-@dataclass(frozen=True)
 class _Excess:
     """By how much each rank exceeded the median rank in one step, or in the mean of some, and what that one would have
     needed. Milliseconds."""
 
-    step: int  # the first
-    excess_PR: Floats
-    median_PR: Floats
-
-    @property
-    def total_R(self) -> Floats:
-        total_R: Floats = self.excess_PR.sum(0)
-        return total_R
+    def __init__(self, step: int, excess_PR: Floats, median_PR: Floats):
+        self.step, self.excess_PR, self.median_PR = step, excess_PR, median_PR  # the first step
+        self.total_R: Floats = excess_PR.sum(0)
+        self._usual_R: Floats = median_PR.sum(0)
+        self._above: dict[float, Mask] = {}  # by share: asked again for each later step
 
     def is_above(self, share: float) -> Mask:
-        above_R: Mask = self.total_R > np.maximum(share * self.median_PR.sum(0), _LEAST_MS)
-        return above_R
+        if share not in self._above:
+            self._above[share] = self.total_R > np.maximum(share * self._usual_R, _LEAST_MS)
+        return self._above[share]
+
+    def forget(self, rank: int) -> None:
+        self.excess_PR[:, rank] = self.total_R[rank] = 0.0
+        self._above.clear()
 
 
 class Stragglers:
@@ -96,7 +97,7 @@ class Stragglers:
         self.cost_ms = 0.0  # by which reported ranks made steps longer
 
     def observe(
-        self, step: int, num_sequences: Sequence[int], parts: Mapping[str, Sequence[float]]
+        self, step: int, num_sequences: Sequence[int], parts: Mapping[str, Sequence[float] | Floats]
     ) -> list[Slow | Over]:
         """Adds one step: the sequences that each rank computed, and milliseconds by phase (PER_SEQUENCE and PER_STEP)
         and rank. Returns what is new."""
@@ -106,15 +107,26 @@ class Stragglers:
         self._windows[_OF_STEPS].append(now)
         self._add_cost(now)
         self._average(step, counts_R, ms_PR)
-        is_reported_R = np.logical_or.reduce(list(self._reported_by.values()))
+        is_reported_R = self._is_reported()
         ended: list[Slow | Over] = [self._end(rank) for rank in self._ends_of_reports()]
         begun: list[Slow | Over] = []
-        for test in self._windows:
+        for test, excesses in self._windows.items():
             for share, least, window in test.report_at:
+                if not excesses or not excesses[-1].is_above(share).any():
+                    continue  # no rank's number has grown
                 slow_R = (self._num_above(test, share, window) >= least) & ~is_reported_R
                 begun += [self._begin(int(rank), test, share, window) for rank in np.flatnonzero(slow_R)]
                 is_reported_R |= slow_R
         return sorted(ended + begun, key=lambda news: news.rank)
+
+    @property
+    def reported(self) -> list[int]:
+        """The ranks that are named slow now."""
+        return [int(rank) for rank in np.flatnonzero(self._is_reported())]
+
+    def _is_reported(self) -> Mask:
+        is_reported_R: Mask = np.logical_or.reduce(list(self._reported_by.values()))
+        return is_reported_R
 
     def summary(self) -> list[tuple[int, int, str, float]]:
         """Returns for each rank that was ever reported: the rank, its number of slow steps since, their most frequent
@@ -133,8 +145,7 @@ class Stragglers:
             self._num_slow_R += waited_for_R & now.is_above(test.over_at[0])
             self._cost_ms_PR += now.excess_PR * waited_for_R
             self._stretch_ms_R += now.total_R * waited_for_R
-        is_reported_R = np.logical_or.reduce(list(self._reported_by.values()))
-        self.cost_ms += float(np.max(now.total_R, where=is_reported_R, initial=0.0))
+        self.cost_ms += float(np.max(now.total_R, where=self._is_reported(), initial=0.0))
 
     def _average(self, step: int, counts_R: Floats, ms_PR: Floats) -> None:
         """Adds the means of the last _MEAN_STEPS steps, once there are so many."""
@@ -145,26 +156,27 @@ class Stragglers:
             self._windows[_OF_MEANS].append(mean)
             self._unaveraged.clear()
 
-    def _num_above(self, test: _Test, share: float, window: int) -> npt.NDArray[np.int64]:
+    def _num_above(self, test: _Test, share: float, window: int) -> npt.NDArray[np.uint8]:
         """(R,): in how many of the last `window` a rank exceeded the median rank by this share."""
-        last, num_ranks = list(self._windows[test])[-window:], len(self._stretch_ms_R)
-        above_WR = np.array([np.zeros(num_ranks, dtype=bool), *(excess.is_above(share) for excess in last)])
-        num_above_R: npt.NDArray[np.int64] = above_WR.sum(0)
+        num_above_R = np.zeros(len(self._stretch_ms_R), dtype=np.uint8)  # windows are short
+        for excess in list(self._windows[test])[-window:]:
+            num_above_R += excess.is_above(share)
         return num_above_R
 
     def _ends_of_reports(self) -> list[int]:
         """Returns the ranks whose reports end now."""
-        over_R = np.zeros(len(self._stretch_ms_R), dtype=bool)
+        over: set[int] = set()
         for test, reported_R in self._reported_by.items():
             share, most, window = test.over_at
-            over_R |= reported_R & (self._num_above(test, share, window) <= most)
-        return [int(rank) for rank in np.flatnonzero(over_R)]
+            if reported_R.any():
+                over.update(np.flatnonzero(reported_R & (self._num_above(test, share, window) <= most)).tolist())
+        return sorted(over)
 
     def _end(self, rank: int) -> Over:
         for reported_R in self._reported_by.values():
             reported_R[rank] = False
         for mean in self._windows[_OF_MEANS]:  # they would report it again for what is over
-            mean.excess_PR[:, rank] = 0.0
+            mean.forget(rank)
         return Over(rank, float(self._stretch_ms_R[rank]) / 1e3)
 
     def _begin(self, rank: int, test: _Test, share: float, window: int) -> Slow:

@@ -3,6 +3,9 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from paceline.base import units
 from paceline.record.balance import Balance, speeds
@@ -23,25 +26,27 @@ class Totals:
         self.num_steps = 0
         self.num_tokens = 0
         self._sums: dict[str, float] = defaultdict(float)
-        self._parts: dict[str, list[float]] = {}
-        self._lists: dict[str, list[float]] = {}
+        self._parts: dict[str, Any] = defaultdict(float)  # sums by rank
+        self._lists: dict[str, Any] = defaultdict(float)
 
     def add(self, row: StepRow) -> None:
         self.num_steps += 1
         for name, value in vars(row).items():
             if isinstance(value, int | float):
                 self._sums[name] += value
-        _add(self._lists, {name: value for name, value in vars(row).items() if isinstance(value, list)})
-        _add(self._parts, row.parts())
+            if name.startswith("rank_"):
+                self._lists[name] += np.asarray(value)
+        for part, by_rank in row.parts().items():
+            self._parts[part] += by_rank
         self.num_tokens += round(row.tokens_per_s * row.step_ms / 1e3)
 
     def mean_parts(self) -> dict[str, list[float]]:
         """Returns part -> milliseconds by rank, mean over the steps."""
-        return {part: [ms / max(1, self.num_steps) for ms in by_rank] for part, by_rank in self._parts.items()}
+        return {part: (by_rank / max(1, self.num_steps)).tolist() for part, by_rank in self._parts.items()}
 
     def balance(self) -> Balance | None:
         """Returns how the ranks divided the work; None without steps."""
-        lists = {name: [value / self.num_steps for value in values] for name, values in self._lists.items()}
+        lists = {name: (by_rank / self.num_steps).tolist() for name, by_rank in self._lists.items()}
         return speeds([{**lists, "step_ms": self.mean("step_ms"), "tokens_per_s": self.tokens_per_s}] if lists else [])
 
     @property
@@ -55,12 +60,6 @@ class Totals:
     def mean(self, name: str) -> float:
         """Returns the mean of a numeric field of StepRow over the steps."""
         return self._sums[name] / max(1, self.num_steps)
-
-
-def _add(sums: dict[str, list[float]], values: Mapping[str, Sequence[float]]) -> None:
-    for name, by_rank in values.items():
-        so_far = sums.get(name, [0.0] * len(by_rank))
-        sums[name] = [before + value for before, value in zip(so_far, by_rank, strict=True)]
 
 
 def where_time_went(console: Console, totals: Totals, rate: Rate | None, num_ranks: int) -> None:

@@ -24,6 +24,7 @@ from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import load, retention
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.steps import folder_name, list_steps
 from paceline.record.console import print_error
 from paceline.replica import contents
 from paceline.replica.folder import CheckpointFolder
@@ -120,11 +121,11 @@ class Checkpoints(CheckpointFolder):
             take_rounding_of_rank_0([*states[1].values(), *buffers], self._group, self.world.device)
         content = f"{self._require_equal(states[1])} {states[0]}"
         facts = {"val_loss": None if val_loss is None else float(val_loss), "content": zlib.crc32(content.encode())}
-        is_outdated = self.world.is_main and self._is_outdated(facts)
+        is_there = self.world.is_main and self._is_saved(facts)
         # Also a barrier: a writer removes files that look unfinished.
-        (replaces,), *_ = self._group.share_integers([int(is_outdated)])
-        self.begin(self._main.num_steps, facts, states, bool(replaces))
-        self.saver.wait_copied()  # after this the script may change anything in place
+        if not self._group.share_integers([int(is_there)])[0][0]:
+            self.begin(self._main.num_steps, facts, states)
+            self.saver.wait_copied()  # after this the script may change anything in place
 
     def restore(self) -> int | None:
         """Restores all objects, the data position and the random generators from the newest complete checkpoint,
@@ -176,14 +177,16 @@ class Checkpoints(CheckpointFolder):
             if outcome.problem:
                 print_error(f"the checkpoint of step {outcome.step} could not be saved: {outcome.problem}")
 
-    def _is_outdated(self, facts: Mapping[str, Any]) -> bool:
-        """Whether this step was saved before with other values. If with the same, records the validation loss there."""
+    def _is_saved(self, facts: Mapping[str, Any]) -> bool:
+        """Whether there is a checkpoint of this step with the same values: restored, or saved before. Then its
+        validation loss is recorded, and it is the latest."""
         step = self._main.num_steps
         with contextlib.suppress(mf.Damaged, OSError):
-            if mf.read_manifest(self.checkpoints / mf.folder_name(step)).get("content") != facts["content"]:
+            if mf.read_manifest(self.checkpoints / folder_name(step)).get("content") == facts["content"]:
+                retention.point(self.checkpoints, "latest", folder_name(step))  # a crash may have come before
+                if facts["val_loss"] is not None:
+                    retention.mark(self.checkpoints, step, facts["val_loss"])
                 return True
-            if facts["val_loss"] is not None:
-                retention.mark(self.checkpoints, step, facts["val_loss"])
         return False
 
     def _require_own(self) -> None:
@@ -193,7 +196,7 @@ class Checkpoints(CheckpointFolder):
         if self._is_own:
             return
         self.world.calls.record("Checkpoints.save")
-        steps = self._group.broadcast_json(mf.list_steps(self.checkpoints) if self.world.is_main else [])
+        steps = self._group.broadcast_json(list_steps(self.checkpoints) if self.world.is_main else [])
         if steps:
             raise mistake(
                 f"{self.checkpoints} holds checkpoints of another run, up to step {steps[-1]}, which this "

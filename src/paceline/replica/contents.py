@@ -21,6 +21,7 @@ from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.checkpoint.encode import decode, encode
 from paceline.checkpoint.manifest import Kind
+from paceline.checkpoint.shards import dtype_of
 from paceline.optim.optimizer import ParamSlice
 from paceline.replica import generators
 from paceline.replica.mistakes import plain
@@ -184,7 +185,7 @@ class ReplicaContents:
                     wanted[Slice(name, part.start, part.stop)] = part, optimizer, key, tuple(part.parameter.shape)
                 else:
                     wanted[Slice(name, 0, math.prod(shape))] = part, optimizer, key, shape
-        flats = receive("optimizer", {item: dtype_of(stored[item.name]) for item in wanted})
+        flats = receive("optimizer", {item: dtype_of(stored[item.name]["dtype"]) for item in wanted})
         for item, (part, optimizer, key, shape) in wanted.items():
             tensor = like(part.parameter, flats.pop(item).to(part.parameter.device).view(shape))
             state = optimizer.state.setdefault(part.parameter, {})
@@ -217,7 +218,7 @@ class ReplicaContents:
 
         def fetch(keys: Collection[str]) -> dict[str, torch.Tensor]:
             items = {key: Slice(names[key], 0, math.prod(stored[names[key]]["shape"])) for key in keys}
-            flats = receive("optimizer", {item: dtype_of(stored[item.name]) for item in items.values()})
+            flats = receive("optimizer", {item: dtype_of(stored[item.name]["dtype"]) for item in items.values()})
             return {key: flats[item] for key, item in items.items()}
 
         told = {key.removeprefix(self.prefix): number for key, number in numbers.items() if key.startswith(self.prefix)}
@@ -272,11 +273,6 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _position(share: Share, begun: BegunFrom | None) -> dict[str, Any]:
     """The data position at the beginning of the current step, or now."""
     return begun.position if begun is not None and begun.batches is share else share.state_dict()
-
-
-def dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec["dtype"])
-    return dtype
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

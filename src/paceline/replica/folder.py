@@ -17,15 +17,18 @@ from paceline.base.units import listed
 from paceline.checkpoint import load, retention
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
-from paceline.checkpoint.shards import can_store
-from paceline.checkpoint.writers import find_writers, open_saver
+from paceline.checkpoint.manifest import tensors as tensors_of
+from paceline.checkpoint.save import Saver
+from paceline.checkpoint.shards import CODES
+from paceline.checkpoint.writers import find_writers
 from paceline.replica import contents, generators
-from paceline.replica.contents import ReplicaContents, dtype_of
+from paceline.replica.contents import ReplicaContents
 from paceline.replica.mistakes import warn
 from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
+from paceline.world.group import SideChannel
 
 _States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
 
@@ -59,13 +62,17 @@ class CheckpointFolder:
         self.writers, token = find_writers(self._group, folder)
         self._everyone_sees = len(self.writers) == self.world.world_size
         self._shards_state = any(replica.sync.shards_state for replica in replicas.values())
-        self.saver = open_saver(
-            self._group,
+        # Ranks that hold state that no other has, and do not see the folder, send theirs to rank 0.
+        senders = [rank for rank in range(self._group.size) if rank not in self.writers] if self._shards_state else []
+        ranks = [*self.writers, *senders]
+        self.saver = Saver(
             self.checkpoints,
             config,
-            self.writers,
-            token,
-            is_sharded=self._shards_state,
+            ranks.index(self._group.rank) if self._group.rank in ranks else None,
+            len(ranks),
+            token=token,
+            channel=SideChannel() if senders else None,
+            senders=senders,
             before_publishing=lambda: self.before_publishing(),
         )
         for replica in replicas.values():
@@ -73,10 +80,9 @@ class CheckpointFolder:
 
     # ---- save ----
 
-    def begin(self, step: int, facts: Mapping[str, Any], states: _States | None = None, replaces: bool = False) -> None:
+    def begin(self, step: int, facts: Mapping[str, Any], states: _States | None = None) -> None:
         """Starts a save as of this step, with facts at the top of the manifest; no other may be under way. Collective.
-        states: of the other objects, if known. replaces: see Saver.begin. Raises UserError on all ranks if something
-        cannot be saved."""
+        states: of the other objects, if known. Raises UserError on all ranks if something cannot be saved."""
         objects, extras = self._states_of_others() if states is None else states
         parts: dict[Kind, dict[Slice, torch.Tensor]] = {"weights": {}, "optimizer": {}, "extra": {}}
         shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in extras.items()}
@@ -108,7 +114,7 @@ class CheckpointFolder:
             "generators": texts[:1] if len(set(texts)) == 1 else texts,
         }
         shapes = {name: tuple(shape) for row in by_rank for name, shape in row["shapes"].items()}
-        self.saver.begin(step, parts, shapes, manifest, replaces=replaces)
+        self.saver.begin(step, parts, shapes, manifest)
 
     def _gather_facts(
         self, shapes: Mapping[str, Any], numbers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
@@ -116,7 +122,7 @@ class CheckpointFolder:
         """Returns the facts of each rank's state. Collective. Raises UserError on all if a state cannot be saved."""
         states: generators.States | None = generators.states(self.world.device)
         problems = [each.replica.updates.not_kept() for each in self._replicas.values()]
-        problems += [f"{name} is of {dtype}" for name, dtype in dtypes.items() if not can_store(dtype)]
+        problems += [f"{name} is of {dtype}" for name, dtype in dtypes.items() if dtype not in CODES]
         if any(each.replica.sources.unnamed() for each in self._replicas.values()):
             problems.append(
                 "the position of the batches that replica.step is given has no name (write "
@@ -191,9 +197,9 @@ class CheckpointFolder:
                 each.take_weights(receive, kept)
                 each.take_state(receive, stored["optimizer"], manifest["numbers"])
                 each.take_private_state(receive, stored["optimizer"], manifest["numbers"], kept)
-            extras = {Slice(n, 0, math.prod(spec["shape"])): dtype_of(spec) for n, spec in stored["extra"].items()}
-            flats = receive("extra", extras)
-            tensors = {item.name: flat.view(stored["extra"][item.name]["shape"]) for item, flat in flats.items()}
+            extras = tensors_of(manifest, "extra")
+            flats = receive("extra", {Slice(n, 0, math.prod(shape)): dtype for n, (shape, dtype) in extras.items()})
+            tensors = {item.name: flat.view(extras[item.name][0]) for item, flat in flats.items()}
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"{path} does not fit these models and optimizers: {error}", reach="world") from error
         for name, each in self._replicas.items():

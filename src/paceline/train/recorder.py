@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
-import math
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch.profiler
 
 from paceline.base import units
@@ -15,11 +16,11 @@ from paceline.model import cost
 from paceline.record.balance import listed
 from paceline.record.console import Console, rate
 from paceline.record.folder import RunFolder
-from paceline.record.rows import EvalRow, StepRow
+from paceline.record.rows import MOST_LISTED, EvalRow, StepRow
 from paceline.record.stragglers import Over, Stragglers
 from paceline.record.summary import Totals
 from paceline.replica.balance import Change
-from paceline.replica.result import StepResult, Trouble
+from paceline.replica.result import StepResult, StepTimes, Trouble
 from paceline.train.progress import Progress
 from paceline.train.resolve import Settings
 from paceline.world.runtime import World
@@ -69,7 +70,8 @@ class Recorder:
 
     def evaluated(self, row: EvalRow) -> None:
         self.evaluation = row
-        self._append(row)
+        if self._world.is_main:
+            self._folder.append_metrics(row.recorded())
         self._console.say(f"step {row.step}: {shown(row)}")
 
     @contextlib.contextmanager
@@ -98,22 +100,23 @@ class Recorder:
 
     def _record(self, row: StepRow) -> None:
         if row.step % self._config.log.every == 0:
-            self._append(row)
+            self._folder.append_metrics(row.recorded(self.stragglers.reported))
+        if row.world_size > MOST_LISTED and row.step % self._config.log.ranks_every == 0:
+            self._folder.append_ranks({"step": row.step, **row.lists()})
         if self.totals.has_warmed_up and row.step != self._config.train.profile:
             self.totals.add(row)
             self._report_stragglers(row)
         self.totals.has_warmed_up = True
 
     def _row(self, progress: Progress, result: StepResult, sequences: list[int], lr: float) -> StepRow:
-        times, by_rank = result.times, result.by_rank
-        step_ms = times.step_ms
+        times, step_ms = result.times, result.times.step_ms
+        times_RT = np.fromiter(itertools.chain.from_iterable(result.by_rank), float).reshape(-1, len(times))
+        ranks: Any = StepTimes(*times_RT.T)  # arrays by rank
         tokens_per_s = self._settings.tokens_per_step / step_ms * 1e3
         flops_per_s = tokens_per_s * cost.flops_per_token(self._config.model, self._config.data.seq_len)
         # Of rank 0, from its part of the all-gather to the end of the step, without waits: other ranks did the same.
-        own = by_rank[self._world.rank]
+        own = result.by_rank[self._world.rank]
         after_ms = max(0.0, (step_ms - times.exposed_comm_ms) - (own.step_ms - own.exposed_comm_ms))
-        waited_ms = [max(0.0, step_ms - after_ms - each.step_ms) for each in by_rank]
-        ranks: dict[str, Any] = {f"rank_{name}": [getattr(each, name) for each in by_rank] for name in _BY_RANK}
         return StepRow(
             step=progress.step,
             loss=result.loss,
@@ -127,9 +130,9 @@ class Recorder:
             other_ms=step_ms - times.compute_ms - times.exposed_comm_ms - times.optim_ms,
             world_size=self._world.world_size,
             rank_sequences=sequences,
-            rank_exposed_comm_ms=[each.exposed_comm_ms + ms for each, ms in zip(by_rank, waited_ms, strict=True)],
+            rank_exposed_comm_ms=ranks.exposed_comm_ms + np.maximum(0.0, step_ms - after_ms - ranks.step_ms),
+            **{f"rank_{name}": getattr(ranks, name) for name in _BY_RANK},
             **{**times._asdict(), "comm_bytes": round(times.comm_bytes)},
-            **ranks,
         )
 
     def _report_stragglers(self, row: StepRow) -> None:
@@ -152,17 +155,6 @@ class Recorder:
             return progress.elapsed_s * max(0.0, 1 / self._settings.share_done(progress) - 1)
         mean_ms = self.totals.mean("step_ms") if self.totals.num_steps else step_ms
         return (self._settings.num_steps - progress.step) * mean_ms / 1e3
-
-    def _append(self, row: StepRow | EvalRow) -> None:
-        if self._world.is_main:
-            # JSON has no NaN or infinity, and most readers fail on them: null.
-            values = dataclasses.asdict(row).items()
-            self._folder.append_metrics(
-                {
-                    name: None if isinstance(value, float) and not math.isfinite(value) else value
-                    for name, value in values
-                }
-            )
 
 
 def shown(row: EvalRow) -> str:

@@ -42,7 +42,7 @@ class Saves:
         self.any_rank_saving = False  # as of the last step's all-gather
         self._due: list[int] = []  # steps whose save is due, and waits for the one that is under way
         self._saved_at_s = setup.progress.elapsed_s  # training time at the start of the last save
-        self._saved_step = setup.progress.step  # of the newest checkpoint
+        self._saved_step = self._restored_step = setup.progress.step  # of the newest checkpoint; 0: of none
         self._best: tuple[int, float] | None = None  # step and loss of the best one, while it is written
 
     def save_if_due(self) -> None:
@@ -158,10 +158,12 @@ class Saves:
         with self._disk_timeout():
             self._finish()
             self.report()
-            self._begin(progress)
-            self._finish()
-            outcome = self.report(is_again)
-            own = outcome.problem if outcome else "its writer did not finish"
+            own: str | None = None
+            if not progress.step or progress.step != self._restored_step:  # else it is there, and every byte was read
+                self._begin(progress)
+                self._finish()
+                outcome = self.report(is_again)
+                own = outcome.problem if outcome else "its writer did not finish"
             # Not before: if this save fails, a resume needs the later ones.
             if own is None and self._setup.world.is_main and progress.step < self._progress.step:
                 with contextlib.suppress(OSError):  # then a resume begins at a later one

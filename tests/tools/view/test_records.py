@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from paceline.base.errors import UserError
 from paceline.tools.view.findings import restarts, slow_stretches, straggler_cost_s
+from paceline.tools.view.measures import newest_rows
 from paceline.tools.view.read import MOST_COLUMNS, RankHistory, Run, buckets, in_buckets, last_of
 from paceline.tools.view.report import make_page
 from paceline.tools.view.view import RunView, view_of
@@ -121,6 +122,16 @@ def test_slowness_is_against_the_lower_median_of_the_ranks_there_are(tmp_path: P
     means, _ = read(tmp_path, [row(step, rank_compute_ms=ms) for step, ms in enumerate(work, 1)]).ranks.slowness()
     expected = [[0, 2, np.nan], [0, 0, 1], [0, np.nan, 0]]
     assert np.array_equal(np.array(means), expected, equal_nan=True)
+
+
+def test_lists_of_a_large_world_come_from_ranks_jsonl(tmp_path: Path) -> None:
+    run = Run(folder(tmp_path / "run", [row(step, world_size=9, tokens_per_s=1.0) for step in range(1, 5)]))
+    lists = [{"step": step, "rank_compute_ms": [1.0] * 8 + [3.0]} for step in (2, 4)]
+    run.folder.ranks.write_text("".join(json.dumps(line) + "\n" for line in lists))
+    run.read()
+    assert run.ranks.steps == [2, 4]
+    assert run.ranks.slowness()[1][0] == [0.0] * 8 + [2.0]
+    assert [len(row["rank_compute_ms"]) for row in newest_rows(run)] == [9, 9]
 
 
 def test_the_history_of_ranks_is_bounded_and_keeps_its_ends_and_extremes() -> None:

@@ -38,7 +38,7 @@ def only_steps(config: Config, steps: int, **train: Any) -> Config:
     config = config.replace("train", steps=steps, eval_every=-1, init_from="", **dict.fromkeys(zero, 0), **train)
     config = config.replace("parallel", check_every=0)
     config = config.replace("checkpoint", every=0, every_s=0.0, keep_best=False)
-    return config.replace("log", every=1).replace("track", to="")
+    return config.replace("log", every=1, ranks_every=1).replace("track", to="")
 
 
 def in_turn(todo: Sequence[T], rounds: int, console: Console, describe: Callable[[T], str]) -> Iterator[T]:
@@ -155,8 +155,9 @@ def reason(log: Path) -> str:
 
 
 def training_rows(run: Path) -> list[dict[str, Any]]:
-    """Returns the steps' rows of metrics.jsonl, in order; none if there is no such file."""
-    return [row for row in rows(run / "metrics.jsonl") if row and "loss" in row]
+    """Returns the steps' rows of metrics.jsonl and ranks.jsonl, in order; none if there is no such file."""
+    by_rank = {row["step"]: row for row in rows(run / "ranks.jsonl") if row}
+    return [row | by_rank.get(row["step"], {}) for row in rows(run / "metrics.jsonl") if row and "loss" in row]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -126,7 +126,8 @@ def _values(row: Row) -> dict[str, float | str]:
         if name != "step" and math.isfinite(number(value)):
             group = "eval" if "val_loss" in row else "time" if name.endswith("_ms") else "train"
             values[f"{group}/{name}"] = value
-    by_rank = row.get("rank_compute_ms")
+    spread = row.get("least_median_most")
+    by_rank = row.get("rank_compute_ms", spread.get("compute_ms") if isinstance(spread, dict) else None)
     known = [ms for ms in map(number, by_rank) if math.isfinite(ms)] if isinstance(by_rank, list) else []
     if len(known) > 1:
         values |= {"time/slowest_rank_compute_ms": max(known), "time/fastest_rank_compute_ms": min(known)}

@@ -104,6 +104,7 @@ def parts_text(run: Run) -> str:
 def newest_rows(run: Run) -> list[Row]:
     """Returns the rows that describe ranks as they are now: those of the run's rate, at its newest world size."""
     rows = usual_rows(list(run.recent), run.events)
+    rows = [row for row in rows if work_ms(row)] or rows  # in a large world few rows have lists by rank
     return [row for row in rows if row.get("world_size") == rows[-1].get("world_size")]
 
 

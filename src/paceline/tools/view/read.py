@@ -81,6 +81,7 @@ class Run:
     def read(self) -> bool:
         """Reads what is new; returns whether anything is."""
         is_new = _follow(self._metrics, self._begin_rows, self._add_row)
+        is_new |= _follow(self._rank_rows, lambda: None, self._add_ranks)
         is_new |= _follow(self._log, self._begin_events, self._add_event)
         if not self.config and (config := read_config(self.folder.config)):
             self.config, self.num_parameters = config, self._count_parameters(self.folder.path)
@@ -97,6 +98,7 @@ class Run:
         self.ranks = RankHistory()
         self.recent: deque[Row] = deque(maxlen=NUM_ROWS + 2)  # of which two may be unusual
         self._num_bad_rows = 0
+        self._rank_rows = Tail(self.folder.ranks)  # of a world of more ranks than a row of metrics.jsonl lists
 
     def _add_row(self, row: Row) -> None:
         step = number(row.get("step"))
@@ -121,6 +123,15 @@ class Run:
         self.steps.append(row | {"seconds": seconds, "wait_ms": max(known, default=math.nan) - usual_ms})
         if len(work) > 1:
             self.ranks.add(step, [_slower(ms, usual_ms) for ms in work], by_rank(row, "rank_sequences"))
+
+    def _add_ranks(self, row: Row) -> None:
+        step, work = number(row.get("step")), work_ms(row)
+        if step >= 0 and work:
+            self.ranks.cut(step)
+            self.ranks.add(step, [_slower(ms, median_low(work)) for ms in work], by_rank(row, "rank_sequences"))
+            for recent in self.recent:
+                if recent["step"] == step:
+                    recent.update(row)
 
     def _begin_events(self) -> None:
         self.events: list[Row] = []  # each has an `event`, a text
