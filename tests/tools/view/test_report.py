@@ -266,7 +266,7 @@ def test_runs_with_little_in_them_have_a_page_all_the_same(tmp_path: Path) -> No
     kinds = {
         "none": ([], "No step is recorded yet."),
         "bare": ([bare], "Loss went from 2.00 to 2.00"),
-        "older": ([older, older | {"step": 2}], "Rank 1 was slow in steps 2 to 2. Were each step's slowest rank"),
+        "older": ([older, older | {"step": 2}], "Rank 1 was slow in steps 2 to 2."),
         "endless": ([older | {"step": step, "step_ms": 1.7e308} for step in (1, 2, 3)], "Loss went from 2.00 to 2.00"),
         "unknown": ([dict.fromkeys(older, None) | {"step": 1}], "No step has a finite loss"),
         "still": ([dict.fromkeys(older, 0) | {"step": 1}], "Loss went from 0.00 to 0.00"),

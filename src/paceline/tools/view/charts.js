@@ -213,7 +213,7 @@ class Chart {
         y: { distr: isLog ? 3 : 1, range: (plot) => this.span(plot.scales.x.min ?? -Infinity, plot.scales.x.max ?? Infinity) },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 30, space: 64, values: (_, at) => at.map(xAxis() === "seconds" ? duration : tick), splits: xAxis() === "seconds" ? (_, __, low, high) => clockMarks(low, high, this.place.clientWidth / 90) : undefined },
+        { ...axis, grid: { show: false }, size: 30, space: 64, incrs: WHOLE_STEPS, values: (_, at) => at.map(xAxis() === "seconds" ? duration : tick), splits: xAxis() === "seconds" ? (_, __, low, high) => clockMarks(low, high, this.place.clientWidth / 90) : undefined },
         { ...axis, size: 54, space: 34, values: (_, at) => at.map(tick), ...(isLog ? { splits: marks, filter: (_, at) => at } : {}) },
       ],
       cursor: {
@@ -308,6 +308,9 @@ class Chart {
     this.label(at);
   }
 }
+
+// 1, 2, 5, 10, ...: there is no half step.
+const WHOLE_STEPS = Array.from({ length: 48 }, (_, index) => Number(`${[1, 2, 5][index % 3]}e${Math.floor(index / 3)}`));
 
 function logMarks(low, high) {
   const found = [];

@@ -72,7 +72,8 @@ def update_text(run: Run) -> str:
         )
     if len(known_norms):
         at, clip = int(np.nanargmax(norms)), number(run.config.get("optim.grad-clip"))
-        clipped = f"; {(known_norms > clip).mean():.0%} of the steps are clipped to {clip:g}" if clip > 0 else ""
+        clipped_frac = (known_norms > clip).mean() if clip > 0 else 0.0
+        clipped = f"; {clipped_frac:.0%} of the steps are clipped to {clip:g}" if clipped_frac else ""
         said.append(
             f"The gradient norm before clipping is {np.median(known_norms):.3g} in the median and largest in step "
             f"{steps[at]:,.0f} with {norms[at]:.3g}{clipped}."
@@ -119,7 +120,7 @@ def ranks_text(run: Run, stretches: Sequence[Slow]) -> str:
     usual = usual_steps(run)
     num_steps = np.diff(run.steps["step"], prepend=0)
     wait_s = float(np.nansum((run.steps["wait_ms"] * num_steps)[usual])) / 1e3
-    if wait_s > 0:
+    if wait_s >= 0.05:  # is shown as 0.1 s
         less = f"training would take {units.duration(wait_s)} less."
         said += f" Were each step's slowest rank as fast as its median one, {less}"
     if is_uneven(run):
