@@ -157,7 +157,7 @@ def _scaling(arguments: list[str]) -> int:
         console.say(remark, style="bold")
     for kind, rows in tables.items():
         console.say(scaling_show.terminal_table(setup, kind, rows))
-    console.say(scaling_show.legend(setup) + "\n", style="dim")
+    console.say(scaling_show.LEGEND + "\n", style="dim")
     shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json}
     for name, shape in shapes.items():
         if path := getattr(parsed, name):

@@ -25,17 +25,12 @@ _COLUMNS = (
     *("computed", "all-reduce", "exposed", "spread", "sequences", "idle, %"),
 )
 LEGEND = (
-    "MB sent: by a rank in a step. computed: these at the measured bandwidth of the link; all-reduce: a collective was "
-    "under way; exposed: a rank stood still for it; spread: between the first rank and the last to have their "
-    "gradients. Milliseconds a step."
-)
-_IDEAL_OF_RANKS = (
     "of ideal: of as many single ranks as there are, each with the same threads on cores of its own; it is machine "
-    "(what as many separate runs at once reach) times sync (what being one world costs on top). "
-)
-_IDEAL_OF_HOSTS = (
-    "of ideal: of the tokens/s of hosts that exchange nothing. sequences, and idle: waiting for other ranks or for the "
-    "network, by rank. "
+    "(what as many separate runs at once reach) times sync (what being one world costs on top). With --cpu or "
+    "--compare: of hosts that exchange nothing. MB sent: by a rank in a step. computed: a rank's bytes at the measured "
+    "bandwidth of the link; all-reduce: a collective was under way; exposed: a rank stood still for it; spread: from "
+    "the first rank to the last to have their gradients. idle: waiting for other ranks or for the network. "
+    "Milliseconds a step."
 )
 
 
@@ -116,10 +111,6 @@ def terminal_table(setup: Setup, kind: Kind, rows: Sequence[Row]) -> rich.table.
     return table(_title(setup, kind), columns, cells)
 
 
-def legend(setup: Setup) -> str:
-    return (_IDEAL_OF_HOSTS if setup.variants else _IDEAL_OF_RANKS) + LEGEND
-
-
 def _filled(rows: Sequence[Row]) -> list[list[str]]:
     """Returns the names of the columns that have a value in some row, and the cells below them."""
     cells = list(map(_cells, rows))
@@ -140,15 +131,18 @@ def _cells(row: Row) -> list[str]:
     label = row.label + (" *" if row.shares_cores else "")
     if row.problem:
         return [label, "not measured", *[""] * (len(_COLUMNS) - 2)]
-    fractions = ["" if f is None else f"{f:.1%}" for f in (row.efficiency, row.machine, row.synchronisation)]
+    is_variant = row.kind == "variants"
+    shown = "{:.1%}".format if is_variant else "{:.0%}".format
+    fractions = ["" if f is None else shown(f) for f in (row.efficiency, row.machine, row.synchronisation)]
     cells = [label, f"{row.tokens_per_s:,.0f}", *fractions, f"{row.step_ms:.1f}"]
-    sequences = ", ".join(map(str, row.sequences)) if row.kind == "variants" else ""
+    sequences = ", ".join(map(str, row.sequences)) if is_variant else ""
     if not row.comm_bytes:
         return [*cells, *[""] * 5, sequences, ""]
     computed = "" if row.computed_comm_ms is None else f"{row.computed_comm_ms:.1f}"
     exposed = f"{row.exposed_ms:.1f} ({row.exposed_frac:.0%})"
-    idle = ", ".join(f"{100 * frac:.0f}" for frac in row.idle_frac) if row.kind == "variants" else ""
-    cells += [f"{row.comm_bytes / 1e6:.1f}", computed, f"{row.comm_ms:.1f}", exposed, f"{row.spread_ms:.1f}"]
+    idle = ", ".join(f"{100 * frac:.0f}" for frac in row.idle_frac) if is_variant else ""
+    sent = f"{row.comm_bytes / 1e6:.1f}" if is_variant else ""
+    cells += [sent, computed, f"{row.comm_ms:.1f}", exposed, f"{row.spread_ms:.1f}"]
     return [*cells, sequences, idle]
 
 
