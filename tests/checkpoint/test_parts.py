@@ -112,7 +112,7 @@ def test_parts_that_make_no_whole_make_no_checkpoint(tmp_path: Path, parts: list
 
 
 def test_a_dict_comes_back_with_the_keys_that_it_had() -> None:
-    state = {(0, 1): 5, (("a", 2), None): {3: [1]}, 0.5: "half", True: None}
+    state = {(0, 1): 5, (("a", 2), None): {3: [1]}, 0.5: "half", True: {"(tensor)": 1}, "c": {"(key, value)": []}}
     assert decode(*encode(state, "x")) == state
 
 

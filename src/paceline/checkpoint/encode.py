@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_PAIRS = "(key, value)"  # a dict with keys that are not strings, such as MultiStepLR's; JSON has only strings
+_PAIRS = "(key, value)"  # a dict with keys that JSON has not, such as MultiStepLR's, or that are one of these marks
 _TENSOR, _ARRAY = "(tensor)", "(array)"  # a tensor or numpy array, by the name it is stored under
 
 
@@ -49,7 +49,8 @@ def _encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return value.item()
     if isinstance(value, Mapping):
         pairs = [(key, _encoded(item, f"{name}.{key}", tensors)) for key, item in value.items()]
-        return dict(pairs) if all(isinstance(key, str) for key in value) else {_PAIRS: pairs}
+        is_plain = all(isinstance(key, str) and key not in (_PAIRS, _TENSOR, _ARRAY) for key in value)
+        return dict(pairs) if is_plain else {_PAIRS: pairs}
     if isinstance(value, list | tuple):
         return [_encoded(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
     return value

@@ -65,7 +65,7 @@ class Console:
 
     def __init__(self, rank: int):
         self.rank = rank
-        self._log: TextIO | None = None
+        self.log_file: TextIO | None = None  # this rank's log, once it is open
         self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._progress: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
@@ -81,7 +81,7 @@ class Console:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             opener = partial(os.open, mode=0o600)
-            self._log = open(path, "a", buffering=1, encoding="utf-8", opener=opener)  # noqa: SIM115
+            self.log_file = open(path, "a", buffering=1, encoding="utf-8", opener=opener)  # noqa: SIM115
         except OSError as error:
             raise UserError(
                 f"cannot write the log of this rank, {path}: {error.strerror}; make room for it", reach="rank"
@@ -92,28 +92,23 @@ class Console:
             sys.stdout.flush()
             sys.stderr.flush()
             _terminal_fd = os.dup(2)
-            os.dup2(self._log.fileno(), 1)
-            os.dup2(self._log.fileno(), 2)
-
-    @property
-    def log_file(self) -> TextIO | None:
-        """This rank's log, once it is open."""
-        return self._log
+            os.dup2(self.log_file.fileno(), 1)
+            os.dup2(self.log_file.fileno(), 2)
 
     def say(self, text: str | rich.table.Table = "", style: str = "") -> None:
         """Prints on rank 0, and writes to every rank's log. Brackets are no markup; control characters are escaped."""
         shown = Text(printable(text), style) if isinstance(text, str) else text
         if self.rank == 0:
             self._show(shown)
-        if self._log is not None:
+        if self.log_file is not None:
             with contextlib.suppress(OSError):  # a full disk does not stop training
-                self._log.write(plain(shown))
+                self.log_file.write(plain(shown))
 
     def log(self, text: str) -> None:
         """Writes a line to this rank's log only."""
-        if self._log is not None:
+        if self.log_file is not None:
             with contextlib.suppress(OSError):
-                self._log.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
+                self.log_file.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
 
     def _show(self, what: Text | rich.table.Table, soft_wrap: bool = False) -> None:
         """Prints to the terminal, pipe or file; stops printing once that fails."""
@@ -235,8 +230,3 @@ def facts(rows: list[tuple[str, str]]) -> rich.table.Table:
     for name, text in rows:
         grid.add_row(Text(name), Text(printable(text)))  # Text: brackets in a path are no markup
     return grid
-
-
-def rate(tokens_per_s: float) -> str:
-    """Formats tokens per second."""
-    return f"{units.count(round(tokens_per_s))} tok/s"

@@ -14,7 +14,7 @@ from paceline.base import units
 from paceline.base.files import set_mode
 from paceline.model import cost
 from paceline.record.balance import listed
-from paceline.record.console import Console, rate
+from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 from paceline.record.rows import MOST_LISTED, EvalRow, StepRow
 from paceline.record.stragglers import Over, Stragglers
@@ -60,7 +60,7 @@ class Recorder:
         self._console.advance(
             self._settings.share_done(progress),
             f"step {step}" if num_steps is None else f"step {step}/{num_steps}",
-            f"loss {result.loss:.3f}{validation}  {rate(tokens_per_s)}  ETA {left}",
+            f"loss {result.loss:.3f}{validation}  {units.count(round(tokens_per_s))} tok/s  ETA {left}",
         )
 
     def rebalanced(self, step: int, change: Change, before: list[int]) -> None:
