@@ -21,10 +21,9 @@ import rich.table
 import torch
 from side import show, show_header
 
-from paceline.data.blend import Blend
 from paceline.data.loader import Loader
+from paceline.data.mixture import Blend, Sequences
 from paceline.data.plan import BatchPlan
-from paceline.data.sequences import Sequences
 from paceline.record.console import Console, table
 
 BATCH, SEQ_LEN, VOCAB = 8, 1024, 50257

@@ -467,10 +467,10 @@ def test_an_id_beyond_the_vocabulary_is_refused_at_open(place: Path, data: Path)
 
 def test_a_mixture_of_two_tokenizers_is_refused(place: Path, made: Path, data: Path) -> None:
     shutil.copytree(made / "trained", place / "trained")
-    says = ("data was made with the tokenizer of sha256", "trained with", "can not be mixed", "prepare one")
+    says = ("data was made with the tokenizer of sha256", "trained with", "cannot be mixed", "prepare one")
     refused(place, *TRAIN, "--data.mix", "data=1", "trained=1", "--out", "run", says=says, alone=True)
     assert not (place / "run").exists()
-    says = ("less than a millionth",)
+    says = ("below a millionth",)
     refused(place, *TRAIN, "--data.mix", "data=1", "data=1e-9", "--out", "run", says=says, alone=True)
 
 

@@ -12,8 +12,8 @@ import pytest
 from small_data import prepare_small
 
 from paceline.base.errors import UserError
-from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset, is_dataset
+from paceline.data.mixture import Blend
 
 TEXT = "To be, or not to be: that is the question.\nÉcoute.\n"
 
@@ -322,7 +322,7 @@ def test_foreign_tokens_are_mixed_with_prepared_ones_of_the_same_tokenizer(tmp_p
         llm_c(tmp_path / "web" / f"web_{split}_000.bin", [256, 1, 2, 3] * 5)
     folders = [(tmp_path / "web", 1.0), (small, 1.0)]
     with pytest.raises(
-        UserError, match=r"with an unknown one: if it is the same, say so .*--data.document-token-id 256"
+        UserError, match=r"with an unknown tokenizer: if it is the same, say so .*--data.document-token-id 256"
     ):
         Blend.open(folders, 257)
     mixed = Blend.open(folders, 257, 256)

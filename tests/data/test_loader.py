@@ -15,12 +15,12 @@ from ranks import run_ranks
 from small_data import flat, prepare_small, sequence_ids
 
 from paceline.base.errors import UserError
-from paceline.data.blend import Blend
 from paceline.data.dataset import Dataset
 from paceline.data.loader import FixedBatches, Loader, MicroBatch, Prefetcher
+from paceline.data.mixture import Blend, Sequences
 from paceline.data.order import source_seed
+from paceline.data.packing import PackedRows, ensure_packing
 from paceline.data.plan import BatchPlan
-from paceline.data.sequences import PackedRows, Sequences, ensure_packing
 from paceline.data.tokenizer import Tokenizer, bytes_tokenizer
 
 SEQ_LEN = 4
@@ -91,12 +91,12 @@ def test_every_sequence_once_an_epoch_whatever_the_worlds(
     sequences = several[kind]
     by_size = {size: World(sequences, BatchPlan(global_batch, device_batch, size), seed) for size in {1, *worlds}}
     seen = []
-    for step in range(-(-2 * sum(part.num_sequences for part in sequences.parts) // global_batch)):
+    for step in range(-(-2 * sum(part.num_sequences for part in sequences.sources) // global_batch)):
         batches = by_size[worlds[step % len(worlds)]].rows(step)
         assert batches == by_size[1].rows(step)
         seen += [row for batch in batches for row in batch]
-    sources, _ = sequences.mixture.locate(np.arange(len(seen)))
-    for number, part in enumerate(sequences.parts):
+    sources = sequences.locate(0, np.arange(len(seen)))[:, 0]
+    for number, part in enumerate(sequences.sources):
         of_part = [row for row, source in zip(seen, sources.tolist(), strict=True) if source == number]
         whole = Counter(tuple(row) for row in part.read(range(part.num_sequences)).tolist())
         for begin in range(0, len(of_part) - part.num_sequences + 1, part.num_sequences):
@@ -149,7 +149,7 @@ def test_shares_that_change_between_steps_lose_no_sequence(
 
 def test_a_mixture_of_one_has_the_order_of_the_data_set_alone(one: Sequences) -> None:
     """This order never changes: who goes on with a run under a later paceline must see the same data."""
-    num_sequences = one.parts[0].num_sequences
+    num_sequences = one.sources[0].num_sequences
     expected = sequence_ids(7, 3 * 11, 11, num_sequences).tolist()
     stream = flat(NUMBERED)
     found = rows(Loader(one, BatchPlan(11, 4, 1), 0, 7).micro_batches(3))
@@ -161,7 +161,7 @@ def test_a_mixture_of_one_has_the_order_of_the_data_set_alone(one: Sequences) ->
 def test_sequences_are_located_some_steps_at_once_and_none_is_lost_between(one: Sequences) -> None:
     """4096 sequences at once are two steps of 2000: each border is met, forwards and back."""
     loader = Loader(one, BatchPlan(2000, 2000, 1), 0, 7)
-    num_sequences, stream = one.parts[0].num_sequences, flat(NUMBERED)
+    num_sequences, stream = one.sources[0].num_sequences, flat(NUMBERED)
     for step in (0, 1, 2, 3, 4, 3, 2, 9, 0):
         (batch,) = loader.micro_batches(step)
         ids = sequence_ids(7, step * 2000, 2000, num_sequences)
@@ -185,7 +185,7 @@ def test_a_rank_reads_its_own_sequences_and_nothing_else(
     sequences = Blend.open([(place / "one", 1.0)]).training(SEQ_LEN, cache=place)
     monkeypatch.setattr(os, "preadv", noting)
     plan = BatchPlan(11, 2, world_size)
-    ids = sequence_ids(7, 3 * 11, 11, sequences.parts[0].num_sequences)
+    ids = sequence_ids(7, 3 * 11, 11, sequences.sources[0].num_sequences)
     for rank in range(world_size):
         read.clear()
         Loader(sequences, plan, rank, 7).micro_batches(3)
@@ -212,7 +212,7 @@ def test_a_rank_may_get_none(one: Sequences) -> None:
 
 def test_a_batch_larger_than_an_epoch_runs_through_several(place: Path) -> None:
     sequences = Blend.open([(place / "one", 1.0)]).training(130, cache=place)
-    assert sequences.parts[0].num_sequences == 2
+    assert sequences.sources[0].num_sequences == 2
     found = rows(Loader(sequences, BatchPlan(7, 7, 1), 0, 0).micro_batches(0))
     assert [len(set(found[i : i + 2])) for i in (0, 2, 4)] == [2, 2, 2]
 
@@ -229,10 +229,10 @@ def test_a_stream_shorter_than_a_sequence_is_refused_at_once(place: Path) -> Non
 
 def test_fixed_sequences_are_spread_over_each_data_set_by_weight(place: Path) -> None:
     fixed = Blend.open([(place / "one", 1.0)]).training(SEQ_LEN, cache=place).fixed(4)
-    assert fixed.ids.tolist() == [0, 24, 48, 72]  # of 97
+    assert fixed[:, 1].tolist() == [0, 24, 48, 72]  # of 97
     mixed = Blend.open([(place / "one", 0.75), (place / "two", 0.25)]).validation(SEQ_LEN)
     fixed = mixed.fixed(8)  # of 12 and 7
-    assert (fixed.parts.tolist(), fixed.ids.tolist()) == ([0] * 6 + [1] * 2, [0, 2, 4, 6, 8, 10, 0, 3])
+    assert fixed.T.tolist() == [[0] * 6 + [1] * 2, [0, 2, 4, 6, 8, 10, 0, 3]]
     assert len(mixed.fixed(10**6)) == 12 + 7
     with pytest.raises(ValueError):
         mixed.fixed(0)
@@ -262,7 +262,7 @@ def test_rows_of_a_packing_are_beginnings_of_documents(place: Path) -> None:
     """Every row begins with one, has only whole documents but for the last, and no document is in two."""
     dataset = Dataset.open(place / "two")
     sequences = Blend([dataset], [1.0]).training(ROW_LEN, packing="bestfit", cache=place)
-    whole = sequences.parts[0].read(range(sequences.parts[0].num_sequences)).tolist()
+    whole = sequences.sources[0].read(range(sequences.sources[0].num_sequences)).tolist()
     left = Counter(tuple(document) for document in TEXTS)
     for row in whole:
         assert len(row) == ROW_LEN + 1
@@ -320,7 +320,7 @@ def test_data_sets_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: 
         np.arange(size, dtype=np.uint16).tofile(tmp_path / name / "train.bin")
         np.arange(size, dtype=np.uint16).tofile(tmp_path / name / "val.bin")
     Blend.open([(tmp_path / "a", 0.5), (tmp_path / "b", 0.5)], 100)
-    with pytest.raises(UserError, match=r"made with .*, .*a with an unknown one: .* --data.document-token-id 256"):
+    with pytest.raises(UserError, match=r"made with .*, .*a with an unknown tokenizer: .* --data.document-token-id 256"):
         Blend.open([(place / "one", 0.5), (tmp_path / "a", 0.5)], 257)
 
 

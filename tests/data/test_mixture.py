@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from small_data import prepare_small
 
 from paceline.base.errors import UserError
-from paceline.data.blend import Blend
-from paceline.data.mixture import Mixture
+from paceline.data.mixture import Blend, counts, locate, shares_of
 
 WEIGHTS = st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=6)
 AWKWARD = [
@@ -29,29 +28,29 @@ AWKWARD = [
 ]
 
 
-def shares(weights: tuple[float, ...] | list[float]) -> list[Fraction]:
+def fractions(weights: tuple[float, ...] | list[float]) -> list[Fraction]:
     exact = [Fraction(weight) for weight in weights]
     return [weight / sum(exact) for weight in exact]
 
 
 @given(WEIGHTS, st.integers(1, 2000))
 def test_each_data_set_is_counted_in_order_and_without_a_gap(weights: list[float], num_positions: int) -> None:
-    mixture = Mixture(weights)
-    sources, indices = mixture.locate(np.arange(num_positions))
+    own = shares_of(weights)
+    sources, indices = locate(own, np.arange(num_positions))
     assert sources.dtype == indices.dtype == np.int64
     for source in range(len(weights)):
         mine = indices[sources == source]
         assert np.array_equal(mine, np.arange(mine.size))
-        assert mixture.counts(num_positions)[source] == mine.size
-    assert sum(mixture.counts(num_positions)) == num_positions
+        assert counts(own, num_positions)[source] == mine.size
+    assert sum(counts(own, num_positions)) == num_positions
 
 
 @given(WEIGHTS, st.integers(1, 2000))
 def test_every_prefix_has_the_shares(weights: list[float], num_positions: int) -> None:
     """Data set i to within (i + 1) / 2 positions, and 2**-30 of the prefix for each share that was rounded."""
-    sources, _ = Mixture(weights).locate(np.arange(num_positions))
+    sources, _ = locate(shares_of(weights), np.arange(num_positions))
     lengths = np.arange(1, num_positions + 1)
-    for number, share in enumerate(shares(weights)):
+    for number, share in enumerate(fractions(weights)):
         counted = np.cumsum(sources == number)
         off = np.abs(counted - float(share) * lengths)
         assert (off <= (number + 1) / 2 + 1e-9 + len(weights) * lengths * 2.0**-30).all()
@@ -59,15 +58,15 @@ def test_every_prefix_has_the_shares(weights: list[float], num_positions: int) -
 
 @pytest.mark.parametrize("weights", AWKWARD)
 def test_shares_are_the_weights_within_a_hundredth_of_a_percent_over_100_000(weights: tuple[float, ...]) -> None:
-    sources, _ = Mixture(weights).locate(np.arange(100_000))
-    for number, share in enumerate(shares(weights)):
+    sources, _ = locate(shares_of(weights), np.arange(100_000))
+    for number, share in enumerate(fractions(weights)):
         assert abs((sources == number).mean() - float(share)) < 1e-4
 
 
 @given(WEIGHTS.filter(lambda weights: len(weights) > 1), st.integers(0, 2**62 - 1))
 def test_far_out_it_is_the_exact_arithmetic_of_whole_numbers(weights: list[float], position: int) -> None:
     """Against Python's unbounded integers, up to 2**62."""
-    mixture = Mixture(weights)
+    own = shares_of(weights)
     expected, rest = len(weights) - 1, position
     for number in range(len(weights) - 1):
         share = Fraction(round(weights[number] / sum(weights[number:]) * 2**30), 2**30)
@@ -76,42 +75,42 @@ def test_far_out_it_is_the_exact_arithmetic_of_whole_numbers(weights: list[float
             expected, rest = number, before
             break
         rest -= before
-    sources, indices = mixture.locate(np.array([position]))
+    sources, indices = locate(own, np.array([position]))
     assert (int(sources[0]), int(indices[0])) == (expected, rest)
-    assert mixture.counts(position)[expected] == rest
+    assert counts(own, position)[expected] == rest
 
 
 @given(WEIGHTS, st.lists(st.integers(0, 2**62 - 1), max_size=40))
 def test_a_position_does_not_depend_on_the_others_asked_for(weights: list[float], positions: list[int]) -> None:
-    mixture = Mixture(weights)
-    together = mixture.locate(np.array(positions, dtype=np.int64))
+    own = shares_of(weights)
+    together = locate(own, np.array(positions, dtype=np.int64))
     for i, position in enumerate(positions):
-        alone = mixture.locate(np.array([position]))
+        alone = locate(own, np.array([position]))
         assert [int(a[0]) for a in alone] == [int(a[i]) for a in together]
 
 
 @given(st.integers(0, 2**62 - 1))
 def test_one_data_set_has_every_position(position: int) -> None:
-    sources, indices = Mixture([0.3]).locate(np.array([position]))
+    sources, indices = locate(shares_of([0.3]), np.array([position]))
     assert (int(sources[0]), int(indices[0])) == (0, position)
 
 
 @given(WEIGHTS, st.floats(1e-3, 1e3))
 def test_weights_need_no_sum_and_the_order_moves_only_neighbours(weights: list[float], factor: float) -> None:
-    counts = Mixture(weights).counts(10_000)
-    scaled = Mixture([weight * factor for weight in weights]).counts(10_000)
-    assert max(abs(a - b) for a, b in zip(counts, scaled, strict=True)) <= 1
-    backwards = Mixture(weights[::-1]).counts(10_000)[::-1]
-    assert max(abs(a - b) for a, b in zip(counts, backwards, strict=True)) <= len(weights)
+    counted = counts(shares_of(weights), 10_000)
+    scaled = counts(shares_of([weight * factor for weight in weights]), 10_000)
+    assert max(abs(a - b) for a, b in zip(counted, scaled, strict=True)) <= 1
+    backwards = counts(shares_of(weights[::-1]), 10_000)[::-1]
+    assert max(abs(a - b) for a, b in zip(counted, backwards, strict=True)) <= len(weights)
 
 
 def test_the_pattern_stays() -> None:
     """A run that is resumed under a later paceline must see the same data: these values never change."""
-    assert Mixture([1, 1]).locate(np.arange(6))[0].tolist() == [0, 1, 0, 1, 0, 1]
-    sources, indices = Mixture([0.5, 0.3, 0.2]).locate(np.arange(10))
+    assert locate(shares_of([1, 1]), np.arange(6))[0].tolist() == [0, 1, 0, 1, 0, 1]
+    sources, indices = locate(shares_of([0.5, 0.3, 0.2]), np.arange(10))
     assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
     assert indices.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 4, 2]
-    sources, indices = Mixture([0.7, 0.2, 0.1]).locate(np.array([10**6 + 7, 10**18, 2**62 - 1]))
+    sources, indices = locate(shares_of([0.7, 0.2, 0.1]), np.array([10**6 + 7, 10**18, 2**62 - 1]))
     assert sources.tolist() == [0, 0, 0]
     assert indices.tolist() == [700005, 700000000186264515, 3228180213758164991]
 
@@ -120,17 +119,17 @@ def test_the_pattern_stays() -> None:
     ("weights", "message"),
     [
         ([], "not all numbers above 0"),
-        ([1, 0], r"the weights 1, 0 of the data sets are not all"),
+        ([1, 0], r"the weights 1, 0 of the datasets are not all"),
         ([1, -2], "not all numbers above 0"),
         ([1, float("nan")], "not all numbers above 0"),
         ([1, float("inf")], "not all numbers above 0"),
-        ([1, 1e-7], "less than a millionth of all"),
-        ([1e308, 1e308], "less than a millionth of all"),
+        ([1, 1e-7], "below a millionth of all"),
+        ([1e308, 1e308], "below a millionth of all"),
     ],
 )
 def test_bad_weights_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Mixture(weights)
+        shares_of(weights)
 
 
 def test_the_set_that_is_read_most_decides_how_often_a_mixture_is_read(tmp_path: Path) -> None:

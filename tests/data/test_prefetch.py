@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from small_data import prepare_small
 
 from paceline.base.errors import UserError
-from paceline.data.blend import Blend
 from paceline.data.loader import Loader, MicroBatch, Prefetcher
+from paceline.data.mixture import Blend, Sequences
 from paceline.data.plan import BatchPlan
-from paceline.data.sequences import Sequences
 
 PLAN = BatchPlan(7, 3, 2)
 

@@ -362,13 +362,12 @@ def test_a_meta_of_nanogpt(protocol: int, tmp_path: Path) -> None:
     path = tmp_path / "meta.pkl"
     meta = {"vocab_size": len(ITOS), "itos": ITOS, "stoi": {c: i for i, c in ITOS.items()}}
     path.write_bytes(pickle.dumps(meta, protocol))
-    found = read_meta(path)
-    assert (found.vocab_size, found.itos) == (len(ITOS), ITOS)
+    assert read_meta(path) == (len(ITOS), ITOS)
     path.write_bytes(pickle.dumps({"vocab_size": 50304}, protocol))
-    assert (read_meta(path).vocab_size, read_meta(path).itos) == (50304, None)
+    assert read_meta(path) == (50304, None)
     many = {i: chr(i + 1) for i in range(0xD000)}
     path.write_bytes(pickle.dumps({"vocab_size": 0xD000, "itos": many}, protocol))
-    assert read_meta(path).itos == many
+    assert read_meta(path)[1] == many
 
 
 class Payload:
@@ -385,7 +384,7 @@ def test_nothing_in_a_meta_is_executed(tmp_path: Path) -> None:
     trace.rmdir()  # it does work
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         path.write_bytes(pickle.dumps({"vocab_size": 65, "itos": Payload(trace)}, protocol))
-        with pytest.raises(UserError, match=r"meta\.pkl .* nothing in it was executed: it has more than dicts"):
+        with pytest.raises(UserError, match=r"meta\.pkl .* nothing in it was executed: it names \w+.mkdir"):
             read_meta(path)
     assert not trace.exists()
 
@@ -395,13 +394,13 @@ def test_nothing_in_a_meta_is_executed(tmp_path: Path) -> None:
     [
         (b"", "meta.pkl"),
         (b"\x80\x04", "meta.pkl"),
-        (b"\x80\x04}r\xff\xff\xff\x7f.", "damaged"),  # 2**31 entries of a memo: 32 GB
+        (b"\x80\x04}r\xff\xff\xff\x7f.", "vocab_size"),  # 2**31 entries of a memo: 32 GB
         (pickle.dumps({"vocab_size": 3})[:-4], "meta.pkl"),
-        (pickle.dumps([1]), "more than dicts"),
-        (pickle.dumps({}), "vocab_size is None"),
-        (pickle.dumps({"vocab_size": 1 << 70}), "vocab_size is 118"),
-        (pickle.dumps({"vocab_size": "65"}), "vocab_size is '65'"),
-        (pickle.dumps({"vocab_size": np.int64(65)}), "more than dicts"),
+        (pickle.dumps([1]), "vocab_size"),
+        (pickle.dumps({}), "vocab_size is not a number from 1 to"),
+        (pickle.dumps({"vocab_size": 1 << 70}), "vocab_size is not a number"),
+        (pickle.dumps({"vocab_size": "65"}), "vocab_size is not a number"),
+        (pickle.dumps({"vocab_size": np.int64(65)}), "it names numpy"),
         (pickle.dumps({"vocab_size": 2, "itos": {2: "a"}}), "ids below 2"),
         (pickle.dumps({"vocab_size": 2, "itos": {0: 1}}), "ids below 2"),
         (pickle.dumps({"vocab_size": 2, "itos": "ab"}), "ids below 2"),
@@ -429,4 +428,4 @@ def test_a_damaged_meta_is_refused_or_read(tmp_path: Path) -> None:
             found = read_meta(path)
         except UserError:
             continue
-        assert isinstance(found.vocab_size, int)
+        assert isinstance(found[0], int)

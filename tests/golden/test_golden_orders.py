@@ -18,11 +18,10 @@ import torch
 from ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.data.blend import Blend
 from paceline.data.loader import FixedBatches, Loader, MicroBatch
+from paceline.data.mixture import Blend, Sequences
 from paceline.data.order import ids_at
 from paceline.data.plan import BatchPlan
-from paceline.data.sequences import Sequences
 from paceline.replica.share import Share, share
 from paceline.world.runtime import World
 
@@ -69,8 +68,8 @@ def of_training() -> dict[str, Any]:
             sequences = blend.training(SEQ_LEN, cache=Path(cache), **how)
             places = sequences.locate(seed, np.arange(8, dtype=np.int64))
             found[f"{name}, seed {seed}"] = {
-                "num_sequences": [part.num_sequences for part in sequences.parts],
-                "first [data set, sequence]": [[int(p), int(i)] for p, i in zip(places.parts, places.ids, strict=True)],
+                "num_sequences": [part.num_sequences for part in sequences.sources],
+                "first [data set, sequence]": places.tolist(),
                 "steps": in_worlds(sequences, seed),
                 "evaluation": digest_of(*tensors(FixedBatches(blend.validation(SEQ_LEN), 9).micro_batch(range(9)))),
             }

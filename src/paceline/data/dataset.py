@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
-from paceline.data import content, foreign
+from paceline.data import foreign
 from paceline.data.shard import (
     DTYPES,
     HEADER_BYTES,
@@ -32,12 +32,13 @@ from paceline.data.shard import (
     reading,
     version_for,
 )
-from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, wrong_id
+from paceline.data.stream import Int64s, Shard, Tokens, TokenStream, sample_digest, wrong_id
 from paceline.data.tokenizer import Tokenizer
 
 Progress = Callable[[int], None]  # called with the number of bytes read since the last call
 
 _VERIFIED_BYTES = 4 << 20  # read at once
+_SAMPLE_BYTES = 16 << 10  # of a prepared shard's beginning, middle and end
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Dataset:
         checks the same files; then prepared shards are opened when they are first read.
 
         Raises UserError if vocab_size is missing, or smaller than the folder's; if the folder is no data set or
-        unfinished; if a shard is missing, truncated, not as listed, or of another data set or tokenizer; and for an id
-        beyond the vocabulary (see `content.require_known_ids`).
+        unfinished; if a shard is missing or truncated; and for an id beyond the vocabulary in a sample of each shard.
+        `verify` finds everything else.
         """
         root = Path(os.path.expanduser(folder))
         is_ours = is_complete(root)
@@ -120,7 +121,7 @@ class Dataset:
                 f"{opened.name}); use at least that, or 0 for exactly that"
             )
         if checks:
-            content.require_known_ids((opened.train, opened.validation), opened.vocab_size)
+            _ = opened.content_digest  # looks at ids
         return opened
 
     @cached_property
@@ -128,7 +129,7 @@ class Dataset:
         """sha256 hex over vocabulary, tokenizer and shards in order; equal on hosts with equal data. For prepared data
         it uses the index alone, which `verify` compares with the files; for other data names, sizes and samples."""
         if self.index is None:
-            return foreign.fingerprint((self.train, self.validation), self.vocab_size)
+            return self.content_digest
         tokenizer = self.index.tokenizer.sha256 if self.index.tokenizer else "-"
         lines = [f"vocab {self.vocab_size}", f"tokenizer {tokenizer}"]
         for split in SPLITS:
@@ -137,8 +138,10 @@ class Dataset:
 
     @cached_property
     def content_digest(self) -> str:
-        """sha256 hex over a sample of the shards' bytes, which the fingerprint of prepared data does not read."""
-        return content.digest((self.train, self.validation))
+        """sha256 hex over a sample of the shards' bytes, which the fingerprint of prepared data does not read. Raises
+        UserError for an id beyond the vocabulary in it."""
+        streams = (self.train, self.validation)
+        return sample_digest(streams, self.vocab_size, *(() if self.index is None else (_SAMPLE_BYTES,)))
 
     @cached_property
     def tokenizer_json(self) -> str | None:
@@ -211,8 +214,7 @@ class Dataset:
     @property
     def num_bytes(self) -> int:
         """Bytes of all shards, all of which `verify` reads."""
-        shards = (*self.train.shards, *self.validation.shards)
-        return sum(shard.first_byte + shard.num_tokens * shard.dtype.itemsize for shard in shards)
+        return sum(shard.num_bytes for shard in (*self.train.shards, *self.validation.shards))
 
     def verify(self, progress: Progress = lambda _: None) -> None:
         """Reads every byte: checks shards and document beginnings by their checksums, if there are any, each token
@@ -276,15 +278,15 @@ class Dataset:
 
 def _open_prepared(folder: Path, checks: bool) -> Dataset:
     index = read_index(folder)
-    sha256 = index.tokenizer.sha256 if index.tokenizer else ""
     dtype = DTYPES[version_for(index.vocab_size)]
-
-    def shard_of(record: ShardRecord) -> Shard:
-        if not checks:
-            return Shard(folder / record.file, dtype, record.tokens, HEADER_BYTES)
-        return _listed(folder, record, sha256)
-
-    shards = {split: tuple(map(shard_of, index.splits[split].shards)) for split in SPLITS}
+    shards = {
+        split: tuple(
+            Shard(folder / record.file, dtype, record.tokens, HEADER_BYTES) for record in index.splits[split].shards
+        )
+        for split in SPLITS
+    }
+    for shard in (*shards["train"], *shards["validation"]) if checks else ():
+        shard.require_size()
     return Dataset(folder, index.name, index.vocab_size, shards, index=index)
 
 
@@ -296,16 +298,6 @@ def _open_foreign(folder: Path, files: foreign.Files, vocab_size: int, document_
         )
     name = folder.resolve().name
     return Dataset(folder, name, size, shards, tokenizer=tokenizer, starts=starts, document_token=document_token)
-
-
-def _listed(folder: Path, record: ShardRecord, tokenizer_sha256: str) -> Shard:
-    shard = Shard.open(folder / record.file, tokenizer_sha256)
-    if shard.num_tokens != record.tokens:
-        raise UserError(
-            f"shard {shard.path} has {shard.num_tokens} tokens where {INDEX} lists {record.tokens}: "
-            f"the files are not of one data set; prepare it anew"
-        )
-    return shard
 
 
 def _load(path: Path) -> npt.NDArray[Any]:

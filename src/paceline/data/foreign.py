@@ -12,15 +12,11 @@ documents begin (--data.document-token-id does); the last two have no splits: fi
 are for validation, else the last hundredth of each file's documents.
 """
 
-import hashlib
 import io
 import pickle
-import pickletools
 import re
 import struct
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +26,7 @@ import numpy as np
 from paceline.base.errors import UserError
 from paceline.data.config import MAX_VOCAB
 from paceline.data.shard import MAGIC, SPLITS, reading
-from paceline.data.stream import LLAMA3_MAGIC, Int64s, Shard, TokenStream
+from paceline.data.stream import LLAMA3_MAGIC, Int64s, Shard
 from paceline.data.tokenizer import Tokenizer, character_tokenizer
 
 META = "meta.pkl"
@@ -38,7 +34,6 @@ _PATTERNS = {
     "train": ("*_train_*.bin", "*_train.bin", "train.bin", "train[-_0-9]*.bin"),
     "validation": ("*_val_*.bin", "*_val.bin", "val.bin", "val[-_0-9]*.bin", "validation*.bin"),
 }
-_SAMPLE_BYTES = 64 << 10  # hashed at beginning, middle and end of a shard
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_DTYPES: dict[int, np.dtype[Any]] = {
     4: np.dtype("<u4"),
@@ -185,37 +180,30 @@ def _open(path: Path, vocab_size: int) -> Shard:
     return Shard.open(path) if first in (MAGIC, LLAMA3_MAGIC) else Shard.without_header(path, vocab_size)
 
 
-@dataclass(frozen=True)
-class Meta:
-    """The content of nanoGPT's meta.pkl. `itos` is the character of each id, None if the file has only a size."""
-
-    vocab_size: int
-    itos: Mapping[int, str] | None
-
-
 _META_BYTES = 4 << 20  # all 150,000 Unicode characters need 3.4 MB
-_META_OPCODES = {
-    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
-    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG1"),
-}
-"""The pickle instructions that make dicts, text and integers; none can call anything."""
 
 
-class _NothingIsCalled(pickle.Unpickler):
+class _NothingIsCalled(pickle._Unpickler):  # the one in C allocates as much memory as a number in the file says
     def find_class(self, module: str, name: str, /) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read_meta(path: Path | str) -> Meta:
-    """Returns the content of nanoGPT's meta.pkl without executing anything. Raises UserError, naming the file, for
-    anything but dicts, text and integers, or missing entries."""
+def read_meta(path: Path | str) -> tuple[int, dict[int, str] | None]:
+    """Returns the vocabulary size of nanoGPT's meta.pkl, and the character of each id, None if the file has only a
+    size. Executes nothing. Raises UserError, naming the file, for a class or function in it, or missing entries."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(_META_BYTES + 1)
         if len(content) > _META_BYTES:
             raise ValueError(f"it is larger than {_META_BYTES} bytes")
-        return _meta(_unpickle(content))
+        meta = _NothingIsCalled(io.BytesIO(content)).load()
+        size = meta.get("vocab_size") if isinstance(meta, dict) else None
+        if type(size) is not int or not 1 <= size <= MAX_VOCAB:
+            raise ValueError(f"its vocab_size is not a number from 1 to {MAX_VOCAB}")
+        itos = meta.get("itos")
+        if itos is not None and not _is_vocabulary(itos, size):
+            raise ValueError(f"its itos does not map ids below {size} to text")
+        return size, itos
     except Exception as error:  # a damaged pickle can raise anything
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
@@ -224,26 +212,10 @@ def read_meta(path: Path | str) -> Meta:
         ) from error
 
 
-def _unpickle(content: bytes) -> Any:
-    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
-        if opcode.name not in _META_OPCODES:
-            raise ValueError(f"it has more than dicts, text and integers ({opcode.name})")
-        if "PUT" in opcode.name and int(argument or 0) > number:  # would allocate any amount of memory
-            raise ValueError("it is damaged")
-    return _NothingIsCalled(io.BytesIO(content)).load()
-
-
-def _meta(found: Any) -> Meta:
-    size = found.get("vocab_size") if isinstance(found, dict) else None
-    if type(size) is not int or not 1 <= size <= MAX_VOCAB:
-        raise ValueError(f"its vocab_size is {size!r}")
-    itos = found.get("itos")
-    if itos is None:
-        return Meta(size, None)
-    good = isinstance(itos, dict) and all(type(i) is int and 0 <= i < size for i in itos)
-    if not good or not all(type(character) is str for character in itos.values()):
-        raise ValueError(f"its itos does not map ids below {size} to text")
-    return Meta(size, itos)
+def _is_vocabulary(itos: Any, size: int) -> bool:
+    if not isinstance(itos, dict):
+        return False
+    return all(type(i) is int and 0 <= i < size and type(character) is str for i, character in itos.items())
 
 
 def vocabulary(folder: Path, given: int) -> tuple[int, Tokenizer | None]:
@@ -257,26 +229,8 @@ def vocabulary(folder: Path, given: int) -> tuple[int, Tokenizer | None]:
                 f"that of the tokenizer that made it (`data info`: --vocab-size)"
             )
         return given, None
-    meta = read_meta(path)
-    if meta.itos is None:
-        return meta.vocab_size, None
+    size, itos = read_meta(path)
     try:
-        return meta.vocab_size, character_tokenizer(meta.itos)
+        return size, None if itos is None else character_tokenizer(itos)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def fingerprint(streams: Sequence[TokenStream], vocab_size: int) -> str:
-    """Returns sha256 hex over each shard's name, size, and 64 KiB of its beginning, middle and end. Equal on hosts with
-    equal files, and fast; changes elsewhere in a shard do not show."""
-    total = hashlib.sha256(f"vocab {vocab_size}\n".encode())
-    for stream in streams:
-        for shard in stream.shards:
-            said = f"{stream.split} {shard.path.name} {shard.num_tokens} {shard.first_byte} {shard.dtype}\n"
-            total.update(said.encode())
-            count = min(shard.num_tokens, _SAMPLE_BYTES // shard.dtype.itemsize)
-            for start in (0, (shard.num_tokens - count) // 2, shard.num_tokens - count):
-                sample = np.empty(count, dtype=shard.dtype)
-                shard.fill(sample, start)
-                total.update(sample.tobytes())
-    return total.hexdigest()

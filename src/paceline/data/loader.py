@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from paceline.data.mixture import Sequences
 from paceline.data.plan import BatchPlan
-from paceline.data.sequences import Places, Sequences
 from paceline.data.stream import Int64s
 
 _LOCATED_AT_ONCE = 4096  # sequences, since computing a permutation has a fixed cost a call
@@ -56,8 +56,8 @@ class MicroBatch:
         return MicroBatch(change(self.tokens), change(self.targets), change(self.positions), self.documents)
 
 
-def read_batch(sequences: Sequences, places: Places, positions: Int64s) -> MicroBatch:
-    """Returns these sequences, each read as T+1 tokens, on the CPU, with their `positions` (n,)."""
+def read_batch(sequences: Sequences, places: Int64s, positions: Int64s) -> MicroBatch:
+    """Returns the sequences at these places, each read as T+1 tokens, on the CPU, with their `positions` (n,)."""
     block = sequences.read(places)
     documents = None
     if sequences.document_token is not None:
@@ -77,7 +77,7 @@ class _Located(NamedTuple):
     number: int  # of the group of steps
     in_step: range  # positions within each step
     positions: Int64s
-    places: Places
+    places: Int64s
 
 
 class Loader:

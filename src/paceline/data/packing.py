@@ -10,18 +10,23 @@ documents longer than a row.
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
 from paceline.base.files import sync
+from paceline.data.dataset import Dataset
+from paceline.data.stream import Tokens, TokenStream
 
 Int64s = npt.NDArray[np.int64]
 
+_VERSION = 1  # of the folder's files and of the result of `pack`
 _GROUP = 1 << 19  # documents packed together, using 50 MB
 _FILES = ("starts", "rows/row_first", "rows/document", "rows/length", "rows/totals")
 _DTYPES = (np.int64, np.int64, np.int64, np.int32, np.int64)
@@ -171,3 +176,64 @@ def load(folder: Path) -> tuple[Packing, Int64s]:
             f"the packing {folder} is damaged: its files do not fit together; delete it, and it is made anew"
         )
     return Packing(row_first, document, length, *map(int, totals)), starts
+
+
+class PackedRows:
+    """Sequence i is row i of a packing: beginnings of documents, one after the other."""
+
+    def __init__(self, stream: TokenStream, folder: Path, seq_len: int) -> None:
+        """folder: from `ensure_packing`."""
+        self._folder, self._stream, self._row_tokens = folder, stream, seq_len + 1
+        self._packing, starts = load(folder)
+        # Plain arrays: slicing a memmap is slow.
+        self._starts, self._first = np.asarray(starts), np.asarray(self._packing.row_first)
+        self._document, self._length = np.asarray(self._packing.document), np.asarray(self._packing.length)
+        self.num_sequences = self._packing.num_rows
+
+    @property
+    def cropped_frac(self) -> float:
+        """The share of tokens in no row."""
+        share: float = self._packing.cropped_tokens / max(1, self._packing.num_tokens)
+        return share
+
+    def read(self, ids: Sequence[int]) -> Tokens:
+        """Returns (len(ids), T+1) tokens as stored. Raises UserError if the packing is of another stream."""
+        starts: list[int] = []
+        counts: list[int] = []
+        try:
+            for i in ids:
+                segments = slice(int(self._first[i]), int(self._first[i + 1]))
+                starts += self._starts[self._document[segments]].tolist()
+                counts += self._length[segments].tolist()
+            return self._stream.gather(starts, counts).reshape(len(ids), self._row_tokens)
+        except (IndexError, ValueError) as error:
+            raise UserError(
+                f"the packing {self._folder} is damaged: {error}; delete it, and it is made anew"
+            ) from error
+
+
+def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
+    """Returns the folder of the training split's packing into rows of T+1 tokens, made first if missing.
+
+    Any number of processes may call it at once: one packs, the others wait. The folder appears by one rename; its name
+    has the data's fingerprint and T. Raises UserError if the split is shorter than a row, the data's documents have no
+    known beginnings, or the cache cannot be written.
+    """
+    name = f"{dataset.fingerprint[:16]}-{seq_len}-{_VERSION}"
+    if dataset.index is None and dataset.end_of_text is not None:  # given by the user, and not in the fingerprint
+        name += f"-{dataset.end_of_text}"
+    final = cache / "packings" / name
+    dataset.train.num_sequences(seq_len)  # raises for a short split; any other gives a row
+    try:
+        if not final.is_dir():
+            documents = dataset.documents("train")
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(final.with_name(f".{final.name}.lock")):
+                if not final.is_dir():
+                    save(pack(documents.lengths, seq_len + 1), documents.starts, final)
+    except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
+        raise UserError(
+            f"the packing of {dataset.folder} can not be kept in {final.parent}: "
+            f"{getattr(error, 'strerror', None) or error}; free some space, or set PACELINE_CACHE to another folder"
+        ) from error
+    return final

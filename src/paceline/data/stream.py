@@ -4,6 +4,7 @@ Uses `pread`, not memory maps: a truncated mapped file kills the process (SIGBUS
 the system reads around each fault.
 """
 
+import hashlib
 import os
 import weakref
 from bisect import bisect_right
@@ -18,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, header, reading, version_for
+from paceline.data.shard import AGAIN, DTYPES, HEADER_BYTES, MAGIC, reading, version_for
 
 Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as stored
 
+_SAMPLE_BYTES = 64 << 10
 MAX_OPEN_FILES = 128  # of all streams; macOS lets a process open 256, Linux 1024
 _SNIFFED_TOKENS = 32 << 10
 _LARGEST_OF_CHARACTERS = 256  # of so small a vocabulary each second id may be 0 or 1: a space, a line end
@@ -54,24 +56,19 @@ class Shard:
         return Shard, (self.path, self.dtype, self.num_tokens, self.first_byte)
 
     @classmethod
-    def open(cls, path: Path, tokenizer_sha256: str | None = None) -> "Shard":
-        """Raises UserError, naming file and numbers, if magic, version or length are not a shard's.
-
-        With `tokenizer_sha256` (empty: unknown) the header must be one of a preparation with that tokenizer. Without it
-        the shard is another program's, and llm.c's Llama 3 format is accepted, too.
-        """
-        head, num_bytes = _head(path)
-        magic, version, num_tokens = (int(value) for value in np.frombuffer(head, dtype="<i4")[:3])
-        dtype = _dtype(path, magic, version, is_ours=tokenizer_sha256 is not None)
-        expected = HEADER_BYTES + num_tokens * dtype.itemsize
-        if num_bytes != expected:
-            what = "truncated" if num_bytes < expected else "not what its header says"
+    def open(cls, path: Path) -> "Shard":
+        """Returns a file with llm.c's header, of GPT-2 tokens or Llama 3 tokens. Raises UserError, naming file and
+        numbers, if magic, version or length are not a shard's."""
+        with reading(f"shard {path}", f"; {AGAIN}"), path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+        if len(head) < HEADER_BYTES:
             raise UserError(
-                f"shard {path} is {what}: {num_tokens} tokens make {expected} bytes, it has {num_bytes}; {AGAIN}"
+                f"shard {path} is truncated: {len(head)} bytes, the header alone has {HEADER_BYTES}; {AGAIN}"
             )
-        if tokenizer_sha256 is not None:
-            _require_header(path, head, header(version, num_tokens, tokenizer_sha256))
-        return cls(path, dtype, num_tokens, HEADER_BYTES)
+        magic, version, num_tokens = (int(value) for value in np.frombuffer(head, dtype="<i4")[:3])
+        shard = cls(path, _dtype(path, magic, version), num_tokens, HEADER_BYTES)
+        shard.require_size()
+        return shard
 
     @classmethod
     def without_header(cls, path: Path, vocab_size: int) -> "Shard":
@@ -89,6 +86,21 @@ class Shard:
         if vocab_size > _LARGEST_OF_CHARACTERS:
             _require_width(shard)
         return shard
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first_byte + self.num_tokens * self._itemsize
+
+    def require_size(self) -> None:
+        """Raises UserError if the file is missing, or has another size than its tokens make."""
+        with reading(f"shard {self.path}", f"; {AGAIN}"):
+            found = self.path.stat().st_size
+        if found != self.num_bytes:
+            what = "truncated" if found < self.num_bytes else "longer than its tokens"
+            raise UserError(
+                f"shard {self.path} is {what}: {self.num_tokens} tokens make {self.num_bytes} bytes, it has {found}; "
+                f"{AGAIN}"
+            )
 
     def fill(self, out: Tokens, start: int) -> None:
         """Reads the tokens start, start+1, ... into out (n,). Raises UserError, naming file and byte, if the file has
@@ -150,18 +162,8 @@ def _require_width(shard: Shard) -> None:
         )
 
 
-def _head(path: Path) -> tuple[bytes, int]:
-    """Returns the header's bytes and the file's length."""
-    with reading(f"shard {path}", f"; {AGAIN}"), path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
-        num_bytes = os.fstat(file.fileno()).st_size
-    if len(head) < HEADER_BYTES:
-        raise UserError(f"shard {path} is truncated: {num_bytes} bytes, the header alone has {HEADER_BYTES}; {AGAIN}")
-    return head, num_bytes
-
-
-def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[Any]:
-    if magic == LLAMA3_MAGIC and not is_ours:
+def _dtype(path: Path, magic: int, version: int) -> np.dtype[Any]:
+    if magic == LLAMA3_MAGIC:
         if version == LLAMA3_VERSION:
             return np.dtype("<u4")
         raise UserError(f"shard {path} has magic {magic} and version {version}; known is {LLAMA3_VERSION} (Llama 3)")
@@ -170,21 +172,6 @@ def _dtype(path: Path, magic: int, version: int, *, is_ours: bool) -> np.dtype[A
     if version not in DTYPES:
         raise UserError(f"shard {path} has version {version}; known are 1 (uint16 tokens) and 2 (uint32 tokens)")
     return DTYPES[version]
-
-
-def _require_header(path: Path, found: bytes, expected: bytes) -> None:
-    if found == expected:
-        return
-    place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-    ours, theirs = expected[12:44].hex(), found[12:44].hex()
-    if 12 <= place < 44:
-        raise UserError(
-            f"shard {path} was made with the tokenizer of sha256 {theirs[:16]}, the data set's is {ours[:16]}: "
-            f"the file is damaged or of another data set; {AGAIN}"
-        )
-    raise UserError(
-        f"shard {path} is damaged: byte {place} of its header is {found[place]}, not {expected[place]}; {AGAIN}"
-    )
 
 
 class TokenStream:
@@ -290,3 +277,25 @@ def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:
         f"shard {shard.path} has id {int(found[0])} at token {offset}; the vocabulary has {vocab_size}: the file is "
         f"damaged or was made with another tokenizer{or_narrow if has_no_dtype else ''}"
     )
+
+
+def sample_digest(streams: Sequence[TokenStream], vocab_size: int, sample_bytes: int = _SAMPLE_BYTES) -> str:
+    """Returns sha256 hex over each shard's name, size, and some bytes of its beginning, middle and end. Equal on hosts
+    with equal files, and fast; changes elsewhere in a shard do not show.
+
+    Raises UserError, naming file, place and id, for an id beyond the vocabulary in what it reads.
+    """
+    total = hashlib.sha256(f"vocab {vocab_size}\n".encode())
+    for stream in streams:
+        for shard in stream.shards:
+            described = f"{stream.split} {shard.path.name} {shard.num_tokens} {shard.first_byte} {shard.dtype}\n"
+            total.update(described.encode())
+            count = min(shard.num_tokens, sample_bytes // shard.dtype.itemsize)
+            sample: Tokens = np.empty(count, dtype=shard.dtype)
+            reader = copy(shard)  # its file is closed with the copy
+            for start in (0, (shard.num_tokens - count) // 2, shard.num_tokens - count):
+                reader.fill(sample, start)
+                total.update(sample.tobytes())
+                if count and int(sample.max()) >= vocab_size:
+                    raise UserError(wrong_id(shard, start + int(np.argmax(sample >= vocab_size)), vocab_size))
+    return total.hexdigest()

@@ -9,13 +9,13 @@ import torch
 from paceline.base import seeds
 from paceline.base.cache import cache_dir
 from paceline.config import Config
-from paceline.data.blend import Blend
 from paceline.data.cache import ensure_datasets
 from paceline.data.dataset import tokenizer_json_of
 from paceline.data.loader import Loader, MicroBatch
+from paceline.data.mixture import Blend, Sequences
+from paceline.data.packing import PackedRows
 from paceline.data.plan import cut
 from paceline.data.report import Report
-from paceline.data.sequences import PackedRows, Sequences
 from paceline.train.initial import require_same_tokenizer
 from paceline.world.cores import usable_cores
 
@@ -31,7 +31,7 @@ class TrainingData:
     @property
     def cropped_frac(self) -> float | None:
         """The share of training tokens that packing crops, of the data set with the highest; None for windows."""
-        return max((part.cropped_frac for part in self.training.parts if isinstance(part, PackedRows)), default=None)
+        return max((part.cropped_frac for part in self.training.sources if isinstance(part, PackedRows)), default=None)
 
 
 def open_data(config: Config, report: Report, *, checks: bool = True) -> TrainingData:

@@ -15,8 +15,8 @@ from paceline.base.errors import EXIT_FAILED, UserError
 from paceline.base.status import record_status
 from paceline.checkpoint.steps import list_steps
 from paceline.config import Config, flatten, from_toml, to_toml, with_size_of
-from paceline.data.blend import Blend
 from paceline.data.loader import FixedBatches, Loader
+from paceline.data.mixture import Blend
 from paceline.model import cost
 from paceline.model.gpt import build
 from paceline.optim.optimizer import make_optimizers
