@@ -187,7 +187,7 @@ class Config:
         """Returns the model with what it takes from the data. vocab_size: of the data; 0: of text, whose tokenizer is
         trained."""
         model, data = self.model, self.data
-        vocab_size = model.vocab_size or vocab_size or data.tokenizer_vocab
+        vocab_size = model.vocab_size or vocab_size or data.expected_vocab
         return dataclasses.replace(model, vocab_size=vocab_size, n_positions=model.n_positions or data.seq_len)
 
 

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-import zstandard
 from in_process import here
 from program import Ended, run
 
@@ -180,7 +179,7 @@ def source_files(folder: Path) -> None:
     flipped = bytearray(gzip.compress(content))
     flipped[len(flipped) // 2] ^= 16
     (folder / "flipped.jsonl.gz").write_bytes(flipped)
-    compressed = zstandard.compress(content)
+    compressed = pa.compress(content, "zstd", asbytes=True)
     (folder / "cut.jsonl.zst").write_bytes(compressed[: len(compressed) // 2])
     (folder / "text.jsonl.gz").write_bytes(content)
     (folder / "text.jsonl.zst").write_bytes(content)

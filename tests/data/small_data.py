@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 
 from paceline.data.order import ids_at
 from paceline.data.shard import DTYPES, Index, Shards, SplitRecord, TokenizerRecord, Written, version_for, write_index
@@ -73,3 +74,9 @@ def flat(documents: Documents, begin: int = 256) -> list[int]:
 def sequence_ids(seed: int, start: int, count: int, num_sequences: int) -> Int64s:
     """The ids at the positions start..start+count-1."""
     return ids_at(seed, np.arange(start, start + count, dtype=np.int64), num_sequences)
+
+
+def zstd(content: bytes) -> bytes:
+    """One frame."""
+    compressed: bytes = pyarrow.compress(content, "zstd", asbytes=True)
+    return compressed

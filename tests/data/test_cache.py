@@ -95,7 +95,7 @@ def test_the_embedded_corpus_end_to_end(cache: Path) -> None:
     files = split_text(embedded().files)
     for stream in (dataset.train, dataset.validation):
         record, ids = dataset.index.splits[stream.split], stream.read(0, stream.num_tokens)
-        mine = [file for file in files if file.side == stream.split]
+        mine = [file for file in files if file.split == stream.split]
         assert int((ids == tokenizer.end_of_text).sum()) == record.documents == len(mine)
         assert int(token_bytes[ids].sum()) == record.text_bytes
         assert record.text_bytes / record.tokens > 3.4

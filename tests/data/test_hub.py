@@ -189,7 +189,7 @@ def test_parts_are_read_by_themselves(server: Hub) -> None:
 def test_a_plain_text_is_split_without_fetching_it(server: Hub) -> None:
     server.repositories["some/text", "main"] = {"a.txt": b"a line\n" * 100_000}
     files = split_text(find(["hub:some/text"]).files)
-    assert [file.side for file in files] == ["train", "validation"]
+    assert [file.split for file in files] == ["train", "validation"]
     assert sum(server.answers) <= 2 * hub._RANGE_BYTES
     assert "".join(documents(Sources("x", files))) == "a line\n" * 100_000
 

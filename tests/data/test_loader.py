@@ -320,7 +320,7 @@ def test_data_sets_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: 
         np.arange(size, dtype=np.uint16).tofile(tmp_path / name / "train.bin")
         np.arange(size, dtype=np.uint16).tofile(tmp_path / name / "val.bin")
     Blend.open([(tmp_path / "a", 0.5), (tmp_path / "b", 0.5)], 100)
-    with pytest.raises(UserError, match=r"made with .*, .*a with an unknown tokenizer: .* --data.document-token-id 256"):
+    with pytest.raises(UserError, match=r"made with .*, .*a with an unknown tokenizer: .*document-token-id 256"):
         Blend.open([(place / "one", 0.5), (tmp_path / "a", 0.5)], 257)
 
 

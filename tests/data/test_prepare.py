@@ -22,8 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-import zstandard
-from small_data import bytes_of
+from small_data import bytes_of, zstd
 
 from paceline.base.errors import UserError
 from paceline.data import parts as parts_module
@@ -184,7 +183,7 @@ def test_documents_of_every_kind_arrive_whole_and_once(tmp_path: Path) -> None:
     with gzip.open(source / "b.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"body": text}, ensure_ascii=False) + "\n" for text in records[100:200])
     (source / "c.jsonl.zst").write_bytes(
-        zstandard.compress("".join(json.dumps({"body": text}) + "\n" for text in records[200:300]).encode())
+        zstd("".join(json.dumps({"body": text}) + "\n" for text in records[200:300]).encode())
     )
     column = pa.array([*records[300:], None, ""])
     pq.write_table(pa.table({"x": range(102), "body": column}), source / "d.parquet", row_group_size=7)

@@ -19,9 +19,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_data import zstd
 
 from paceline.base.errors import UserError
 from paceline.data import documents as documents_module
@@ -67,7 +67,7 @@ def write_gzip(path: Path, content: bytes) -> None:
 
 def write_zstd(path: Path, content: bytes) -> None:
     half = len(content) // 2
-    path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]))  # two frames
+    path.write_bytes(zstd(content[:half]) + zstd(content[half:]))  # two frames
 
 
 WRITERS: dict[str, Callable[[Path, bytes], Any]] = {"": Path.write_bytes, ".gz": write_gzip, ".zst": write_zstd}
@@ -262,7 +262,7 @@ def test_one_file_gives_both_sides_and_loses_nothing(tmp_path: Path, content: st
     path = tmp_path / "x.txt"
     path.write_bytes(content.encode())
     files = split_text(find([str(path)]).files)
-    assert [file.side for file in files] == ["train", "validation"]
+    assert [file.split for file in files] == ["train", "validation"]
     assert "".join(documents(Sources("x", files))) == content.replace("\r\n", "\n")
     assert sum(file.num_bytes or 0 for file in files) == path.stat().st_size
     if len(content) > 1000:
@@ -285,9 +285,9 @@ def test_the_split_is_a_partition_with_two_sane_sides(
     sizes = {"train": 0, "validation": 0, None: 0}
     for file in files:
         covered[file.name] += file.num_bytes or 0
-        sizes[file.side] += file.num_bytes or 0
+        sizes[file.split] += file.num_bytes or 0
     assert covered == {file.name: file.num_bytes for file in sources.files}
-    assert {file.name for file in files if file.side is None} == {"r.jsonl", "z.txt.gz"}
+    assert {file.name for file in files if file.split is None} == {"r.jsonl", "z.txt.gz"}
     part = sizes["validation"] / (sizes["train"] + sizes["validation"])
     assert sum(lengths) < 50 or 0.005 < part < 0.25
 
@@ -582,7 +582,12 @@ def test_a_part_holds_many_tiny_files(tmp_path: Path) -> None:
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-30], {}, "x.jsonl.gz is damaged or cut short"),
         ("x.jsonl.gz", b"no gzip", {}, "x.jsonl.gz is damaged or cut short"),
         ("x.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-8] + b"\0" * 8, {}, "x.jsonl.gz is damaged or cut short"),
-        ("x.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 99)[:-3], {}, "x.jsonl.zst is damaged or cut short"),
+        (
+            "x.jsonl.zst",
+            zstd(b'{"text": "a"}\n' * 99)[:-3],
+            {},
+            "x.jsonl.zst is damaged or cut short",
+        ),
         ("x.jsonl.zst", b"no zstd at all", {}, "x.jsonl.zst is damaged or cut short"),
         ("x.parquet", b"no parquet", {}, "x.parquet can not be read as Parquet"),
     ],

@@ -25,7 +25,6 @@ from paceline.data.encode import Encoder
 from paceline.data.foreign import read_meta
 from paceline.data.tokenizer import (
     END_OF_TEXT,
-    NAMES,
     PATTERN,
     Tokenizer,
     byte_characters,
@@ -244,6 +243,8 @@ def test_resolve(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.Monke
     (tmp_path / "my model" / "tokenizer.json").write_text(tokenizer.json)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    chars = resolve("chars", lambda: iter(["ba\n", "c"]))
+    assert (chars.vocab_size, chars.document_token, chars.encode("\nabc")) == (5, END_OF_TEXT, [0, 1, 2, 3])
     for spec in ("my model", "my model/tokenizer.json", "~/my model", str(tmp_path / "my model")):
         assert resolve(spec, no_text).json == tokenizer.json
 
@@ -287,7 +288,7 @@ for spec in sys.argv[1:]:
 
 @pytest.fixture
 def hub(tokenizer: Tokenizer) -> Iterator[str]:
-    files = {f"/{NAMES['gpt2']}/resolve/main/tokenizer.json": tokenizer.json.encode()}
+    files = {"/openai-community/gpt2/resolve/main/tokenizer.json": tokenizer.json.encode()}
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self, with_body: bool) -> None:
@@ -333,7 +334,7 @@ def test_names_come_from_the_hub_and_then_from_its_cache(hub: str, tmp_path: Pat
     pytest.importorskip("huggingface_hub")
     known, *refused = resolve_by(hub, tmp_path, "gpt2", "some/thing", "some/gated")
     assert known == tokenizer.sha256
-    assert resolve_by(NOBODY, tmp_path, NAMES["gpt2"]) == [tokenizer.sha256]
+    assert resolve_by(NOBODY, tmp_path, "openai-community/gpt2") == [tokenizer.sha256]
     refused += resolve_by(hub, tmp_path, "some/thing", HF_HUB_OFFLINE="1")
     reasons = (
         "is not on the hub, or is private",

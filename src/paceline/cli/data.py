@@ -29,7 +29,7 @@ _DOCUMENT_TOKENS = {"median": 50, "p95": 95, "longest": 100}  # percentiles
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments:
     """Turn documents into token shards: text files, folders and globs of them, .jsonl and .parquet (.gz, .zst, .bz2 and
-    .xz, too), - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. If it was interrupted or
+    .lz4, too), - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. If it was interrupted or
     killed, the same command resumes with the parts of the sources that are missing. Several hosts that share a disk
     give the same command, each with its --part-of."""
 

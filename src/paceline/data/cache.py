@@ -29,7 +29,7 @@ from paceline.data.split import split_text
 from paceline.data.text import SLICE_BYTES
 from paceline.data.tokenizer import SETTINGS
 
-_NAME = re.compile(r"[^/]+-bpe\d+-[0-9a-f]{16}")  # of a folder in the cache
+_NAME = re.compile(r"[^/]+-(bpe\d+|chars)-[0-9a-f]{16}")  # of a folder in the cache
 _PARALLEL_BYTES = 64 << 20  # of text; starting workers for less costs more time than it saves
 _STALE_S = 7 * 24 * 3600.0  # an unfinished data set unchanged for this time is removed
 
@@ -94,7 +94,7 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
     size, num_files = sum(file.size for file in sources.files), len({file.path for file in sources.files})
     report.say(f"data: preparing {sources.name}, {units.plural(num_files, 'file')}, {units.size(size)}")
     unstamped = tuple(replace(file, stamp="") for file in sources.files)  # the folder's name has the content's hash
-    recipe = Recipe(tokenizer=f"train:{vocab_size}")
+    recipe = Recipe(tokenizer=f"train:{vocab_size}" if vocab_size else "chars")
     workers = num_workers if size > _PARALLEL_BYTES else 1
     if not (final / WORK).exists():
         shutil.rmtree(final, ignore_errors=True)  # complete once, partly deleted by a user
@@ -140,7 +140,8 @@ def _known_name(known: Path) -> str | None:
 
 
 def _hashed_name(sources: Sources, vocab_size: int) -> str:
-    return f"{sources.name[:60]}-bpe{vocab_size}-{_content_hash(sources, vocab_size)}"
+    tokenizer = f"bpe{vocab_size}" if vocab_size else "chars"
+    return f"{sources.name[:60]}-{tokenizer}-{_content_hash(sources, vocab_size)}"
 
 
 def _content_hash(sources: Sources, vocab_size: int) -> str:

@@ -11,6 +11,9 @@ MIN_VOCAB = 257  # 256 byte values and <|endoftext|>: with fewer, some text has 
 MAX_VOCAB = 1 << 20  # far above any vocabulary in use (GPT-4o: 200k), so larger is a typing error
 
 
+_EXPECTED_CHARACTERS = 128
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where the tokens come from and how long a sequence is."""
@@ -24,7 +27,8 @@ class DataConfig:
     weights."""
 
     tokenizer_vocab: int = 4096
-    """Vocabulary of the byte-pair encoding that is trained when text has to be tokenized."""
+    """Vocabulary of the byte-pair encoding that is trained when text has to be tokenized; 0: each character of the text
+    is a token."""
 
     seq_len: int = 256
     """Tokens in a sequence."""
@@ -44,10 +48,10 @@ class DataConfig:
         """Raises UserError for an impossible value, naming the field as typed on the command line."""
         if self.seq_len < 1:
             raise UserError(f"data.seq-len is {self.seq_len}; a sequence has at least 1 token")
-        if not MIN_VOCAB <= self.tokenizer_vocab <= MAX_VOCAB:
+        if self.tokenizer_vocab and not MIN_VOCAB <= self.tokenizer_vocab <= MAX_VOCAB:
             raise UserError(
                 f"data.tokenizer-vocab is {self.tokenizer_vocab}; a byte-level vocabulary has {MIN_VOCAB} "
-                f"(256 bytes and <|endoftext|>) to {MAX_VOCAB} tokens"
+                f"(256 bytes and <|endoftext|>) to {MAX_VOCAB} tokens; 0 means characters"
             )
         if self.document_token_id < -1:
             raise UserError(f"data.document-token-id is {self.document_token_id}; an id is at least 0")
@@ -58,6 +62,11 @@ class DataConfig:
                 raise UserError(f"data.path is {path!r}; a path has no NUL in it")
             if not (math.isfinite(weight) and weight > 0):
                 raise UserError(f"data.mix has {path}={weight:g}; a weight is a number above 0")
+
+    @property
+    def expected_vocab(self) -> int:
+        """The vocabulary of text that has not been looked at; of characters about so many."""
+        return self.tokenizer_vocab or _EXPECTED_CHARACTERS
 
     @property
     def document_token(self) -> int | None:
@@ -105,7 +114,7 @@ class Recipe:
     separator: str = ""
     """Between two documents of a text file, such as <|endoftext|>; empty: a file is a document."""
     tokenizer: str = "train:32768"
-    """bytes, train:VOCAB (byte-level BPE on this text), a tokenizer.json, gpt2 or another name on the hub."""
+    """bytes, chars, train:VOCAB (byte-level BPE on this text), a tokenizer.json, gpt2, or ORG/NAME on the hub."""
     document_token: str = ""
     """The special token that begins a document; empty: the tokenizer's usual one, such as <|endoftext|>."""
     validation_frac: float = 0.01

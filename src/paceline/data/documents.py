@@ -1,9 +1,9 @@
 """Source files to documents, from any range of bytes.
 
-A range has what begins in it: JSON lines, documents between separators, slices of a long plain text, row groups of
-Parquet. So the ranges of a file, cut anywhere, give each document once, in order. With a.jsonl of 100 bytes whose
-lines begin at 0, 30 and 80, the range 0..49 has two lines, of which it reads the second beyond its own end, and the
-range 50..99 skips to byte 80.
+A range is moved to the next borders: after a line end, a separator, or a word of a long plain text. So the ranges of a
+file, cut anywhere, give each document once, in order. With a.jsonl of 100 bytes whose lines begin at 0, 30 and 80, the
+range 0..49 is read as 0..79, two lines, and the range 50..99 as 80..99. Row groups of Parquet are of the range in which
+they begin.
 
 Memory is a few blocks, however long a file is. Documents between separators, JSON lines and Parquet cells are read
 completely, the first two up to MAX_RECORD_BYTES.
@@ -13,17 +13,18 @@ import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
-from paceline.data import hub, parquet, text
+from paceline.data import hub, text
 from paceline.data.config import Recipe
-from paceline.data.sources import Readable, SourceFile, Stored, open_content, open_stored
+from paceline.data.sources import SourceFile, open_content, open_stored
 
 MAX_RECORD_BYTES = 1 << 28  # of a line of JSON, or of a document between separators
 _READ_BYTES = 1 << 20
 _SCAN_BYTES = 1 << 16
+_CELL_BYTES = 1 << 20  # of Parquet, decoded at once
 _SHOWN_KEYS = 12
 _TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
 
@@ -48,7 +49,7 @@ class Document(NamedTuple):
     slices: tuple[str, ...]
     num_replaced: int
     begins: bool
-    side: str | None  # of its file
+    split: str | None  # of its file
 
 
 class Skipped(NamedTuple):
@@ -65,7 +66,7 @@ def whole(file: SourceFile) -> Range:
 def can_be_cut(file: SourceFile, recipe: Recipe) -> bool:
     """Whether ranges of the file can be read by themselves. A plain text whose split depends on its beginning is read
     as one."""
-    is_cut_in_documents = file.format != "text" or bool(recipe.separator) or file.side is not None
+    is_cut_in_documents = file.format != "text" or bool(recipe.separator) or file.split is not None
     return file.is_seekable and file.num_bytes is not None and is_cut_in_documents
 
 
@@ -86,31 +87,42 @@ def read(part: Range, recipe: Recipe, skipped: list[Skipped]) -> Iterator[Docume
         skipped.append(Skipped(part.file.where, str(error)))
 
 
-def _read(part: Range, stored: Stored, recipe: Recipe, skipped: list[Skipped]) -> Iterator[Document]:
-    if part.file.format == "parquet":
-        for cell in parquet.cells(part.file, stored, recipe.text_key, part.start, part.stop):
-            yield _document(cell, part.file, is_plain=False)
-    elif part.file.format == "jsonl":
-        for content in _json_texts(part, stored, recipe, skipped):
-            yield _document(content, part.file, is_plain=False)
-    elif recipe.separator:
-        for content in _separated(part, stored, recipe.separator):
-            yield _document(content if content.strip() else b"", part.file, is_plain=True)
+def _read(part: Range, stored: BinaryIO, recipe: Recipe, skipped: list[Skipped]) -> Iterator[Document]:
+    file = part.file
+    if file.format == "parquet":
+        for cell in _cells(part, stored, recipe.text_key):
+            yield _document(cell, file, is_plain=False)
+        return
+    end = _LINE_END if file.format == "jsonl" else _end_of(recipe.separator) if recipe.separator else None
+    start, stop = part.start, part.stop
+    if file.is_seekable and stop is not None:
+        start = _border(file, stored, start, end, limit=stop)
+        if start >= stop:
+            return
+        stop = _border(file, stored, stop, end)
+    content = _Content(file, stored, start, stop)
+    if end is None:
+        yield from _plain(content, file, is_beginning=start <= file.start)
+    elif file.format == "jsonl":
+        for text_of_record in _json_texts(content, file, start, recipe, skipped):
+            yield _document(text_of_record, file, is_plain=False)
     else:
-        yield from _plain(part, stored)
+        for document, has_end in content.records(end):
+            if has_end or not document.isspace():  # what stands behind the last separator may be blank
+                yield _document(b"" if document.isspace() else text.with_line_feeds(document), file, is_plain=True)
 
 
 def _document(content: bytes, file: SourceFile, *, is_plain: bool, begins: bool = True) -> Document:
     decode = text.plain_text if is_plain else text.record_text
     decoded = [decode(part) for part in text.slices(content)] if content else []
     num_replaced = sum(count for _, count in decoded)
-    return Document(tuple(part for part, _ in decoded), num_replaced, begins, file.side)
+    return Document(tuple(part for part, _ in decoded), num_replaced, begins, file.split)
 
 
 class _Content:
     """A buffer over the decompressed bytes of a file; `offset` is the position of the next one."""
 
-    def __init__(self, file: SourceFile, stored: Stored, start: int, stop: int | None = None) -> None:
+    def __init__(self, file: SourceFile, stored: BinaryIO, start: int, stop: int | None = None) -> None:
         """Reads up to `stop`; None: to the end of the file, or of the part of it that is a document."""
         self._file = file
         self._stop = stop
@@ -118,7 +130,7 @@ class _Content:
             self._stop = file.start + file.num_bytes
         if file.is_seekable:
             stored.seek(start)
-        self._content: Readable = open_content(file, stored)
+        self._content = open_content(file, stored)
         self._data, self._at, self._ended = b"", 0, False
         self._base = start  # position of the buffer's first byte
         if start == 0 and self.look(len(text.BYTE_ORDER_MARK)).startswith(text.BYTE_ORDER_MARK):
@@ -144,9 +156,8 @@ class _Content:
         self._at += size
         return self._data[self._at - size : self._at]
 
-    def take_record(self, end: "_End") -> tuple[bytes, bool] | None:
-        """Takes the next record and its end, which is not returned, and whether it has one; the file's last may have
-        none. None: there is no record."""
+    def records(self, end: "_End") -> Iterator[tuple[bytes, bool]]:
+        """Takes and yields each record without its end, and whether it has one; the file's last may have none."""
         searched = 0
         while True:
             match = end.pattern.search(self._data, self._at + searched)
@@ -161,35 +172,15 @@ class _Content:
             if match and is_ended:
                 record = self.take(size)
                 self._at = match.end()
-                return record, True
-            if self._ended:
-                return (self.take(there), False) if there else None
-            searched = max(0, there - end.longest)
-            self.look(min(2 * there, MAX_RECORD_BYTES) + 1)
-
-    def records(self, end: "_End", part: Range) -> Iterator[tuple[bytes, bool]]:
-        """Yields the records that begin in the range, as `take_record`."""
-        is_first = part.start <= part.file.start  # perhaps behind a byte order mark, and a mark's length is nobody's
-        if not is_first:
-            self._skip_records(end, max(part.start, self.offset + 1))
-        while (is_first or part.stop is None or self.offset < part.stop) and (record := self.take_record(end)):
-            is_first = False
-            yield record
-
-    def _skip_records(self, end: "_End", start: int) -> None:
-        """Takes records until the next begins at `start` or later."""
-        while True:
-            match = end.pattern.search(self._data, self._at)
-            if match and (match.end() < len(self._data) or self._ended):
-                self._at = match.end()
-                if self.offset >= start:
-                    return
+                searched = 0
+                yield record, True
             elif self._ended:
-                self._at = len(self._data)
+                if there:
+                    yield self.take(there), False
                 return
             else:
-                self._at = max(self._at, len(self._data) - end.longest)
-                self.look(len(self._data) - self._at + 1)
+                searched = max(0, there - end.longest)
+                self.look(min(2 * there, MAX_RECORD_BYTES) + 1)
 
     def _more(self, position: int) -> bytes:
         wanted = _READ_BYTES if self._stop is None else min(_READ_BYTES, self._stop - position)
@@ -198,51 +189,6 @@ class _Content:
         if not data and wanted > 0 and self._stop is not None:
             raise UserError(f"{self._file.where} became shorter while it was read; start again")
         return data
-
-
-# ---- plain text ----
-
-
-def _plain(part: Range, stored: Stored) -> Iterator[Document]:
-    """Yields the slices of a plain text, which is one document, that begin in the range."""
-    file, start, stop = part
-    end = stop
-    if file.is_seekable and stop is not None:
-        start = _end_of_word(file, stored, start, stop)
-        if start >= stop:
-            return
-        end = _end_of_word(file, stored, stop, None)
-    content = _Content(file, stored, start, end)
-    begins = start <= file.start
-    while begins or content.look(1):
-        data = content.look(text.SLICE_BYTES + 1)
-        size = len(data) if len(data) <= text.SLICE_BYTES else text.cut(data)
-        yield _document(content.take(size), file, is_plain=True, begins=begins)
-        begins = False
-
-
-def _end_of_word(file: SourceFile, stored: Stored, at: int, limit: int | None) -> int:
-    """Returns the first place from `at` on where a plain text can be cut, see `text.end_of_word`; its end, or at least
-    `limit`, if there is none before."""
-    end = file.start + file.size
-    if at <= file.start or at >= end:
-        return min(max(at, file.start), end)
-    position = max(file.start, at - 4)  # a character before
-    stored.seek(position)
-    data = b""
-    while position + len(data) < end and (limit is None or position < limit):
-        more = stored.read(min(_SCAN_BYTES, end - position - len(data)))
-        if not more:
-            raise UserError(f"{file.where} became shorter while it was read; start again")
-        data += more
-        place = text.end_of_word(data, max(0, at - position))
-        if place is not None:
-            return position + place
-        position, data = position + max(0, len(data) - 5), data[-5:]
-    return end if limit is None else max(position, limit)
-
-
-# ---- records ----
 
 
 class _End(NamedTuple):
@@ -263,52 +209,68 @@ def _end_of(separator: str) -> _End:
     return _End(re.compile(pattern), 2 * len(separator.encode("utf-8", "surrogateescape")))
 
 
-def _separated(part: Range, stored: Stored, separator: str) -> Iterator[bytes]:
-    """Yields the documents between separators that begin in the range; not the last, if it is blank."""
-    end = _end_of(separator)
-    content = _Content(part.file, stored, _unambiguous(part.file, stored, end, part.start))
-    for document, has_end in content.records(end, part):
-        if has_end or not document.isspace():
-            yield text.with_line_feeds(document)
+def _border(file: SourceFile, stored: BinaryIO, at: int, end: _End | None, limit: int | None = None) -> int:
+    """Returns the first place from `at` on where the file can be cut; its end, or at least `limit`, if there is none
+    before. A pure function of the file and `at`. end: None for a plain text."""
+    last = file.start + file.size
+    if at <= file.start or at >= last:
+        return min(max(at, file.start), last)
+    kept = 2 * end.longest + 1 if end else 5  # bytes, enough to decide about the place behind them
+    position = max(file.start, at - kept)
+    begin = at - position  # in data
+    stored.seek(position)
+    data = b""
+    while position + len(data) < last and (limit is None or position < limit):
+        more = stored.read(min(_SCAN_BYTES, last - position - len(data)))
+        if not more:
+            raise UserError(f"{file.where} became shorter while it was read; start again")
+        data += more
+        place = _after_record(data, begin, end) if end else text.end_of_word(data, begin)
+        if place is not None:
+            return position + place
+        dropped = max(0, len(data) - 2 * kept)
+        position, begin, data = position + dropped, max(begin - dropped, kept), data[dropped:]
+    return last if limit is None else max(position, limit)
 
 
-def _unambiguous(file: SourceFile, stored: Stored, end: _End, start: int) -> int:
-    """Returns a place before `start` across which no separator lies, whatever came before: of three line ends with
-    the separator of two, which two it is depends on the place where the search begins."""
-    either = re.compile(rb"(?=(" + end.pattern.pattern + rb"|\r\n))")
-    width = _SCAN_BYTES
-    while True:
-        begin = max(file.start, start - width)
-        if begin == file.start:
-            return begin
-        stored.seek(begin)
-        data = b""
-        while len(data) < start + end.longest - begin and (
-            more := stored.read(start + end.longest - begin - len(data))
-        ):
-            data += more
-        place = start - end.longest - begin
-        for match in reversed(list(either.finditer(data))):
-            if match.start() < place < match.end(1):
-                place = match.start()
-        if place > end.longest:
-            return begin + place
-        width *= 2
+def _after_record(data: bytes, begin: int, end: _End) -> int | None:
+    """Returns the first place from `begin` on after an end that no other one overlaps. Of three line ends with the
+    separator of two, which two it is depends on the place where the search begins."""
+    if end is _LINE_END:
+        return data.find(b"\n", begin - 1) + 1 or None
+    reach = 0
+    for match in re.finditer(rb"(?=(" + end.pattern.pattern + rb"))", data):
+        first, reached = match.span(1)
+        if reached >= begin and first >= reach and first + end.longest < len(data):
+            return reached
+        reach = max(reach, reached)
+    return None
 
 
-def _json_texts(part: Range, stored: Stored, recipe: Recipe, skipped: list[Skipped]) -> Iterator[bytes]:
-    """Yields the texts of the JSON lines that begin in the range."""
-    file, start, _ = part
-    content = _Content(file, stored, max(0, start - 1))
-    for number, (stored_line, _) in enumerate(content.records(_LINE_END, part), 1):
+# ---- text and JSON lines ----
+
+
+def _plain(content: _Content, file: SourceFile, *, is_beginning: bool) -> Iterator[Document]:
+    """Yields the slices of a plain text, which is one document."""
+    while is_beginning or content.look(1):
+        data = content.look(text.SLICE_BYTES + 1)
+        size = len(data) if len(data) <= text.SLICE_BYTES else text.cut(data)
+        yield _document(content.take(size), file, is_plain=True, begins=is_beginning)
+        is_beginning = False
+
+
+def _json_texts(
+    content: _Content, file: SourceFile, start: int, recipe: Recipe, skipped: list[Skipped]
+) -> Iterator[bytes]:
+    """Yields the texts of JSON lines."""
+    for number, (stored_line, _) in enumerate(content.records(_LINE_END), 1):
         line = stored_line.decode("utf-8", "surrogateescape")
         if not line or line.isspace():
             continue
         try:
             found = _string_under(recipe.text_key, line)
         except ValueError as error:
-            before = _num_lines(file, start) if start else 0
-            why = f"{file.where} line {before + number} {error}"
+            why = f"{file.where} line {_num_lines(file, start) + number} {error}"
             if recipe.on_error == "stop":
                 raise UserError(why) from error
             skipped.append(Skipped(file.where, why))
@@ -318,12 +280,13 @@ def _json_texts(part: Range, stored: Stored, recipe: Recipe, skipped: list[Skipp
 
 @lru_cache(maxsize=8)
 def _num_lines(file: SourceFile, place: int) -> int:
-    """Returns the number of lines of a file that begin before a place; for messages."""
-    lines, left = 1, place - 1  # the LF before the place ends a line, and the next begins at the place
-    with open_stored(file) as stored:
-        while left > 0 and (data := stored.read(min(left, _READ_BYTES))):
-            lines += data.count(b"\n")
-            left -= len(data)
+    """Returns the number of lines of a file before a place, for messages."""
+    lines = 0
+    if place:
+        with open_stored(file) as stored:
+            while place > 0 and (data := stored.read(min(place, _READ_BYTES))):
+                lines += data.count(b"\n")
+                place -= len(data)
     return lines
 
 
@@ -345,3 +308,71 @@ def _string_under(key: str, line: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"has {_TYPES[type(value)]} under {key!r}, not a string; give --text-key another key")
     return value
+
+
+# ---- Parquet ----
+
+
+def _cells(part: Range, stored: BinaryIO, column: str) -> Iterator[bytes]:
+    """Yields a column's cells of the row groups in the range, as UTF-8; null is empty. Group i of n counts as beginning
+    at i/n of the file, which needs no look into it."""
+    file, start, stop = part
+    import pyarrow.parquet  # type: ignore[import-untyped]  # slow to import
+
+    try:
+        # Without these sizes Arrow reads a row group's complete column, often hundreds of MB.
+        parquet = pyarrow.parquet.ParquetFile(
+            stored, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
+        _require_text(file, parquet.schema_arrow, column)
+        for group in range(parquet.num_row_groups):
+            begin = file.size * group // parquet.num_row_groups
+            if start <= begin and (stop is None or begin < stop):
+                yield from _cells_of_group(parquet, group, column)
+    except (pyarrow.ArrowException, OSError) as error:
+        if not isinstance(error, pyarrow.ArrowException) and type(error) is not OSError:
+            raise  # an error of the system or the hub
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file.where} can not be read as Parquet: {reason}; is it damaged or cut short?") from error
+
+
+def _require_text(file: SourceFile, schema: Any, column: str) -> None:
+    """Raises UserError if there is no such column of text."""
+    import pyarrow
+
+    types = pyarrow.types
+    if column not in schema.names:
+        raise UserError(
+            f"{file.where} has no column {column!r}{nearest(column, schema.names)}; it has {', '.join(schema.names)}: "
+            f"give --text-key"
+        )
+    found = kind = schema.field(column).type
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        kind = kind.storage_type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
+    if not any(test(kind) for test in tests):
+        raise UserError(f"{file.where}: column {column!r} is of {found}, not of text; give --text-key another column")
+
+
+def _cells_of_group(parquet: Any, group: int, column: str) -> Iterator[bytes]:
+    # An encrypted column raises here; if asked for its size first, Arrow would abort the process.
+    next(parquet.iter_batches(1, row_groups=[group], columns=[column], use_threads=False), None)
+    metadata = parquet.metadata
+    names = [parquet.schema.column(i).path for i in range(metadata.num_columns)]
+    sizes = metadata.row_group(group)
+    size = sizes.column(names.index(column)).total_uncompressed_size if column in names else 0
+    batch_rows = min(max(1, _CELL_BYTES * sizes.num_rows // max(size, 1)), 1 << 16)
+    for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=[column], use_threads=False):
+        yield from _as_bytes(batch.column(0))
+
+
+def _as_bytes(column: Any) -> list[bytes]:
+    import pyarrow
+
+    if isinstance(column.type, pyarrow.BaseExtensionType):
+        column = column.storage
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return [cell or b"" for cell in column.cast(pyarrow.large_binary()).to_pylist()]

@@ -20,7 +20,6 @@ from paceline.data.sources import (
     SourceFile,
     Sources,
     local_file,
-    naming,
     open_content,
     open_stored,
     printable,
@@ -29,10 +28,10 @@ from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, NotText, 
 
 FORMATS = ("text", "jsonl", "parquet")
 
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 _MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
-_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz", ".7z")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".xz", ".7z")
 _LOST: tuple[NotText, ...] = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
 
@@ -180,9 +179,7 @@ def _by_name(name: str) -> tuple[str | None, str, str]:
 
 def _file(name: str, path: str, format: str, *, is_named: bool, skips: bool) -> SourceFile | LeftOut:
     known, kind, compression = _by_name(path)
-    path = os.path.abspath(path)
-    with naming(SourceFile(name, path, "text", compression)):
-        found = local_file(name, path, known or "text", compression)
+    found = local_file(name, os.path.abspath(path), known or "text", compression)
     if format != "auto":
         found = replace(found, format=format)
     elif kind == ".json":
@@ -231,13 +228,14 @@ def _first(head: bytes) -> bytes:
 
 
 def _json_format(file: SourceFile, is_named: bool) -> str:
+    """A .json file has JSON lines if its first line is an object and the second begins one, or if there is only one
+    and the user names the file."""
     head = _head(file, 1 << 20)
-    first, _, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
-    if first.startswith(b"{") and (_is_json(first) or (not rest and len(head) == 1 << 20)):
-        more = _first(rest)
-        if more == b"{" or (is_named and not more):
-            return "jsonl"
-    if is_named and _first(head) in (b"{", b"["):
+    line, _, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
+    is_object = line.startswith(b"{") and (_is_json(line) or (not rest and len(head) == 1 << 20))
+    if is_object and (_first(rest) == b"{" or (is_named and not _first(rest))):
+        return "jsonl"
+    if is_named and line[:1] in (b"{", b"["):
         raise UserError(
             f"{file.where} is one JSON value and not one a line; make lines of it: jq -c '.[]' IN > OUT.jsonl, "
             f"or take it as it is: --format text"
@@ -300,7 +298,7 @@ def digest(sources: Sources) -> str:
     total = hashlib.sha256()
     for file in sources.files:
         content = file.stamp.encode() if hub.is_hub(file.path) else _content_digest(file)
-        said = f"{file.format}\0{file.compression}\0{file.start}\0{file.stop}\0{file.side}\0".encode()
+        said = f"{file.format}\0{file.compression}\0{file.start}\0{file.stop}\0{file.split}\0".encode()
         total.update(hashlib.sha256(said + os.fsencode(file.name)).digest() + hashlib.sha256(content).digest())
     return total.hexdigest()
 

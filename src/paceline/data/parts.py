@@ -135,7 +135,7 @@ class PartEncoder:
         """Writes a part's tokens and its record. Raises UserError, naming file and line, for what cannot be read."""
         record, skipped = Record(), list[Skipped]()
         writers = [_Writer(self._job.folder / f"{key}.{split}") for split in SPLITS]
-        side = 0
+        number = 0
         try:
             for of in part:
                 for document in read(of, self._job.recipe, skipped):
@@ -143,11 +143,11 @@ class PartEncoder:
                     record.empty += document.begins and not document.slices
                     if not document.slices:
                         continue
-                    if document.begins or document.side is not None:
-                        side = self._side(document)
+                    if document.begins or document.split is not None:
+                        number = self._number_of(document)
                     ids = [self._encoder.encode(each) for each in document.slices]
-                    writers[side].append([self._first, *ids] if document.begins else ids, document.begins)
-                    record.text_bytes[side] += sum(map(_num_bytes, document.slices))
+                    writers[number].append([self._first, *ids] if document.begins else ids, document.begins)
+                    record.text_bytes[number] += sum(map(_num_bytes, document.slices))
             for number, writer in enumerate(writers):
                 record.tokens[number], record.documents[number] = writer.finish()
         finally:
@@ -158,9 +158,9 @@ class PartEncoder:
         replace(self._job.folder / f"{key}.json", json.dumps(asdict(record)).encode())
         return record
 
-    def _side(self, document: Document) -> int:
-        if document.side is not None:
-            return SPLITS.index(document.side)
+    def _number_of(self, document: Document) -> int:
+        if document.split is not None:
+            return SPLITS.index(document.split)
         return int(key_of(document.slices[0]) < self._job.validation_below)
 
 

@@ -191,7 +191,7 @@ class _Preparation:
 def _without_effect(sources: Sources, recipe: Recipe) -> Iterator[str]:
     """Yields a line for each option that was given and that no file uses."""
     formats = {file.format for file in sources.files}
-    if recipe.validation_frac != Recipe().validation_frac and all(file.side for file in sources.files):
+    if recipe.validation_frac != Recipe().validation_frac and all(file.split for file in sources.files):
         yield (
             f"--validation-frac {recipe.validation_frac:g} has no effect here: text files are split by their names or "
             "at their ends, or by --validation"
@@ -203,7 +203,7 @@ def _without_effect(sources: Sources, recipe: Recipe) -> Iterator[str]:
 
 
 def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
-    files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.side] for f in sources.files]
+    files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.split] for f in sources.files]
     settings = {name: value for name, value in asdict(recipe).items() if name != "on_error"}  # may change at a resume
     return {"format": FORMAT_VERSION, "recipe": settings, "sources": _hash(files)}
 

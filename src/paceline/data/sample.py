@@ -25,6 +25,11 @@ def make_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Repor
     """Returns the recipe's tokenizer, and writes its files into the folder. Raises UserError if it cannot be made, or
     has no token that begins a document."""
 
+    def characters() -> Iterator[str]:  # also of the validation split: one that is missing could not be encoded
+        for file in sources.files:
+            for document in read(whole(file), recipe, []):
+                yield from document.slices
+
     def sample() -> Iterator[str]:
         report.say(f"data: training a tokenizer, {recipe.tokenizer.removeprefix('train:')} tokens, on {sources.name}")
         num_characters = 0
@@ -33,7 +38,8 @@ def make_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Repor
             yield text
         report.say(f"data: {units.count(num_characters)} characters are read for the tokenizer; it learns its merges")
 
-    tokenizer = resolve(recipe.tokenizer, sample, recipe.document_token)
+    texts = characters if recipe.tokenizer == "chars" else sample
+    tokenizer = resolve(recipe.tokenizer, texts, recipe.document_token)
     if tokenizer.end_of_text is None:
         raise UserError(f"--tokenizer {recipe.tokenizer} has no token that begins a document; give --document-token")
     replace(folder / FILE, tokenizer.json.encode())
@@ -45,7 +51,7 @@ def make_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Repor
 
 def sampled(files: Sequence[SourceFile], recipe: Recipe) -> Iterator[str]:
     """Yields text to learn merges from: all of it, or about SAMPLE_BYTES from everywhere in the training files."""
-    files = [file for file in files if file.side != "validation"]
+    files = [file for file in files if file.split != "validation"]
     step = max(1, math.ceil(sum(file.size for file in files) / SAMPLE_BYTES))
     taken = 0
     for part, most in [(whole(file), math.inf) for file in files] if step == 1 else _spread(files, recipe, step):

@@ -1,29 +1,25 @@
 """Source files of documents: their metadata, and how their bytes are read."""
 
-import bz2
-import gzip
-import lzma
 import os
 import platform
 import shutil
 import sys
 import sysconfig
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
-
-import zstandard
+from typing import BinaryIO
 
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.data import hub
+from paceline.data.shard import reading
 from paceline.data.text import NotText
 
 STANDARD_INPUT = "-"
 _COPIED_BYTES = 1 << 20  # of standard input at a time
+_STORED_BYTES = 1 << 16  # of a compressed file at a time
 
 # Not in the embedded corpus: tests; generated tables (encodings, pydoc_data: a fifth of all tokens, which a small
 # model's samples repeat); and files of this machine rather than of Python.
@@ -39,12 +35,12 @@ class SourceFile:
     name: str  # relative to the folder it was found in, with slashes
     path: str  # absolute; `-` is standard input, hf://... a file on the hub
     format: str  # text, jsonl or parquet
-    compression: str = ""  # gzip, zstd, bzip2, xz, or empty
+    compression: str = ""  # gzip, zstd, bz2, lz4, or empty
     num_bytes: int | None = None  # as stored, of this part; None if unknown
     stamp: str = ""  # changes with the file
     start: int = 0  # text only: the document is the bytes start..stop-1
     stop: int | None = None
-    side: str | None = None  # train or validation; None: decided for each document by a hash of its text
+    split: str | None = None  # train or validation; None: decided for each document by a hash of its text
 
     @property
     def where(self) -> str:
@@ -90,8 +86,9 @@ def printable(path: str) -> str:
 
 
 def local_file(name: str, path: str, format: str, compression: str = "") -> SourceFile:
-    """Returns a complete local file as a source; raises OSError if it does not exist."""
-    status = os.stat(path)
+    """Returns a complete local file as a source. Raises UserError if it does not exist or may not be looked at."""
+    with reading(printable(path)):
+        status = os.stat(path)
     # A copy may keep the modification time, and an edit the size; the system sets the change time of both.
     stamp = f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
     return SourceFile(name, path, format, compression, num_bytes=status.st_size, stamp=stamp)
@@ -149,23 +146,10 @@ def _require_same_stream(kept: Path) -> None:
     )
 
 
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes:
-        """Returns at most `size` of the next bytes; none only at the end."""
-
-
-class Stored(Readable, Protocol):
-    """The bytes of a file as stored."""
-
-    def seek(self, offset: int, /) -> int: ...
-
-    def tell(self) -> int: ...
-
-
 @contextmanager
-def open_stored(file: SourceFile) -> Iterator[Stored]:
+def open_stored(file: SourceFile) -> Iterator[BinaryIO]:
     """Opens a file's bytes as stored; errors in opening or reading become a UserError naming the file."""
-    with naming(file):
+    try:
         if file.path == STANDARD_INPUT:
             yield sys.stdin.buffer
         elif hub.is_hub(file.path):
@@ -174,30 +158,14 @@ def open_stored(file: SourceFile) -> Iterator[Stored]:
         else:
             with open(file.path, "rb") as stored:
                 yield stored
-
-
-def open_content(file: SourceFile, stored: Stored) -> Readable:
-    """Returns a reader of the decompressed bytes: all members of a gzip file, all frames of a zstd file."""
-    if file.compression == "gzip":
-        return gzip.GzipFile(fileobj=stored, mode="rb")
-    if file.compression == "bzip2":
-        return bz2.BZ2File(stored)  # type: ignore[call-overload, no-any-return]  # reads and seeks
-    if file.compression == "xz":
-        return lzma.LZMAFile(stored)  # type: ignore[arg-type]
-    return _Zstd(stored) if file.compression == "zstd" else stored
-
-
-@contextmanager
-def naming(file: SourceFile) -> Iterator[None]:
-    try:
-        yield
     except UserError:
         raise
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError) as error:
-        raise UserError(
-            f"{file.where} is damaged or cut short, {file.compression} says: {error}; copy it again"
-        ) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is None and file.compression:  # of the decompression
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{file.where} is damaged or cut short, {file.compression} says: {reason}; copy it again"
+            ) from error
         if hub.is_hub(file.path):
             raise UserError(hub.message(file.path, error)) from error
         if isinstance(error, OSError):
@@ -205,34 +173,12 @@ def naming(file: SourceFile) -> Iterator[None]:
         raise
 
 
-class _Zstd:
-    """Reads all frames, since the library's own reader accepts a truncated frame."""
+def open_content(file: SourceFile, stored: BinaryIO) -> BinaryIO:
+    """Returns a reader of the decompressed bytes: all members of a gzip file, all frames of a zstd file. A file that is
+    cut short is an error."""
+    if not file.compression:
+        return stored
+    import pyarrow  # type: ignore[import-untyped]  # slow to import
 
-    _STORED_BYTES = 1 << 13  # stored bytes a read; decompressed, usually three to ten times as many
-
-    def __init__(self, stored: Readable) -> None:
-        self._stored = stored
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as for `zstd --long=31`
-        self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._ready = b""
-
-    def read(self, size: int, /) -> bytes:
-        while not self._ready:
-            data = self._stored.read(self._STORED_BYTES)
-            if not data and self._frame is None:
-                return b""
-            if not data:
-                raise EOFError("the last frame has no end")
-            self._decompress(data)
-        found, self._ready = self._ready[:size], self._ready[size:]
-        return found
-
-    def _decompress(self, data: bytes) -> None:
-        found = []
-        while data:
-            self._frame = self._frame or self._decompressor.decompressobj()
-            found.append(self._frame.decompress(data))
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        self._ready = b"".join(found)
+    stream: BinaryIO = pyarrow.input_stream(stored, compression=file.compression, buffer_size=_STORED_BYTES)
+    return stream

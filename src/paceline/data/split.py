@@ -34,7 +34,7 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
         if not recipe.separator:
             found = replace(found, files=split_text(found.files))
         (first, *others) = found.files
-        if not others and first.side is None and first.format == "text" and not recipe.separator:
+        if not others and first.split is None and first.format == "text" and not recipe.separator:
             raise UserError(
                 f"{first.where} is one document, and the two splits need one each: say what stands between documents "
                 f"(--separator), give --validation SRC, or name an uncompressed file, which is cut"
@@ -44,8 +44,8 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
     both = {file.real_path for file in found.files} & {file.real_path for file in held.files}
     if both:
         raise UserError(f"{min(both)} is among the sources and under --validation; it can be in one split only")
-    files = [replace(file, side="train") for file in found.files]
-    files += [replace(file, side="validation") for file in held.files]
+    files = [replace(file, split="train") for file in found.files]
+    files += [replace(file, split="validation") for file in held.files]
     return Sources(found.name, tuple(files), found.left_out + held.left_out)
 
 
@@ -60,8 +60,8 @@ def split_text(files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
     total = sum(file.size for file in plain)
     part = sum(file.size for file in plain if _is_chosen(file.name))
     if 0.01 * total <= part <= 0.2 * total:
-        sides = {True: "validation", False: "train"}
-        return tuple(replace(f, side=sides[_is_chosen(f.name)]) if _can_be_cut(f) else f for f in files)
+        splits = {True: "validation", False: "train"}
+        return tuple(replace(f, split=splits[_is_chosen(f.name)]) if _can_be_cut(f) else f for f in files)
     return tuple(part for file in files for part in (_head_and_tail(file) if _can_be_cut(file) else (file,)))
 
 
@@ -84,8 +84,8 @@ def _head_and_tail(file: SourceFile) -> tuple[SourceFile, ...]:
         cut += line
     else:  # no line begins near: a character does (10xxxxxx continues one)
         cut += next((i for i, byte in enumerate(after) if byte & 0xC0 != 0x80), 0)
-    head = replace(file, num_bytes=cut, stop=cut, side="train")
-    tail = replace(file, num_bytes=size - cut, start=cut, stop=size, side="validation")
+    head = replace(file, num_bytes=cut, stop=cut, split="train")
+    tail = replace(file, num_bytes=size - cut, start=cut, stop=size, split="validation")
     return tuple(part for part in (head, tail) if part.num_bytes)
 
 
@@ -102,8 +102,8 @@ def validation_below(sources: Sources, recipe: Recipe) -> float:
     is only one document, or for reading errors.
     """
     limit = recipe.validation_frac * 2.0**64
-    undecided = tuple(file for file in sources.files if file.side is None)
-    decided = {file.side for file in sources.files} - {None}
+    undecided = tuple(file for file in sources.files if file.split is None)
+    decided = {file.split for file in sources.files} - {None}
     has = {"validation": "validation" in decided, "train": "train" in decided}
     lowest, highest = 1 << 64, -1
     for key in _keys(replace(sources, files=undecided), recipe):

@@ -40,7 +40,7 @@ REMEDIES: dict[NotText, str] = {
     "is an Arrow file": "if datasets.save_to_disk wrote it, make Parquet of it: "
     "datasets.load_from_disk(FOLDER).to_parquet(OUT)",
     "is Megatron's": "it is tokens already: give its folder as --data.path",
-    "has no known name": "known are .parquet, .jsonl, .ndjson and .txt, also with .gz, .zst, .bz2 or .xz",
+    "has no known name": "known are .parquet, .jsonl, .ndjson and .txt, also with .gz, .zst, .bz2 or .lz4",
 }
 
 

@@ -28,15 +28,7 @@ from paceline.data.config import MAX_VOCAB, MIN_VOCAB
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<|bos|>", "<s>")
 """Tokens that begin documents if the file names none: of GPT-2, Qwen and SmolLM; Llama 3; nanochat; old models."""
-NAMES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt-neox": "EleutherAI/gpt-neox-20b",
-    "llama3": "meta-llama/Meta-Llama-3-8B",
-    "qwen2.5": "Qwen/Qwen2.5-0.5B",
-    "qwen3": "Qwen/Qwen3-0.6B",
-    "smollm2": "HuggingFaceTB/SmolLM2-135M",
-}
-"""Short names of tokenizers, and their repositories on the hub."""
+_GPT2 = "openai-community/gpt2"  # the repository that `gpt2` means
 FILE = "tokenizer.json"
 
 # The split before merges are learnt; no merge crosses a split. GPT-4's pattern (cl100k_base) with one change for source
@@ -93,9 +85,9 @@ def bytes_tokenizer() -> "Tokenizer":
     return Tokenizer(model.to_str(pretty=True))
 
 
-def character_tokenizer(itos: Mapping[int, str]) -> "Tokenizer":
-    """Returns a tokenizer in which `itos[i]`, one character, is id i; no token begins documents. Raises UserError if an
-    entry is not one character, or two are the same."""
+def character_tokenizer(itos: Mapping[int, str], document_token: str = "") -> "Tokenizer":
+    """Returns a tokenizer in which `itos[i]`, one character, is id i; document_token has the next id; empty: no token
+    begins documents. Raises UserError if an entry is not one character, or two are the same."""
     for i, character in itos.items():
         if len(character) != 1:
             raise UserError(f"id {i} of the character vocabulary is {character!r}; each must be one character")
@@ -105,6 +97,8 @@ def character_tokenizer(itos: Mapping[int, str]) -> "Tokenizer":
     model = tokenizers.Tokenizer(models.WordLevel({itos[i]: i for i in sorted(itos)}, unk_token="unknown"))
     model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     model.decoder = decoders.Fuse()
+    if document_token:
+        model.add_special_tokens([document_token])
     return Tokenizer(model.to_str(pretty=True))
 
 
@@ -248,8 +242,9 @@ def _require_byte_level(model: tokenizers.Tokenizer) -> None:
 def resolve(spec: str, sample: Callable[[], Iterator[str]], document_token: str = "") -> Tokenizer:
     """Returns the tokenizer that `spec` names.
 
-    spec: `bytes`; `train:VOCAB`, trained on the texts of `sample`; one of NAMES; a tokenizer.json or a folder with one;
-    or ORG/NAME, a repository on the hub. Raises UserError for anything else, or if the hub fails.
+    spec: `bytes`; `chars`, all characters of `sample`; `train:VOCAB`, trained on the texts of `sample`; a
+    tokenizer.json or a folder with one; gpt2; or ORG/NAME, a repository on the hub. Raises UserError for anything else,
+    or if the hub fails.
     """
     tokenizer = _resolve(spec, sample)
     return tokenizer.beginning_documents_with(document_token) if document_token else tokenizer
@@ -258,6 +253,8 @@ def resolve(spec: str, sample: Callable[[], Iterator[str]], document_token: str 
 def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
     if spec == "bytes":
         return bytes_tokenizer()
+    if spec == "chars":
+        return character_tokenizer(dict(enumerate(sorted(set[str]().union(*sample())))), END_OF_TEXT)
     kind, _, size = spec.partition(":")
     if kind == "train":
         if not (size.isascii() and size.isdigit() and MIN_VOCAB <= int(size[:9]) <= MAX_VOCAB):
@@ -266,16 +263,14 @@ def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
                 f"{MAX_VOCAB} tokens; give for example train:32768"
             )
         return Tokenizer(train(sample(), int(size)))
-    if spec in NAMES:
-        return Tokenizer.load(_from_hub(NAMES[spec], spec))
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         path /= FILE
     if path.exists():
         return Tokenizer.load(path)
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.json)", spec):
-        return Tokenizer.load(_from_hub(spec, spec))
-    known = ["bytes", "train:VOCAB", *NAMES]
+    if spec == "gpt2" or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.json)", spec):
+        return Tokenizer.load(_from_hub(_GPT2 if spec == "gpt2" else spec, spec))
+    known = ["bytes", "chars", "train:VOCAB", "gpt2"]
     raise UserError(
         f"there is no tokenizer {spec!r}{nearest(spec, known)}: it is not a file or folder here, and not one of "
         f"{', '.join(known)}, or ORG/NAME on the hub"

@@ -125,7 +125,7 @@ def measure(
     """Returns all measurements of this world's links, in about budget_s, and predictions of a training step.
     compute_ms: forward and backward of a step; 0: measured. say: receives what is being measured. Collective. Raises
     PeerLost if a rank dies."""
-    settings = resolve(config, config.data.tokenizer_vocab, world.facts)  # of text: no data is read
+    settings = resolve(config, config.data.expected_vocab, world.facts)  # of text: no data is read
     # Gloo's messages start and end in host memory.
     messages = Stopwatch(world.group, torch.device("cpu") if world.backend == "gloo" else world.device)
     ranks = pairs_to_measure(world.peers)

@@ -43,7 +43,7 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
     Collective; one host."""
     if config.parallel.fixed_shares():  # maybe of another number of ranks
         config = config.replace("parallel", shares="equal")
-    settings = resolve(config, config.data.tokenizer_vocab, world.facts)
+    settings = resolve(config, config.data.expected_vocab, world.facts)
     cases = [_Case(world, settings, depth, console) for depth in _DEPTHS]
     allocating, first = ([case.once() for case in cases] for _ in range(2))
     # The same on all ranks, as these times are. Of two, since one may have been interrupted.

@@ -138,7 +138,7 @@ def _path(config: Config) -> Path:
     facts = [socket.gethostname(), cpu_name(), torch.__version__, platform.machine(), str(usable_cores())]
     facts.append(torch.backends.cpu.get_cpu_capability())
     facts.append(str(choose_dtype("auto", torch.device("cpu"))[0]) if train.dtype == "auto" else f"torch.{train.dtype}")
-    shape = {**vars(model), "vocab_size": model.vocab_size or config.data.tokenizer_vocab}
+    shape = {**vars(model), "vocab_size": model.vocab_size or config.data.expected_vocab}
     facts += [f"{name}={value}" for name, value in shape.items() if name not in ("n_layer", "n_positions", "size")]
     facts += map(str, (config.data.seq_len, train.device_batch_size, train.compile, config.optim.name))
     parallel = config.parallel

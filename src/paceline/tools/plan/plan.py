@@ -95,7 +95,7 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
     if config.model.size == "auto":  # a run times the given shape, too
         given = plan(config.replace("model", size="given"), cluster, device, vocab_size=vocab_size)
         flops_per_s = given.mfu * device.peak_flops_per_s * cluster.num_ranks
-    settings = resolve(config, vocab_size or config.data.tokenizer_vocab, facts, flops_per_s)
+    settings = resolve(config, vocab_size or config.data.expected_vocab, facts, flops_per_s)
     if config.parallel.shares == "auto":  # a run comes to shares in proportion to the speeds
         speeds = [cluster.speed(rank) for rank in range(cluster.num_ranks)]
         shares = in_proportion(settings.plan.global_batch_size, speeds)
