@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config import Config
-from paceline.data.config import DataConfig
+from paceline.data.config import DataConfig, Quiet
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchPlan
-from paceline.data.report import Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
 from paceline.train.data import open_data

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.config import Config
+from paceline.data.config import Quiet
 from paceline.data.loader import FixedBatches, Loader, MicroBatch
 from paceline.data.plan import BatchPlan
-from paceline.data.report import Quiet
 from paceline.model.gpt import GPT, build
 from paceline.optim.config import OptimConfig
 from paceline.train.data import open_data

@@ -111,9 +111,9 @@ def counts(folder: Path) -> bool:
         ((*PREPARE, "book.txt", "--out", "x", "--validation", "book.txt"), ("book.txt", "one split only")),
         ((*PREPARE, "book.txt", "--out", "x", "--validation", "missing"), ("missing does not exist",)),
         ((*PREPARE, "book.txt", "--validation", "--out", "x"), ("--validation is given without a value",)),
-        (("data", "info"), ("no data set is given", "paceline data info DIR")),
-        (("data", "info", "missing"), ("missing is not a data set", "index.json", "train.bin")),
-        (("data", "info", "book.txt"), ("book.txt is not a data set",)),
+        (("data", "info"), ("no dataset is given", "paceline data info DIR")),
+        (("data", "info", "missing"), ("missing is not a dataset", "index.json", "train.bin")),
+        (("data", "info", "book.txt"), ("book.txt is not a dataset",)),
         (("data", "info", ".", "--jsn"), ("--jsn", "did you mean '--json'?")),
         ((*TRAIN, "--data.mix", "a"), ("data.mix has 'a'", "PATH=WEIGHT")),
         ((*TRAIN, "--data.mix", "a=x"), ("data.mix has 'a=x'", "PATH=WEIGHT")),
@@ -267,7 +267,7 @@ def test_two_shares_make_the_data_set_of_one(place: Path, small_parts: None) -> 
     """The first says what is missing, and so does --finish, which tells a script by its status."""
     command = (*PREPARE, "records.jsonl", *BYTES, "--workers", "1", "--out")
     ended = here(*command, "x", "--part-of", "1/2", cwd=place).require(0)
-    assert "parts are there; the last share makes the data set" in ended.out
+    assert "parts are there; the last share makes the dataset" in ended.out
     here(*command, "x", "--finish", cwd=place).require(75)
     here(*command, "x", "--part-of", "2/2", cwd=place).require(0)
     here(*command, "y", cwd=place).require(0)
@@ -299,7 +299,7 @@ def test_folders_that_are_no_place_for_it(place: Path) -> None:
     (place / "full/letter.txt").write_text("mine")
     command = (*PREPARE, "book.txt", *BYTES, "--out")
     before = files(place)
-    refused(place, *command, "full", says=("full is not empty and holds no data set", "another --out"))
+    refused(place, *command, "full", says=("full is not empty and holds no dataset", "another --out"))
     refused(place, *command, "book.txt", says=("--out book.txt is a file",))
     refused(place, *command, "book.txt/x", says=("book.txt", "Not a directory", "give an --out that can be written"))
     refused(
@@ -419,10 +419,10 @@ def test_a_missing_file_is_refused(place: Path, data: Path, name: str) -> None:
     ("change_to", "says"),
     [
         (b"", "data/index.json is damaged"),
-        (b"{}", "not the index of a paceline data set"),
+        (b"{}", "not the index of a paceline dataset"),
         (b'{"format": "paceline-shards", "version": 1}', "version 1; this paceline reads 2"),
         (b'{"format": "paceline-shards", "version": 2}', "data/index.json is damaged"),
-        (b"[1]", "not the index of a paceline data set"),
+        (b"[1]", "not the index of a paceline dataset"),
     ],
 )
 def test_an_index_is_refused(place: Path, data: Path, change_to: bytes, says: str) -> None:

@@ -14,9 +14,8 @@ import pytest
 from small_data import zstd
 
 from paceline.base.errors import UserError
-from paceline.data.config import Recipe
+from paceline.data.config import Quiet, Recipe
 from paceline.data.prepare import prepare
-from paceline.data.report import Quiet
 from paceline.data.shard import Index
 from paceline.data.split import gather
 

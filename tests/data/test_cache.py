@@ -14,10 +14,9 @@ from small_data import bytes_of
 from paceline.base.errors import UserError
 from paceline.data import cache as cache_module
 from paceline.data.cache import ensure_datasets, inspect_data
-from paceline.data.config import DataConfig
+from paceline.data.config import DataConfig, Quiet
 from paceline.data.dataset import Dataset
 from paceline.data.find import digest
-from paceline.data.report import Quiet
 from paceline.data.sources import Sources, embedded
 from paceline.data.split import split_text
 from paceline.data.text import plain_text
@@ -26,7 +25,7 @@ SCRIPT = """
 import sys, time
 from paceline.data.config import DataConfig
 from paceline.data.cache import ensure_datasets
-from paceline.data.report import Quiet
+from paceline.data.config import Quiet
 stop_at = sys.argv[2]
 class Report(Quiet):
     def say(self, line):

@@ -26,10 +26,9 @@ from small_data import bytes_of, zstd
 
 from paceline.base.errors import UserError
 from paceline.data import parts as parts_module
-from paceline.data.config import Recipe, Share
+from paceline.data.config import Quiet, Recipe, Share
 from paceline.data.dataset import Dataset
 from paceline.data.prepare import prepare
-from paceline.data.report import Quiet
 from paceline.data.shard import Index
 from paceline.data.sources import embedded
 from paceline.data.split import gather
@@ -41,7 +40,7 @@ from pathlib import Path
 from paceline.data import parts
 from paceline.data.config import Recipe, Share
 from paceline.data.prepare import prepare
-from paceline.data.report import Quiet
+from paceline.data.config import Quiet
 from paceline.data.split import gather
 parts.PART_BYTES = {PART_BYTES}
 
@@ -291,7 +290,7 @@ def test_what_was_prepared_is_kept_and_another_recipe_is_refused(corpus: Path, t
     assert bytes_of(out) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="is not empty and holds no data set"):
+    with pytest.raises(UserError, match="is not empty and holds no dataset"):
         make([tmp_path / "a.txt"], tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     with pytest.raises(UserError, match="File name too long; give an --out that can be written"):

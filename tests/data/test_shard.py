@@ -63,7 +63,7 @@ def test_a_closed_shard_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fsync", noting)
     write(tmp_path, "train", [[1, 2]])
-    names = {Path(path).name for path in synced}
+    names = {Path(path).name.removeprefix(".").removesuffix(".new") for path in synced}
     assert names >= {path.name for path in tmp_path.iterdir()} | {tmp_path.name}
 
 
@@ -74,7 +74,7 @@ def test_a_closed_shard_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
         (lambda i: i["splits"]["train"].update(tokens=1), "do not add up"),
         (lambda i: i["splits"]["train"]["shards"][0].update(file="../x.bin"), "not the name of a file in the folder"),
         (lambda i: i["splits"]["train"]["shards"][0].pop("sha256"), "damaged"),
-        (lambda i: i.update(format="other"), "not the index of a paceline data set"),
+        (lambda i: i.update(format="other"), "not the index of a paceline dataset"),
         (lambda i: i.update(version=99), "version 99"),
         (lambda i: i.update(tokenizer=5), "damaged"),
     ],
@@ -89,7 +89,7 @@ def test_a_wrong_index_is_refused(tmp_path: Path, change: Any, message: str) -> 
 
 
 def test_an_index_that_is_no_json_or_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is .* a prepared data set"):
+    with pytest.raises(UserError, match=r"is .* a prepared dataset"):
         Dataset.open(tmp_path)
     (tmp_path / "index.json").write_bytes(b'{"format": "paceline-sh')
     with pytest.raises(UserError, match="damaged"):

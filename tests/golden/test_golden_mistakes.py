@@ -453,7 +453,9 @@ REWORDED = {
         "so their gradients would not be summed over ranks: make optimizer and Replica again after changing the model"
     ),
     "say sparse=False to the embedding": "set sparse=False on the embedding",
-    "missing is no data set": "missing is not a data set",
+    "missing is no data set": "missing is not a dataset",
+    "no data set is given": "no dataset is given",
+    "bytes, train:VOCAB, gpt2, gpt-neox, llama3, qwen2.5, qwen3, smollm2": "bytes, chars, train:VOCAB, gpt2",
     "--node-rank belongs to a list of hosts; give it by --hosts": "--node-rank needs a list of hosts: --hosts",
 }
 

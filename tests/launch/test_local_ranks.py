@@ -21,10 +21,9 @@ import pytest
 from program import Ended, Program, rows, run, steps
 
 from paceline.data.cache import ensure_datasets
-from paceline.data.config import DataConfig
+from paceline.data.config import DataConfig, Quiet
 from paceline.data.dataset import Dataset
 from paceline.data.order import ids_at
-from paceline.data.report import Quiet
 from paceline.data.shard import HEADER_BYTES
 
 SMALL = ("--train.global-batch-size", "6", "--train.device-batch-size", "2", "--train.sample-tokens", "0")

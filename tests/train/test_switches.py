@@ -16,7 +16,7 @@ from program import losses, run, steps
 from whole_runs import BATCH, SEQ_LEN, STEPS, evaluations, events, status_of, tiny, words
 
 from paceline.config import Config, to_toml
-from paceline.data.report import Quiet
+from paceline.data.config import Quiet
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
 from paceline.replica.updates import LossScaler

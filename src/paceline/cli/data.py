@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.data.dataset import Dataset
 
 _USAGE = """paceline data prepare SRC... --out DIR     documents to token shards
-paceline data info DIR [--verify]           what a data set holds, and whether it is complete
+paceline data info DIR [--verify]           what a dataset holds, and whether it is complete
 
 `--help` after either shows its options.
 """
@@ -29,22 +29,22 @@ _DOCUMENT_TOKENS = {"median": 50, "p95": 95, "longest": 100}  # percentiles
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments:
     """Turn documents into token shards: text files, folders and globs of them, .jsonl and .parquet (.gz, .zst, .bz2 and
-    .lz4, too), - for standard input, hub:ORG/NAME for a data set on the Hugging Face hub. If it was interrupted or
+    .lz4, too), - for standard input, hub:ORG/NAME for a dataset on the Hugging Face hub. If it was interrupted or
     killed, the same command resumes with the parts of the sources that are missing. Several hosts that share a disk
     give the same command, each with its --part-of."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files, folders, globs, -, hub:ORG/NAME[:GLOB]."""
     out: str
-    """The data set's folder, for --data.path."""
+    """The dataset's folder, for --data.path."""
     validation: tuple[str, ...] = ()
     """Sources of the validation split; empty: some of the documents, see --validation-frac."""
     workers: int = 0
     """Processes that encode; 0: one per core. The result does not depend on it."""
     part_of: str = ""
-    """I/N, such as 3/16: of the sources' parts only every N-th, from the I-th on; the last host makes the data set."""
+    """I/N, such as 3/16: of the sources' parts only every N-th, from the I-th on; the last host makes the dataset."""
     finish: bool = False
-    """Make the data set if all parts are there, and no part: after hosts with --part-of."""
+    """Make the dataset if all parts are there, and no part: after hosts with --part-of."""
     restart: bool = False
     """Start again from the beginning if an earlier preparation was not finished."""
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
@@ -52,10 +52,10 @@ class PrepareArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoArguments:
-    """Show what a data set holds: one prepared here, nanoGPT's train.bin and val.bin, or llm.c's shards."""
+    """Show what a dataset holds: one prepared here, nanoGPT's train.bin and val.bin, or llm.c's shards."""
 
     folder: tyro.conf.Positional[str]
-    """The data set's folder."""
+    """The dataset's folder."""
     verify: bool = False
     """Read every byte and compare it with the checksums; if there are none, check each token against the vocabulary."""
     vocab_size: int = 0
@@ -73,7 +73,7 @@ def _prepare(arguments: list[str]) -> int:
     if not parsed.sources:
         raise UserError("no source is given: paceline data prepare SRC... --out DIR")
     if not parsed.out:
-        raise UserError("--out is not given; it names the folder for the data set")
+        raise UserError("--out is not given; it names the folder for the dataset")
     if not 0 <= parsed.workers <= 1024:
         raise UserError(f"--workers is {parsed.workers}; it is 1 to 1024, or 0 for one per core")
     parsed.recipe.check()
@@ -123,13 +123,13 @@ def _share(parsed: PrepareArguments) -> Share:
 def _info(arguments: list[str]) -> int:
     parsed = parse(InfoArguments, InfoArguments(folder=""), arguments, "data info")
     if not parsed.folder:
-        raise UserError("no data set is given: paceline data info DIR")
+        raise UserError("no dataset is given: paceline data info DIR")
     from paceline.data.dataset import Dataset, is_dataset
     from paceline.record.console import Console
 
     if not is_dataset(parsed.folder):
         raise UserError(
-            f"{parsed.folder} is not a data set: it has neither index.json nor train.bin and val.bin nor *_train_*.bin"
+            f"{parsed.folder} is not a dataset: it has neither index.json nor train.bin and val.bin nor *_train_*.bin"
         )
     dataset = Dataset.open(parsed.folder, parsed.vocab_size)
     if parsed.verify:
@@ -154,7 +154,7 @@ def _info(arguments: list[str]) -> int:
 
 
 def facts_of(dataset: "Dataset") -> dict[str, Any]:
-    """Returns what a data set holds, as plain dicts, lists, text and numbers; None for what is unknown."""
+    """Returns what a dataset holds, as plain dicts, lists, text and numbers; None for what is unknown."""
     import numpy as np
 
     index = dataset.index
@@ -190,7 +190,7 @@ def _print(found: dict[str, Any]) -> None:
     console, origin = Console(0), found["origin"] or {}
     sha256 = found["tokenizer_sha256"]
     rows = {
-        "data set": f"{found['name']} in {found['folder']}",
+        "dataset": f"{found['name']} in {found['folder']}",
         "vocabulary": f"{found['vocab_size']} tokens",
         "tokenizer": f"sha256 {sha256[:16]}" if sha256 else "none: its ids can not be turned into text",
         "documents begin with": found["document_token"] or "unknown",

@@ -18,11 +18,10 @@ from paceline.base import units
 from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
-from paceline.data.config import DataConfig, Recipe
+from paceline.data.config import DataConfig, Recipe, Report
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
 from paceline.data.prepare import prepare
-from paceline.data.report import Report
 from paceline.data.shard import FORMAT_VERSION, WORK, is_complete
 from paceline.data.sources import Sources, embedded
 from paceline.data.split import split_text
@@ -31,7 +30,7 @@ from paceline.data.tokenizer import SETTINGS
 
 _NAME = re.compile(r"[^/]+-(bpe\d+|chars)-[0-9a-f]{16}")  # of a folder in the cache
 _PARALLEL_BYTES = 64 << 20  # of text; starting workers for less costs more time than it saves
-_STALE_S = 7 * 24 * 3600.0  # an unfinished data set unchanged for this time is removed
+_STALE_S = 7 * 24 * 3600.0  # an unfinished dataset unchanged for this time is removed
 
 
 def inspect_data(config: DataConfig, vocab_size: int) -> None:
@@ -162,7 +161,7 @@ def _cache_message(cache: Path, error: Exception) -> str:
 
 @contextmanager
 def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
-    """Holds the lock of one data set; the system releases it if the holder is killed."""
+    """Holds the lock of one dataset; the system releases it if the holder is killed."""
     lock = filelock.FileLock(cache / f".{name}.lock")
     try:
         lock.acquire(timeout=0)

@@ -3,7 +3,7 @@
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from paceline.base.errors import UserError
 
@@ -23,7 +23,7 @@ class DataConfig:
     empty: the embedded corpus, which is the Python standard library's own sources."""
 
     mix: tuple[str, ...] = ()
-    """Several data sets of one tokenizer instead of one, each PATH=WEIGHT: sequences are drawn in proportion to the
+    """Several datasets of one tokenizer instead of one, each PATH=WEIGHT: sequences are drawn in proportion to the
     weights."""
 
     tokenizer_vocab: int = 4096
@@ -75,7 +75,7 @@ class DataConfig:
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
-        """(path, weight) of each data set; one for `path`. Raises UserError for a `mix` item that is not
+        """(path, weight) of each dataset; one for `path`. Raises UserError for a `mix` item that is not
         PATH=WEIGHT."""
         return tuple(_part(text) for text in self.mix) or ((self.path, 1.0),)
 
@@ -158,3 +158,20 @@ class Share:
 
 
 ALL_PARTS = Share()
+
+
+class Report(Protocol):
+    """Receives a preparation's messages."""
+
+    def say(self, text: str) -> None:
+        """Receives a line for the user."""
+
+    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None:
+        """Receives how much of the sources has been read; total None: unknown."""
+
+
+class Quiet:
+    """Ignores a preparation's messages."""
+
+    def say(self, text: str) -> None: ...
+    def advance(self, done_bytes: int, total_bytes: int | None, what: str = "") -> None: ...

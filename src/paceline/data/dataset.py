@@ -1,4 +1,4 @@
-"""A data set: the tokens of two splits with their metadata, read at any position without loading everything.
+"""A dataset: the tokens of two splits with their metadata, read at any position without loading everything.
 
 `Dataset.open` takes a folder that was prepared here (index.json) or foreign token files (see foreign.py). Metadata that
 these lack (tokenizer, bytes of a token, beginnings of documents) is None or an error, never guessed.
@@ -50,15 +50,15 @@ class Documents:
 
 
 def is_dataset(folder: Path | str) -> bool:
-    """Whether the names of the folder's files are those of a data set; no file is read. Also true for an unfinished
-    data set, which `open` refuses: its tokenizer.json must not be taken for text. Raises UserError for a folder that
+    """Whether the names of the folder's files are those of a dataset; no file is read. Also true for an unfinished
+    dataset, which `open` refuses: its tokenizer.json must not be taken for text. Raises UserError for a folder that
     may not be entered."""
     root = Path(os.path.expanduser(folder))
     return is_complete(root) or os.path.isdir(root / WORK) or foreign.find_foreign(root) is not None
 
 
 def tokenizer_json_of(folder: Path | str) -> str | None:
-    """Returns the tokenizer.json of a prepared data set without checking the rest; None if it has none, or if other
+    """Returns the tokenizer.json of a prepared dataset without checking the rest; None if it has none, or if other
     programs made it. Raises UserError if it cannot be read."""
     root = Path(os.path.expanduser(folder))
     listed = read_index(root).tokenizer if is_complete(root) else None
@@ -94,11 +94,11 @@ class Dataset:
     def open(
         folder: Path | str, vocab_size: int = 0, document_token: int | None = None, *, checks: bool = True
     ) -> "Dataset":
-        """Returns the data set of a folder. vocab_size: from --model.vocab-size (0: not given), and document_token,
+        """Returns the dataset of a folder. vocab_size: from --model.vocab-size (0: not given), and document_token,
         from --data.document-token-id, are for folders that do not tell it. checks: False where another rank of the host
         checks the same files; then prepared shards are opened when they are first read.
 
-        Raises UserError if vocab_size is missing, or smaller than the folder's; if the folder is no data set or
+        Raises UserError if vocab_size is missing, or smaller than the folder's; if the folder is no dataset or
         unfinished; if a shard is missing or truncated; and for an id beyond the vocabulary in a sample of each shard.
         `verify` finds everything else.
         """
@@ -145,7 +145,7 @@ class Dataset:
 
     @cached_property
     def tokenizer_json(self) -> str | None:
-        """The tokenizer.json of the data set; None if it has none. Raises UserError if the file was changed."""
+        """The tokenizer.json of the dataset; None if it has none. Raises UserError if the file was changed."""
         if self.index is None or self.index.tokenizer is None:
             return self._tokenizer.json if self._tokenizer else None
         path, listed = self.folder / self.index.tokenizer.file, self.index.tokenizer.sha256
@@ -159,9 +159,9 @@ class Dataset:
         return found.decode()
 
     def tokenizer(self) -> Tokenizer:
-        """Raises UserError if the data set has none."""
+        """Raises UserError if the dataset has none."""
         if self.tokenizer_json is None:
-            raise UserError(f"data set {self.folder} came without a tokenizer: its ids can not be turned into text")
+            raise UserError(f"dataset {self.folder} came without a tokenizer: its ids can not be turned into text")
         return Tokenizer(self.tokenizer_json)
 
     @property
@@ -201,7 +201,7 @@ class Dataset:
             return self._starts_of[split]
         if self._document_token is None:
             raise UserError(
-                f"data set {self.folder} does not say where its documents begin, and data.packing bestfit needs it: "
+                f"dataset {self.folder} does not say where its documents begin, and data.packing bestfit needs it: "
                 f"give the token that stands between them, --data.document-token-id (GPT-2's: 50256), or prepare the "
                 f"documents by `paceline data prepare`"
             )

@@ -39,7 +39,7 @@ Found = Iterator[SourceFile | LeftOut]
 
 
 def find(specs: Sequence[str], *, format: str = "auto", skips_unreadable: bool = False) -> Sources:
-    """Returns the files that `specs` name: files, folders, patterns, `-`, and data sets on the hub.
+    """Returns the files that `specs` name: files, folders, patterns, `-`, and datasets on the hub.
 
     Files come in the order given, those of a folder or pattern sorted by name; a file named twice counts once. In a
     folder, hidden files and folders, links to folders and empty files are ignored; files that are neither text nor
@@ -83,7 +83,7 @@ def has_text(path: Path | str) -> None:
 
 
 def _name(spec: str) -> str:
-    """Returns a data set's name, for messages and folders."""
+    """Returns a dataset's name, for messages and folders."""
     if hub.is_spec(spec):
         last = "-".join(spec.removeprefix(hub.SPEC).removeprefix(hub.PREFIX + "datasets/").split(":")[0].split("/")[:2])
     else:
@@ -153,7 +153,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _files(root: str) -> Iterator[tuple[str, str]]:
-    """Yields (name with slashes, path) of the regular files under root, except those of prepared data sets."""
+    """Yields (name with slashes, path) of the regular files under root, except those of prepared datasets."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{printable(error.filename)} can not be read: {error.strerror}")

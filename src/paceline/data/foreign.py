@@ -1,7 +1,7 @@
 """Token files of other programs, read as they are.
 
     nanoGPT     train.bin, val.bin: uint16 tokens (uint32 for a vocabulary above 65,536) and nothing else; meta.pkl
-                beside them for data sets of characters
+                beside them for datasets of characters
     llm.c       NAME_train_*.bin, NAME_val_*.bin (also train_*.bin, val_*.bin): shards with the 256-int32 header
                 (modded-nanogpt's are the same)
     Megatron    NAME.bin beside NAME.idx: tokens, and their type, sequences and documents
@@ -83,7 +83,7 @@ def _index_of(path: Path) -> str:
 
 def open_shards(folder: Path, files: Files, given_vocab_size: int) -> Opened:
     """Opens the files that `find_foreign` found. Raises UserError if a file is no shard, or a split is missing."""
-    if any(folder.glob("*.starts*")):  # our unfinished data set: index.json is written last
+    if any(folder.glob("*.starts*")):  # our unfinished dataset: index.json is written last
         raise UserError(unfinished(folder))
     first = next(path for paths in files.values() for path in paths)
     if (folder / _index_of(first)).exists():
@@ -167,7 +167,7 @@ def _fitting(path: Path, index: Path, ends: Int64s, num_tokens: int) -> Int64s:
 
 
 def unfinished(folder: Path) -> str:
-    """Returns the message for our data set without an index."""
+    """Returns the message for our dataset without an index."""
     return f"{folder} was not prepared to the end: run its `paceline data prepare` again"
 
 

@@ -1,4 +1,4 @@
-"""Data sets on the Hugging Face hub: lists of their files, and their bytes, fetched while reading."""
+"""Datasets on the Hugging Face hub: lists of their files, and their bytes, fetched while reading."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from paceline.base.errors import UserError
 
 PREFIX = "hf://"
 SPEC = "hub:"
-_CONVERTED = "refs/convert/parquet"  # the hub's Parquet copy of data sets in other formats
+_CONVERTED = "refs/convert/parquet"  # the hub's Parquet copy of datasets in other formats
 _RANGE_BYTES = 4 << 20  # added to each request
 
 
@@ -17,7 +17,7 @@ def is_hub(path: str) -> bool:
 
 
 def is_spec(spec: str) -> bool:
-    """Whether a spec names a data set on the hub: hub:ORG/NAME[:GLOB], or hf://datasets/ORG/NAME[/GLOB]."""
+    """Whether a spec names a dataset on the hub: hub:ORG/NAME[:GLOB], or hf://datasets/ORG/NAME[/GLOB]."""
     return spec.startswith((SPEC, PREFIX))
 
 
@@ -49,7 +49,7 @@ def _parse(spec: str) -> tuple[str, str]:
     match = re.fullmatch(r"hub:([^/:]+/[^/:]+)(?::(.+))?|hf://datasets/([^/]+/[^/]+)(?:/(.+))?", spec)
     if match is None:
         raise UserError(
-            f"{spec!r} names no data set on the hub; write hub:ORG/NAME, hub:ORG/NAME:GLOB or "
+            f"{spec!r} names no dataset on the hub; write hub:ORG/NAME, hub:ORG/NAME:GLOB or "
             f"hf://datasets/ORG/NAME/GLOB, such as hub:HuggingFaceFW/fineweb-edu:sample/10BT/*.parquet"
         )
     return match[1] or match[3], match[2] or match[4] or ""
@@ -81,7 +81,7 @@ def _file_system() -> Any:
     try:
         from huggingface_hub import HfFileSystem  # an optional extra, and slow to import
     except ImportError:
-        raise UserError("a data set on the hub is asked for: pip install 'paceline[hub]'") from None
+        raise UserError("a dataset on the hub is asked for: pip install 'paceline[hub]'") from None
     return HfFileSystem(skip_instance_cache=True)
 
 

@@ -64,10 +64,10 @@ def permute(index: Int64s, size: int, round_keys: UInt64s) -> Int64s:
 
 
 def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
-    """Returns the sequence ids (n,) at these positions (n,) of a data set's run, in any order and from any epochs.
+    """Returns the sequence ids (n,) at these positions (n,) of a dataset's run, in any order and from any epochs.
 
-    A position counts the sequences that the run takes from the data set, from 0. Each epoch is its own permutation of
-    all `num_sequences` sequences. With one data set: position = step * global_batch_size + place in the step.
+    A position counts the sequences that the run takes from the dataset, from 0. Each epoch is its own permutation of
+    all `num_sequences` sequences. With one dataset: position = step * global_batch_size + place in the step.
     """
     if num_sequences < 1 or (positions.size and int(positions.min()) < 0):
         raise ValueError(f"positions are not negative and num_sequences {num_sequences} is positive")
@@ -78,6 +78,6 @@ def ids_at(seed: int, positions: Int64s, num_sequences: int) -> Int64s:
 
 
 def source_seed(seed: int, number: int) -> int:
-    """Returns the seed of data set `number`'s order: the run's seed for the first, so that a mixture of one equals the
-    data set alone; other seeds for the others, so that their orders are independent."""
+    """Returns the seed of dataset `number`'s order: the run's seed for the first, so that a mixture of one equals the
+    dataset alone; other seeds for the others, so that their orders are independent."""
     return seed if number == 0 else seed_key("order", seed, "source", number)

@@ -41,7 +41,7 @@ PART_BYTES = 16 << 20  # three seconds of encoding on a core
 _MAX_PART_BYTES = 256 << 20
 _MAX_PARTS = 4096  # of which more are made larger first
 _FILE_COST_BYTES = 256  # a million files may have one byte each
-_WRITTEN_TOKENS = 1 << 20  # at once
+_WRITTEN_BYTES = 1 << 20  # at once
 
 Part = tuple[Range, ...]
 
@@ -147,7 +147,7 @@ class PartEncoder:
                         number = self._number_of(document)
                     ids = [self._encoder.encode(each) for each in document.slices]
                     writers[number].append([self._first, *ids] if document.begins else ids, document.begins)
-                    record.text_bytes[number] += sum(map(_num_bytes, document.slices))
+                    record.text_bytes[number] += sum(len(text.encode()) for text in document.slices)
             for number, writer in enumerate(writers):
                 record.tokens[number], record.documents[number] = writer.finish()
         finally:
@@ -164,41 +164,27 @@ class PartEncoder:
         return int(key_of(document.slices[0]) < self._job.validation_below)
 
 
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
 class _Writer:
     """Writes a part's tokens of one split, and behind them where its documents begin."""
 
     def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("wb")
-        self._num_tokens = self._num_waiting = 0
-        self._waiting: list[Any] = []
+        self.file: BinaryIO = path.open("wb", buffering=_WRITTEN_BYTES)
+        self._num_tokens = 0
         self._starts: list[int] = []
 
     def append(self, ids: "list[np.ndarray[Any, Any]]", begins: bool) -> None:
         if begins:
             self._starts.append(self._num_tokens)
-        num_tokens = sum(each.size for each in ids)
-        self._num_tokens += num_tokens
-        self._num_waiting += num_tokens
-        self._waiting += ids
-        if self._num_waiting >= _WRITTEN_TOKENS:
-            self._write()
+        for some in ids:
+            self.file.write(some.data)
+            self._num_tokens += some.size
 
     def finish(self) -> tuple[int, int]:
         """Returns the numbers of tokens and documents, which are on the disk then."""
-        self._write()
         self.file.write(np.array(self._starts, dtype="<i8").data)
         self.file.flush()
         os.fsync(self.file.fileno())
         return self._num_tokens, len(self._starts)
-
-    def _write(self) -> None:
-        if self._waiting:
-            self.file.write(np.ascontiguousarray(np.concatenate(self._waiting)).data)
-        self._waiting, self._num_waiting = [], 0
 
 
 # ---- in any number of processes ----

@@ -1,4 +1,4 @@
-"""Makes a data set from documents: parts of the sources become tokens, and these become shards.
+"""Makes a dataset from documents: parts of the sources become tokens, and these become shards.
 
     find -> documents -> parts -> shards; index.json comes last: a folder with it is complete
 
@@ -24,11 +24,10 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.base.files import sync
-from paceline.data.config import ALL_PARTS, Recipe, Share
+from paceline.data.config import ALL_PARTS, Recipe, Report, Share
 from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
 from paceline.data.parts import Job, Part, Record, cut, encode_all, record_of
-from paceline.data.report import Report
 from paceline.data.sample import make_tokenizer
 from paceline.data.shard import (
     FORMAT_VERSION,
@@ -63,7 +62,7 @@ def prepare(
     restart: bool = False,
     share: Share = ALL_PARTS,
 ) -> Index | None:
-    """Returns the index of the folder's data set, made first if it is not complete; None if other shares are missing.
+    """Returns the index of the folder's dataset, made first if it is not complete; None if other shares are missing.
 
     One process a share at a time: others get a UserError. Also raises UserError if the folder has other content or was
     begun in another way, or for a bad document. Complete parts are kept.
@@ -125,7 +124,7 @@ class _Preparation:
             if len(records) == len(keys):
                 return self._finish(request, job, keys, records)
         there = f"{len(records)} of {len(keys)} parts are there"
-        self.report.say(f"data: {there}; the last share makes the data set of them, or this command with --finish")
+        self.report.say(f"data: {there}; the last share makes the dataset of them, or this command with --finish")
         return None
 
     def _begin(self, request: dict[str, Any], restart: bool) -> Job:
@@ -137,7 +136,7 @@ class _Preparation:
             _clear(self.folder)
         if is_piped:
             kept = self.work / "input"
-            self.report.say(f"data: keeping standard input on the disk, as {kept}, while the data set is made")
+            self.report.say(f"data: keeping standard input on the disk, as {kept}, while the dataset is made")
             self.sources = kept_input(self.sources, kept, is_begun=begun is not None)
         if begun is None:
             below = validation_below(self.sources, self.recipe)
@@ -218,7 +217,7 @@ def _same(folder: Path, request: dict[str, Any]) -> Index:
     if not difference and index.origin.get("sources") != request["sources"]:
         difference = "from other sources, or they have changed since"
     if difference:
-        raise UserError(f"{folder} holds a data set that was prepared {difference}; give another --out")
+        raise UserError(f"{folder} holds a dataset that was prepared {difference}; give another --out")
     return index
 
 
@@ -237,7 +236,7 @@ def _locked(folder: Path, share: Share) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder, which is made")
     if folder.is_dir() and not work.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no data set; give another --out")
+        raise UserError(f"{folder} is not empty and holds no dataset; give another --out")
     (work / _PARTS).mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(work / share.lock)
     try:

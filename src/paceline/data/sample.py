@@ -10,9 +10,8 @@ import numpy as np
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace
-from paceline.data.config import Recipe
+from paceline.data.config import Recipe, Report
 from paceline.data.documents import Range, can_be_cut, read, whole
-from paceline.data.report import Report
 from paceline.data.shard import TOKEN_BYTES
 from paceline.data.sources import SourceFile, Sources
 from paceline.data.tokenizer import FILE, Tokenizer, resolve

@@ -14,6 +14,7 @@ Each document begins with the tokenizer's document token (llm.c's convention) an
 
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
-from paceline.base.files import replace, sha256_of, sync
+from paceline.base.files import replace, sync
 from paceline.data.config import SHARD_TOKENS
 
 MAGIC = 20240520
@@ -37,7 +38,7 @@ DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # b
 
 INDEX = "index.json"
 TOKEN_BYTES = "token_bytes.npy"
-WORK = ".preparing"  # a folder inside an unfinished data set
+WORK = ".preparing"  # a folder inside an unfinished dataset
 FORMAT = "paceline-shards"
 FORMAT_VERSION = 2  # 2: each header has the tokenizer's sha256
 SPLITS = ("train", "validation")
@@ -176,16 +177,14 @@ class Shards:
             file.flush()
             os.fsync(file.fileno())
         starts = np.concatenate([np.empty(0, "<i8"), *begins]).astype("<i8")
-        starts_path = (work / name).with_suffix(".starts.npy")
-        np.save(starts_path, starts, allow_pickle=False)
-        sync(starts_path)
-        record = ShardRecord(
-            name, last - first, digest.hexdigest(), starts.size, starts_path.name, sha256_of(starts_path)
-        )
-        for made in (record.file, record.starts):
-            os.replace(work / made, folder / made)
+        listed = io.BytesIO()
+        np.save(listed, starts, allow_pickle=False)
+        starts_name = Path(name).with_suffix(".starts.npy").name
+        replace(folder / starts_name, listed.getvalue())
+        os.replace(work / name, folder / name)
         sync(folder)
-        return record
+        starts_sha256 = hashlib.sha256(listed.getvalue()).hexdigest()
+        return ShardRecord(name, last - first, digest.hexdigest(), starts.size, starts_name, starts_sha256)
 
     def _data(self, first: int, last: int, begins: list[npt.NDArray[np.int64]]) -> Iterator[npt.NDArray[Any]]:
         """Yields the bytes of the tokens first..last-1, and adds to `begins` where documents begin among them."""
@@ -202,7 +201,7 @@ class Shards:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Writes index.json, the last file of a data set, atomically."""
+    """Writes index.json, the last file of a dataset, atomically."""
     content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(index)}
     replace(folder / INDEX, (json.dumps(content, indent=1) + "\n").encode())
     sync(folder)
@@ -212,12 +211,12 @@ def read_index(folder: Path) -> Index:
     """Returns index.json's content. Raises UserError if it is missing, damaged, or of another format or version."""
     path = folder / INDEX
     try:
-        with reading(path, f"; is {folder} a prepared data set?"):
+        with reading(path, f"; is {folder} a prepared dataset?"):
             content = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}; {AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{path} is not the index of a paceline data set: its `format` is not {FORMAT!r}")
+        raise UserError(f"{path} is not the index of a paceline dataset: its `format` is not {FORMAT!r}")
     if content.get("version") != FORMAT_VERSION:
         raise UserError(
             f"{path} has version {content.get('version')!r}; this paceline reads {FORMAT_VERSION}: prepare it anew"

@@ -1,5 +1,6 @@
 """Source files of documents: their metadata, and how their bytes are read."""
 
+import filecmp
 import os
 import platform
 import shutil
@@ -119,31 +120,19 @@ def _is_library(name: str) -> bool:
 def kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
     """Copies standard input to a file, since it is read more than once. Raises UserError if a preparation that has
     begun gets another stream."""
-    if is_begun:
-        _require_same_stream(kept)
-    else:
-        with kept.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
+    copy = kept.with_name("input-again") if is_begun else kept
+    with copy.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, _COPIED_BYTES)
+    if is_begun and not filecmp.cmp(kept, copy, shallow=False):
+        raise UserError(
+            f"standard input is not the {units.size(kept.stat().st_size)} that were read before; give the same again, "
+            f"or --restart to begin anew"
+        )
     size = kept.stat().st_size
     files = [
         replace(file, path=str(kept), num_bytes=size) if file.path == STANDARD_INPUT else file for file in sources.files
     ]
     return replace(sources, files=tuple(files))
-
-
-def _require_same_stream(kept: Path) -> None:
-    """Reads standard input to its end, or to the first difference from its copy."""
-    with kept.open("rb") as file:
-        while before := file.read(_COPIED_BYTES):
-            if sys.stdin.buffer.read(_COPIED_BYTES) != before:
-                break
-        else:
-            if not sys.stdin.buffer.read(1):
-                return
-    raise UserError(
-        f"standard input is not the {units.size(kept.stat().st_size)} that were read before; give the same again, or "
-        f"--restart to begin anew"
-    )
 
 
 @contextmanager

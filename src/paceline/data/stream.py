@@ -6,9 +6,7 @@ the system reads around each fault.
 
 import hashlib
 import os
-import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from itertools import accumulate
@@ -25,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as stored
 
 _SAMPLE_BYTES = 64 << 10
-MAX_OPEN_FILES = 128  # of all streams; macOS lets a process open 256, Linux 1024
+MAX_OPEN_FILES = 128  # kept open, of all streams; macOS lets a process open 256, Linux 1024
 _SNIFFED_TOKENS = 32 << 10
 _LARGEST_OF_CHARACTERS = 256  # of so small a vocabulary each second id may be 0 or 1: a space, a line end
 LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, uint32
@@ -34,12 +32,16 @@ LLAMA3_MAGIC, LLAMA3_VERSION = 20240801, 7  # llm.c's shards of Llama 3 tokens, 
 class _Descriptor:
     """An open file that closes when its last reader releases it, so never during a read."""
 
+    num_open = 0
+
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        _Descriptor.num_open += 1
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
             os.close(self.number)
+            _Descriptor.num_open -= 1
 
 
 class Shard:
@@ -115,7 +117,9 @@ class Shard:
         done, wanted = 0, out.nbytes
         while done < wanted:
             try:
-                descriptor = self._descriptor or self._opened()
+                descriptor = self._descriptor or _Descriptor(self.path)
+                if _Descriptor.num_open <= MAX_OPEN_FILES:  # else it is closed after the read
+                    self._descriptor = descriptor
                 got = os.preadv(descriptor.number, [target], position + done)
             except OSError as error:
                 raise UserError(
@@ -128,22 +132,6 @@ class Shard:
             done += got
             if done < wanted:  # the system gives at most 2 GiB at a time, and less after a signal
                 target = out.data.cast("B")[done:]
-
-    def _opened(self) -> _Descriptor:
-        descriptor = _Descriptor(self.path)
-        self._descriptor = descriptor
-        _opened.append(weakref.ref(self))
-        while len(_opened) > MAX_OPEN_FILES:
-            oldest = _opened.popleft()()
-            if oldest is not None:
-                oldest._descriptor = None
-        return descriptor
-
-
-# Shards with an open file, oldest first. For a random order of sequences, closing the oldest is as good as closing the
-# least recently read, and reads need no bookkeeping. No lock, which a fork could leave locked: a deque's ends are
-# atomic, and a shard that is in it twice is reopened at worst.
-_opened: deque[weakref.ref[Shard]] = deque()
 
 
 def _require_width(shard: Shard) -> None:
@@ -198,7 +186,7 @@ class TokenStream:
         return found
 
     def windows(self, seq_len: int) -> "Windows":
-        """Returns the sequences of seq_len tokens as a map-style data set."""
+        """Returns the sequences of seq_len tokens as a map-style dataset."""
         return Windows(self, seq_len)
 
     def read(self, start: int, count: int) -> Int64s:

@@ -1,7 +1,7 @@
 """Text to ids and back by a `tokenizer.json` (the `tokenizers` library's format), ours or anybody's.
 
 There are two kinds. Byte-level: ids are bytes and their merges, so any text can be encoded and decoded. Characters: an
-id is a character, as in nanoGPT's small data sets; other characters have none.
+id is a character, as in nanoGPT's small datasets; other characters have none.
 
 A document begins with a token that no text contains. The file names it (its post-processor puts it before a text), or
 its vocabulary has one of the usual names.
@@ -44,7 +44,7 @@ PATTERN = (
 )
 _LONGEST_WORD = 1024  # characters of a word that merges are learnt from
 SETTINGS = f"byte-level BPE 1; {END_OF_TEXT} is id 0; {PATTERN}"
-"""All settings of training except the vocabulary's size; part of a cached data set's name."""
+"""All settings of training except the vocabulary's size; part of a cached dataset's name."""
 
 
 def train(texts: Iterable[str], vocab_size: int) -> str:

@@ -10,12 +10,12 @@ from paceline.base import seeds
 from paceline.base.cache import cache_dir
 from paceline.config import Config
 from paceline.data.cache import ensure_datasets
+from paceline.data.config import Report
 from paceline.data.dataset import tokenizer_json_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.data.mixture import Blend, Sequences
 from paceline.data.packing import PackedRows
 from paceline.data.plan import cut
-from paceline.data.report import Report
 from paceline.train.initial import require_same_tokenizer
 from paceline.world.cores import usable_cores
 

@@ -19,8 +19,8 @@ import torch
 from paceline.base import faults, units
 from paceline.base.clock import Stopwatch
 from paceline.base.errors import EXIT_DONE, EXIT_RESUMABLE, RunError, UserError
+from paceline.data.config import Quiet
 from paceline.data.loader import Prefetcher
-from paceline.data.report import Quiet
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
 from paceline.record import summary

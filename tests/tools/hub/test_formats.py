@@ -27,8 +27,7 @@ from paceline.checkpoint import load, writers
 from paceline.cli import train as train_command
 from paceline.config import Config, from_toml, to_toml
 from paceline.data import tokenizer as tok
-from paceline.data.config import DataConfig
-from paceline.data.report import Quiet
+from paceline.data.config import DataConfig, Quiet
 from paceline.model.config import ModelConfig
 from paceline.model.generate import generate
 from paceline.model.gpt import GPT, build
