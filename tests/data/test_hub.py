@@ -20,7 +20,6 @@ import pytest
 from paceline.base.errors import UserError
 from paceline.data import documents as documents_module
 from paceline.data import hub
-from paceline.data import parquet as parquet_module
 from paceline.data.config import Recipe
 from paceline.data.documents import read
 from paceline.data.find import find
@@ -124,8 +123,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_RANGE_BYTES", 1 << 16)
     monkeypatch.setattr(documents_module, "_READ_BYTES", 1 << 14)
-    monkeypatch.setattr(parquet_module, "_READ_BYTES", 1 << 14)
-    monkeypatch.setattr(parquet_module, "_CELL_BYTES", 1 << 17)
+    monkeypatch.setattr(documents_module, "_CELL_BYTES", 1 << 17)
     yield made
     made.shutdown()
     made.server_close()

@@ -25,7 +25,6 @@ from small_data import zstd
 
 from paceline.base.errors import UserError
 from paceline.data import documents as documents_module
-from paceline.data import parquet as parquet_module
 from paceline.data import text as text_module
 from paceline.data.config import Recipe
 from paceline.data.documents import Document, read, whole
@@ -343,7 +342,7 @@ DOCUMENTS = st.lists(
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(text_module, "SLICE_BYTES", 16)
-    patch.setattr(parquet_module, "_CELL_BYTES", 60)
+    patch.setattr(documents_module, "_CELL_BYTES", 60)
     patch.setattr(documents_module, "_READ_BYTES", 13)
     patch.setattr(documents_module, "_SCAN_BYTES", 7)
 
@@ -498,7 +497,7 @@ def test_what_is_replaced_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_a_record_longer_than_a_block(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "_READ_BYTES", 1 << 17)
-    monkeypatch.setattr(parquet_module, "_CELL_BYTES", 1 << 17)
+    monkeypatch.setattr(documents_module, "_CELL_BYTES", 1 << 17)
     text = "".join(path.read_text() for path in sorted(STDLIB.glob("[a-c]*.py"))) + "é\ud800😀"
     assert len(text) > 2 * documents_module._READ_BYTES
     lines = [{"text": "first"}, {"meta": {"a": [1, "}{"]}, "text": text, "n": None}, {"text": None}, {"text": "last"}]
