@@ -30,7 +30,7 @@ from paceline.data.config import Recipe
 from paceline.data.documents import Document, read, whole
 from paceline.data.find import describe_left_out, digest, find, has_text
 from paceline.data.parts import cut
-from paceline.data.sources import SourceFile, Sources
+from paceline.data.sources import SourceFile, Sources, kept_input
 from paceline.data.split import split_text
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -263,9 +263,9 @@ def test_one_file_gives_both_sides_and_loses_nothing(tmp_path: Path, content: st
     files = split_text(find([str(path)]).files)
     assert [file.split for file in files] == ["train", "validation"]
     assert "".join(documents(Sources("x", files))) == content.replace("\r\n", "\n")
-    assert sum(file.num_bytes or 0 for file in files) == path.stat().st_size
+    assert sum(file.num_bytes for file in files) == path.stat().st_size
     if len(content) > 1000:
-        assert 0.05 < (files[1].num_bytes or 0) / path.stat().st_size < 0.15
+        assert 0.05 < files[1].num_bytes / path.stat().st_size < 0.15
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
@@ -283,8 +283,8 @@ def test_the_split_is_a_partition_with_two_sane_sides(
     covered = {file.name: 0 for file in sources.files}
     sizes = {"train": 0, "validation": 0, None: 0}
     for file in files:
-        covered[file.name] += file.num_bytes or 0
-        sizes[file.split] += file.num_bytes or 0
+        covered[file.name] += file.num_bytes
+        sizes[file.split] += file.num_bytes
     assert covered == {file.name: file.num_bytes for file in sources.files}
     assert {file.name for file in files if file.split is None} == {"r.jsonl", "z.txt.gz"}
     part = sizes["validation"] / (sizes["train"] + sizes["validation"])
@@ -639,14 +639,14 @@ def stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))  # type: ignore[arg-type]
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "".join(json.dumps({"text": f"document {i}" * 50}) + "\n" for i in range(9000)).encode()
     stdin(monkeypatch, b"\n " + lines)
     sources = find(["-"])
     assert sources.files == (SourceFile("-", "-", "jsonl"),)
-    assert len(documents(sources)) == 9000
+    assert len(documents(kept_input(sources, tmp_path / "input", is_begun=False))) == 9000
     stdin(monkeypatch, b"plain\r\ntext")
-    assert documents(find(["-"])) == ["plain\ntext"]
+    assert documents(kept_input(find(["-"]), tmp_path / "input", is_begun=False)) == ["plain\ntext"]
     stdin(monkeypatch, gzip.compress(b"text"))
     with pytest.raises(UserError, match="zcat"):
         find(["-"])

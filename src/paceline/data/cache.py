@@ -90,7 +90,7 @@ def _text_sources(path: str) -> Sources:
 
 def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_workers: int) -> None:
     began = time.perf_counter()
-    size, num_files = sum(file.size for file in sources.files), len({file.path for file in sources.files})
+    size, num_files = sum(file.num_bytes for file in sources.files), len({file.path for file in sources.files})
     report.say(f"data: preparing {sources.name}, {units.plural(num_files, 'file')}, {units.size(size)}")
     unstamped = tuple(replace(file, stamp="") for file in sources.files)  # the folder's name has the content's hash
     recipe = Recipe(tokenizer=f"train:{vocab_size}" if vocab_size else "chars")

@@ -30,16 +30,15 @@ _TYPES = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 
 
 class Range(NamedTuple):
-    """The bytes start..stop-1 of a file as stored; stop None: to its end."""
+    """The bytes start..stop-1 of a file as stored; all of them, if it is compressed."""
 
     file: SourceFile
     start: int
-    stop: int | None
+    stop: int
 
     @property
     def num_bytes(self) -> int:
-        """0 if unknown."""
-        return self.file.size if self.stop is None else self.stop - self.start
+        return self.stop - self.start
 
 
 class Document(NamedTuple):
@@ -60,14 +59,14 @@ class Skipped(NamedTuple):
 
 
 def whole(file: SourceFile) -> Range:
-    return Range(file, file.start, file.stop)
+    return Range(file, file.start, file.start + file.num_bytes)
 
 
 def can_be_cut(file: SourceFile, recipe: Recipe) -> bool:
     """Whether ranges of the file can be read by themselves. A plain text whose split depends on its beginning is read
     as one."""
     is_cut_in_documents = file.format != "text" or bool(recipe.separator) or file.split is not None
-    return file.is_seekable and file.num_bytes is not None and is_cut_in_documents
+    return file.is_seekable and is_cut_in_documents
 
 
 def read(part: Range, recipe: Recipe, skipped: list[Skipped]) -> Iterator[Document]:
@@ -95,7 +94,7 @@ def _read(part: Range, stored: BinaryIO, recipe: Recipe, skipped: list[Skipped])
         return
     end = _LINE_END if file.format == "jsonl" else _end_of(recipe.separator) if recipe.separator else None
     start, stop = part.start, part.stop
-    if file.is_seekable and stop is not None:
+    if file.is_seekable:
         start = _border(file, stored, start, end, limit=stop)
         if start >= stop:
             return
@@ -122,12 +121,10 @@ def _document(content: bytes, file: SourceFile, *, is_plain: bool, begins: bool 
 class _Content:
     """A buffer over the decompressed bytes of a file; `offset` is the position of the next one."""
 
-    def __init__(self, file: SourceFile, stored: BinaryIO, start: int, stop: int | None = None) -> None:
-        """Reads up to `stop`; None: to the end of the file, or of the part of it that is a document."""
+    def __init__(self, file: SourceFile, stored: BinaryIO, start: int, stop: int) -> None:
+        """Reads the bytes start..stop-1; of a compressed file all."""
         self._file = file
-        self._stop = stop
-        if stop is None and file.is_seekable and file.num_bytes is not None:
-            self._stop = file.start + file.num_bytes
+        self._stop = stop if file.is_seekable else None
         if file.is_seekable:
             stored.seek(start)
         self._content = open_content(file, stored)
@@ -212,7 +209,7 @@ def _end_of(separator: str) -> _End:
 def _border(file: SourceFile, stored: BinaryIO, at: int, end: _End | None, limit: int | None = None) -> int:
     """Returns the first place from `at` on where the file can be cut; its end, or at least `limit`, if there is none
     before. A pure function of the file and `at`. end: None for a plain text."""
-    last = file.start + file.size
+    last = file.start + file.num_bytes
     if at <= file.start or at >= last:
         return min(max(at, file.start), last)
     kept = 2 * end.longest + 1 if end else 5  # bytes, enough to decide about the place behind them
@@ -326,8 +323,8 @@ def _cells(part: Range, stored: BinaryIO, column: str) -> Iterator[bytes]:
         )
         _require_text(file, parquet.schema_arrow, column)
         for group in range(parquet.num_row_groups):
-            begin = file.size * group // parquet.num_row_groups
-            if start <= begin and (stop is None or begin < stop):
+            begin = file.num_bytes * group // parquet.num_row_groups
+            if start <= begin < stop:
                 yield from _cells_of_group(parquet, group, column)
     except (pyarrow.ArrowException, OSError) as error:
         if not isinstance(error, pyarrow.ArrowException) and type(error) is not OSError:

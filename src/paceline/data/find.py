@@ -200,7 +200,7 @@ def _file(name: str, path: str, format: str, *, is_named: bool, skips: bool) -> 
     why = _better_known(path) or why
     if (is_named or found.format == "jsonl") and not skips:
         raise UserError(f"{found.where} {why}; {REMEDIES[why]}")
-    return LeftOut(name, found.num_bytes or 0, why)
+    return LeftOut(name, found.num_bytes, why)
 
 
 def _better_known(path: str) -> NotText | None:
@@ -278,7 +278,7 @@ def describe_left_out(sources: Sources) -> list[str]:
     warning if more than a few per cent of the text is left out."""
     lines = []
     num_files = len({file.path for file in sources.files}) + len(sources.left_out)
-    num_bytes = sum(file.size for file in sources.files) + sum(file.num_bytes for file in sources.left_out)
+    num_bytes = sum(file.num_bytes for file in sources.files) + sum(file.num_bytes for file in sources.left_out)
     text_bytes = num_bytes - sum(file.num_bytes for file in sources.left_out if file.why not in _LOST)
     for why in dict.fromkeys(file.why for file in sources.left_out):
         files = [file for file in sources.left_out if file.why == why]
@@ -307,7 +307,7 @@ def _content_digest(file: SourceFile) -> bytes:
     content = hashlib.sha256()
     with open_stored(file) as stored:
         stored.seek(file.start)
-        left = file.size
+        left = file.num_bytes
         while left and (data := stored.read(min(left, 1 << 20))):
             content.update(data)
             left -= len(data)

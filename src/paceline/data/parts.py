@@ -48,23 +48,23 @@ Part = tuple[Range, ...]
 
 def cut(files: Sequence[SourceFile], recipe: Recipe, part_bytes: int = 0) -> Iterator[Part]:
     """Yields the parts of these files, in order; a pure function of them. part_bytes: 0 for those of a preparation."""
-    size = part_bytes or _part_bytes(sum(file.size for file in files))
+    size = part_bytes or _part_bytes(sum(file.num_bytes for file in files))
     run: list[Range] = []
     num_bytes = 0
     for file in files:
-        if can_be_cut(file, recipe) and file.size > size:
+        if can_be_cut(file, recipe) and file.num_bytes > size:
             if run:
                 yield tuple(run)
             run, num_bytes = [], 0
-            end = file.start + file.size
+            end = file.start + file.num_bytes
             for start in range(file.start, end, size):
                 yield (Range(file, start, min(start + size, end)),)
             continue
-        if run and num_bytes + file.size > size:
+        if run and num_bytes + file.num_bytes > size:
             yield tuple(run)
             run, num_bytes = [], 0
         run.append(whole(file))
-        num_bytes += file.size + _FILE_COST_BYTES
+        num_bytes += file.num_bytes + _FILE_COST_BYTES
     if run:
         yield tuple(run)
 

@@ -154,8 +154,7 @@ class _Preparation:
             num_there = len(keys) - len(missing)
             self.report.say(f"data: resuming {self.folder}: {num_there} of {len(keys)} parts are there")
         todo = [(keys[number], parts[number]) for number in missing if self.share.takes(number)]
-        is_known = all(file.num_bytes is not None for file in self.sources.files)
-        total = sum(of.num_bytes for _, part in todo for of in part) if is_known else None
+        total = sum(of.num_bytes for _, part in todo for of in part)
         done = num_tokens = 0
         for part, record in encode_all(todo, job, self.num_workers):
             done += sum(of.num_bytes for of in part)

@@ -51,7 +51,7 @@ def make_tokenizer(sources: Sources, recipe: Recipe, folder: Path, report: Repor
 def sampled(files: Sequence[SourceFile], recipe: Recipe) -> Iterator[str]:
     """Yields text to learn merges from: all of it, or about SAMPLE_BYTES from everywhere in the training files."""
     files = [file for file in files if file.split != "validation"]
-    step = max(1, math.ceil(sum(file.size for file in files) / SAMPLE_BYTES))
+    step = max(1, math.ceil(sum(file.num_bytes for file in files) / SAMPLE_BYTES))
     taken = 0
     for part, most in [(whole(file), math.inf) for file in files] if step == 1 else _spread(files, recipe, step):
         read_here = 0
@@ -71,9 +71,9 @@ def _spread(files: Sequence[SourceFile], recipe: Recipe, step: int) -> Iterator[
     number = 0
     for file in files:
         if file.format == "parquet" or not can_be_cut(file, recipe):
-            yield whole(file), max(_READ_TOGETHER_BYTES, file.size // step)
+            yield whole(file), max(_READ_TOGETHER_BYTES, file.num_bytes // step)
             continue
-        end = file.start + file.size
+        end = file.start + file.num_bytes
         for start in range(file.start, end, _READ_TOGETHER_BYTES):
             if number % step == 0:
                 yield Range(file, start, min(start + _READ_TOGETHER_BYTES, end)), math.inf

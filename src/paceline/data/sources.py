@@ -37,7 +37,7 @@ class SourceFile:
     path: str  # absolute; `-` is standard input, hf://... a file on the hub
     format: str  # text, jsonl or parquet
     compression: str = ""  # gzip, zstd, bz2, lz4, or empty
-    num_bytes: int | None = None  # as stored, of this part; None if unknown
+    num_bytes: int = 0  # as stored, of this part; 0 of standard input
     stamp: str = ""  # changes with the file
     start: int = 0  # text only: the document is the bytes start..stop-1
     stop: int | None = None
@@ -51,11 +51,6 @@ class SourceFile:
     def real_path(self) -> str:
         """The path without links: the same file has the same."""
         return os.path.realpath(self.path) if os.path.isabs(self.path) else self.path
-
-    @property
-    def size(self) -> int:
-        """Bytes as stored; 0 if unknown."""
-        return self.num_bytes or 0
 
     @property
     def is_seekable(self) -> bool:
@@ -139,9 +134,7 @@ def kept_input(sources: Sources, kept: Path, *, is_begun: bool) -> Sources:
 def open_stored(file: SourceFile) -> Iterator[BinaryIO]:
     """Opens a file's bytes as stored; errors in opening or reading become a UserError naming the file."""
     try:
-        if file.path == STANDARD_INPUT:
-            yield sys.stdin.buffer
-        elif hub.is_hub(file.path):
+        if hub.is_hub(file.path):
             with hub.open_file(file.path) as stored:
                 yield stored
         else:

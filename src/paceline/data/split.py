@@ -57,8 +57,8 @@ def split_text(files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
     Compressed text, records and standard input are returned unchanged.
     """
     plain = [file for file in files if _can_be_cut(file)]
-    total = sum(file.size for file in plain)
-    part = sum(file.size for file in plain if _is_chosen(file.name))
+    total = sum(file.num_bytes for file in plain)
+    part = sum(file.num_bytes for file in plain if _is_chosen(file.name))
     if 0.01 * total <= part <= 0.2 * total:
         splits = {True: "validation", False: "train"}
         return tuple(replace(f, split=splits[_is_chosen(f.name)]) if _can_be_cut(f) else f for f in files)
@@ -66,7 +66,7 @@ def split_text(files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
 
 
 def _can_be_cut(file: SourceFile) -> bool:
-    return file.format == "text" and file.is_seekable and file.num_bytes is not None
+    return file.format == "text" and file.is_seekable
 
 
 def _is_chosen(name: str) -> bool:
@@ -74,7 +74,7 @@ def _is_chosen(name: str) -> bool:
 
 
 def _head_and_tail(file: SourceFile) -> tuple[SourceFile, ...]:
-    size = file.size
+    size = file.num_bytes
     cut = int(size * (1 - TAIL_FRAC))
     with open_stored(file) as stored:
         stored.seek(cut)
