@@ -78,6 +78,6 @@ def test_refuses_a_rank_outside_the_world() -> None:
 
 
 def test_data_without_batches_needs_no_torch() -> None:
-    modules = ("config", "plan", "order", "dataset", "blend", "prepare")
+    modules = ("config", "plan", "order", "dataset", "mixture", "prepare")
     code = f"import sys; from paceline.data import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
