@@ -212,7 +212,7 @@ def source_files(folder: Path) -> None:
         (("cut.jsonl.gz",), ("cut.jsonl.gz is damaged or cut short",)),
         (("flipped.jsonl.gz",), ("flipped.jsonl.gz",)),
         (("cut.jsonl.zst",), ("cut.jsonl.zst is damaged or cut short",)),
-        (("text.jsonl.gz",), ("text.jsonl.gz is damaged", "Not a gzipped file")),
+        (("text.jsonl.gz",), ("text.jsonl.gz is damaged", "incorrect header check")),
         (("text.jsonl.zst",), ("text.jsonl.zst is damaged",)),
         (("rows.parquet",), ("rows.parquet has no column 'text'", "content, length", "--text-key")),
         (("rows.parquet", "--text-key", "contents"), ("did you mean 'content'?",)),

@@ -24,7 +24,7 @@ from paceline.data.sources import (
     open_stored,
     printable,
 )
-from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, NotText, why_not_text
+from paceline.data.text import BYTE_ORDER_MARK, REMEDIES, SNIFF_BYTES, why_not_text
 
 FORMATS = ("text", "jsonl", "parquet")
 
@@ -32,7 +32,7 @@ _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
 _MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".xz", ".7z")
-_LOST: tuple[NotText, ...] = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
+_LOST = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
 
 Found = Iterator[SourceFile | LeftOut]
@@ -203,7 +203,7 @@ def _file(name: str, path: str, format: str, *, is_named: bool, skips: bool) -> 
     return LeftOut(name, found.num_bytes, why)
 
 
-def _better_known(path: str) -> NotText | None:
+def _better_known(path: str) -> str | None:
     """Returns what a file that is no text is, if its name tells."""
     stem, suffix = os.path.splitext(path)
     if path.lower().endswith(_ARCHIVES):

@@ -16,7 +16,6 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.data import hub
 from paceline.data.shard import reading
-from paceline.data.text import NotText
 
 STANDARD_INPUT = "-"
 _COPIED_BYTES = 1 << 20  # of standard input at a time
@@ -64,7 +63,7 @@ class LeftOut:
 
     name: str
     num_bytes: int
-    why: NotText
+    why: str  # a key of text.REMEDIES
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,13 @@ import codecs
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import Literal
 
 SNIFF_BYTES = 8192  # of a file's beginning, to tell text from binary data
 SLICE_BYTES = 1 << 18  # longest slice of a document, at least 8
 REPLACEMENT = "\ufffd"
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 
-NotText = Literal[
-    "is empty",
-    "is UTF-16",
-    "is UTF-32",
-    "contains NUL bytes",
-    "is not UTF-8 text",
-    "is an archive",
-    "is an Arrow file",
-    "is Megatron's",
-    "has no known name",
-]
-"""Why a file is not read."""
-REMEDIES: dict[NotText, str] = {
+REMEDIES = {
     "is empty": "there is nothing to read in it",
     "is UTF-16": "make it UTF-8: iconv -f UTF-16 -t UTF-8 IN > OUT",
     "is UTF-32": "make it UTF-8: iconv -f UTF-32 -t UTF-8 IN > OUT",
@@ -42,9 +29,10 @@ REMEDIES: dict[NotText, str] = {
     "is Megatron's": "it is tokens already: give its folder as --data.path",
     "has no known name": "known are .parquet, .jsonl, .ndjson and .txt, also with .gz, .zst, .bz2 or .lz4",
 }
+"""Why a file is not read, and what to do about it."""
 
 
-def why_not_text(head: bytes, *, trusted: bool = False) -> NotText | None:
+def why_not_text(head: bytes, *, trusted: bool = False) -> str | None:
     """Returns why a file's beginning is not UTF-8 text; None if it is. trusted: the user says that it is text; only NUL
     bytes and other encodings' marks are refused then."""
     if not head:
