@@ -238,7 +238,7 @@ def test_on_a_terminal_nothing_of_the_progress_stays(place: Path) -> None:
     assert "\u2501" in said.decode()  # there was a bar
     screen = pyte.Screen(120, 40)
     pyte.ByteStream(screen).feed(said)
-    assert screen.display[0].split() == ["data", "set", "data.jsonl", "in", "x"]
+    assert screen.display[0].split() == ["dataset", "data.jsonl", "in", "x"]
     assert "\u2501" not in "".join(screen.display)
 
 
