@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.base.status import environment_of_one
+from paceline.base.process import environment_of_one
 from paceline.cli.start import find_world
 from paceline.config import Config, from_toml, to_toml
 from paceline.model import cost

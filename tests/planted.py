@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks outlive their launcher",
-        "base/parent.py",
+        "base/process.py",
         ".prctl(pr_set_pdeathsig, signal.SIGKILL)",
         ".prctl(pr_set_pdeathsig, 0)",
         "base/test_parent.py::test_a_process_dies_with_its_launcher_and_not_with_a_shell",

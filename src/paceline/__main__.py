@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 
-from paceline.base.early import end_on_signals
 from paceline.base.errors import UserError
+from paceline.base.process import end_on_signals
 from paceline.world import kubernetes, slurm
 
 _TRAIN = ("train", "resume")

@@ -8,7 +8,7 @@ from paceline.base.errors import EXIT_RESUMABLE
 
 IMPORTS = """
 import os, time
-from paceline.base.early import end_on_signals
+from paceline.base.process import end_on_signals
 end_on_signals()
 os.write(1, b"ready")
 try:

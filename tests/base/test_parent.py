@@ -19,7 +19,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 CHILD = """
 import os, time
-from paceline.base.parent import die_with_parent
+from paceline.base.process import die_with_parent
 
 die_with_parent(GIVEN)
 print("asked", flush=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.base.say import say
+from paceline.base.process import say
 
 
 def test_a_path_that_is_not_utf_8_is_shown_with_escapes(capfd: pytest.CaptureFixture[str]) -> None:

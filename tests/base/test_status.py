@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, read_statuses, record_status
+from paceline.base.process import LAUNCHER, STATUS_FOLDER, Status, read_statuses, record_status
 
 
 def test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same(

@@ -232,7 +232,7 @@ def test_a_used_port_is_refused(place: Path, by_hand: bool) -> None:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        says = (f"port {port} cannot be listened on", "in use")
+        says = ("cannot listen on", f":{port}: Address already in use; choose another port")
         if by_hand:
             refused(place, *TRAIN, env=world(MASTER_PORT=str(port)), says=says)
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import PacelineError
-from paceline.base.status import record_status
+from paceline.base.process import record_status
 from paceline.launch.local import one_host, start_ranks
 
 _CODES = {"done": 0, "fail": 1, "hurt": 1, "user": 2, "saved": 75}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.base.status import Status
+from paceline.base.process import Status
 from paceline.launch.ends import Ended, Ends, how_it_ended
 
 DONE, SAVED, FAILED, REFUSED = Status(0), Status(75), Status(1), Status(2)

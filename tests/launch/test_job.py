@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.base.status import LAUNCHER, STATUS_FOLDER
+from paceline.base.process import LAUNCHER, STATUS_FOLDER
 from paceline.cli.start import for_this_attempt
 from paceline.config import Config
 from paceline.launch.job import job_name

@@ -18,9 +18,9 @@ from ranks import run_ranks
 from whole_runs import SEQ_LEN, STEPS, evaluations, events, former_manifest, saved, status_of, tiny, words
 
 from paceline.base import faults
-from paceline.base.early import stopped_early
 from paceline.base.errors import RunError, Stopped, UserError
 from paceline.base.faults import Injected
+from paceline.base.process import stopped_early
 from paceline.checkpoint import manifest as mf
 from paceline.config import Config, to_toml
 from paceline.launch.signals import has_handler

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from paceline.world import env as world_env
 from paceline.world.env import (
     Environment,
     check_interface,
-    check_master,
-    check_port,
     check_size,
     detect,
     is_loopback,
     listening_address,
     store_addresses,
     transfer_address,
+    wait_for_master,
 )
 from paceline.world.torchrun import Torchrun, check_nodes
 
@@ -222,19 +220,6 @@ def test_an_interface_without_an_address_is_refused() -> None:
 # ---- port ----
 
 
-@pytest.fixture
-def held_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
-def test_a_held_port_is_refused_naming_its_holder(held_port: int) -> None:
-    with pytest.raises(UserError, match=rf"port {held_port} cannot be listened on.*pid {os.getpid()}"):
-        check_port(held_port)
-
-
 def test_a_free_port_passes_also_just_after_it_was_used() -> None:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
@@ -245,8 +230,7 @@ def test_a_free_port_passes_also_just_after_it_was_used() -> None:
             accepted, _ = listener.accept()
             accepted.close()  # the server's side closes first: the port stays in TIME_WAIT
             assert client.recv(1) == b""
-    for free in (port, 0):
-        check_port(free)  # raises nothing
+    listen("127.0.0.1", port).close()  # raises nothing
 
 
 # ---- master ----
@@ -255,7 +239,7 @@ def test_a_free_port_passes_also_just_after_it_was_used() -> None:
 def test_an_unresolvable_master_is_refused() -> None:
     env = Environment(rank=1, world_size=2, local_world_size=2, master_addr="no-such-host.invalid", master_port=29500)
     with pytest.raises(UserError, match=r"MASTER_ADDR is 'no-such-host\.invalid'"):
-        check_master(env)
+        wait_for_master(env)
 
 
 @pytest.mark.parametrize("name", ["node..cluster", "n" * 64])
@@ -264,7 +248,7 @@ def test_what_cannot_be_a_hosts_name_is_refused_as_one_that_does_not_resolve(nam
     with pytest.raises(
         UserError, match=f"MASTER_ADDR is '{name}', which does not resolve on .*: it is no name of a host"
     ):
-        check_master(env)
+        wait_for_master(env)
     with pytest.raises(OSError, match="it is no name of a host"):
         listen(name, 0)
 
@@ -281,21 +265,8 @@ def test_a_master_whose_name_is_not_known_yet_is_waited_for(
 
     monkeypatch.setattr(socket, "getaddrinfo", late)
     env = Environment(rank=1, world_size=2, local_world_size=2, master_addr="late", master_port=29500)
-    check_master(env, timeout_s=30.0)
+    wait_for_master(env, timeout_s=30.0)
     assert capsys.readouterr().out == "MASTER_ADDR late does not resolve yet; asking again for 30 s\n"
-
-
-def test_rank_0_needs_the_master_port_unless_an_agent_holds_the_store(held_port: int) -> None:
-    place = {"world_size": 2, "local_world_size": 2, "master_addr": "127.0.0.1", "master_port": held_port}
-    with pytest.raises(UserError, match=f"port {held_port}"):
-        check_master(Environment(rank=0, **place))
-    needs_no_port = (
-        Environment(rank=1, local_rank=1, **place),
-        Environment(rank=0, agent_holds_store=True, **place),
-        Environment(),
-    )
-    for env in needs_no_port:
-        check_master(env)  # raises nothing
 
 
 def named(address: str, **changes: Any) -> Environment:

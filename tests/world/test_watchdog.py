@@ -29,7 +29,7 @@ from ranks import FORKS
 from torch.distributed import HashStore, TCPStore
 
 from paceline.base.errors import PacelineError, RunError
-from paceline.base.parent import start_ticks
+from paceline.base.process import start_ticks
 from paceline.world.calls import Calls
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
-from paceline.base.say import say
+from paceline.base.process import say
 from paceline.cli.flags import divided, parse
 
 if TYPE_CHECKING:

@@ -10,10 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from paceline.base.early import EXIT_INTERRUPTED, end_on_signals_no_more
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
-from paceline.base.say import discard_output
-from paceline.base.status import has_launcher, record_status
+from paceline.base.process import EXIT_INTERRUPTED, discard_output, end_on_signals_no_more, has_launcher, record_status
 
 # In the order in which they are printed.
 _GROUPS = {

@@ -14,8 +14,8 @@ from typing import Literal
 
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
-from paceline.base.parent import die_with_parent
-from paceline.base.status import has_launcher, launcher_pid
+from paceline.base.net import listen
+from paceline.base.process import die_with_parent, has_launcher, launcher_pid
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
@@ -26,7 +26,7 @@ from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import free_memory, usable_cores
-from paceline.world.env import Environment, check_interface, check_master, check_port, check_size, detect
+from paceline.world.env import Environment, check_interface, check_size, detect, wait_for_master
 from paceline.world.kubernetes import Pod, read_pod
 
 _MOST_AUTOMATIC_RANKS = 4
@@ -160,9 +160,9 @@ def find_world(
         world_size = env.world_size if env.is_distributed else num_ranks
         check_size(world_size, parallel.expect_ranks)
         parallel.check_num_ranks(world_size)
-    check_master(env, parallel.interface, parallel.timeout_s)
-    if not env.is_distributed:
-        check_port(parallel.port, LOOPBACK)
+    wait_for_master(env, parallel.timeout_s)
+    if parallel.port and not (env.is_distributed or pod or with_hosts):
+        listen(LOOPBACK, parallel.port).close()
     return env, num_ranks
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from paceline.base.early import EXIT_INTERRUPTED
 from paceline.base.errors import UserError, require_at_least
+from paceline.base.process import EXIT_INTERRUPTED
 from paceline.cli.flags import parse
 from paceline.record import folder as run_folder
 from paceline.record.config import TrackConfig

@@ -24,7 +24,7 @@ from typing import Any
 from paceline import __version__
 from paceline.base.errors import EXIT_RESUMABLE, EXIT_USER
 from paceline.base.net import listen
-from paceline.base.say import say
+from paceline.base.process import say
 from paceline.launch.local import HostRanks
 from paceline.launch.place import LOOPBACK, Order, Place
 from paceline.launch.restarts import Records

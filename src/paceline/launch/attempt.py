@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from paceline.base.say import say
-from paceline.base.status import read_statuses
+from paceline.base.process import read_statuses, say
 from paceline.launch.place import Order, Place
 from paceline.launch.signals import StopSignals, has_handler
 from paceline.launch.warm import WarmServer

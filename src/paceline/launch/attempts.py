@@ -9,7 +9,7 @@ from typing import Protocol
 
 from paceline.base import units
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, RunError
-from paceline.base.say import say
+from paceline.base.process import say
 from paceline.launch.ends import Ended, Ends, how_it_ended
 from paceline.launch.place import Outcome
 from paceline.launch.restarts import Failure, delay_s, is_loop

@@ -16,10 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.base.early import stopped_early
 from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, Stopped, UserError
-from paceline.base.say import say
-from paceline.base.status import Status
+from paceline.base.process import Status, say, stopped_early
 from paceline.launch.agent import LIFE_EVERY_S, Task
 from paceline.launch.attempts import Attempts
 from paceline.launch.job import JOB

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.base.files import replace, sync
-from paceline.base.parent import die_with_parent
-from paceline.base.say import say
+from paceline.base.process import die_with_parent, say
 
 _RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job")
 _MANIFEST = "manifest.json"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
-from paceline.base.status import Status
+from paceline.base.process import Status
 from paceline.base.units import listed
 
 

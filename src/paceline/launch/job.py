@@ -11,8 +11,7 @@ import socket
 
 import psutil
 
-from paceline.base.parent import start_ticks
-from paceline.base.status import has_launcher
+from paceline.base.process import has_launcher, start_ticks
 
 JOB, ATTEMPT = "PACELINE_JOB", "PACELINE_ATTEMPT"
 

@@ -1,6 +1,6 @@
 """`--nproc N --max-restarts M`: runs N ranks of this command on this machine; if one fails, all of them start again.
 
-Ranks report their ends in the run folder (base/status.py), because torch's launcher knows only success and failure: 75
+Ranks report their ends in the run folder (base/process.py), because torch's launcher knows only success and failure: 75
 ("saved, start me again") is neither. A later attempt runs the same command line; PACELINE_JOB tells its ranks which run
 folder is theirs, and they resume from it.
 """
@@ -17,7 +17,7 @@ import psutil
 
 from paceline.base.errors import UserError
 from paceline.base.net import listen, require_loopback
-from paceline.base.status import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
+from paceline.base.process import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
 from paceline.launch import warm
 from paceline.launch.attempt import Grace, run_attempt
 from paceline.launch.attempts import Attempts

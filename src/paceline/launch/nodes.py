@@ -5,8 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.base.say import say
-from paceline.base.status import Status
+from paceline.base.process import Status, say
 from paceline.launch.agent import State
 from paceline.launch.copies import Copy
 from paceline.launch.options import NamedHost

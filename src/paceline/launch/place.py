@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.base.status import Status
+from paceline.base.process import Status
 
 LOOPBACK = "127.0.0.1"
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from paceline import __version__
 from paceline.base.errors import UserError
-from paceline.base.say import say
+from paceline.base.process import say
 from paceline.launch.agent import PREFIX, SILENCE_S, Greeting, Silence, State, Task
 
 # After the user's own in --ssh: ssh takes the first value that it gets. A ControlMaster that we would start stays, and

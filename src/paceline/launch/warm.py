@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from paceline.base.parent import die_with_parent
+from paceline.base.process import die_with_parent
 
 _ADOPTED_S = 10.0  # for a rank to become the launcher's child; it takes a millisecond
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h

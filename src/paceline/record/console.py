@@ -19,7 +19,7 @@ from rich.text import Text
 
 from paceline.base import units
 from paceline.base.errors import UserError
-from paceline.base.say import discard_output
+from paceline.base.process import discard_output
 
 PLAIN_WIDTH = 100  # of files, pipes and logs
 _terminal_fd = 2  # the terminal, also after a rank's stderr was redirected to its log

@@ -8,7 +8,7 @@ RUN/
   metrics.superseded-20.jsonl    rows after step 20 that `resume --step 20` set aside
   events.jsonl            start, resume, checkpoint, skipped step, signal, end
   ranks/rank-00003.log    the output of that rank
-  ranks/rank-00003.end    how it ended, if a launcher started it (base/status.py)
+  ranks/rank-00003.end    how it ended, if a launcher started it (base/process.py)
   checkpoints/            step-00000500/ ..., `latest`
   lock, lock.holder       held by rank 0 while it runs; its host and pid. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it

@@ -10,8 +10,8 @@ from types import FrameType, TracebackType
 
 import psutil
 
-from paceline.base.early import STOP_SIGNALS, stopped_early
 from paceline.base.errors import Stopped
+from paceline.base.process import STOP_SIGNALS, stopped_early
 from paceline.world.calls import mistake
 
 _TIME_LIMIT = -1.0  # the vote of a rank that is past its time limit

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from paceline.base.status import environment_of_one
+from paceline.base.process import environment_of_one
 from paceline.record.config import TrackConfig
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder

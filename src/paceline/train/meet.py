@@ -12,7 +12,7 @@ import torch
 
 from paceline.base import faults
 from paceline.base.errors import EXIT_FAILED, UserError
-from paceline.base.status import record_status
+from paceline.base.process import record_status
 from paceline.checkpoint.steps import list_steps
 from paceline.config import Config, flatten, from_toml, to_toml, with_size_of
 from paceline.data.loader import FixedBatches, Loader

@@ -130,31 +130,6 @@ def check_interface(name: str, given_by: str = "parallel.interface") -> None:
         raise UserError(f"{given_by} '{name}' has no IP address; give it one or name another interface")
 
 
-def check_port(port: int, host: str = "") -> None:
-    """Raises UserError, naming the process that holds the port if that is visible, if nothing can listen there."""
-    if port == 0:
-        return
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        # The store sets it, too: a port in TIME_WAIT from an earlier run counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"port {port} cannot be listened on: {error.strerror}{_holder(port)}; "
-                "choose another one, or 0 with --parallel.port for a free one"
-            ) from None
-
-
-def _holder(port: int) -> str:
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline()[:4])
-                return f" (held by pid {connection.pid}: {command})"
-    return ""
-
-
 def _addresses(interface: str) -> list[str]:
     found = psutil.net_if_addrs().get(interface, [])
     known = [address for address in found if address.family in (socket.AF_INET, socket.AF_INET6)]
@@ -231,19 +206,11 @@ def _resolve(name: str, port: int) -> list[str]:
     return list(dict.fromkeys(sorted(found, key=lambda address: ":" in address)))
 
 
-def check_master(env: Environment, interface: str = "", timeout_s: float = 0.0) -> None:
-    """Raises UserError if MASTER_ADDR does not resolve within timeout_s, or rank 0 cannot listen on MASTER_PORT."""
-    if not env.is_distributed:
-        return
-    _wait_for_name(env, timeout_s)
-    if env.rank == 0 and not env.agent_holds_store:
-        check_port(env.master_port, listening_address(env, interface))
-
-
-def _wait_for_name(env: Environment, timeout_s: float) -> None:
-    """Asks again for a name that does not resolve yet: a cluster's name service learns of new hosts late."""
+def wait_for_master(env: Environment, timeout_s: float = 0.0) -> None:
+    """Asks again for a MASTER_ADDR that does not resolve yet: a cluster's name service learns of new hosts late. Raises
+    UserError if it does not resolve within timeout_s."""
     deadline, is_told = time.monotonic() + timeout_s, False
-    while True:
+    while env.is_distributed:
         try:
             _resolve_master(env)
             return

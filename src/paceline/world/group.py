@@ -24,7 +24,7 @@ from paceline.world.counted import CountedGroup
 from paceline.world.errors import PeerLost, from_rank_0, lost_peers_named
 from paceline.world.hierarchy import Hosts
 from paceline.world.peer import Peer
-from paceline.world.shared import SharedMemory, finish, open_shared_memory
+from paceline.world.shared import SharedMemory, can_share_memory
 from paceline.world.staged import on_host, through_host
 from paceline.world.transfer import Exchanges, GlooThreads, Message, Messages, Phase, Traffic, Transfer, nothing
 from paceline.world.verbs import Group, ReduceOp
@@ -63,12 +63,12 @@ class DistributedGroup(CountedGroup):
         self._exchanges = Exchanges(_post)
         self._under_way: set[futures.Future[None]] = set()  # what threads of this process carry
         self._gloo, self._cpu_s = GlooThreads(), 0.0
-        self._gloo.yield_to_compute()
         self._memory: SharedMemory | None = None
 
     def share_memory(self, peers: Sequence[Peer], is_wanted: bool) -> None:
         """Makes `zeros` and collectives of its tensors use memory that the ranks share, if they can. Collective."""
-        self._memory = open_shared_memory(self, peers, is_wanted)
+        if can_share_memory(self, peers, is_wanted):
+            self._memory = SharedMemory(self, [peer.pid for peer in peers], SideChannel().meet)
 
     @property
     def shares_memory(self) -> bool:  # type: ignore[override]
@@ -262,7 +262,14 @@ class DistributedGroup(CountedGroup):
         if not done:
             return None
         self._follow(done, transfer)
-        return self._counted(transfer, num_bytes, name, lambda: finish(done, self.timeout_s))
+
+        def finish() -> None:
+            try:
+                done.result(self.timeout_s)
+            except TimeoutError:
+                raise dist.DistError(f"Timed out after {self.timeout_s:g} s") from None
+
+        return self._counted(transfer, num_bytes, name, finish)
 
     def _follow(self, done: "futures.Future[None]", transfer: Transfer) -> None:
         """Records the end of a transfer that a thread carries."""
@@ -300,6 +307,13 @@ class SideChannel:
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Fills the tensor with what the source sends. Raises RuntimeError if the source is gone."""
         dist.recv(tensor, source, group=self._group)
+
+    def meet(self, number: int) -> None:
+        """Returns when all ranks have called it. Raises RuntimeError if their numbers differ, or a rank is gone."""
+        bounds = torch.tensor([number, -number])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        if bounds[0] != -bounds[1]:
+            raise dist.DistError("another rank is in another collective")
 
 
 def all_gather_for_torch(

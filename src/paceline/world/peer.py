@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from paceline.base.cores import physical_cores
-from paceline.base.parent import start_ticks
+from paceline.base.process import start_ticks
 from paceline.world.cores import cgroup_quota
 from paceline.world.env import Environment
 

@@ -15,8 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
-from paceline.base.parent import die_with_parent
-from paceline.base.status import launcher_pid
+from paceline.base.process import die_with_parent, launcher_pid
 from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment, check_interface

@@ -18,12 +18,11 @@ from paceline.base.units import dtype_name, listed
 from paceline.world.calls import Calls, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.device import choose_device, choose_threads, keep_freed_memory, own_facts
-from paceline.world.env import Environment, check_interface, check_master, check_size, detect
+from paceline.world.env import Environment, check_interface, check_size, detect, wait_for_master
 from paceline.world.facts import RankFacts, warn_of_idle_gpus
 from paceline.world.group import Group, ReduceOp
 from paceline.world.peer import Peer, this_process
 from paceline.world.process_group import adopt_group, join_open_group, open_group, store_of_open_group
-from paceline.world.store import is_held
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
 Number = TypeVar("Number", float, torch.Tensor)
@@ -197,8 +196,7 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
     if adopted is None:
         check_nodes(env)
         check_interface(config.interface)
-        if not is_held(env.master_port):
-            check_master(env, config.interface, config.timeout_s)
+        wait_for_master(env, config.timeout_s)
     sees_all_gpus = "TORCHELASTIC_RUN_ID" in os.environ  # its ranks have one environment; Slurm's tasks may not
     device = choose_device(
         config.device, env.local_rank, env.local_world_size, env.world_size, sees_all_gpus=sees_all_gpus

@@ -25,11 +25,6 @@ def read(store: Store, name: str) -> Any:
     return json.loads(store.get(name)) if store.check([name]) else None
 
 
-def is_held(port: int) -> bool:
-    """Whether this process hosts the ranks' store at this port, from an earlier world."""
-    return port in _held
-
-
 def open_store(env: Environment, interface: str, timeout_s: float) -> Store:
     """Returns a client of the ranks' store. Rank 0 hosts it, on one address only, if no agent does."""
     timeout = timedelta(seconds=timeout_s)

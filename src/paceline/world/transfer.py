@@ -199,15 +199,13 @@ class Exchanges:
 
 
 class GlooThreads:
-    """The threads that Gloo has begun in this process (Linux; elsewhere none)."""
+    """The threads that Gloo has begun in this process (Linux; elsewhere none). They wait for the end of a time slice
+    while all cores compute. Else each TCP segment that arrives interrupts a compute thread: at 100 Mbit/s that took
+    four times as much CPU time."""
 
     def __init__(self) -> None:
         names = Path("/proc/self/task").glob("*/comm")
         self._tasks = [name.parent for name in names if "gloo" in _read(name)]
-
-    def yield_to_compute(self) -> None:
-        """Makes them wait for the end of a time slice while all cores compute. Else each TCP segment that arrives
-        interrupts a compute thread: at 100 Mbit/s that took four times as much CPU time."""
         for task in self._tasks:
             with contextlib.suppress(OSError):  # the system forbids it
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

@@ -12,7 +12,7 @@ from program import Program, run
 
 from paceline.base.cores import physical_cores
 from paceline.base.errors import UserError
-from paceline.base.status import environment_of_one, environment_of_rank
+from paceline.base.process import environment_of_one, environment_of_rank
 from paceline.config import Config, load_preset
 from paceline.tools.bench import runs, scaling_show
 from paceline.tools.bench.scaling import Found, Sample, _Bench

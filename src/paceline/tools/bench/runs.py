@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from paceline.base import units
 from paceline.base.errors import LOST_PEERS
 from paceline.base.jsonl import rows
-from paceline.base.parent import die_with_parent
+from paceline.base.process import die_with_parent
 from paceline.config import Config
 from paceline.record.console import Console
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from paceline.base.errors import RunError
 from paceline.base.net import listen
-from paceline.base.status import RANK_VARIABLES, environment_of_one
+from paceline.base.process import RANK_VARIABLES, environment_of_one
 from paceline.config import to_toml
 from paceline.record.balance import speeds
 from paceline.record.console import Console

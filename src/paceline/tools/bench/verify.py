@@ -33,7 +33,7 @@ from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LOST_PEERS
 from paceline.base.net import listen
-from paceline.base.status import environment_of_one, environment_of_rank
+from paceline.base.process import environment_of_one, environment_of_rank
 from paceline.config import Config, to_toml
 from paceline.data.plan import in_proportion
 from paceline.record.console import Console

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.base.errors import UserError
-from paceline.base.parent import die_with_parent
+from paceline.base.process import die_with_parent
 from paceline.tools.lab.hosts import INTERFACE, Host
 from paceline.tools.lab.system import attempt, call, inside, refusal
 

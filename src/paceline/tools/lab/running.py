@@ -15,8 +15,7 @@ from typing import Protocol
 import psutil
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, RunError, UserError
-from paceline.base.parent import die_with_parent
-from paceline.base.say import say
+from paceline.base.process import die_with_parent, say
 from paceline.tools.lab.hosts import INTERFACE, Host, Layout
 from paceline.tools.lab.inside import Orders
 from paceline.tools.lab.network import plug_in, start_switch
