@@ -241,9 +241,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a coordinator that slept takes all hosts for lost",
-        "launch/agent.py",
-        "if now - self._looked_s > _PAUSED_S:",
-        "if now < self._looked_s:",
+        "base/clock.py",
+        "min(self._last - last, _LONGEST_GAP_S)",
+        "self._last - last",
         "launch/test_coordinator.py::test_a_pause_of_this_process_is_no_silence_of_the_other_end",
     ),
     # ---- data: which sequences, in which order ----

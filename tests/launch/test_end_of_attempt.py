@@ -84,5 +84,5 @@ def test_the_end_of_an_attempt_follows_from_those_of_its_ranks(case: str) -> Non
 
 def test_ranks_of_a_host_that_is_lost_are_not_taken_for_killed() -> None:
     """Nobody knows how they ended."""
-    known = Ends(ranks=range(2), reports={0: SAVED}, exits={0: 0}, stop=signal.SIGTERM, are_all_known=False)
+    known = Ends(ranks=range(2), reports={0: SAVED}, exits={0: 0}, stop=signal.SIGTERM, lost=("b",))
     assert known.killed == []

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Interval = tuple[float, float]
+_LONGEST_GAP_S = 1.0
 
 
 def union_ms(intervals: Iterable[Interval]) -> float:
@@ -40,6 +41,22 @@ class Stopwatch:
 
     def pause(self) -> None:
         self._before, self._since = self.elapsed_s, None
+
+
+class AwakeClock:
+    """Counts the seconds that this process was awake. If two looks are further apart than a thread ever waits for its
+    core, the process was stopped or the machine slept: at most one second of the gap counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last, self._awake_s = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        """Returns the seconds so far. Call it several times a second."""
+        with self._lock:
+            last, self._last = self._last, time.monotonic()
+            self._awake_s += min(self._last - last, _LONGEST_GAP_S)
+            return self._awake_s
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ from typing import Any
 from paceline.base.errors import UserError
 
 _BACKLOG = 1024  # ranks of one job connect at the same moment
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 2.0  # a connection to this very process takes far less
 
 
@@ -39,10 +39,10 @@ def listen(host: str, port: int) -> socket.socket:
 def require_loopback() -> None:
     """Raises UserError if loopback takes no connection, as in some containers. torch would retry for minutes."""
     try:
-        with listen(_LOOPBACK, 0) as listener:
+        with listen(LOOPBACK, 0) as listener:
             socket.create_connection(listener.getsockname(), timeout=_LOOPBACK_S).close()
     except OSError as error:
         raise UserError(
             f"the loopback interface of {socket.gethostname()}, over which the ranks of one host meet, takes no "
-            f"connection to {_LOOPBACK} ({error.strerror or error}); switch it on: ip link set lo up"
+            f"connection to {LOOPBACK} ({error.strerror or error}); switch it on: ip link set lo up"
         ) from None

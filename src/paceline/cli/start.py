@@ -14,14 +14,13 @@ from typing import Literal
 
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
-from paceline.base.net import listen
+from paceline.base.net import LOOPBACK, listen
 from paceline.base.process import die_with_parent, has_launcher, launcher_pid
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
 from paceline.launch import agent
 from paceline.launch.job import JOB, job_name
-from paceline.launch.place import LOOPBACK
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
+from paceline.base.clock import AwakeClock
 from paceline.base.errors import EXIT_RESUMABLE, EXIT_USER
-from paceline.base.net import listen
+from paceline.base.net import LOOPBACK, listen
 from paceline.base.process import say
+from paceline.launch.attempt import Order, Place
 from paceline.launch.local import HostRanks
-from paceline.launch.place import LOOPBACK, Order, Place
 from paceline.launch.restarts import Records
 
 PREFIX = b"paceline-agent "  # of our lines; before the first, a shell's start-up files may print
@@ -34,27 +35,20 @@ LIFE_EVERY_S = 1.0
 SILENCE_S = 13.0  # a pause of 10 s harms nothing
 _ADDRESS = "PACELINE_AGENT_ADDRESS"
 _LAST_SAVE_S = 15.0
-_PAUSED_S = 3.0
 _LOOK_EVERY_S = 0.05
 
 
 class Silence:
-    """How long the other end has said nothing. Look at it every second: a pause of this very process, or of its whole
-    machine, does not count."""
+    """How long the other end has said nothing while this process was awake. Look at it every second."""
 
     def __init__(self, most_s: float):
-        self.most_s = most_s
-        self._heard_s = self._looked_s = time.monotonic()
+        self.most_s, self._heard_s, self._clock = most_s, 0.0, AwakeClock()
 
     def heard(self) -> None:
-        self._heard_s = time.monotonic()
+        self._heard_s = self._clock.now()
 
     def is_too_long(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked_s > _PAUSED_S:
-            self._heard_s = now
-        self._looked_s = now
-        return now - self._heard_s > self.most_s
+        return self._clock.now() - self._heard_s > self.most_s
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,46 @@ the addresses of an earlier attempt.
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal
 
 from paceline.base.process import read_statuses, say
-from paceline.launch.place import Order, Place
 from paceline.launch.signals import StopSignals, has_handler
-from paceline.launch.warm import WarmServer
+from paceline.launch.warm import WarmRank, WarmServer
 
 _LOOK_EVERY_S = 0.05
 _KILLED_S = 10.0  # for a killed process to end
 _FAILURE_GRACE_S = 2.0  # for the other ranks: those that wait for the dead one notice within 0.1 s and print why
 
 
-class Process(Protocol):
-    """A rank's process: a Popen, or a WarmRank."""
+Process = subprocess.Popen[bytes] | WarmRank
 
-    pid: int
+# What an attempt's ranks are to do: "save" and end; "fail": end soon, ranks of another host have failed; "end" at once.
+Order = Literal["", "save", "fail", "end"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This host's ranks in one attempt: first_rank, first_rank + 1 ... of the world's."""
+
+    first_rank: int
+    num_ranks: int
+    world_size: int
+    address: str  # of the ranks' store
+    port: int
+    listener: socket.socket | None  # for the store, on the host that has rank 0
+    attempt: int  # from 0; the same on all hosts
+    knows_all: bool = True  # somebody hears how all ranks end, and one of the launchers holds their store
 
     @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float) -> int: ...
-    def send_signal(self, number: int, /) -> None: ...
+    def own_ranks(self) -> range:
+        """The ranks of this host."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 class Grace:
@@ -95,17 +109,15 @@ def run_attempt(
     try:
         for local, rank in enumerate(place.own_ranks):
             environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(local)}
-            processes[rank] = (warm and warm.fork(environment)) or _start_cold(command, environment)
+            # Each leads a session, and so a process group, for `_kill`.
+            processes[rank] = (warm and warm.fork(environment)) or subprocess.Popen(
+                command, env=environment, start_new_session=True
+            )
         store = store or _open_store(place)  # imports torch, while ranks do
         return _watch(processes, signals, statuses, grace, order)
     finally:
         _kill([process for process in processes.values() if process.returncode is None])
         del store  # it listens until here
-
-
-def _start_cold(command: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """Starts a rank that leads a session, and so a process group, for `_kill`."""
-    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def _open_store(place: Place) -> object:

@@ -3,6 +3,7 @@ are on this host (local.py) or on several (coordinator.py)."""
 
 import shlex
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,6 @@ from paceline.base import units
 from paceline.base.errors import EXIT_FAILED, EXIT_RESUMABLE, RunError
 from paceline.base.process import say
 from paceline.launch.ends import Ended, Ends, how_it_ended
-from paceline.launch.place import Outcome
 from paceline.launch.restarts import Failure, delay_s, is_loop
 from paceline.launch.signals import StopSignals
 
@@ -26,29 +26,27 @@ class Progress(Protocol):
     def newest_checkpoint(self) -> int | None: ...
     def log_of(self, rank: int) -> Path | None: ...
     def close(self, what: str, was_said: bool) -> None: ...
-
-
-class Crew(Protocol):
-    """The ranks of a run, on one host or several."""
-
-    @property
-    def records(self) -> Progress: ...
-    def run(self, attempt: int) -> Outcome | None:
-        """Runs one attempt. None: a signal came before it began."""
-
     def host_of(self, rank: int | None) -> str: ...
 
 
 class Attempts:
     """One run of a command."""
 
-    def __init__(self, crew: Crew, run: Path, most: int, grace_s: float, signals: StopSignals):
-        """most: allowed restarts. grace_s: how long ranks may save after a signal."""
-        self._crew, self._records, self._run_folder = crew, crew.records, run
+    def __init__(
+        self,
+        run_attempt: Callable[[int], Ends | None],
+        records: Progress,
+        run: Path,
+        most: int,
+        grace_s: float,
+        signals: StopSignals,
+    ):
+        """run_attempt: runs one attempt; None: a signal came before it began. run: the run folder. most: allowed
+        restarts. grace_s: how long ranks may save after a signal."""
+        self._run_attempt, self._records, self._run_folder = run_attempt, records, run
         self._most, self._grace_s, self._signals = most, grace_s, signals
         self._failures: list[Failure] = []
         self._num_repeated = self._world_size = 0
-        self._has_begun = False  # the attempt has begun to train
         self._stop: signal.Signals | None = None  # the signal that ends the run
 
     def run(self) -> int:
@@ -76,38 +74,26 @@ class Attempts:
     def _attempt(self, attempt: int) -> Ended | None:
         """Returns how one attempt ended; None if only the hosts are to change."""
         before = self._records.last_step()
-        outcome = self._crew.run(attempt)
+        ends = self._run_attempt(attempt)
         if self._signals.is_urgent:
             raise KeyboardInterrupt
-        if outcome is None:
+        if ends is None:
             return Ended(status=self._stopped_before_training())
         began_at = self._records.began_at()
-        self._has_begun, self._world_size = began_at is not None, len(outcome.ranks)
+        self._world_size = len(ends.ranks)
         if attempt and began_at is not None:
             self._num_repeated += max(0, before - began_at)
-        return self._judge(outcome)
-
-    def _judge(self, outcome: Outcome) -> Ended | None:
         stop = self._stop = self._signals.first
-        reports = outcome.reports
-        ends = Ends(
-            ranks=outcome.ranks,
-            reports=reports,
-            exits=outcome.exits,
-            stop=stop,
-            grace_s=self._grace_s,
-            has_begun=self._has_begun,
-            are_all_known=not outcome.lost,
-        )
+        ends = replace(ends, stop=stop, grace_s=self._grace_s, has_begun=began_at is not None)
         ended = how_it_ended(ends)
         if ended.is_early:
             return replace(ended, status=self._stopped_before_training())
-        if outcome.lost and 0 in reports and reports[0].is_good:  # rank 0 ends last: the run is saved
-            ended = Ended(status=reports[0].code)
-        if ended.status == EXIT_RESUMABLE and outcome.makes_room and not stop:
+        if ends.lost and 0 in ends.reports and ends.reports[0].is_good:  # rank 0 ends last: the run is saved
+            ended = Ended(status=ends.reports[0].code)
+        if ended.status == EXIT_RESUMABLE and ends.makes_room and not stop:
             return None
-        if ended.status == EXIT_FAILED and outcome.lost and not stop:
-            what = f"lost {' and '.join(outcome.lost)}"
+        if ended.status == EXIT_FAILED and ends.lost and not stop:
+            what = f"lost {' and '.join(ends.lost)}"
             self._records.close(what, was_said=False)
             say(f"{what}, after step {self._records.last_step()}")
             return None
@@ -136,7 +122,7 @@ class Attempts:
     def _death(self, ended: Ended) -> str:
         """Returns who died, where and when, and which log says more."""
         reached = self._records.last_step()
-        text = f"{ended.what}, on {self._crew.host_of(ended.rank)}" + (f", after step {reached}" if reached else "")
+        text = f"{ended.what}, on {self._records.host_of(ended.rank)}" + (f", after step {reached}" if reached else "")
         if self._world_size > 1:
             text += "; the other ranks were stopped"
         log = self._records.log_of(ended.rank) if ended.rank is not None else None

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, Stopped, UserError
+from paceline.base.net import LOOPBACK
 from paceline.base.process import Status, say, stopped_early
 from paceline.launch.agent import LIFE_EVERY_S, Task
 from paceline.launch.attempts import Attempts
+from paceline.launch.ends import Ends
 from paceline.launch.job import JOB
 from paceline.launch.nodes import Copier, Node, lacking, order_for, ranked
 from paceline.launch.options import NamedHost
-from paceline.launch.place import LOOPBACK, Outcome
 from paceline.launch.signals import StopSignals
 from paceline.launch.ssh import START_S, Connection, Output, Ssh
 
@@ -57,7 +58,7 @@ def launch(hosts: Sequence[NamedHost], job: Job, ssh: Ssh) -> int:
     UserError if a host cannot be used, RunError if the run fails, Stopped or KeyboardInterrupt after a signal."""
     with StopSignals() as signals, _open(hosts, job, ssh, signals) as crew:
         try:
-            status = Attempts(crew, job.run, job.max_restarts, job.grace_s, signals).run()
+            status = Attempts(crew.run, crew, job.run, job.max_restarts, job.grace_s, signals).run()
         except _Refused:
             return EXIT_USER
         except RunError:
@@ -82,10 +83,6 @@ class Hosts:
 
     # ---- what Attempts asks for ----
 
-    @property
-    def records(self) -> "Hosts":
-        return self
-
     def last_step(self) -> int:
         leaders = self._members[:1] if self._members and self._members[0].connection else self.nodes
         self._reached = max(self._reached if leaders is self.nodes else 0, *(node.state.step for node in leaders), 0)
@@ -109,7 +106,7 @@ class Hosts:
         names = [node.name for node in self._members for _ in range(node.state.num_ranks)]
         return names[rank] if rank is not None and rank < len(names) else " and ".join(n.name for n in self._members)
 
-    def run(self, attempt: int) -> Outcome | None:
+    def run(self, attempt: int) -> Ends | None:
         """Raises UserError, RunError or _Refused if there are too few hosts."""
         members = self._gather()
         if not members:
@@ -288,12 +285,13 @@ class Hosts:
 
     # ---- the end ----
 
-    def _outcome(self, members: Sequence[Node], lost: Sequence[Node], makes_room: bool) -> Outcome:
+    def _outcome(self, members: Sequence[Node], lost: Sequence[Node], makes_room: bool) -> Ends:
         states = [node.state for node in members if node not in lost]
         reports = {int(rank): Status(**report) for state in states for rank, report in state.reports.items()}
         exits = {int(rank): code for state in states for rank, code in state.exits.items()}
         ranks = range(max((*reports, *exits, sum(state.num_ranks for state in states) - 1)) + 1)
-        return Outcome(ranks, reports, exits, tuple(node.name for node in lost), makes_room)
+        names = tuple(node.name for node in lost)
+        return Ends(ranks=ranks, reports=reports, exits=exits, lost=names, makes_room=makes_room)
 
     def conclude(self, status: int) -> None:
         """Ends the run: each host that is here gets the last checkpoint, then its agent ends."""

@@ -20,15 +20,16 @@ from paceline.base.units import listed
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What a launcher knows of the ranks that it judges, after an attempt."""
+    """What a launcher knows of ranks after an attempt, on all hosts of which it hears."""
 
     ranks: range
     reports: Mapping[int, Status]  # by rank: what it said of its own end
     exits: Mapping[int, int]  # by rank: its exit status, or minus a signal; without the ranks that were killed here
+    lost: tuple[str, ...] = ()  # hosts that left meanwhile, with the ends of their ranks
+    makes_room: bool = False  # the ranks were asked to save, so that a host can come in
     stop: signal.Signals | None = None  # the signal that was to end the run
     grace_s: float = 0.0  # how long ranks may save after that signal
     has_begun: bool = True  # a rank had begun to train
-    are_all_known: bool = True  # no host was lost, with its ranks' ends
 
     @property
     def failures(self) -> dict[int, Status]:
@@ -44,7 +45,7 @@ class Ends:
     @property
     def killed(self) -> list[int]:
         """Ranks that were killed here, because their time was over."""
-        return [rank for rank in self.ranks if rank not in self.exits] if self.are_all_known else []
+        return [] if self.lost else [rank for rank in self.ranks if rank not in self.exits]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 
 from paceline.base.errors import UserError
-from paceline.base.net import listen, require_loopback
+from paceline.base.net import LOOPBACK, listen, require_loopback
 from paceline.base.process import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
 from paceline.launch import warm
-from paceline.launch.attempt import Grace, run_attempt
+from paceline.launch.attempt import Grace, Order, Place, run_attempt
 from paceline.launch.attempts import Attempts
+from paceline.launch.ends import Ends
 from paceline.launch.job import ATTEMPT, JOB
-from paceline.launch.place import LOOPBACK, Order, Outcome, Place
 from paceline.launch.restarts import Records
 from paceline.launch.signals import StopSignals
 from paceline.launch.warm import WarmServer
@@ -67,7 +67,16 @@ def start_ranks(
     KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
     """
     with StopSignals() as signals, open_ranks(command, run, signals, grace_s, job, address, preload) as ranks:
-        return Attempts(_Local(ranks, places), run, max_restarts, grace_s, signals).run()
+        records = Records(run)
+
+        def run_once(attempt: int) -> Ends:
+            place = places(attempt)
+            records.is_mine = place.first_rank == 0  # else rank 0, elsewhere, may still write
+            reports, exits = ranks.run(place)
+            judged = range(place.world_size) if place.knows_all else place.own_ranks
+            return Ends(ranks=judged, reports=reports, exits=exits)
+
+        return Attempts(run_once, records, run, max_restarts, grace_s, signals).run()
 
 
 @contextlib.contextmanager
@@ -133,23 +142,6 @@ class HostRanks:
         except OSError as error:
             raise UserError(f"cannot write in {folder}, where ranks report their ends: {error.strerror}") from None
         return folder
-
-
-class _Local:
-    """The ranks that this launcher knows are on this host."""
-
-    def __init__(self, ranks: HostRanks, places: Places):
-        self._ranks, self._places = ranks, places
-        self.records = Records(ranks.folder)
-
-    def run(self, attempt: int) -> Outcome:
-        place = self._places(attempt)
-        self.records.is_mine = place.first_rank == 0  # else rank 0, elsewhere, may still write
-        reports, exits = self._ranks.run(place)
-        return Outcome(range(place.world_size) if place.knows_all else place.own_ranks, reports, exits)
-
-    def host_of(self, _: int | None) -> str:
-        return socket.gethostname()
 
 
 def _forget_refused(run: Path, is_new: bool) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from paceline.base.process import Status, say
 from paceline.launch.agent import State
+from paceline.launch.attempt import Order
 from paceline.launch.copies import Copy
 from paceline.launch.options import NamedHost
-from paceline.launch.place import Order
 from paceline.launch.ssh import Connection, Ssh
 
 _TRY_AGAIN_S = 3.0  # after a copy failed

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,10 @@ class Records:
         """Returns the path of a rank's log; None if it does not exist yet."""
         path = self._logs / f"rank-{rank:05d}.log"
         return path if path.exists() else None
+
+    def host_of(self, _: int | None) -> str:
+        """Returns the host of a rank, which is this one."""
+        return socket.gethostname()
 
     def close(self, what: str, was_said: bool) -> None:
         """Records how an attempt failed, if no rank has: rank 0 died first, or knew only that it had lost another rank

@@ -16,8 +16,9 @@ from typing import Literal
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from paceline.base.clock import AwakeClock
+
 ANSWER_S = 0.5  # how long a rank that ends waits for the store and the last output
-_LONGEST_GAP_S = 1.0
 
 State = Literal["runs", "lost", "failed", "done"]  # lost: it has lost the other ranks
 
@@ -58,22 +59,6 @@ class Verdict:
     def speaker(self, num_ranks: int) -> int:
         """Returns the rank that prints it for all: the first that is not to blame, or rank 0 if all are."""
         return min(set(range(num_ranks)) - set(self.culprits), default=0)
-
-
-class AwakeClock:
-    """Counts the seconds that this process was awake. If two looks are further apart than a thread ever waits for its
-    core, the process was stopped or the machine slept: at most one second of the gap counts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last, self._awake_s = time.monotonic(), 0.0
-
-    def now(self) -> float:
-        """Returns the seconds so far. Call it several times a second."""
-        with self._lock:
-            last, self._last = self._last, time.monotonic()
-            self._awake_s += min(self._last - last, _LONGEST_GAP_S)
-            return self._awake_s
 
 
 class BeatThread(threading.Thread):

@@ -26,9 +26,10 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from paceline.base.clock import AwakeClock
 from paceline.base.errors import EXIT_FAILED, PacelineError
 from paceline.world import blame
-from paceline.world.beats import ANSWER_S, AwakeClock, Beat, BeatThread, State
+from paceline.world.beats import ANSWER_S, Beat, BeatThread, State
 from paceline.world.beats import Verdict as Verdict
 from paceline.world.calls import Calls, frame_of
 from paceline.world.peer import Peer
