@@ -8,25 +8,24 @@ one that comes back is taken in when the ranks have saved.
 
 import contextlib
 import os
-import signal
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, Stopped, UserError
+from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, UserError
 from paceline.base.net import LOOPBACK
-from paceline.base.process import Status, say, stopped_early
-from paceline.launch.agent import LIFE_EVERY_S, Task
+from paceline.base.process import Status, say
+from paceline.launch.agent import LIFE_EVERY_S, Greeting, Task
 from paceline.launch.attempts import Attempts
 from paceline.launch.ends import Ends
 from paceline.launch.job import JOB
 from paceline.launch.nodes import Copier, Node, lacking, order_for, ranked
 from paceline.launch.options import NamedHost
 from paceline.launch.signals import StopSignals
-from paceline.launch.ssh import START_S, Connection, Output, Ssh
+from paceline.launch.ssh import Connection, Output, Ssh
 
 _LOOK_EVERY_S = 0.05
 _TRY_AGAIN_S = 3.0  # after a host was lost
@@ -80,6 +79,7 @@ class Hosts:
         self._took_in_s = float("-inf")
         self._reached = 0  # the last step that rank 0 recorded
         self._copier = Copier(ssh, job.run)
+        self._have_answered = False  # all hosts, each with a greeting or a problem: the command may begin
 
     # ---- what Attempts asks for ----
 
@@ -136,8 +136,8 @@ class Hosts:
         began_s, has_said, is_first = time.monotonic(), False, not self._members
         while not self._signals.first:
             self._look()
-            waiting = [node for node in self.nodes if node.connection and not node.is_ready]
-            coming = [node for node in waiting if is_first or node in self._members]
+            awaited = self.nodes if is_first else self._members
+            coming = [node for node in awaited if node.connection and not node.is_ready]
             ready = [node for node in self.nodes if node.is_ready]
             waited_s = time.monotonic() - began_s
             if not coming and len(ready) >= self._job.least:
@@ -189,12 +189,15 @@ class Hosts:
     def _look(self) -> None:
         """Looks after the connections, signals and copies, for a moment."""
         for node in self.nodes:
-            if node.connection and node.connection.is_lost():
-                self._drop(node)
-            elif node.connection is None and self._members and not node.is_refused:
-                self._connect_again(node)
-            elif node.connection and node.connection.greeting and not node.has_task:
-                self._give_task(node)
+            if node.connection is None:
+                self._connect(node)
+            elif node.connection.is_lost():
+                self._drop(node, node.connection)
+            elif node.connection.greeting and not (node.is_refused or node.has_task):
+                self._give_task(node, node.connection, node.connection.greeting)
+        if not self._have_answered and all(not node.connection or node.connection.greeting for node in self.nodes):
+            self._check_answers()
+            self._have_answered = True
         wanted = (self._signals.first is not None) + self._signals.is_urgent
         if wanted > self._num_passed_on:
             for _ in range(wanted - self._num_passed_on):
@@ -210,67 +213,57 @@ class Hosts:
             if (connection := node.connection) and node.has_task:
                 connection.send(message)
 
-    def connect_all(self) -> None:
-        """Connects to all hosts. Raises UserError naming those that cannot be used, unless enough others can."""
-        for node in self.nodes:
-            self._connect(node)
-        until_s = time.monotonic() + START_S
-        connections = [node.connection for node in self.nodes if node.connection]
-        while any(each.greeting is None and each.status() is None for each in connections):
-            if self._signals.wait(_LOOK_EVERY_S):
-                is_interrupt = self._signals.first == signal.SIGINT
-                raise KeyboardInterrupt if is_interrupt else Stopped(stopped_early(str(self._signals.passed_on.name)))
-            if time.monotonic() > until_s:
-                break
-        needs_address = len(self.nodes) > 1
-        found = [(each.name, each.problem(needs_address)) for each in connections]
-        problems = [f"{name}: {problem}" for name, problem in found if problem]
+    def _connect(self, node: Node) -> None:
+        """Connects to a host for the first time, or to one that was lost, since the run began."""
+        waited_s = time.monotonic() - node.tried_s
+        is_lost = bool(self._members) and not node.is_refused and waited_s > _TRY_AGAIN_S
+        if self._signals.first or not (is_lost or waited_s == float("inf")):
+            return
+        node.connection = Connection(node.name, self._ssh.line(node.name, "paceline.launch.agent"), self._output)
+        node.has_task, node.tried_s = False, time.monotonic()
+
+    def _check_answers(self) -> None:
+        """Raises UserError naming the hosts that cannot be used, unless enough others can."""
+        problems = [f"{node.name}: {node.problem}" for node in self.nodes if node.problem]
         if len(self.nodes) - len(problems) < self._job.least:
             raise UserError("cannot start on " + "; ".join(problems))
         for problem in problems:
             say(f"warning: cannot start on {problem}")
-        addresses = [each.greeting.address for each in connections if each.greeting]
-        if len(set(addresses)) < len(addresses):
-            both = ", ".join(f"{each.name} is {each.greeting.address}" for each in connections if each.greeting)
+        greetings = {node.name: node.connection.greeting for node in self.nodes if node.connection}
+        addresses = {name: greeting.address for name, greeting in greetings.items() if greeting}
+        if len(set(addresses.values())) < len(addresses):
+            both = ", ".join(f"{name} is {address}" for name, address in addresses.items())
             raise UserError(f"two names lead to one host ({both}); name it once, with all its ranks")
 
-    def _connect(self, node: Node) -> None:
-        node.connection = Connection(node.name, self._ssh.line(node.name, "paceline.launch.agent"), self._output)
-        node.has_task, node.tried_s = False, time.monotonic()
-
-    def _connect_again(self, node: Node) -> None:
-        if time.monotonic() - node.tried_s > _TRY_AGAIN_S and not self._signals.first:
-            self._connect(node)
-
-    def _give_task(self, node: Node) -> None:
-        assert node.connection
-        assert node.connection.greeting
-        if node.connection.problem(needs_address=len(self.nodes) > 1):
-            node.is_refused = True
-            node.connection.close()
+    def _give_task(self, node: Node, connection: Connection, greeting: Greeting) -> None:
+        if problem := connection.problem(len(self.nodes) > 1):
+            node.problem, node.is_refused = problem, True
+            connection.close()
             return
-        node.address = node.connection.greeting.address if len(self.nodes) > 1 else LOOPBACK
+        if not self._have_answered:
+            return
+        node.address = greeting.address if len(self.nodes) > 1 else LOOPBACK
         line = ["-m", "paceline", *self._job.command, "--nproc", node.num_ranks]
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-        node.connection.give(Task(line, self._ssh.folder, {**passed_on, JOB: self._name}, node.address))
+        connection.send(asdict(Task(line, self._ssh.folder, {**passed_on, JOB: self._name}, node.address)))
         node.has_task = True
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: Node, connection: Connection) -> None:
         """Lets a connection go that has ended. Raises _Refused or RunError if the command did not start there."""
-        assert node.connection
-        has_joined = node in self._members
-        node.connection.cut()
         until_s = time.monotonic() + _REFUSED_S
-        while (status := node.connection.status()) is None and time.monotonic() < until_s:
+        while (status := connection.status()) is None and time.monotonic() < until_s:
             time.sleep(_LOOK_EVERY_S)
-        was_greeted = node.connection.greeting is not None
+        node.problem = node.problem or connection.problem(len(self.nodes) > 1)
+        connection.cut()
         node.connection, node.tried_s = None, time.monotonic()
-        if status == EXIT_USER and was_greeted:
+        if not connection.greeting:
+            return
+        if status == EXIT_USER:
             node.is_refused = True
-            if has_joined or not self._members:
+            if node in self._members or not self._members:
                 time.sleep(_REFUSED_S)
                 raise _Refused
-        elif status == EXIT_FAILED and was_greeted and not self._members:
+        elif status == EXIT_FAILED and not self._members:
             raise RunError(f"on host {node.name} the command ended with status {status} before training")
 
     def _should_take_in(self, members: Sequence[Node], step_then: int) -> bool:
@@ -336,7 +329,6 @@ def _open(hosts: Sequence[NamedHost], job: Job, ssh: Ssh, signals: StopSignals) 
             crew.send_all()
 
     try:
-        crew.connect_all()
         threading.Thread(target=live, daemon=True).start()
         yield crew
     finally:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.base.files import replace, sync
-from paceline.base.process import die_with_parent, say
+from paceline.base.process import say
 
 _RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job")
 _MANIFEST = "manifest.json"
@@ -37,36 +36,6 @@ _CHUNK_BYTES = 1 << 20
 
 class Damaged(Exception):
     """What arrived is not what was sent."""
-
-
-class Copy:
-    """A copy that is under way."""
-
-    def __init__(self, step: int, source: Sequence[str], target: Sequence[str]):
-        """source, target: the command lines that send and receive."""
-        self.step = step
-        start: partial[subprocess.Popen[bytes]] = partial(
-            subprocess.Popen, stderr=subprocess.PIPE, preexec_fn=partial(die_with_parent, os.getpid())
-        )
-        self._sender = start(source, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
-        assert self._sender.stdout
-        with self._sender.stdout as stream:
-            self._receiver = start(target, stdin=stream, stdout=subprocess.DEVNULL, start_new_session=True)
-
-    def problem(self) -> str | None:
-        """Returns why the copy failed; empty if it succeeded, None while it is still running."""
-        if self._receiver.poll() is None:
-            return None
-        failed = self._receiver if self._sender.poll() in (None, 0) else self._sender  # the cause, if both have
-        self.stop()
-        assert failed.stderr
-        said = failed.stderr.read().decode(errors="replace").strip().splitlines()
-        return "" if self._receiver.returncode == 0 else (said or ["the connection has ended"])[-1]
-
-    def stop(self) -> None:
-        for process in (self._sender, self._receiver):
-            process.kill()
-            process.wait()
 
 
 def send(run: Path, step: int, stream: IO[bytes]) -> None:

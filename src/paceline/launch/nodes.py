@@ -1,14 +1,17 @@
 """The hosts of a run, as its coordinator sees them: in what order they have their ranks, what their ranks are told, and
 which of them lacks the newest checkpoint."""
 
+import os
+import subprocess
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO
 
-from paceline.base.process import Status, say
+from paceline.base.process import Status, die_with_parent, say
 from paceline.launch.agent import State
 from paceline.launch.attempt import Order
-from paceline.launch.copies import Copy
 from paceline.launch.options import NamedHost
 from paceline.launch.ssh import Connection, Ssh
 
@@ -23,7 +26,8 @@ class Node:
         self.connection: Connection | None = None
         self.address = ""
         self.has_task = self.is_refused = False
-        self.tried_s = 0.0  # monotonic
+        self.problem = ""  # why it could not be used at first, or when it came back
+        self.tried_s = float("-inf")  # monotonic: the last attempt to connect
         self.order: Order = ""  # the latest, in this attempt
 
     @property
@@ -77,43 +81,57 @@ class Copier:
     def __init__(self, ssh: Ssh, run: Path):
         self.num_failed = 0
         self._ssh, self._run = ssh, str(run)
-        self._copy: tuple[Node, Copy] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []  # of the copy that is under way: sender and receiver
+        self._what = ""  # it copies, and where to
         self._failed_s = float("-inf")  # monotonic
         self._complaint = ""
 
     @property
     def is_busy(self) -> bool:
-        return self._copy is not None
+        return bool(self._processes)
 
     def look(self, nodes: Sequence[Node], source: Node) -> None:
         """Ends a copy that is complete or has failed; begins the next one."""
-        if self._copy:
-            self._end_copy()
+        if self._processes:
+            self._end_copy(*self._processes)
         elif source.connection and time.monotonic() - self._failed_s > _TRY_AGAIN_S:
             for target in lacking(nodes, source)[:1]:
-                self._copy = target, self._start(source, target)
+                self._start(source, target)
 
     def stop(self) -> None:
-        if self._copy:
-            self._copy[1].stop()
-            self._copy = None
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes.clear()
 
-    def _end_copy(self) -> None:
-        assert self._copy
-        target, copy = self._copy
-        if (problem := copy.problem()) is None:
+    def _end_copy(self, sender: subprocess.Popen[bytes], receiver: subprocess.Popen[bytes]) -> None:
+        if receiver.poll() is None:
             return
-        self._copy = None
-        if problem:
-            self._failed_s, self.num_failed = time.monotonic(), self.num_failed + 1
-            if problem != self._complaint:
-                self._complaint = problem
-                say(f"step {copy.step} cannot be copied to {target.name}: {problem}; trying again")
+        failed = receiver if sender.poll() in (None, 0) else sender  # the cause, if both have
+        self.stop()
+        if receiver.returncode == 0:
+            return
+        self._failed_s, self.num_failed = time.monotonic(), self.num_failed + 1
+        assert failed.stderr
+        said = failed.stderr.read().decode(errors="replace").strip().splitlines()
+        problem = (said or ["the connection has ended"])[-1]
+        if problem != self._complaint:
+            self._complaint = problem
+            say(f"{self._what}: {problem}; trying again")
 
-    def _start(self, source: Node, target: Node) -> Copy:
-        step, module = source.newest, "paceline.launch.copies"
-        lines = [
-            self._ssh.line(node.name, module, verb, self._run, str(step), is_there=True)
-            for node, verb in ((source, "send"), (target, "receive"))
-        ]
-        return Copy(step, *lines)
+    def _start(self, source: Node, target: Node) -> None:
+        self._what = f"step {source.newest} cannot be copied to {target.name}"
+        stream: int | IO[bytes] = subprocess.DEVNULL
+        for node, verb in ((source, "send"), (target, "receive")):
+            process = subprocess.Popen(
+                self._ssh.line(node.name, "paceline.launch.copies", verb, self._run, str(source.newest), is_there=True),
+                stdin=stream,
+                stdout=subprocess.PIPE if verb == "send" else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+            self._processes.append(process)
+            stream = process.stdout or stream
+        assert not isinstance(stream, int)
+        stream.close()  # the receiver has it

@@ -7,13 +7,13 @@ import shlex
 import subprocess
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import IO, Any
 
 from paceline import __version__
 from paceline.base.errors import UserError
 from paceline.base.process import say
-from paceline.launch.agent import PREFIX, SILENCE_S, Greeting, Silence, State, Task
+from paceline.launch.agent import PREFIX, SILENCE_S, Greeting, Silence, State
 
 # After the user's own in --ssh: ssh takes the first value that it gets. A ControlMaster that we would start stays, and
 # keeps our pipes open; one that is there is used.
@@ -115,9 +115,6 @@ class Connection:
     def is_lost(self) -> bool:
         """Whether the connection has ended, or nothing comes from the agent any more. Ask it every second."""
         return self.silence.is_too_long() or self._process.poll() is not None
-
-    def give(self, task: Task) -> None:
-        self.send(asdict(task))
 
     def send(self, message: dict[str, Any] | None = None) -> None:
         """Sends a message, or a sign of life."""
