@@ -243,7 +243,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def find_peak(config: ParallelConfig, env: Environment) -> float | None:
     torch.set_num_threads(1)
-    return peak_flops(CPU, torch.float32, is_kept=True).flops_per_s
+    return peak_flops(CPU, torch.float32).flops_per_s
 
 
 def reported() -> float:
@@ -277,8 +277,8 @@ def test_a_kept_peak_is_of_this_dtype_and_these_threads(kept: Path) -> None:
     Measured("peak", host=host, dtype="float32", threads=1).keep(1e15)
     Measured("peak", host=host, dtype="bfloat16", threads=1).keep(1.0)
     Measured("peak", host=host, dtype="float32", threads=2).keep(1e16)
-    assert peak_flops(CPU, torch.float32, is_kept=True) == Peak(1e15, "the best matmul seen on this machine, float32")
-    measured = peak_flops(CPU, torch.bfloat16, is_kept=True).flops_per_s
+    assert peak_flops(CPU, torch.float32) == Peak(1e15, "the best matmul seen on this machine, float32")
+    measured = peak_flops(CPU, torch.bfloat16).flops_per_s
     assert Measured("peak", host=host, dtype="bfloat16", threads=1).read() == measured
     assert measured is not None
     assert measured > 1.0

@@ -78,13 +78,9 @@ def _row(line: str | bytes) -> Row | None:
 def open_at_line_end(path: Path) -> int:
     """Opens a file to append lines; only the user may read a new one. Removes a last line that a crash cut short."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    if size := os.fstat(descriptor).st_size:
-        end, found = size, -1
-        while end and found < 0:  # read, not mapped: some FUSE mounts refuse that
-            end, before = max(0, end - _CHUNK_BYTES), end
-            found = os.pread(descriptor, before - end, end).rfind(b"\n")
-        if end + found + 1 < size:
-            os.ftruncate(descriptor, end + found + 1)
+    begin, line = next(lines_from_end(path), (0, b"\n"))
+    if not line.endswith(b"\n"):
+        os.ftruncate(descriptor, begin)
     return descriptor
 
 

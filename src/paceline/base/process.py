@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -49,6 +49,21 @@ def discard_output() -> None:
 def stopped_early(name: str) -> str:
     """Returns the message of a rank that a signal stopped before training."""
     return f"stopped by {name} before training began; start the same command again"
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Inside, these signals go to `handler`. A SIGHUP that is ignored (nohup) stays ignored."""
+    previous = {}
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be restored
+                signal.signal(number, before)
 
 
 def end_on_signals() -> None:

@@ -1,11 +1,12 @@
 """Signals that ask a launcher to stop are recorded, and handled at a safe moment."""
 
-import contextlib
 import re
 import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+
+from paceline.base.process import handled
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_EVERY_S = 0.05
@@ -29,21 +30,14 @@ class StopSignals:
         self.first: signal.Signals | None = None
         self.since_s: float | None = None  # monotonic: when a signal came that is usually followed by SIGKILL
         self._num_interrupts = 0
-        self._previous: dict[int, object] = {}
+        self._handled = handled(_HANDLED, self._record)
 
     def __enter__(self) -> "StopSignals":
-        for number in _HANDLED:
-            before = signal.getsignal(number)
-            if number == signal.SIGHUP and before == signal.SIG_IGN:
-                continue  # nohup
-            self._previous[number] = before
-            signal.signal(number, self._record)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, before in self._previous.items():
-            with contextlib.suppress(TypeError):  # a handler that was not set from Python cannot be restored
-                signal.signal(number, before)  # type: ignore[arg-type]
+        self._handled.__exit__(kind, error, tb)
 
     @property
     def is_urgent(self) -> bool:

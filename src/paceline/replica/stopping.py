@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 import psutil
 
 from paceline.base.errors import Stopped
-from paceline.base.process import STOP_SIGNALS, stopped_early
+from paceline.base.process import STOP_SIGNALS, handled, stopped_early
 from paceline.world.calls import mistake
 
 _TIME_LIMIT = -1.0  # the vote of a rank that is past its time limit
@@ -31,7 +31,7 @@ class StopRequest:
         self._signal: str | None = None
         age_s = time.time() - psutil.Process().create_time()
         self._deadline_s = time.monotonic() + after_s - age_s if after_s else float("inf")
-        self._previous: dict[int, object] = {}
+        self._handled = handled(STOP_SIGNALS, self._on_signal)
 
     @property
     def vote(self) -> float:
@@ -43,15 +43,11 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
             raise mistake("signals reach the main thread alone, and this is another: leave stop_on_signals=True out")
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._on_signal)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous.clear()
+        self._handled.__exit__(kind, error, tb)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         before, self._signal = self._signal, signal.Signals(number).name

@@ -88,7 +88,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     asked = _with_begun_size(request, world)
     asked = replace(asked, data=asked.data.absolute())  # as recorded: a resume may start in another folder
     vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(asked, world.facts, []))
-    peak = peak_flops(world.device, dtype, is_kept=True)
+    peak = peak_flops(world.device, dtype)
     peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
     flops_per_s = sum(peaks) if all(peaks) else 0.0
     speed = _training_flops_per_s(asked, vocab_size, dtype, world) if asked.model.size == "auto" else 0.0

@@ -155,13 +155,13 @@ def _open_process_group(
             timeout=timedelta(seconds=config.timeout_s),
             device_id=device if backend == "nccl" else None,
         )
-        return _make_group(device, backend, config, joined)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"rank {env.rank} of {env.world_size} met the others at {env.master_addr}:{env.master_port}, and could not "
             f"connect to all of them over {config.interface or 'the default interface'}: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
+    return _make_group(device, backend, config, joined)
 
 
 def _close_process_group(group: DistributedGroup | None, clean: bool) -> None:

@@ -93,15 +93,13 @@ def _measured_bfloat16_speedup() -> tuple[float, bool]:
     return statistics.median(ratios), statistics.mean(undisturbed) > 0.5
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, *, is_kept: bool = False) -> Peak:
+def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """Returns the device's peak in this dtype: from a data sheet for known GPUs, measured on CPUs. Load makes it too
-    low, so `is_kept` keeps this machine's best in the cache folder: the MFU of different runs is then comparable."""
+    low, so this machine's best is kept in the cache folder: the MFU of different runs is then comparable."""
     short = dtype_name(dtype)
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), short)
     if device.type == "cpu":
-        if not is_kept:
-            return Peak(_measured_matmul(dtype), f"matmul measured here, {short}")
         return Peak(_best_so_far(dtype), f"the best matmul seen on this machine, {short}")
     return Peak(None, f"no peak known for {device.type}")
 

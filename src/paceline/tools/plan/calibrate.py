@@ -62,7 +62,7 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
         name=cpu_name(),
         kind="cpu",
         dtype=dtype_name(dtype),
-        peak_flops_per_s=peak_flops(world.device, dtype, is_kept=True).flops_per_s or 0.0,
+        peak_flops_per_s=peak_flops(world.device, dtype).flops_per_s or 0.0,
         memory_bytes=world.facts[0].free_bytes,
         forward={arch: {"block tokens": blocks.forward / num_tokens, "head tokens": ends.forward / num_tokens}},
         backward={arch: {"block tokens": blocks.backward / num_tokens, "embed tokens": ends.backward / num_tokens}},
