@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.base.errors import PacelineError
 from paceline.base.process import record_status
-from paceline.launch.local import one_host, start_ranks
+from paceline.launch.local import one_host, open_ranks
 
 _CODES = {"done": 0, "fail": 1, "hurt": 1, "user": 2, "saved": 75}
 
@@ -26,8 +26,8 @@ def launch(run: Path, plan: dict[str, Any]) -> int:
     command = (sys.executable, __file__, "rank", str(run), json.dumps(plan))
     places = one_host(plan["num_ranks"], plan.get("port", 0))
     try:
-        options = {name: plan[name] for name in ("max_restarts", "grace_s") if name in plan}
-        return start_ranks(command, run, places, **options)
+        with open_ranks(command, run, grace_s=plan.get("grace_s", 120.0)) as ranks:
+            return ranks.run_to_the_end(places, plan.get("max_restarts", 0))
     except KeyboardInterrupt:
         return 130
     except PacelineError as error:

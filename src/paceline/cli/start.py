@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
@@ -123,27 +123,22 @@ def _start_ranks(
     request: Request, num_ranks: int, flags: RankFlags, others: agent.Coordinator | Pod | None, command: tuple[str, ...]
 ) -> int:
     """Starts the ranks of this host. others: who knows the other hosts; None: there are none."""
-    from paceline.launch.local import one_host, one_of_many, open_ranks, start_ranks
-    from paceline.launch.signals import StopSignals
+    from paceline.launch.local import one_host, one_of_many, open_ranks
 
     out, config = request.out, request.config
     assert out is not None
-    grace_s, port = config.checkpoint.grace_s, config.parallel.port
     is_warm = flags.start == "warm" or (flags.start == "auto" and not _NVIDIA.exists())
-    preload = _PRELOAD if is_warm else ()
+    options: dict[str, Any] = {"grace_s": config.checkpoint.grace_s, "preload": _PRELOAD if is_warm else ()}
     if others is None:
-        places = one_host(num_ranks, port)
-        return start_ranks(command, out, places, max_restarts=flags.max_restarts, grace_s=grace_s, preload=preload)
-    assert request.job is not None
+        with open_ranks(command, out, **options) as ranks:
+            return ranks.run_to_the_end(one_host(num_ranks, config.parallel.port), flags.max_restarts)
+    options["job"] = request.job or ""
     if isinstance(others, Pod):
         places = one_of_many(num_ranks, others.number, others.num_pods, others.master_addr, others.master_port)
-        return start_ranks(command, out, places, grace_s=grace_s, job=request.job, address="", preload=preload)
-    with (
-        closing(others),
-        StopSignals() as signals,
-        open_ranks(command, out, signals, grace_s, request.job, others.address, preload) as ranks,
-    ):
-        return agent.serve(others, ranks, num_ranks, port)
+        with open_ranks(command, out, address="", **options) as ranks:
+            return ranks.run_to_the_end(places)
+    with closing(others), open_ranks(command, out, address=others.address, **options) as ranks:
+        return agent.serve(others, ranks, num_ranks, config.parallel.port)
 
 
 def find_world(
@@ -167,11 +162,12 @@ def find_world(
 
 def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelConfig) -> int:
     """Runs the command line `arguments`, which makes no run folder, as local ranks; returns the exit status."""
-    from paceline.launch.local import one_host, start_ranks
+    from paceline.launch.local import one_host, open_ranks
 
     command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # a launcher looks for its run's records
-        return start_ranks(command, Path(folder), one_host(num_ranks, parallel.port))
+    # A launcher looks for its run's records.
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder, open_ranks(command, Path(folder)) as ranks:
+        return ranks.run_to_the_end(one_host(num_ranks, parallel.port))
 
 
 def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> int:

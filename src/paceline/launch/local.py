@@ -47,52 +47,22 @@ def one_of_many(num_ranks: int, host: int, num_hosts: int, address: str, port: i
     return lambda attempt: Place(first, num_ranks, world_size, address, port, None, attempt, knows_all=False)
 
 
-def start_ranks(
-    command: Sequence[str],
-    run: Path,
-    places: Places,
-    *,
-    max_restarts: int = 0,
-    grace_s: float = 120.0,
-    job: str = "",
-    address: str = LOOPBACK,
-    preload: Sequence[str] = (),
-) -> int:
-    """Runs the command as the ranks of this host, of the run in this folder, and returns all ranks' common exit status.
-
-    After a failure that the user's input did not cause, all ranks start again, at most max_restarts times. grace_s: how
-    long they may save after a signal, see `Grace`. The others: see `open_ranks`.
-
-    Raises UserError if loopback is down; RunError naming the rank that died without a message, or listing all attempts;
-    KeyboardInterrupt after a second Ctrl-C, or one before anything was saved.
-    """
-    with StopSignals() as signals, open_ranks(command, run, signals, grace_s, job, address, preload) as ranks:
-        records = Records(run)
-
-        def run_once(attempt: int) -> Ends:
-            place = places(attempt)
-            records.is_mine = place.first_rank == 0  # else rank 0, elsewhere, may still write
-            reports, exits = ranks.run(place)
-            judged = range(place.world_size) if place.knows_all else place.own_ranks
-            return Ends(ranks=judged, reports=reports, exits=exits)
-
-        return Attempts(run_once, records, run, max_restarts, grace_s, signals).run()
-
-
 @contextlib.contextmanager
 def open_ranks(
     command: Sequence[str],
     run: Path,
-    signals: StopSignals,
-    grace_s: float,
+    *,
+    grace_s: float = 120.0,
     job: str = "",
     address: str = LOOPBACK,
     preload: Sequence[str] = (),
 ) -> Iterator["HostRanks"]:
-    """Yields the ranks of this host. job: names all attempts; empty: a random name. address: of the interface that
-    ranks use, unless their config names one, or the user does and it is not loopback; empty: the backend chooses.
-    preload: modules that ranks import; if there are any, ranks are forked from one process that has imported them
-    (warm.py). Raises UserError if loopback is down."""
+    """Yields the ranks of this host, which run a command, and write the run in this folder. Stop signals are theirs.
+
+    grace_s: how long they may save after a signal, see `Grace`. job: names all attempts; empty: a random name. address:
+    of the interface that ranks use, unless their config names one, or the user does and it is not loopback; empty: the
+    backend chooses. preload: modules that ranks import; if there are any, ranks are forked from one process that has
+    imported them (warm.py). Raises UserError if loopback is down."""
     require_loopback()
     if address and (name := _interface_of(address)):
         if address == LOOPBACK:  # a variable that is exported for several hosts would open ports to them
@@ -104,6 +74,7 @@ def open_ranks(
     os.environ[JOB] = job or uuid.uuid4().hex
     is_new = not run.exists()
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
         stack.callback(_forget_refused, run, is_new)
         server = WarmServer(preload, command) if preload and warm.is_supported() else None
         if server:
@@ -129,6 +100,22 @@ class HostRanks:
         self.grace, job = Grace(self._grace_s, self.folder / "checkpoints"), os.environ[JOB]
         exits = run_attempt(place, self._command, job, self._signals, statuses, self.grace, order, self._server)
         return read_statuses(statuses, place.own_ranks, exits), exits
+
+    def run_to_the_end(self, places: Places, max_restarts: int = 0) -> int:
+        """Runs one attempt after another, and returns all ranks' common exit status. After a failure that the user's
+        input did not cause, all ranks start again, at most max_restarts times. Raises RunError naming the rank that
+        died without a message, or listing all attempts; KeyboardInterrupt after a second Ctrl-C, or one before anything
+        was saved."""
+        records = Records(self.folder)
+
+        def run_once(attempt: int) -> Ends:
+            place = places(attempt)
+            records.is_mine = place.first_rank == 0  # else rank 0, elsewhere, may still write
+            reports, exits = self.run(place)
+            judged = range(place.world_size) if place.knows_all else place.own_ranks
+            return Ends(ranks=judged, reports=reports, exits=exits)
+
+        return Attempts(run_once, records, self.folder, max_restarts, self._grace_s, self._signals).run()
 
     def _make_folder(self, place: Place) -> Path:
         """Returns the folder in which ranks report their ends, without the reports of an earlier attempt. Raises
