@@ -7,7 +7,7 @@ import sys
 
 from paceline.base.errors import UserError
 from paceline.base.process import end_on_signals
-from paceline.world import kubernetes, slurm
+from paceline.world import schedulers
 
 _TRAIN = ("train", "resume")
 
@@ -15,7 +15,7 @@ _TRAIN = ("train", "resume")
 def main() -> int:
     """Runs the command line and returns its exit status. A rank that fails ends right here."""
     with contextlib.suppress(UserError):  # raised again, and printed, by the verbs that look for a world
-        os.environ.update({**slurm.variables(os.environ), **kubernetes.variables(os.environ)})
+        os.environ.update(schedulers.variables(os.environ))
     is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
     if is_training:
         end_on_signals()

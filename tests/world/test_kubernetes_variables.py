@@ -4,7 +4,7 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.world.env import Environment, detect
-from paceline.world.kubernetes import Pod, read_pod
+from paceline.world.schedulers import Pod, read_pod
 
 JOB = {"PET_MASTER_ADDR": "x-0.x", "PET_NNODES": "2", "JOB_COMPLETION_INDEX": "1", "PET_NPROC_PER_NODE": "1"}
 TRAINJOB = {**JOB, "PET_NODE_RANK": "1", "PET_MASTER_PORT": "29400", "PET_NPROC_PER_NODE": "8"}

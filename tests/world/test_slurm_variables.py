@@ -4,7 +4,7 @@ import pytest
 
 from paceline.base.errors import UserError
 from paceline.world.env import Environment, detect
-from paceline.world.slurm import first_host, tasks_by_node, variables
+from paceline.world.schedulers import first_host, tasks_by_node, variables
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "3"}
 STEP = {  # `srun -N2 -n3 -m cyclic`, its last task

@@ -26,7 +26,7 @@ from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import free_memory, usable_cores
 from paceline.world.env import Environment, check_interface, check_size, detect, wait_for_master
-from paceline.world.kubernetes import Pod, read_pod
+from paceline.world.schedulers import Pod, read_pod
 
 _MOST_AUTOMATIC_RANKS = 4
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux

@@ -15,7 +15,7 @@ from paceline.base.clock import within
 from paceline.base.errors import UserError, nearest
 from paceline.base.net import resolve
 from paceline.base.units import plural
-from paceline.world import kubernetes, slurm
+from paceline.world import schedulers
 
 _RESOLVER_S = 3.0  # without a network a resolver may take far longer
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,8 +50,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     """Returns this process's place in the world. Raises UserError if variables are missing or contradict each other,
     or if this is no rank, but the launcher of a pod's ranks."""
     given = os.environ if environ is None else environ
-    env = {**given, **slurm.variables(given), **kubernetes.variables(given)}
-    pod = kubernetes.read_pod(env)
+    env = {**given, **schedulers.variables(given)}
+    pod = schedulers.read_pod(env)
     if pod is not None and pod.num_ranks != "1":
         raise UserError(
             f"PET_NPROC_PER_NODE is {pod.num_ranks}: `paceline train` and `paceline resume` start this pod's ranks. "
