@@ -183,7 +183,7 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
             time.sleep(_LOOK_EVERY_S)
         _close_records(coordinator, records)
         message, coordinator.place = coordinator.place, None
-        place = Place(**message, listener=None)
+        place = Place(**message)
         if place.first_rank == 0:
             place = dataclasses.replace(place, listener=listener)
             listener = None

@@ -15,14 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError, UserError
+from paceline.base.errors import EXIT_FAILED, EXIT_USER, RunError
 from paceline.base.net import LOOPBACK
 from paceline.base.process import Status, say
 from paceline.launch.agent import LIFE_EVERY_S, Greeting, Task
+from paceline.launch.attempt import Place
 from paceline.launch.attempts import Attempts
 from paceline.launch.ends import Ends
 from paceline.launch.job import JOB
-from paceline.launch.nodes import Copier, Node, lacking, order_for, ranked
+from paceline.launch.nodes import Copier, Node, check_answers, order_for, ranked, too_few
 from paceline.launch.options import NamedHost
 from paceline.launch.signals import StopSignals
 from paceline.launch.ssh import Connection, Output, Ssh
@@ -32,7 +33,6 @@ _TRY_AGAIN_S = 3.0  # after a host was lost
 _TAKE_IN_EVERY_S = 10.0  # a host that comes and goes must not keep the others from training
 _REFUSED_S = 2.0  # for other hosts to say that they refuse the command, too
 _END_S = 10.0  # for a command to end when its ranks have had their time to save
-_LAST_TRIES = 3  # to copy the last checkpoint
 _PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACKIO_")  # beginnings of variables
 
 
@@ -143,24 +143,11 @@ class Hosts:
             if not coming and len(ready) >= self._job.least:
                 return ranked(ready, self._members[0] if self._members else None)
             if not coming and (is_first or self._job.least == len(self.nodes) or waited_s > self._job.timeout_s):
-                self._refuse_too_few(ready)
+                raise too_few(self.nodes, self._job.least, self._job.timeout_s if self._members else 0.0)
             if waited_s > _TRY_AGAIN_S and not coming and not has_said:
                 has_said = True
                 say(f"waiting for hosts: {len(ready)} of {len(self.nodes)} are here, {self._job.least} must be")
         return []
-
-    def _refuse_too_few(self, ready: Sequence[Node]) -> None:
-        absent = [node.name for node in self.nodes if node not in ready]
-        if self._members and self._job.least < len(self.nodes):
-            raise RunError(
-                f"waited {self._job.timeout_s:g} s for hosts: {len(ready)} of {len(self.nodes)} are here, at least "
-                f"{self._job.least} must be; not {', '.join(absent)}"
-            )
-        raise RunError(
-            f"host {' and '.join(absent)} is lost: its agent was killed, or the connection has ended; the other hosts "
-            "were stopped. `train ... --resume auto` continues from the newest checkpoint; --min-hosts lets the others "
-            "train on"
-        )
 
     def _place(self, members: list[Node], attempt: int) -> None:
         if not self._members or members[0] is not self._members[0]:
@@ -172,17 +159,11 @@ class Hosts:
         world_size, first_rank = sum(node.state.num_ranks for node in members), 0
         for node in members:
             assert node.connection
-            place = {
-                "first_rank": first_rank,
-                "num_ranks": node.state.num_ranks,
-                "world_size": world_size,
-                "address": members[0].address,
-                "port": members[0].state.port,
-                "attempt": attempt,
-            }
+            address, port = members[0].address, members[0].state.port
+            place = Place(first_rank, node.state.num_ranks, world_size, address, port, None, attempt)
             first_rank += node.state.num_ranks
             node.order = ""
-            node.connection.send({"place": place})
+            node.connection.send({"place": asdict(place)})
 
     # ---- all the time ----
 
@@ -196,7 +177,7 @@ class Hosts:
             elif node.connection.greeting and not (node.is_refused or node.has_task):
                 self._give_task(node, node.connection, node.connection.greeting)
         if not self._have_answered and all(not node.connection or node.connection.greeting for node in self.nodes):
-            self._check_answers()
+            check_answers(self.nodes, self._job.least)
             self._have_answered = True
         wanted = (self._signals.first is not None) + self._signals.is_urgent
         if wanted > self._num_passed_on:
@@ -221,19 +202,6 @@ class Hosts:
             return
         node.connection = Connection(node.name, self._ssh.line(node.name, "paceline.launch.agent"), self._output)
         node.has_task, node.tried_s = False, time.monotonic()
-
-    def _check_answers(self) -> None:
-        """Raises UserError naming the hosts that cannot be used, unless enough others can."""
-        problems = [f"{node.name}: {node.problem}" for node in self.nodes if node.problem]
-        if len(self.nodes) - len(problems) < self._job.least:
-            raise UserError("cannot start on " + "; ".join(problems))
-        for problem in problems:
-            say(f"warning: cannot start on {problem}")
-        greetings = {node.name: node.connection.greeting for node in self.nodes if node.connection}
-        addresses = {name: greeting.address for name, greeting in greetings.items() if greeting}
-        if len(set(addresses.values())) < len(addresses):
-            both = ", ".join(f"{name} is {address}" for name, address in addresses.items())
-            raise UserError(f"two names lead to one host ({both}); name it once, with all its ranks")
 
     def _give_task(self, node: Node, connection: Connection, greeting: Greeting) -> None:
         if problem := connection.problem(len(self.nodes) > 1):
@@ -288,20 +256,8 @@ class Hosts:
 
     def conclude(self, status: int) -> None:
         """Ends the run: each host that is here gets the last checkpoint, then its agent ends."""
-        most = self._copier.num_failed + _LAST_TRIES
-        source = self._members[0] if self._members else None
-        while source and source.connection and self._copier.num_failed < most and not self._signals.is_urgent:
-            self._copier.look(self.nodes, source)
-            if not self._copier.is_busy and not lacking(self.nodes, source):
-                break
-            for node in self.nodes:
-                if node.connection and node.connection.is_lost():
-                    node.connection.cut()
-                    node.connection = None
-            time.sleep(_LOOK_EVERY_S)
-        if source and (behind := lacking(self.nodes, source)):
-            names = ", ".join(node.name for node in behind)
-            say(f"{names}: the run folder may lack the last checkpoint; {source.name} has it")
+        if self._members:
+            self._copier.copy_the_last(self.nodes, self._members[0], self._signals)
         self.send_all({"end": status})
 
     def end(self) -> None:

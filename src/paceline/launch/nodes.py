@@ -9,13 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from paceline.base.errors import RunError, UserError
 from paceline.base.process import Status, die_with_parent, say
 from paceline.launch.agent import State
 from paceline.launch.attempt import Order
 from paceline.launch.options import NamedHost
+from paceline.launch.signals import StopSignals
 from paceline.launch.ssh import Connection, Ssh
 
 _TRY_AGAIN_S = 3.0  # after a copy failed
+_LAST_TRIES = 3  # to copy the last checkpoint
+_LOOK_EVERY_S = 0.05
 
 
 class Node:
@@ -70,6 +74,36 @@ def order_for(is_lost: bool, has_failed: bool, makes_room: bool) -> Order:
     return "save" if makes_room else ""
 
 
+def check_answers(nodes: Sequence[Node], least: int) -> None:
+    """Raises UserError naming the hosts that cannot be used at first, unless enough others can."""
+    problems = [f"{node.name}: {node.problem}" for node in nodes if node.problem]
+    if len(nodes) - len(problems) < least:
+        raise UserError("cannot start on " + "; ".join(problems))
+    for problem in problems:
+        say(f"warning: cannot start on {problem}")
+    greetings = {node.name: node.connection.greeting for node in nodes if node.connection}
+    addresses = {name: greeting.address for name, greeting in greetings.items() if greeting}
+    if len(set(addresses.values())) < len(addresses):
+        both = ", ".join(f"{name} is {address}" for name, address in addresses.items())
+        raise UserError(f"two names lead to one host ({both}); name it once, with all its ranks")
+
+
+def too_few(nodes: Sequence[Node], least: int, waited_s: float) -> RunError:
+    """Returns the error of a run for which too few hosts are there. waited_s: for those that were lost; 0: the run has
+    not begun."""
+    absent = [node.name for node in nodes if not node.is_ready]
+    if waited_s and least < len(nodes):
+        return RunError(
+            f"waited {waited_s:g} s for hosts: {len(nodes) - len(absent)} of {len(nodes)} are here, at least {least} "
+            f"must be; not {', '.join(absent)}"
+        )
+    return RunError(
+        f"host {' and '.join(absent)} is lost: its agent was killed, or the connection has ended; the other hosts "
+        "were stopped. `train ... --resume auto` continues from the newest checkpoint; --min-hosts lets the others "
+        "train on"
+    )
+
+
 def lacking(nodes: Sequence[Node], source: Node) -> list[Node]:
     """Returns the hosts whose newest checkpoint is older than that of `source`."""
     return [node for node in nodes if node.state.num_ranks and node.newest < source.newest]
@@ -79,16 +113,12 @@ class Copier:
     """Copies the newest checkpoint of rank 0's host to the hosts that lack it, one at a time."""
 
     def __init__(self, ssh: Ssh, run: Path):
-        self.num_failed = 0
+        self._num_failed = 0
         self._ssh, self._run = ssh, str(run)
         self._processes: list[subprocess.Popen[bytes]] = []  # of the copy that is under way: sender and receiver
         self._what = ""  # it copies, and where to
         self._failed_s = float("-inf")  # monotonic
         self._complaint = ""
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._processes)
 
     def look(self, nodes: Sequence[Node], source: Node) -> None:
         """Ends a copy that is complete or has failed; begins the next one."""
@@ -97,6 +127,22 @@ class Copier:
         elif source.connection and time.monotonic() - self._failed_s > _TRY_AGAIN_S:
             for target in lacking(nodes, source)[:1]:
                 self._start(source, target)
+
+    def copy_the_last(self, nodes: Sequence[Node], source: Node, signals: StopSignals) -> None:
+        """Returns when each host that is here has the last checkpoint, or does not get it."""
+        most = self._num_failed + _LAST_TRIES
+        while (self._processes or lacking(nodes, source)) and source.connection and not signals.is_urgent:
+            self.look(nodes, source)
+            for node in nodes:
+                if node.connection and node.connection.is_lost():
+                    node.connection.cut()
+                    node.connection = None
+            if self._num_failed == most:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        if behind := lacking(nodes, source):
+            names = ", ".join(node.name for node in behind)
+            say(f"{names}: the run folder may lack the last checkpoint; {source.name} has it")
 
     def stop(self) -> None:
         for process in self._processes:
@@ -111,7 +157,7 @@ class Copier:
         self.stop()
         if receiver.returncode == 0:
             return
-        self._failed_s, self.num_failed = time.monotonic(), self.num_failed + 1
+        self._failed_s, self._num_failed = time.monotonic(), self._num_failed + 1
         assert failed.stderr
         said = failed.stderr.read().decode(errors="replace").strip().splitlines()
         problem = (said or ["the connection has ended"])[-1]
