@@ -20,13 +20,22 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.ownership import borders
-from paceline.world.counted import CountedGroup
 from paceline.world.errors import PeerLost, from_rank_0, lost_peers_named
 from paceline.world.hierarchy import Hosts
 from paceline.world.peer import Peer
 from paceline.world.shared import SharedMemory, can_share_memory
-from paceline.world.staged import on_host, through_host
-from paceline.world.transfer import Exchanges, GlooThreads, Message, Messages, Phase, Traffic, Transfer, nothing
+from paceline.world.transfer import (
+    Exchanges,
+    GlooThreads,
+    Message,
+    Messages,
+    Phase,
+    Traffic,
+    Transfer,
+    nothing,
+    on_host,
+    through_host,
+)
 from paceline.world.verbs import Group, ReduceOp
 
 __all__ = ["DistributedGroup", "Group", "PeerLost", "ReduceOp", "SideChannel", "Traffic", "Transfer", "from_rank_0"]
@@ -36,7 +45,7 @@ SPEAKS_FIRST_S = 5.0  # collectives time out this much later than the watchdog, 
 LocalGroup = Group  # of a world of one
 
 
-class DistributedGroup(CountedGroup):
+class DistributedGroup(Group):
     """All ranks of torch.distributed's default process group."""
 
     def __init__(

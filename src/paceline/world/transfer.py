@@ -57,6 +57,33 @@ class Transfer:
             self.end = self._clock.stamp()
 
 
+# ---- a rank on a GPU over Gloo, which sends no GPU's memory: tensors pass through host memory ----
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def through_host(tensors: Sequence[torch.Tensor], begin: Callable[..., Transfer]) -> Transfer:
+    """Begins a transfer of copies in host memory; its end copies them back, once."""
+    copies = [on_host(tensor) for tensor in tensors]
+    transfer, left = begin(*copies), [*zip(tensors, copies, strict=True)]
+    finish = transfer.finish
+
+    def finish_and_copy() -> None:
+        finish()
+        while left:
+            tensor, copy = left.pop()
+            tensor.data.copy_(copy)  # .data: keeps the version that autograd checks
+
+    transfer.finish = finish_and_copy
+    return transfer
+
+
+# ---- what is under way, and what was ----
+
+
 class Queued:
     """The collectives in a GPU's streams, by name. The host only queues them; later it waits in some read of a result,
     where only the GPU's events tell which collective it waits for."""

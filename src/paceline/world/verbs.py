@@ -1,13 +1,16 @@
-"""The verbs by which ranks communicate, and what they do in a world of one."""
+"""The verbs by which ranks communicate, what they do in a world of one, and what is counted of them."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
 from paceline.world.device_clock import DeviceClock
-from paceline.world.transfer import Messages, Traffic, Transfer, nothing
+from paceline.world.errors import lost_peers_named
+from paceline.world.transfer import Messages, Queued, Traffic, Transfer, nothing
 
 ReduceOp = Literal["sum", "min", "max"]
 
@@ -19,7 +22,6 @@ class Group:
     rank = 0
     size = 1
     timeout_s = 0.0  # how long a collective waits for the other ranks
-    waiting_for: str | None = None  # the collective that this rank waits in; the watchdog reads it in another thread
     shares_memory = False  # whether tensors of `zeros` are reduced in memory that the ranks share
     is_open = True  # whether ranks can still meet: a script may have destroyed the process group that it opened
 
@@ -27,6 +29,9 @@ class Group:
         self._clock = DeviceClock(device)
         # The host queues collectives on a GPU, and learns their results only where it reads them.
         self.is_queued = device.type == "cuda"
+        self._traffic = Traffic()
+        self._queued = Queued()
+        self._blocked_in: str | None = None
 
     def zeros(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a flat tensor of that dtype and device, for collectives that are called often. Collective."""
@@ -62,10 +67,6 @@ class Group:
 
     def barrier(self) -> None:
         """Returns when every rank has called it, and the exchanges begun before are over."""
-
-    def take_traffic(self) -> Traffic:
-        """Returns the traffic since the last call; a transfer under way is returned once it has ended."""
-        return Traffic()
 
     def set_timeout(self, seconds: float) -> None:
         """Sets how long later collectives wait for the other ranks before they raise PeerLost."""
@@ -114,3 +115,53 @@ class Group:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.broadcast(buffer, source)
         return json.loads(bytes(buffer.tolist()))
+
+    # ---- bytes and times of collectives, and in which one this rank waits ----
+
+    @property
+    def waiting_for(self) -> str | None:
+        """The collective that this rank waits in. For another thread."""
+        return self._blocked_in or self._queued.under_way()
+
+    def take_traffic(self) -> Traffic:
+        """Returns the traffic since the last call; a transfer under way is returned once it has ended."""
+        known, self._traffic = self._traffic, Traffic()
+        over: deque[Transfer] = deque()
+        for transfer in known.transfers:
+            (over if transfer.is_over else self._traffic.transfers).append(transfer)
+        return Traffic(known.num_bytes, over, known.waits)
+
+    def _counted(self, transfer: Transfer, num_bytes: float, name: str, wait: Callable[[], object]) -> Transfer:
+        def finish() -> None:
+            with self._waiting(name):
+                wait()
+
+        transfer.finish = finish
+        self._traffic.num_bytes += num_bytes
+        self._traffic.transfers.append(transfer)
+        return transfer
+
+    @contextmanager
+    def watched(self, name: str) -> Iterator[Transfer]:
+        """Shows the watchdog the collective that is queued inside, in the GPU's current stream."""
+        transfer = Transfer(self._clock)
+        yield transfer
+        transfer.record_end()
+        if self.is_queued:
+            self._queued.add(name, transfer)
+
+    @contextmanager
+    def _timed(self, name: str, tensor: torch.Tensor) -> Iterator[None]:
+        with self._waiting(name), self.watched(name) as transfer:
+            yield
+        self._traffic.num_bytes += tensor.nbytes * (self.size - 1)
+        self._traffic.transfers.append(transfer)
+
+    @contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Marks this rank as blocked in the collective `name`."""
+        start, self._blocked_in = self._clock.stamp(), name
+        with lost_peers_named(self.rank, name):
+            yield
+        self._blocked_in = None  # kept if it raises: shows where the rank failed
+        self._traffic.waits.append((start, self._clock.stamp()))
