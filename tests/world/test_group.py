@@ -149,7 +149,7 @@ def messages(group: Group) -> dict[str, Any]:
     arrived = {rank: torch.full((7,), -1.0) for rank in others}
     parts = {rank: torch.full((7,), 10.0 * group.rank + rank) for rank in others}
     saw["exchange"] = []
-    group.start_exchange(
+    group.start_messages(
         parts, arrived, lambda: saw["exchange"].extend(x.mean().item() for x in arrived.values())
     ).wait()
     saw["all"] = [{rank: tensor.unique().tolist() for rank, tensor in received.items()} for received in rounds]
@@ -173,8 +173,8 @@ def timing(group: Group) -> dict[str, Any]:
         lambda: group.start_messages(
             {to: torch.ones(25) for to in ring[:1]}, {source: torch.ones(25) for source in ring[1:]}
         ).wait(),
-        lambda: group.start_exchange(
-            {to: torch.ones(25) for to in ring[:1]}, {source: torch.ones(25) for source in ring[1:]}
+        lambda: group.start_messages(
+            {to: torch.ones(25) for to in ring[:1]}, {source: torch.ones(25) for source in ring[1:]}, lambda: None
         ).wait(),
         group.barrier,
     ]
@@ -494,7 +494,7 @@ def exchanges_and_meets(world: World) -> list[str]:
         time.sleep(0.3)
         seen.append("an exchange")
 
-    world.group.start_exchange({}, {}, end)
+    world.group.start_messages({}, {}, end)
     world.group.barrier()
     return [*seen]  # as it is now: the results of all calls are sent at the end
 

@@ -159,7 +159,7 @@ class OwnedBucket(Bucket):
                 codec.add_decoded(message, self.flat.data[self.own])
             self._count(began)
 
-        return self.group.start_exchange(sends, arrived, add_up)
+        return self.group.start_messages(sends, arrived, add_up)
 
     # ---- weights ----
 
@@ -195,7 +195,7 @@ class OwnedBucket(Bucket):
                 codec.add_decoded(message, self.values[self.parts[source]])
             self._count(began)
 
-        return group.start_exchange(dict.fromkeys(by_distance(group.rank, 1, group.size), change), arrived, add_up)
+        return group.start_messages(dict.fromkeys(by_distance(group.rank, 1, group.size), change), arrived, add_up)
 
     def wait(self) -> None:
         """Waits until the parameters have the weights of the last gather."""

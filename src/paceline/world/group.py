@@ -32,7 +32,6 @@ from paceline.world.transfer import (
     Phase,
     Traffic,
     Transfer,
-    nothing,
     on_host,
     through_host,
 )
@@ -107,24 +106,31 @@ class DistributedGroup(Group):
     def start_all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         return self._through_host([flat], partial(self._all_gather, borders=borders))
 
-    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
+    def start_messages(self, sends: Messages, receives: Messages, then: Callable[[], None] | None = None) -> Transfer:
         if self.rank in (*sends, *receives):
             raise ValueError(f"rank {self.rank} has no messages for itself")
-        sendable = self._sendable(sends)
-        return self._through_host(
-            [*receives.values()], lambda *arriving: self._messages(sendable, dict(zip(receives, arriving, strict=True)))
-        )
+        sent, arriving = self._sendable(sends), self._sendable(receives)
 
-    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
-        arriving = self._sendable(receives)
+        def end() -> None:
+            for source, tensor in arriving.items() if self._is_staged else ():
+                receives[source].data.copy_(tensor)
+            if then is not None:
+                then()
 
-        def copy_back() -> None:
-            for source, tensor in arriving.items():
-                if tensor is not receives[source]:
-                    receives[source].copy_(tensor)
+        if then is not None:
+            return self._exchange("an exchange", [Phase([*sent.items()], [*arriving.items()], [end])])
+        name = "messages between ranks"
+        transfer, num_bytes = Transfer(self._clock), sum(tensor.nbytes for tensor in sends.values())
+        with lost_peers_named(self.rank, name):
+            works = _post(sent.items(), arriving.items(), is_nccl=self.is_queued)
 
-        phase = Phase([*self._sendable(sends).items()], [*arriving.items()], [copy_back, then])
-        return self._exchange("an exchange", [phase])
+        def finish() -> None:
+            if works:  # not for a second wait
+                self._exchanges.finish(works)
+                end()
+
+        # Finished in the caller's thread: switching threads would add latency.
+        return self._counted(transfer, num_bytes, name, finish)
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
@@ -161,14 +167,6 @@ class DistributedGroup(Group):
             return self._start(name, mine.nbytes * (self.size - 1), flat, lambda _: begin())
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
         return self._exchange(name, self.hosts.all_gather(self.rank, parts))
-
-    def _messages(self, sends: Messages, receives: Messages) -> Transfer:
-        name = "messages between ranks"
-        transfer, num_bytes = Transfer(self._clock), sum(tensor.nbytes for tensor in sends.values())
-        with lost_peers_named(self.rank, name):
-            works = _post(sends.items(), receives.items(), is_nccl=self.is_queued)
-        # Finished in the caller's thread: switching threads would add latency.
-        return self._counted(transfer, num_bytes, name, lambda: self._exchanges.finish(works))
 
     def _sendable(self, messages: Messages) -> Messages:
         """Returns tensors that the backend can send and fill: these or, of a GPU over Gloo, copies in host memory."""

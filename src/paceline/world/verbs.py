@@ -10,7 +10,7 @@ import torch
 
 from paceline.world.device_clock import DeviceClock
 from paceline.world.errors import lost_peers_named
-from paceline.world.transfer import Messages, Queued, Traffic, Transfer, nothing
+from paceline.world.transfer import Messages, Queued, Traffic, Transfer
 
 ReduceOp = Literal["sum", "min", "max"]
 
@@ -50,17 +50,15 @@ class Group:
         """Begins to fill each rank's part of a flat tensor, on every rank, with that rank's data. s (n-1)/n bytes."""
         return Transfer(self._clock)
 
-    def start_messages(self, sends: Messages, receives: Messages) -> Transfer:
+    def start_messages(self, sends: Messages, receives: Messages, then: Callable[[], None] | None = None) -> Transfer:
         """Begins to send a tensor to each rank in `sends` and to fill the tensors of `receives`. Only these ranks take
-        part. Raises ValueError for a message to this rank itself. Costs the bytes of `sends`."""
+        part. With `then` (Gloo only), a background thread waits for them and calls it. Raises ValueError for a message
+        to this rank itself. Costs the bytes of `sends`."""
         if sends or receives:
             raise ValueError("rank 0 is alone: there is nobody to send to")
+        if then is not None:
+            then()
         return Transfer(self._clock)
-
-    def start_exchange(self, sends: Messages, receives: Messages, then: Callable[[], None] = nothing) -> Transfer:
-        """Begins to exchange tensors with every other rank; a background thread ends with `then`. Bytes: `sends`."""
-        then()
-        return self.start_messages(sends, receives)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replaces the tensor, on every rank, by the source's. Counted as s (n-1) bytes that the source sends."""
