@@ -25,7 +25,7 @@ from paceline.record import folder as run_folder
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import free_memory, usable_cores
-from paceline.world.env import Environment, check_interface, check_size, detect, wait_for_master
+from paceline.world.env import Environment, check_interface, check_size, detect, listening_address, wait_for_master
 from paceline.world.schedulers import Pod, read_pod
 
 _MOST_AUTOMATIC_RANKS = 4
@@ -155,7 +155,9 @@ def find_world(
         check_size(world_size, parallel.expect_ranks)
         parallel.check_num_ranks(world_size)
     wait_for_master(env, parallel.timeout_s)
-    if parallel.port and not (env.is_distributed or pod or with_hosts):
+    if env.is_distributed and env.rank == 0 and not env.agent_holds_store:
+        listen(listening_address(env, parallel.interface), env.master_port).close()
+    elif parallel.port and not (env.is_distributed or pod or with_hosts):
         listen(LOOPBACK, parallel.port).close()
     return env, num_ranks
 
