@@ -1,4 +1,4 @@
-"""Lists of hosts: names for ssh, addresses for doctor."""
+"""Lists of hosts, by the names that ssh knows, or by address."""
 
 import dataclasses
 from pathlib import Path
@@ -6,36 +6,28 @@ from pathlib import Path
 import pytest
 
 from paceline.base.errors import UserError
-from paceline.launch.options import read_hosts, read_names
-
-
-def test_the_list_of_hosts() -> None:
-    assert read_hosts("127.0.0.1:29400,127.0.0.1:29401", 1) == ((("127.0.0.1", 29400), ("127.0.0.1", 29401)), 1)
-    assert read_hosts("127.0.0.1, 127.0.0.2:1", 0) == ((("127.0.0.1", 29400), ("127.0.0.2", 1)), 0)
+from paceline.launch.options import own_place, read_names
 
 
 @pytest.mark.parametrize(
-    ("text", "node", "says"),
+    ("names", "node", "says"),
     [
-        ("a:x,b:1", 0, "write it as"),
-        ("a:²,b:1", 0, "write it as"),
-        ("a:0,b:1", 0, "write it as"),
-        ("a:99999,b:1", 0, "write it as"),
-        ("fd00::1,10.0.0.2", 0, "has fd00::1, and ranks meet at IPv4 addresses"),  # `fd00:` did not resolve
-        ("10.0.0.1,[fd00::2]:29400", 0, r"has \[fd00::2\]:29400, and ranks meet at IPv4"),
         ("a..b,127.0.0.1", 0, "does not resolve: it is no name of a host"),
-        ("127.0.0.1:1", 0, "two or more hosts"),
-        ("127.0.0.1:1,127.0.0.1:1", 0, "each once"),
-        ("127.0.0.1:1,127.0.0.1:2", -1, "several are an address.*--node-rank"),
-        ("203.0.113.1:1,203.0.113.2:2", -1, "none is an address"),
-        ("127.0.0.1:1,127.0.0.1:2", 2, "from 0 to 1"),
-        ("0.0.0.0:1,127.0.0.1:2", 0, "name the address at which the other hosts reach it"),
-        ("127.0.0.1:1,203.0.113.2:2", 0, "name the address at which the other hosts reach it"),
+        ("127.0.0.1", 0, "two or more hosts"),
+        ("127.0.0.1,127.0.0.2", -1, "several are an address.*--node-rank"),
+        ("203.0.113.1,203.0.113.2", -1, "none is an address"),
+        ("127.0.0.1,127.0.0.2", 2, "from 0 to 1"),
+        ("0.0.0.0,127.0.0.1", 0, "name the address at which the other hosts reach it"),
+        ("127.0.0.1,203.0.113.2", 0, "name the address at which the other hosts reach it"),
     ],
 )
-def test_a_list_that_cannot_be_used_is_refused(text: str, node: int, says: str) -> None:
+def test_a_list_of_addresses_that_cannot_be_used_is_refused(names: str, node: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        read_hosts(text, node)
+        own_place(names.split(","), node)
+
+
+def test_the_place_of_this_host_among_others() -> None:
+    assert own_place(["127.0.0.1", "127.0.0.2"], 1) == 1
 
 
 def test_names_of_hosts_as_ssh_and_mpirun_have_them(tmp_path: Path) -> None:
@@ -53,7 +45,8 @@ def test_names_of_hosts_as_ssh_and_mpirun_have_them(tmp_path: Path) -> None:
         ("a:2", "file", "which hosts"),
         ("", "/nonexistent", "cannot read --hostfile /nonexistent"),
         ("a:2,a:1", "", "each host once"),
-        ("a:29400,b:29400", "", "'a:29400' is no host.*a port is given by --port"),
+        ("a:29400,b:29400", "", "'a:29400' is no host.*a port is given by --parallel.port"),
+        ("fd00::1,10.0.0.2", "", "'fd00::1' is no host"),
         ("a:0", "", "is no host"),
         ("-oProxyCommand=x", "", "is no host"),
     ],

@@ -97,9 +97,11 @@ def _end(number: int, _: FrameType | None) -> NoReturn:
 def die_with_parent(parent: int | None = None) -> None:
     """Asks Linux to kill this process when its parent ends; else ranks keep training after kill -9 of a launcher.
 
-    parent: its pid. If it is dead already, this process says so and ends at once. None: the parent if that is torchrun;
-    processes that a shell started (ssh, nohup) outlive it.
+    parent: its pid. If it is dead already, this process says so and ends at once. None: our launcher, as its variable
+    says, or torchrun; processes that a shell started (ssh, nohup) outlive it.
     """
+    if parent is None and os.environ.get(LAUNCHER, "").isdecimal():
+        parent = int(os.environ[LAUNCHER])
     if sys.platform != "linux" or (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ):
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
@@ -145,12 +147,6 @@ class Status:
 def has_launcher() -> bool:
     """True in a rank that `--nproc` started."""
     return STATUS_FOLDER in os.environ and os.environ.get(LAUNCHER) == str(os.getppid())
-
-
-def launcher_pid() -> int | None:
-    """Returns the pid that the variable names; None if there is no launcher, or no number."""
-    text = os.environ.get(LAUNCHER, "")
-    return int(text) if text.isdecimal() else None
 
 
 def record_status(code: int, consequence: str | None = None) -> int:

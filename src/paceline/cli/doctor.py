@@ -9,8 +9,10 @@ from pathlib import Path
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import ModelFlags, base_config, parse
 from paceline.config import Config
-from paceline.launch.options import read_hosts
+from paceline.launch.options import own_place, read_names
 from paceline.world.env import detect, interface_of
+
+_PORT = 29400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +26,10 @@ class DoctorArguments(ModelFlags):
     out: str = "runs"
     """The run folder that the run would have; its disk is measured."""
     nproc: int = 1
-    """Ranks that the run would have on this machine. Under a launcher leave it out."""
+    """Ranks that the run would have on this machine. Under a launcher, or with --hosts, leave it out."""
     hosts: str = ""
-    """Check these hosts, ADDRESS:PORT,ADDRESS:PORT, and the network between them: start the same command on each."""
+    """Check these hosts, ADDRESS:RANKS,ADDRESS:RANKS, and the network between them: start the same command on each.
+    RANKS: those that the run would have there; 1 if it is left out. They listen on port 29400."""
     node_rank: int = -1
     """With --hosts: this host's place in the list, from 0; -1: found by its addresses."""
     wait_s: float = 15.0
@@ -50,9 +53,12 @@ def main(arguments: list[str]) -> int:
         raise UserError("--hosts inside a world that a launcher made already; start the command from a plain shell")
     if env.local_rank:  # local rank 0 examines the host
         return EXIT_DONE
-    addresses, node = read_hosts(parsed.hosts, parsed.node_rank) if parsed.hosts else ((), 0)
-    num_ranks = env.local_world_size if env.is_distributed else parsed.nproc
-    num_hosts = len(addresses) or -(-env.world_size // env.local_world_size)
+    hosts = read_names(parsed.hosts, "") if parsed.hosts else []
+    addresses = [(host.name, _PORT) for host in hosts]
+    node = own_place([host.name for host in hosts], parsed.node_rank) if hosts else 0
+    ranks = [int(host.num_ranks) if host.num_ranks.isdecimal() else 1 for host in hosts]
+    num_ranks = ranks[node] if hosts else env.local_world_size if env.is_distributed else parsed.nproc
+    num_hosts = len(hosts) or -(-env.world_size // env.local_world_size)
     from paceline.tools.doctor.doctor import doctor  # imports torch: seconds
     from paceline.tools.doctor.host import Place
 
@@ -65,7 +71,7 @@ def main(arguments: list[str]) -> int:
         has_config=has_config,
         out=Path(parsed.out),
         num_ranks=num_ranks,
-        world_size=env.world_size if env.is_distributed else num_ranks * num_hosts,
+        world_size=env.world_size if env.is_distributed else sum(ranks) or num_ranks,
         num_hosts=num_hosts,
         address=address,
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.net import LOOPBACK, listen
-from paceline.base.process import die_with_parent, has_launcher, launcher_pid
+from paceline.base.process import die_with_parent, has_launcher
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
@@ -60,7 +60,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if coordinator:
         env = dataclasses.replace(env, job=os.environ.pop(JOB))
     if env.is_distributed:
-        die_with_parent(launcher_pid())
+        die_with_parent()
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
     from paceline.record.console import Console  # imports rich
 

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.base.clock import within
 from paceline.base.errors import RunError, UserError
-from paceline.base.process import die_with_parent, launcher_pid
+from paceline.base.process import die_with_parent
 from paceline.base.units import listed
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment, check_interface
@@ -89,7 +89,7 @@ def open_group(
         yield LocalGroup(device), None, "none"
         return
     backend = _choose_backend(config.backend, device)
-    die_with_parent(launcher_pid())
+    die_with_parent()
     if not config.interface:
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], "GLOO_SOCKET_IFNAME")
     joined = join_world(env, config.interface, backend, device.type, config.timeout_s)

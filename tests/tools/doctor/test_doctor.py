@@ -134,7 +134,7 @@ def on_both(
 
 
 def listed(hosts: Sequence[Host]) -> tuple[str, ...]:
-    return "--hosts", ",".join(f"{host.address}:{PORT}" for host in hosts)
+    return "--hosts", ",".join(host.address for host in hosts)
 
 
 def test_two_healthy_hosts_in_half_a_minute(two_hosts: list[Host], tmp_path: Path, record_property: Any) -> None:
