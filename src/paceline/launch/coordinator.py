@@ -218,6 +218,8 @@ class Hosts:
 
     def _drop(self, node: Node, connection: Connection) -> None:
         """Lets a connection go that has ended. Raises _Refused or RunError if the command did not start there."""
+        if connection.greeting:
+            connection.cut()  # it may be silent, and not have ended
         until_s = time.monotonic() + _REFUSED_S
         while (status := connection.status()) is None and time.monotonic() < until_s:
             time.sleep(_LOOK_EVERY_S)
