@@ -41,6 +41,7 @@ __all__ = ["DistributedGroup", "Group", "PeerLost", "ReduceOp", "SideChannel", "
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _LEAST_BYTES_BY_LEVELS = 1 << 16  # of an all-reduce; a smaller one takes the time of its latency
 SPEAKS_FIRST_S = 5.0  # collectives time out this much later than the watchdog, which knows who is missing
+_NEVER_S = 1e6  # the watchdog, and the one who waits for a sum, give up before
 LocalGroup = Group  # of a world of one
 
 
@@ -76,7 +77,7 @@ class DistributedGroup(Group):
     def share_memory(self, peers: Sequence[Peer], is_wanted: bool) -> None:
         """Makes `zeros` and collectives of its tensors use memory that the ranks share, if they can. Collective."""
         if can_share_memory(self, peers, is_wanted):
-            self._memory = SharedMemory(self, [peer.pid for peer in peers], SideChannel().meet)
+            self._memory = SharedMemory(self, [peer.pid for peer in peers], SideChannel(_NEVER_S).meet)
 
     @property
     def shares_memory(self) -> bool:  # type: ignore[override]
@@ -304,8 +305,9 @@ class SideChannel:
     """Sends and receives CPU tensors from any thread, in its own Gloo process group, neither counted nor timed.
     Creating it is collective."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 1800.0) -> None:
         self._group = dist.new_group(backend="gloo")
+        self._group.set_timeout(timedelta(seconds=timeout_s))
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Returns when the tensor may be overwritten. Raises RuntimeError if the other rank is gone."""
