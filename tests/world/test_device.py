@@ -176,7 +176,7 @@ def test_cuda_without_a_gpu_is_refused_with_what_to_do() -> None:
 
 def test_a_peak_measured_on_a_cpu_says_so_and_is_plausible() -> None:
     peak = peak_flops(CPU, torch.float32)
-    assert "measured" in peak.source
+    assert "matmul" in peak.source
     assert peak.flops_per_s is not None
     assert 1e8 < peak.flops_per_s < 1e15
 
