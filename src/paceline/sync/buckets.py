@@ -108,9 +108,12 @@ class BucketedSync(Strategy):
     """The `ddp` strategy: fills buckets during backward, and launches each one's collective once it and all before it
     are full. Every rank makes the complete update. Sends 2 (n-1)/n times the gradients' bytes a step."""
 
-    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int):
+    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, buckets: Sequence[Bucket] = ()):
+        """bucket_bytes: at most so many are sent at once, or one larger parameter. buckets: those of the model; none:
+        every rank owns all elements."""
         super().__init__(model, group)
-        self.buckets = self._make_buckets(bucket_bytes)
+        chunks = () if buckets else cut(backward_order(model), bucket_bytes)
+        self.buckets = buckets or [Bucket(owned_by_all(chunk), group) for chunk in chunks]
         self._max_in_flight = len(self.buckets)
         self._launching = self._is_begun = False  # the step had a backward pass
         self._num_launched = 0
@@ -166,9 +169,6 @@ class BucketedSync(Strategy):
         self._own_sums.clear()
         self._num_launched = 0
         self._is_begun = False
-
-    def _make_buckets(self, bucket_bytes: int) -> Sequence[Bucket]:
-        return [Bucket(owned_by_all(chunk), self._group) for chunk in cut(backward_order(self._model), bucket_bytes)]
 
     def _launch(self, bucket: Bucket) -> Transfer:
         return bucket.start_reduce()

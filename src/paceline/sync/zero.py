@@ -61,9 +61,18 @@ class ShardedSync(BucketedSync):
         rounded_gradients: those of them whose gradient from one backward pass has values of that dtype. wire: see
         codec.of_wire. is_padded: all ranks' parts of a bucket have one length, for NCCL.
         """
-        self._costs, self._read_as, self._rounded = unsplit_costs, read_as or {}, frozenset(rounded_gradients)
-        self._wire, self._is_padded = wire, is_padded
-        super().__init__(model, group, bucket_bytes)
+        read_as, self._rounded = read_as or {}, frozenset(rounded_gradients)
+        layouts = divided(
+            backward_order(model),
+            lambda name: (read_as.get(name), name in self._rounded),
+            unsplit_costs,
+            group.size,
+            bucket_bytes,
+            is_padded=is_padded,
+            is_coded=of_wire(wire, 1)[1] is not None,
+        )
+        buckets = [OwnedBucket(layout, group, read_as.get(layout.members[0][0]), wire) for layout in layouts]
+        super().__init__(model, group, bucket_bytes, buckets)
         self._max_in_flight = max(4, _MAX_BYTES_IN_FLIGHT // bucket_bytes)
         self.holds_rounded = any(bucket.is_rounded for bucket in self.buckets)
         self._slices = [part for bucket in self.buckets for part in bucket.slices(bucket.names[0] in unsplit_costs)]
@@ -129,20 +138,6 @@ class ShardedSync(BucketedSync):
         name, _, key = stored.rpartition("/")
         sender = int(key.partition("-")[2] or self._group.rank)
         return name in self._trained and key.startswith("wire.") and sender % self._group.size == self._group.rank
-
-    def _make_buckets(self, bucket_bytes: int) -> list[OwnedBucket]:
-        layouts = divided(
-            backward_order(self._model),
-            lambda name: (self._read_as.get(name), name in self._rounded),
-            self._costs,
-            self._group.size,
-            bucket_bytes,
-            is_padded=self._is_padded,
-            is_coded=of_wire(self._wire, 1)[1] is not None,
-        )
-        return [
-            OwnedBucket(layout, self._group, self._read_as.get(layout.members[0][0]), self._wire) for layout in layouts
-        ]
 
     def _launch(self, bucket: Bucket) -> Transfer:
         assert isinstance(bucket, OwnedBucket)
