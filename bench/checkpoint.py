@@ -76,7 +76,7 @@ class Ours:
         self.step += 1
         weights, state = self.trainee.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        self.saver.begin(self.step, _slices(weights), _slices(state), shapes, {})
+        self.saver.begin(self.step, {"weights": _slices(weights), "optimizer": _slices(state)}, shapes, {})
 
     def before_update(self) -> None:
         self.waited.append(self.saver.wait_copied())
