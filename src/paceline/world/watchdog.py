@@ -77,6 +77,7 @@ class Watchdog:
         """
         self.timeout_s = timeout_s
         self._me, self._peers, self._group = world.rank, world.peers, world.group
+        self._judges = self._me == 0
         self._on_verdict, self._log, self._calls = on_verdict, log, calls
         self._clock = AwakeClock()
         self._place = ("start", 0, 0)  # section, step, how many were entered
@@ -131,10 +132,6 @@ class Watchdog:
         after it which ranks are alive: a killed process closes its connections a moment before it counts as dead."""
         missing = self.find_missing()
         return (f"{error}. {missing.message}", missing.culprits) if missing else (str(error), ())
-
-    @property
-    def _judges(self) -> bool:
-        return self._me == 0
 
     def _beat_s(self) -> float:
         return min(_BEAT_S * max(1.0, len(self._peers) / _RANKS_A_BEAT), self.timeout_s / 10)
