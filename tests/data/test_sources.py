@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from small_data import zstd
 
@@ -422,6 +422,7 @@ def test_a_separator_with_line_ends_matches_every_kind(
 
 
 @given(st.text(alphabet="a\n\r ", max_size=40), st.sampled_from(["\n\n", "a", "aa", "a\na", "\n"]), st.integers(1, 9))
+@example(content="\n\n\naaaaaaa", separator="\n\n", part_bytes=4)
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_a_separator_that_overlaps_itself_is_found_alike_wherever_parts_are_cut(
     tmp_path_factory: pytest.TempPathFactory, content: str, separator: str, part_bytes: int
