@@ -900,9 +900,9 @@ MUTATIONS = (
     ),
     Mutation(
         "tokens a second are those of a millisecond",
-        "train/recorder.py",
-        "tokens_per_s = self._settings.tokens_per_step / step_ms * 1e3",
-        "tokens_per_s = self._settings.tokens_per_step / step_ms",
+        "replica/recorder.py",
+        "items_per_s = num_items / step_ms * 1e3",
+        "items_per_s = num_items / step_ms",
         "train/test_recorder.py::test_a_rate_is_of_a_second",
     ),
     Mutation(
@@ -914,8 +914,8 @@ MUTATIONS = (
     ),
     Mutation(
         "log.every has no effect",
-        "train/recorder.py",
-        "if row.step % self._config.log.every == 0:",
+        "replica/recorder.py",
+        "if row.step % self._log.every == 0:",
         "if row.step:",
         "train/test_switches.py::test_rows_come_every_so_many_steps",
     ),

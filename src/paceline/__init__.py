@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from paceline.replica.joining import join as join
     from paceline.replica.replica import Replica as Replica
     from paceline.replica.result import StepResult as StepResult
+    from paceline.replica.run import Run as Run
     from paceline.replica.share import share as share
     from paceline.replica.sources import Share as Share
     from paceline.replica.step import Step as Step
@@ -35,6 +36,7 @@ _PUBLIC = {
     "StepResult": "paceline.replica.result",
     "Checkpoints": "paceline.replica.checkpoints",
     "load_weights": "paceline.replica.checkpoints",
+    "Run": "paceline.replica.run",
     "share": "paceline.replica.share",
     "Share": "paceline.replica.sources",
     "Batch": "paceline.replica.batch",

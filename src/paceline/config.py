@@ -225,6 +225,8 @@ def load_run(path: Path) -> Config:
         raise UserError(f"cannot read {path}: {error}; {CONFIG_IS_KEPT}") from None
     if not text.strip():
         raise UserError(f"{path} is empty; {CONFIG_IS_KEPT}")
+    if text.startswith("[run]"):
+        raise UserError(f"{path.parent} is the run of a script: its model is made by that script alone")
     return from_toml(text, str(path), Config())
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.base.errors import UserError, require_at_least
+from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import parse
 from paceline.cli.start import RankFlags, start
 from paceline.config import CONFIG_IS_KEPT, Config, load_run
@@ -29,6 +29,9 @@ class ResumeArguments(RankFlags):
 
 
 def main(arguments: list[str]) -> int:
+    if arguments and (command := run_folder.command_of_script(Path(arguments[0]))):
+        print(f"{arguments[0]} is the run of a script; the same command continues it (each rank runs this):\n{command}")
+        return EXIT_DONE
     folder, stored = _stored(arguments)
     default = ResumeArguments(run=folder, settings=stored)
     parsed = parse(ResumeArguments, default, arguments, "resume")

@@ -76,8 +76,9 @@ class Console:
         """Whether output goes to a terminal that can move its cursor, which one with TERM=dumb cannot."""
         return self._terminal.is_terminal and not self._terminal.is_dumb_terminal
 
-    def open_log(self, path: Path) -> None:
-        """Copies all later output to this file, readable by its user only. Raises UserError if it cannot be written."""
+    def open_log(self, path: Path, takes_output: bool = True) -> None:
+        """Copies what is said later to this file, readable by its user only. takes_output: with all that ranks other
+        than 0 print. Raises UserError if it cannot be written."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             opener = partial(os.open, mode=0o600)
@@ -88,7 +89,7 @@ class Console:
             ) from None
         global _terminal_fd, _own_log
         _own_log = path
-        if self.rank != 0:
+        if takes_output and self.rank != 0:
             sys.stdout.flush()
             sys.stderr.flush()
             _terminal_fd = os.dup(2)

@@ -23,6 +23,7 @@ import shutil
 import socket
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -259,6 +260,13 @@ def last_event(path: Path) -> Row:
 def has_resumed(path: Path, job: str | None) -> bool:
     """Returns whether an attempt of this job has restored a checkpoint of the run in this folder."""
     return any(event.get("event") == "resume" and event.get("job") == job for event in _events(path))
+
+
+def command_of_script(path: Path) -> str:
+    """Returns the command of the script whose run is in this folder; empty if it is not that of a script."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return str(tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))["run"]["command"])
+    return ""
 
 
 def was_imported(path: Path) -> bool:

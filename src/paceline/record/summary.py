@@ -62,14 +62,14 @@ class Totals:
         return self._sums[name] / max(1, self.num_steps)
 
 
-def where_time_went(console: Console, totals: Totals, rate: Rate | None, num_ranks: int) -> None:
+def where_time_went(console: Console, totals: Totals, rate: Rate | None, num_ranks: int, unit: str = "tokens") -> None:
     """Prints the mean step by its parts, and the run's rate."""
     if not totals.num_steps:
         return
     step_ms, parts = totals.mean("step_ms"), totals.mean_parts()
     columns, rows = _by_rank(parts, step_ms)
     console.say(table("Where a step's time went, ms", columns, rows))
-    line = f"{units.count(round(rate.tokens_per_s if rate else totals.tokens_per_s))} tokens/s"
+    line = f"{units.count(round(rate.tokens_per_s if rate else totals.tokens_per_s))} {unit}/s"
     if rate and rate.mfu > 0:
         line += f", MFU {100 * rate.mfu:.1f}%"
     if num_ranks > 1:

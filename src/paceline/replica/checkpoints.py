@@ -12,7 +12,7 @@ saves all objects together.
 
 import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import load, retention
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.save import Outcome
 from paceline.checkpoint.steps import folder_name, list_steps
 from paceline.record.console import print_error
 from paceline.replica import contents
@@ -87,6 +88,8 @@ class Checkpoints(CheckpointFolder):
         super().__init__(folder, config, replicas, others, keeps_generators=True, keeps_frozen=frozen)
         _OPEN[folder.resolve()] = self
         self._problem: str | None = None  # of the last finished save
+        self.on_outcome: Callable[[Outcome], object] = lambda outcome: None
+        """Called on rank 0 with the end of each save."""
         at_leaving(partial(_end_owner, folder.resolve()))
 
     def save_every(self, num_steps: int, val_loss: float | None = None) -> bool:
@@ -174,6 +177,7 @@ class Checkpoints(CheckpointFolder):
         outcome = self.saver.take_outcome()
         if outcome is not None and self.world.is_main:
             self._problem = outcome.problem
+            self.on_outcome(outcome)
             if outcome.problem:
                 print_error(f"the checkpoint of step {outcome.step} could not be saved: {outcome.problem}")
 

@@ -63,6 +63,18 @@ def at_leaving(call: Callable[[], None]) -> None:
         _Membership.current.before_leaving.append(call)
 
 
+def at_failing(call: Callable[[BaseException], None]) -> None:
+    """Calls `call` with the error that ends this rank. It makes no collective: the others may be anywhere."""
+    if _Membership.current is not None:
+        _Membership.current.before_failing.append(call)
+
+
+def at_hang(call: Callable[[Verdict], None]) -> None:
+    """Calls `call`, in the watchdog's thread, before a hang ends this rank."""
+    if _Membership.current is not None:
+        _Membership.current.before_hang.append(call)
+
+
 @dataclass
 class _Membership:
     """This process in its world, from `join` until it leaves."""
@@ -72,6 +84,8 @@ class _Membership:
     world: World | None = None
     watchdog: Watchdog | None = None
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    before_failing: list[Callable[[BaseException], None]] = field(default_factory=list)
+    before_hang: list[Callable[[Verdict], None]] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
     hook_before: Callable[..., object] = field(default_factory=lambda: _script_hook())
 
@@ -96,9 +110,7 @@ class _Membership:
         sys.excepthook = self.on_exception
         if world.world_size > 1:
             world.group.set_timeout(self.config.timeout_s + SPEAKS_FIRST_S)
-            watchdog = Watchdog(
-                world, timeout_s=self.config.timeout_s, on_verdict=self._print_verdict, calls=world.calls
-            )
+            watchdog = Watchdog(world, timeout_s=self.config.timeout_s, on_verdict=self._on_verdict, calls=world.calls)
             self.watchdog = self.open.enter_context(watchdog)
         for warning in world.warnings:
             world.say(f"warning: {warning}")
@@ -147,12 +159,19 @@ class _Membership:
 
     def _close(self, error: BaseException) -> None:
         """Leaves a world of one after an error. Finishes a save under way."""
+        self._tell_failure(error)
         for call in self.before_leaving if _Membership.current is self else ():
             with contextlib.suppress(Exception):
                 call()
         self._let_go()
         with contextlib.suppress(BaseException):
             self.open.__exit__(type(error), error, None)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        calls, self.before_failing = self.before_failing, []
+        for call in calls:
+            with contextlib.suppress(Exception):
+                call(error)
 
     def _let_go(self) -> None:
         if _Membership.current is self:
@@ -173,6 +192,7 @@ class _Membership:
         """Prints the message and ends this process without a collective. at_exit: other exit handlers have run."""
         status = error.exit_status if isinstance(error, PacelineError) else EXIT_FAILED
         status = 130 if isinstance(error, KeyboardInterrupt) else status
+        self._tell_failure(error)  # first: a launcher ends this rank soon
         self._print(error)
         if isinstance(error, PacelineError):
             tell_others(error)
@@ -204,8 +224,11 @@ class _Membership:
                 own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
                 print_error(f"{own}error: {text}")
 
-    def _print_verdict(self, verdict: Verdict) -> None:
+    def _on_verdict(self, verdict: Verdict) -> None:
         assert self.world is not None
+        for call in self.before_hang:
+            with contextlib.suppress(OSError):
+                call(verdict)
         if self.world.rank == verdict.speaker(self.world.world_size):
             print_error(f"error: {verdict.message}")
 

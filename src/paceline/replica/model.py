@@ -44,7 +44,7 @@ class ReplicatedModel:
         self.model, self.optimizers, self.world, self.strategy = model, optimizers, world, strategy
         self.clock = DeviceClock(world.device)
         self.exact_dtype = torch.float64 if has_float64(world.device) else torch.float32
-        self._dtype = dtype
+        self.dtype = dtype
         self.scaler = LossScaler.for_dtype(dtype)
 
         earlier = self._release_earlier()
@@ -113,9 +113,9 @@ class ReplicatedModel:
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Returns the autocast context of the loop over micro-batches, in the replica's `dtype`."""
-        if self._dtype == torch.float32:
+        if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, self._dtype, enabled=enabled)
+        return torch.autocast(self.world.device.type, self.dtype, enabled=enabled)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the persistent buffers by name."""

@@ -66,6 +66,8 @@ class StepResult:
     """Norm of the mean loss's gradient, before clipping."""
     weight: float
     """Weight of the global batch: samples, or the sum of the weights given to `backward`."""
+    weights: list[float]
+    """Of each rank's micro-batches, by rank."""
     skipped: Trouble | None
     """Set if a gradient was not finite, or all weights were 0, so that no rank updated."""
     stop_reason: str | None

@@ -40,6 +40,8 @@ class Step:
             )
         self.number = replica.num_steps + 1
         """The number of this update, from 1."""
+        self.result: StepResult | None = None
+        """What `finish` returned; None before it."""
         self.rows: range | None = None
         """Rows of the global batch in the current micro-batch; None: not known."""
         self._replica, self._batch = replica, batch
@@ -340,16 +342,18 @@ class Step:
             self._batch.observe(self._rows.times)
         times = self._clock.times()
         replica.update_ms = times.optim_ms - self._before_update.optim_ms
-        return StepResult(
+        self.result = StepResult(
             loss=exact_sum(row.loss_sum for row in rows) / total if total else math.nan,
             grad_norm=norm,
             weight=total,
+            weights=[row.weight for row in rows],
             skipped=trouble,
             stop_reason=replica.stop_reason,
             numbers=self._rows.numbers,
             times=times,
             by_rank=self._rows.times,
         )
+        return self.result
 
     def _say_empty(self) -> None:
         """Warns of the first step without an update because nothing had weight, as when a batch has no label."""

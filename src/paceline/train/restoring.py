@@ -25,24 +25,14 @@ def restore_or_begin(setup: Setup) -> None:
     if resumes and _restore(setup):
         return
     reached = setup.folder.forget_after(0) if setup.world.is_main else 0
-    facts = _ranks(setup) | {"sequences": setup.settings.plan.num_sequences(), "num_steps": setup.settings.num_steps}
+    facts = setup.recorder.machines() | {
+        "sequences": setup.settings.plan.num_sequences(),
+        "num_steps": setup.settings.num_steps,
+    }
     facts |= {"version": __version__, "torch": torch.__version__, **({"reached": reached} if reached else {})}
     setup.recorder.event("start", **facts)
     if resumes:
         setup.console.say("nothing had been saved yet: this run begins again at step 0\n", style="yellow")
-
-
-def _ranks(setup: Setup) -> dict[str, Any]:
-    """Returns by rank its host and its device: `paceline plan --cluster RUN` plans for these machines."""
-    names = ("device", "processor", "threads", "free_bytes")
-    devices = [{name: getattr(each, name) for name in names} for each in setup.world.facts]
-    shares_memory = setup.world.facts[0].shares_memory  # so nothing is sent
-    return {
-        "world_size": len(devices),
-        "hosts": setup.recorder.hosts,
-        "devices": devices,
-        "shares_memory": shares_memory,
-    }
 
 
 def _restore(setup: Setup) -> bool:
@@ -78,7 +68,7 @@ def _restore(setup: Setup) -> bool:
     facts = {
         "job": setup.request.job,
         "from_world_size": before,
-        **_ranks(setup),
+        **setup.recorder.machines(),
         "sequences": progress.sequences,
         "num_steps": setup.settings.num_steps,
         **({"changed": changed} if changed else {}),

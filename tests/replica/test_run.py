@@ -1,0 +1,176 @@
+"""A script's training is a run: the folder of `paceline train`, the curve of one process, the end of every end."""
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import COLD, Ended, rows, run, start_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.base.errors import UserError
+from paceline.checkpoint.steps import list_steps
+from paceline.record.folder import RunFolder
+from paceline.record.state import read_state
+from paceline.replica.run import _check_folder, _to_toml
+
+SCRIPT = Path(__file__).with_name("run_script.py")
+STEPS, BATCH = 12, 15
+
+
+def train(folder: Path, *fault: str, ranks: int = 1, env: Mapping[str, str] | None = None) -> list[Ended]:
+    """Runs the script to its end on so many ranks."""
+    arguments = (str(SCRIPT), str(folder), *fault)
+    return start_ranks([arguments] * ranks, [env or {}] * ranks, command=(sys.executable,))
+
+
+def training_rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(folder / "metrics.jsonl") if "loss" in row]
+
+
+def events(folder: Path) -> list[str]:
+    return [event["event"] for event in rows(folder / "events.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    (ended,) = train(folder)
+    assert "\nTry next:\n  paceline report " in ended.require(0).out
+    return folder
+
+
+def plain_loop() -> list[tuple[float, float]]:
+    """Loss and accuracy of each step, by torch alone."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    inputs = torch.randn(60, 8)
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    found = []
+    for _ in range(3):
+        for x, y in DataLoader(data, batch_size=BATCH):
+            scores = net(x)
+            loss = cross_entropy(scores, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            found.append((loss.item(), (scores.argmax(1) == y).float().mean().item()))
+    return found
+
+
+def test_rows_have_what_a_trainers_have_and_the_scripts_numbers(straight: Path) -> None:
+    """Mutation: the learning rate of a row is that of the next step."""
+    found = training_rows(straight)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert [row["lr"] for row in found] == pytest.approx([1e-2 * 0.5 ** (step // 4) for step in range(STEPS)])
+    assert [row["tokens"] for row in found] == [BATCH * step for step in range(1, STEPS + 1)]
+    assert {row["unit"] for row in found} == {"samples"}
+    assert all(row["rank_sequences"] == [BATCH] for row in found)
+    assert all(row["tokens_per_s"] == pytest.approx(BATCH / row["step_ms"] * 1e3) for row in found)
+    assert all(row["mfu"] > 0 for row in found)
+    losses, accuracies = zip(*plain_loop(), strict=True)
+    assert [row["loss"] for row in found] == pytest.approx(losses, abs=1e-5)
+    assert [row["accuracy"] for row in found] == pytest.approx(accuracies, abs=1e-6)
+    (evaluation,) = [row for row in rows(straight / "metrics.jsonl") if "val_loss" in row]
+    assert (evaluation["step"], evaluation["extra"]) == (STEPS, 2.0)
+    assert evaluation["val_loss"] < found[-1]["loss"] * 2
+
+
+def test_the_folder_is_read_by_the_tools_of_runs(straight: Path) -> None:
+    state = read_state(RunFolder(straight))
+    assert (state.kind, state.step, state.num_steps) == ("ended", STEPS, STEPS)
+    assert events(straight)[:2] == ["start", "loop"]
+    assert events(straight)[-1] == "end"
+    config = tomllib.loads((straight / "config.toml").read_text())
+    assert config["config"] == {"lr": 0.01, "net.width": 16, "layers": ["linear", "relu"], "seed": "None"}
+    assert config["run"]["command"].endswith(f"{SCRIPT} {straight}")
+    assert "ended" in run("runs", str(straight)).require(0).out
+    assert "finished" in run("watch", str(straight), "--once").require(0).out
+    run("report", str(straight), "--out", str(straight.parent / "page.html")).require(0)
+    said = run("resume", str(straight)).require(0).out
+    assert f"{SCRIPT} {straight}" in said
+    said = run("export", str(straight), "--out", str(straight.parent / "exported")).require(2).err
+    assert "run of a script" in said
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_one_that_was_killed_continues_by_the_same_command(straight: Path, tmp_path: Path, ranks: int) -> None:
+    """Mutations: a restored run forgets its samples; rows after the checkpoint stay, and are there twice."""
+    first, *_ = train(tmp_path / "run", "kill", ranks=ranks)
+    assert first.status == -9
+    assert list_steps(tmp_path / "run/checkpoints") == [4]
+    for ended in train(tmp_path / "run", ranks=ranks):
+        ended.require(0)
+    wanted, found = training_rows(straight), training_rows(tmp_path / "run")
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for name in ("loss", "accuracy", "tokens", "lr"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in wanted], abs=1e-6)
+    assert "resume" in events(tmp_path / "run")
+    assert list_steps(tmp_path / "run/checkpoints")[-1] == STEPS
+
+
+def test_one_that_is_asked_to_stop_saves_and_exits_with_75(straight: Path, tmp_path: Path) -> None:
+    """Mutation: the script goes on behind its loop."""
+    for ended in train(tmp_path / "run", "stop", ranks=2):
+        ended.require(75)
+    state = read_state(RunFolder(tmp_path / "run"))
+    assert (state.kind, state.why, state.step) == (
+        "stopped",
+        "SIGTERM on rank 1",
+        7,
+    )  # the ranks agree in the next step
+    assert list_steps(tmp_path / "run/checkpoints")[-1] == 7
+    assert not [row for row in rows(tmp_path / "run/metrics.jsonl") if "val_loss" in row]
+    (ended,) = train(tmp_path / "run")
+    ended.require(0)
+    found = [row["loss"] for row in training_rows(tmp_path / "run")]
+    assert found == pytest.approx([row["loss"] for row in training_rows(straight)], abs=1e-6)
+
+
+@pytest.mark.long
+def test_a_mistake_is_recorded_and_shown_by_its_rank(tmp_path: Path) -> None:
+    """Mutation: a failure is recorded after the message, when a launcher has ended the rank."""
+    (ended,) = train(tmp_path / "run", "raise", env=COLD)
+    assert "ValueError: a mistake of the script" in ended.require(1).err
+    state = read_state(RunFolder(tmp_path / "run"))
+    assert (state.kind, state.why) == ("failed", "a mistake of the script")
+    assert "in strike" in (tmp_path / "run/ranks/rank-00000.log").read_text()
+    (ended,) = train(tmp_path / "name", "name", env=COLD)
+    assert "run.log was given loss, which a row has already" in ended.require(2).err
+
+
+def test_what_is_no_run_of_a_script_is_refused(tmp_path: Path) -> None:
+    """Mutation: a script writes its rows into a trainer's run."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("words")
+    with pytest.raises(UserError, match=r"holds files of something else \(thesis.txt\)"):
+        _check_folder(RunFolder(tmp_path / "full"))
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained/config.toml").write_text("[train]\nsteps = 4\n")
+    with pytest.raises(UserError, match="is a run of `paceline train`"):
+        _check_folder(RunFolder(tmp_path / "trained"))
+    (tmp_path / "trained/config.toml").write_text("[run]\nunit = 'samples'\n")
+    _check_folder(RunFolder(tmp_path / "trained"))
+    _check_folder(RunFolder(tmp_path / "new"))
+
+
+def test_settings_that_toml_lacks_are_texts(tmp_path: Path) -> None:
+    values = {"a b": float("nan"), "path": tmp_path, "deep": {"er": [1, None, "x\x7f"]}, "on": True, "quote": 'a"b'}
+    document = tomllib.loads(_to_toml({"config": values}))["config"]
+    assert document == {
+        "a b": "nan",
+        "path": str(tmp_path),
+        "deep.er": [1, "None", "x\x7f"],
+        "on": True,
+        "quote": 'a"b',
+    }
