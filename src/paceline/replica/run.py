@@ -166,16 +166,22 @@ class Run:
         self.world.group.take_traffic()  # what was sent since the step ended belongs to no step
 
     def log(self, **numbers: float | torch.Tensor | None) -> None:
-        """Adds numbers to the row of this step: the means over the ranks that give one. Call it after `step.finish()`,
-        in a loop of your own before `record`. None: this rank has no number, as without a micro-batch. Collective."""
+        """Adds numbers to the row of this step: means over the ranks, weighted by what each had of the batch, so the
+        same at any number of ranks. Call it after `step.finish()`; in a loop of your own before `record`, where each
+        rank counts once. None: this rank has no number, as without a micro-batch. Collective."""
         self.world.calls.record("Run.log")
         if taken := sorted(_TAKEN.intersection(numbers)):
             raise mistake(f"run.log was given {', '.join(taken)}, which a row has already: take another name")
         here = {name: None if value is None else float(value) for name, value in numbers.items()}
         by_rank = self.world.group.share_json(here)
+        result = self._step.result if self._step else None
+        weights = result.weights if result else [1.0] * len(by_rank)
         for name in dict.fromkeys(name for row in by_rank for name in row):
-            values = [row[name] for row in by_rank if row.get(name) is not None]
-            if values and math.isfinite(mean := math.fsum(values) / len(values)):
+            weighted = [
+                (row[name], weight) for row, weight in zip(by_rank, weights, strict=True) if row.get(name) is not None
+            ]
+            total = math.fsum(weight for _, weight in weighted)
+            if total and math.isfinite(mean := math.fsum(value * weight for value, weight in weighted) / total):
                 self._numbers[name] = mean
 
     def evaluated(self, loss: float | torch.Tensor | None = None, **numbers: float | torch.Tensor) -> None:
