@@ -40,6 +40,16 @@ if checkpoints.restore() is None:  # the step, or None where nothing was saved y
     checkpoints.save()
 checkpoints.finish()  # it is on the disk
 
+# ---- Run ----
+run = paceline.Run("runs/whole", config={"lr": 1e-2}, net=replica)  # new, or the one that is there, restored
+for step in run.steps(data, batch_size=16, micro_batch_size=4):
+    for x, y in step:
+        step.backward(nn.functional.mse_loss(model(x), y))
+    step.finish()
+    run.log(largest=float(model.weight.abs().max()))  # joins the row of this step
+    run.save_every(100)
+run.evaluated(loss=replica.evaluate(data, lambda x, y: nn.functional.mse_loss(model(x), y), batch_size=64))
+
 # ---- load_weights ----
 weights = paceline.load_weights("runs/net", "net")  # needs no world and no model
 assert weights["weight"].shape == (1, 4)

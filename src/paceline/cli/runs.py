@@ -54,7 +54,10 @@ def main(arguments: list[str]) -> int:
     shown = table("", columns, [[escape(printable(path.name)), *_cells(states[path])] for path in paths])
     shown.columns[0].overflow = "fold"  # a name is never cut
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(shown)
-    texts = {path: {name: _one_line(value) for name, value in settings[path].items()} for path in paths}
+    texts = {
+        path: {name: _one_line(value) for name, value in settings[path].items() if not name.startswith("run.")}
+        for path in paths
+    }
     usual = _of_most(list(texts.values()))
     for path in paths:
         own = [f"{name} {value}" for name, value in texts[path].items() if value != usual.get(name)]
@@ -94,6 +97,12 @@ def _of_most(settings: list[dict[str, str]]) -> dict[str, str]:
     return {name: value for (name, value), count in counts.items() if 2 * count > len(settings)}
 
 
+def _rate(state: RunState) -> str:
+    unit = state.last.get("unit", "tokens")
+    shown = units.count(round(state.rate.tokens_per_s)) if state.rate else ""
+    return shown if unit == "tokens" or not shown else f"{shown} {unit}"
+
+
 def _cells(state: RunState) -> list[str]:
     steps = f"{state.step:,}" + (f" of {state.num_steps:,}" if state.num_steps else "")
     return [
@@ -101,7 +110,7 @@ def _cells(state: RunState) -> list[str]:
         steps,
         _text(_number(state.last, "loss")),
         _text(_number(state.evaluation, "val_loss")),
-        units.count(round(state.rate.tokens_per_s)) if state.rate else "",
+        _rate(state),
         units.duration(max(0.0, time.time() - state.updated_s)),
     ]
 

@@ -43,7 +43,7 @@ const PARTS = ["compute", "data", "forward", "backward", "exposed communication"
 const partInk = (part) => part.split(" ")[0];
 const CHARTS = [
   { id: "loss", columns: { loss: "training" }, height: 470, isLoss: true },
-  { id: "rate", columns: { tokens_per_s: "tokens a second" }, height: 190, isFromZero: true },
+  { id: "rate", columns: { tokens_per_s: "throughput, a second" }, height: 190, isFromZero: true },
   { id: "lr", columns: { lr: "learning rate" }, height: 150, isFromZero: true },
   { id: "norm", columns: { grad_norm: "gradient norm" }, height: 190, isLog: true },
   { id: "parts", table: "parts", columns: Object.fromEntries(PARTS.map((part) => [part, part])), height: 240, isFromZero: true, isStacked: true, unit: " ms" },

@@ -112,7 +112,12 @@ def tables(run: Run) -> dict[str, Table]:
             [_label(rank, names), f"{count:,.4g}", f"{speed:,.0f}", f"{idle:.1%}"]
             for rank, (count, speed, idle) in enumerate(columns)
         ]
-        head = ["rank", "sequences a step", "tokens/s of its own work", "idle"]
+        head = [
+            "rank",
+            "sequences a step" if run.unit == "tokens" else f"{run.unit} a step",
+            f"{run.unit}/s of its own work",
+            "idle",
+        ]
         found["shares"] = Table(head, rows, "Idle: a rank waits for other ranks or the network")
     if traffic:
         found["traffic"] = Table(["a step of rank 0, median", ""], _traffic_rows(traffic))
@@ -129,7 +134,7 @@ def _loss_table(run: Run) -> Table:
         shown = [f"{value:.3f}" if math.isfinite(value) else "-" for value in values]
         seen = units.count(tokens[index]) if math.isfinite(tokens[index]) else "-"
         rows.append([f"{steps[index]:,.0f}", seen, units.duration(seconds[index]), *shown])
-    return Table(["step", "tokens", "training time", "loss", "latest validation"], rows)
+    return Table(["step", run.unit, "training time", "loss", "latest validation"], rows)
 
 
 def _traffic_rows(traffic: measures.Traffic) -> list[list[str]]:

@@ -55,7 +55,7 @@ def rate_text(run: Run) -> str:
     low, middle, high = (units.count(round(value)) for value in np.percentile(rates, [5, 50, 95]))
     slowest = int(rates.argmin())
     return (
-        f"Half of the steps made {middle} tokens a second or more, nine of ten between {low} and {high}; "
+        f"Half of the steps made {middle} {run.unit} a second or more, nine of ten between {low} and {high}; "
         f"the slowest is step {run.steps['step'][chosen][slowest]:,.0f} with {units.count(round(rates[slowest]))}."
     )
 

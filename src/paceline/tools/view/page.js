@@ -220,6 +220,7 @@ function show() {
   showFacts(run);
   showRuns();
   fill(byId("chosen"), runs.length > 1 ? run.name : "");
+  fill(document.querySelector("[value=tokens] + span"), run.unit);
   showFindings(run);
   showRanks(run);
   showEvents(run);

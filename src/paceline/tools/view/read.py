@@ -88,6 +88,11 @@ class Run:
         return is_new
 
     @property
+    def unit(self) -> str:
+        """What the run's rows count: tokens; samples, or what the script said, in the run of a script."""
+        return str(self.config.get("run.unit", "tokens"))
+
+    @property
     def num_unreadable(self) -> int:
         """Lines that are no rows."""
         return self._metrics.num_skipped + self._log.num_skipped + self._num_bad_rows + self._num_bad_events

@@ -62,6 +62,7 @@ class RunView:
     level: str = "open"  # or good, or bad
     said: str = "waiting for the run to begin"  # the state in words
     about: str = ""  # the model, and how it is trained
+    unit: str = "tokens"  # what its rows count
     warning: str = ""
     notices: list[str] = field(default_factory=list)
     updated_s: float = math.nan  # when the newest record was written, since 1970
@@ -110,6 +111,7 @@ def view_of(run: Run) -> RunView:
             level=level,
             said=words,
             about=_about(run),
+            unit=run.unit,
             warning=findings.warning(run),
             notices=findings.notices(run),
             updated_s=state.updated_s,
@@ -161,15 +163,15 @@ def _facts(run: Run, state: RunState, left_s: float) -> list[Fact]:
     num_restarts, num_repeated = findings.restarts(run.events)
     left_s = left_s if state.is_running else math.nan
     found: list[tuple[str, float, Callable[[float], str], str]] = [
-        ("Loss", last("loss"), "{:.3f}".format, "nats a token"),
+        ("Loss", last("loss"), "{:.3f}".format, "nats a token" if run.unit == "tokens" else ""),
         ("Validation loss", run.evaluations.last("val_loss"), "{:.3f}".format,
          evaluated + (f"; {bits:.3f} bits a byte" if bits > 0 else "")),
         ("Time left", left_s, units.duration, "of training"),
-        ("Throughput", tokens_per_s, lambda value: units.count(round(value)), "tokens a second"),
+        ("Throughput", tokens_per_s, lambda value: units.count(round(value)), f"{run.unit} a second"),
         ("Step", step_ms, units.milliseconds, f"mean of the {rows}"),
         ("MFU", mfu, "{:.1%}".format, "of the ranks' peak"),
         ("Ranks", last("world_size"), lambda _: _world_sizes(run), f"on {units.listed(names, 4)}" if names else ""),
-        ("Tokens", last("tokens"), units.count, f"in {last('step'):,.0f} steps"),
+        (run.unit.capitalize(), last("tokens"), units.count, f"in {last('step'):,.0f} steps"),
         ("Training time", last("seconds"), units.duration, "without pauses"),
         ("Checkpoint", number(saved.get("step")), "step {:,.0f}".format, clock(saved)[11:]),
         ("Restarts", num_restarts, "{:.0f}".format, f"{num_repeated} steps repeated" if num_repeated else ""),
