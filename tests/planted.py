@@ -453,6 +453,27 @@ MUTATIONS = (
         "replica/test_replica.py::test_fsdp_clips_and_leaves_alone_what_nobody_uses",
     ),
     Mutation(
+        "a saved run forgets its newest step",
+        "replica/run.py",
+        "        self._count(self._step.result if self._step else None)\n        return ",
+        "        return ",
+        "replica/test_run.py::test_one_that_was_killed_continues_by_the_same_command[1]",
+    ),
+    Mutation(
+        "a row of a script has the learning rate of the next step",
+        "replica/run.py",
+        "self.record(step.result, lr, num_steps)",
+        "self.record(step.result, None, num_steps)",
+        "replica/test_run.py::test_rows_have_what_a_trainers_have_and_the_scripts_numbers",
+    ),
+    Mutation(
+        "a script writes into the run of a trainer",
+        "replica/run.py",
+        'if "train" in document:',
+        'if "training" in document:',
+        "replica/test_run.py::test_what_is_no_run_of_a_script_is_refused",
+    ),
+    Mutation(
         "half of the ranks are called the majority",
         "sync/replicas.py",
         "has_majority = 2 * votes > len(ranks)",

@@ -33,6 +33,7 @@ def result(mine: StepTimes, by_rank: list[StepTimes]) -> StepResult:
         loss=2.0,
         grad_norm=1.0,
         weight=64.0,
+        weights=[64.0],
         skipped=None,
         stop_reason=None,
         numbers=[],
