@@ -251,7 +251,7 @@ class Run:
         """Returns the ranks' peaks together, in FLOP/s; None if one is not known, or nobody asks. Collective."""
         if not self._flops:
             return None
-        peak = peak_flops(self.world.device, self.replica.dtype, is_kept=True)
+        peak = peak_flops(self.world.device, self.replica.dtype)
         peaks = [row[0] for row in self.world.group.share([peak.flops_per_s or 0.0])]
         return sum(peaks) if all(peaks) else None
 
