@@ -40,7 +40,12 @@ pytest_addoption = budget.pytest_addoption
 # Begun first of the files, so that no process still has one of them to do when the others are done.
 _LONGEST = (
     "test_ends.py",
+    "test_follow.py",
+    "test_watchdog.py",
+    "test_rendezvous.py",
+    "test_restarts.py",
     "test_switches.py",
+    "test_sources.py",
     "test_group.py",
     "test_readme.py",
     "test_coded.py",

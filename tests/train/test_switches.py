@@ -201,7 +201,7 @@ def test_checkpoints_come_when_asked_and_the_newest_stay(tmp_path: Path) -> None
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     # One that comes due while another is being written is made later: which ones there are depends on the disk.
     saved = [f"step-{event['step']:08d}" for event in events(tmp_path / "run") if event["event"] == "checkpoint"]
-    assert names == ["latest", *saved[-3:]]
+    assert names == ["index.jsonl", "latest", *saved[-3:]]
     assert saved[0] == "step-00000001"
     assert saved[-1] == "step-00000006"
 
