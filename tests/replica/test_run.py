@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from program import COLD, Ended, rows, run, start_ranks
+from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +18,9 @@ from paceline.base.errors import UserError
 from paceline.checkpoint.steps import list_steps
 from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
-from paceline.replica.run import _check_folder, _to_toml
+from paceline.replica.replica import Replica
+from paceline.replica.run import Run, _check_folder, _to_toml
+from paceline.world.runtime import World
 
 SCRIPT = Path(__file__).with_name("run_script.py")
 STEPS, BATCH = 12, 15
@@ -162,6 +165,29 @@ def test_what_is_no_run_of_a_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trained/config.toml").write_text("[run]\nunit = 'samples'\n")
     _check_folder(RunFolder(tmp_path / "trained"))
     _check_folder(RunFolder(tmp_path / "new"))
+
+
+def twice(world: World, folder: Path) -> list[int]:
+    """A notebook's cell that runs again: the steps made before and after it."""
+    net = nn.Linear(2, 1)
+    replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
+    made = []
+    for _ in range(2):
+        script = Run(folder, net=replica)
+        for step in script.steps(TensorDataset(torch.ones(8, 2)), batch_size=4, max_steps=replica.num_steps + 2):
+            for (x,) in step:
+                step.backward(net(x).mean())
+            step.finish()
+        script.save()
+        made.append(replica.num_steps)
+    script.checkpoints.finish()
+    return made
+
+
+def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:
+    """Mutation: the earlier object keeps the lock of the folder."""
+    assert run_ranks(twice, 1, tmp_path / "run") == [[2, 4]]
+    assert [row["step"] for row in training_rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_settings_that_toml_lacks_are_texts(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ from paceline.world.watchdog import Verdict
 
 _TAKEN = {*(field.name for field in dataclasses.fields(StepRow)), "unit", "val_loss", "elapsed_s"}
 _OURS = (".lock", "checkpoints", "config.toml", "events.jsonl", "metrics.jsonl", "ranks.jsonl", "ranks", "lock")
+_OPEN: dict[Path, "Run"] = {}  # by folder: a notebook cell that runs again makes it again
 
 
 class Run:
@@ -94,6 +95,8 @@ class Run:
         self._numbers: dict[str, float] = {}  # of `log`, since the last row
         self._evaluated: tuple[int, float] | None = None  # step and loss
         self._is_over = False
+        if (earlier := _OPEN.pop(self.folder.path, None)) is not None:
+            earlier._let_go()
         from_rank_0(self.world.group, lambda: _check_folder(self.folder))
         self.checkpoints = Checkpoints(
             folder, keep=keep, keep_every=keep_every, keep_best=keep_best, run=self._state, **objects
@@ -106,6 +109,7 @@ class Run:
         self._recorder = StepRecorder(self.world, self.folder, self._console, LogConfig(every=every))
         self._peak = self._peak_of_all_ranks()
         self._begin(changed)
+        _OPEN[self.folder.path] = self
         self.checkpoints.on_outcome = self._record_save
         at_leaving(self._leave)
         at_failing(self._fail)
@@ -281,23 +285,27 @@ class Run:
         shown = shlex.quote(self.folder.shown)
         self._console.say(f"run folder {shown}\n\nTry next:\n  paceline report {shown}   # one page of plots")
 
-    def _end(self, reason: str) -> None:
+    def _let_go(self) -> None:
+        """Ends the records of this object; those of the folder may go on by another one."""
         self._is_over = True
+        self.folder.close()
+        _OPEN.pop(self.folder.path, None)
+
+    def _end(self, reason: str) -> None:
         recorder, cost_s = self._recorder, self._recorder.stragglers.cost_ms / 1e3
         recorder.event("end", step=self.replica.num_steps, reason=reason, straggler_cost_s=round(cost_s, 3))
         rate = read_state(self.folder).rate if self.world.is_main else None
         summary.where_time_went(self._console, recorder.totals, rate, self.world.world_size, self._unit)
         summary.who_was_slow(self._console, recorder.stragglers, recorder.totals, recorder.hosts)
-        self.folder.close()
+        self._let_go()
 
     def _fail(self, error: BaseException) -> None:
         """Records why this rank ends; no collective."""
         self._console.log("".join(traceback.format_exception(error)))
         if not self._is_over:
-            self._is_over = True
             text = str(error) or type(error).__name__
             self._recorder.event("failed", step=self.replica.num_steps, error=text)
-            self.folder.close()
+            self._let_go()
 
     def _record_hang(self, verdict: Verdict) -> None:
         """Records a hang on the rank that prints it, where it sees the folder."""
