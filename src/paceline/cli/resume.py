@@ -30,7 +30,10 @@ class ResumeArguments(RankFlags):
 
 def main(arguments: list[str]) -> int:
     if arguments and (command := run_folder.command_of_script(Path(arguments[0]))):
-        print(f"{arguments[0]} is the run of a script; the same command continues it (each rank runs this):\n{command}")
+        from paceline.record.console import printable  # imports rich
+
+        said = f"{arguments[0]} is the run of a script; the same command continues it (each rank runs this):"
+        print(printable(f"{said}\n{command}"))  # which somebody else may have written
         return EXIT_DONE
     folder, stored = _stored(arguments)
     default = ResumeArguments(run=folder, settings=stored)
