@@ -474,6 +474,13 @@ MUTATIONS = (
         "replica/test_run.py::test_what_is_no_run_of_a_script_is_refused",
     ),
     Mutation(
+        "a rank that runs its exit handlers is killed",
+        "world/watchdog.py",
+        "for rank in verdict.culprits if rank not in verdict.leaving]",
+        "for rank in verdict.culprits]",
+        "replica/test_joining.py::test_exit_handlers_of_a_rank_that_fails_get_some_seconds",
+    ),
+    Mutation(
         "half of the ranks are called the majority",
         "sync/replicas.py",
         "has_majority = 2 * votes > len(ranks)",

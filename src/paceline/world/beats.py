@@ -55,6 +55,7 @@ class Verdict:
 
     message: str
     culprits: tuple[int, ...]  # the ranks to blame; none: the store or the network is
+    leaving: tuple[int, ...] = ()  # those of them that have failed, and end by themselves after their exit handlers
 
     def speaker(self, num_ranks: int) -> int:
         """Returns the rank that prints it for all: the first that is not to blame, or rank 0 if all are."""
@@ -147,7 +148,9 @@ class BeatThread(threading.Thread):
         for key in ("verdict", "missing"):
             if key not in self.posts and store.check([key]):
                 row = json.loads(store.get(key))
-                self.posts[key] = Verdict(message=row["message"], culprits=tuple(row["culprits"]))
+                self.posts[key] = Verdict(
+                    message=row["message"], culprits=tuple(row["culprits"]), leaving=tuple(row["leaving"])
+                )
         if reads:
             self._read_beats(store, began_s)
             self.dead = own_beat.dead

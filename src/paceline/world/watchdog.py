@@ -247,7 +247,10 @@ class Watchdog:
         if len(found) > _SHOWN:
             parts.append("and ranks " + ", ".join(str(rank) for rank, _ in found[_SHOWN:]))
         parts.append(f"noticed by {self._peers[self._me].shown}, in {self._beat().where}")
-        return Verdict(message="\n".join(parts), culprits=tuple(rank for rank, _ in found if rank is not None))
+        culprits = tuple(rank for rank, _ in found if rank is not None)
+        beats = {rank: beat for rank, (beat, _) in dict(self._beats.beats).items()}
+        leaving = tuple(rank for rank in culprits if (beat := beats.get(rank)) and beat.state != "runs")
+        return Verdict(message="\n".join(parts), culprits=culprits, leaving=leaving)
 
     def _end_if(self, found: blame.Blame) -> None:
         if verdict := self._verdict(found):
@@ -271,8 +274,8 @@ class Watchdog:
             speaker.join(ANSWER_S)
         except RuntimeError:  # Python 3.12 starts no thread at its exit
             speak()
-        culprits = [self._peers[rank] for rank in verdict.culprits]
-        _kill([peer for peer in culprits if blame.is_here(peer, self._peers[self._me])])
+        hanging = [self._peers[rank] for rank in verdict.culprits if rank not in verdict.leaving]
+        _kill([peer for peer in hanging if blame.is_here(peer, self._peers[self._me])])
         os._exit(EXIT_FAILED)
 
 

@@ -106,7 +106,7 @@ def _divided(shallow: _Times, deep: _Times) -> tuple[_Times, _Times]:
     """Returns what one block takes, and what the model without blocks takes."""
     few, many = _DEPTHS
     blocks = _Times(*(max(0.0, (b - a) / (many - few)) for a, b in zip(shallow, deep, strict=True)))
-    return blocks, _Times(*(a - few * block for a, block in zip(shallow, blocks, strict=True)))
+    return blocks, _Times(*(max(0.0, a - few * block) for a, block in zip(shallow, blocks, strict=True)))
 
 
 class _Case:
