@@ -32,7 +32,7 @@ MUTATIONS = (
         "base/jsonl.py",
         'if line.endswith("\\n") and with_text in line:',
         "if with_text in line:",
-        "tools/view/test_records.py::test_what_is_no_row_is_counted_and_passed_over",
+        "record/test_tail.py::test_a_last_line_without_its_end_is_no_row",
     ),
     Mutation(
         "a reader that follows a file does not see that rows were dropped",
@@ -479,6 +479,7 @@ MUTATIONS = (
         "for rank in verdict.culprits if rank not in verdict.leaving]",
         "for rank in verdict.culprits]",
         "replica/test_joining.py::test_exit_handlers_of_a_rank_that_fails_get_some_seconds",
+        is_long=True,
     ),
     Mutation(
         "half of the ranks are called the majority",

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.base.jsonl import Tail
+from paceline.base.jsonl import Tail, rows
 from paceline.record.folder import create
 
 
@@ -50,3 +50,10 @@ def test_a_file_that_loses_rows_begins_anew(tmp_path: Path) -> None:
     folder.metrics.write_text('no row\n{"step": 1}\n[2]\n{"step": 2')
     assert tail.read() == (True, [{"step": 1}])
     folder.close()
+
+
+def test_a_last_line_without_its_end_is_no_row(tmp_path: Path) -> None:
+    """It may be the beginning of a longer one: 12 of 125."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}')
+    assert list(rows(path)) == [{"step": 1}, None]
