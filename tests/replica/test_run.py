@@ -180,6 +180,10 @@ def twice(world: World, folder: Path) -> list[int]:
             step.finish()
         script.save()
         made.append(replica.num_steps)
+    for _ in range(2):  # a loop of one's own
+        result = replica.train(torch.ones(4, 2), lambda x: net(x).mean())
+        script.log(twice=2.0)
+        script.record(result)
     script.checkpoints.finish()
     return made
 
@@ -187,7 +191,9 @@ def twice(world: World, folder: Path) -> list[int]:
 def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:
     """Mutation: the earlier object keeps the lock of the folder."""
     assert run_ranks(twice, 1, tmp_path / "run") == [[2, 4]]
-    assert [row["step"] for row in training_rows(tmp_path / "run")] == [1, 2, 3, 4]
+    found = training_rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert [row.get("twice") for row in found] == [None] * 4 + [2.0] * 2
 
 
 def test_settings_that_toml_lacks_are_texts(tmp_path: Path) -> None:

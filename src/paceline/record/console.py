@@ -69,7 +69,7 @@ class Console:
         self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._progress: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
-        self._next_line_s = 0.0
+        self._started_s, self._next_line_s = time.perf_counter(), 0.0
 
     @property
     def is_terminal(self) -> bool:
