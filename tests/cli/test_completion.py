@@ -34,13 +34,14 @@ def test_every_verb_tells_what_it_takes_without_torch() -> None:
         ("train --out ru", ""),  # a file's name, which bash finds
     ],
 )
-def test_bash_completes(line: str, completed: str, script: str) -> None:
+def test_bash_completes(line: str, completed: str, script: str, tmp_path: Path) -> None:
     asked = 'COMP_WORDS=(paceline "$@"); COMP_CWORD=$#; _tyro_paceline; echo "${COMPREPLY[*]}"'
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the script asks Python
     ended = subprocess.run(
         ["bash", "-s", "--", *line.split(" ")],
         input=f"{script}\n{asked}\n",
         env={**os.environ, "PATH": path},
+        cwd=tmp_path,  # where no file is
         capture_output=True,
         text=True,
         check=True,
