@@ -123,7 +123,7 @@ def test_one_that_was_killed_continues_by_the_same_command(straight: Path, tmp_p
 
 
 def test_one_that_is_asked_to_stop_saves_and_exits_with_75(straight: Path, tmp_path: Path) -> None:
-    """Mutation: the script goes on behind its loop."""
+    """Mutation: after a stop the script continues with what follows its loop."""
     for ended in train(tmp_path / "run", "stop", ranks=2):
         ended.require(75)
     state = read_state(RunFolder(tmp_path / "run"))

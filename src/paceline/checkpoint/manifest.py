@@ -35,11 +35,8 @@ from paceline.checkpoint.steps import MANIFEST, folder_name
 Kind = Literal["weights", "optimizer", "extra"]
 
 FORMAT = 4
-READABLE = (
-    2,
-    3,
-    4,
-)  # 2 and 3 list every slice; of format 2 only the weights: replica/folder.py does not resume from it
+# 2 and 3 list every slice; of format 2 only the weights are read: replica/folder.py does not resume from it.
+READABLE = (2, 3, 4)
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "extra")
 _FILE = re.compile(r"(weights|optimizer|extra)-(\d{5})-of-\d{5}\.safetensors")
 MOST_BYTES = 256 << 20

@@ -39,7 +39,7 @@ COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached 
 _OWN = 0o600  # only the run's user may read its files
 _LEAST_FREE_BYTES = 50 << 20
 # What a run that ended before its first step leaves in its folder.
-_MADE_HERE = (
+MADE_HERE = (
     *("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "ranks", "checkpoints"),
     *("lock", "lock.holder", "job", "track", "tensorboard", ".seen"),
 )
@@ -292,7 +292,7 @@ def check_new(path: Path) -> None:
                 f"`paceline resume {shlex.quote(str(path))}`, or choose another folder"
             )
         found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    own = {*_MADE_HERE, *(f".{name}.new" for name in _MADE_HERE)}  # .new: if base.files.replace was killed
+    own = {*MADE_HERE, *(f".{name}.new" for name in MADE_HERE)}  # .new: if base.files.replace was killed
     if _has_rows(path):
         own.remove("metrics.jsonl")
     if foreign := [name for name in found if name not in own]:

@@ -52,7 +52,6 @@ from paceline.world.processor import peak_flops
 from paceline.world.watchdog import Verdict
 
 _TAKEN = {*(field.name for field in dataclasses.fields(StepRow)), "unit", "val_loss", "elapsed_s"}
-_OURS = (".lock", "checkpoints", "config.toml", "events.jsonl", "metrics.jsonl", "ranks.jsonl", "ranks", "lock")
 _OPEN: dict[Path, "Run"] = {}  # by folder: a notebook cell that runs again makes it again
 
 
@@ -325,7 +324,7 @@ def _check_folder(folder: RunFolder) -> None:
         raise UserError(
             f"{folder.path} is a run of `paceline train`, which `paceline resume` continues; name another folder"
         )
-    foreign = [] if "run" in document else [name for name in names if name not in _OURS]
+    foreign = [] if "run" in document else [name for name in names if name not in (*run_folder.MADE_HERE, ".lock")]
     if foreign:
         raise UserError(
             f"{folder.path} holds files of something else ({units.listed(foreign)}); name a folder that is empty or "
