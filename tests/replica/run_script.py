@@ -50,6 +50,8 @@ def strike(fault: str, rank: int, run: paceline.Run) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "raise" and rank == 0:
         raise ValueError("a mistake of the script")
+    if fault == "exit":
+        sys.exit(3)
     if fault == "name":
         run.log(loss=1.0)
 

@@ -140,6 +140,15 @@ def test_one_that_is_asked_to_stop_saves_and_exits_with_75(straight: Path, tmp_p
     assert found == pytest.approx([row["loss"] for row in training_rows(straight)], abs=1e-6)
 
 
+def test_a_script_that_exits_early_is_not_called_complete(tmp_path: Path) -> None:
+    """Mutation: every script that leaves the world has reached its horizon."""
+    (ended,) = train(tmp_path / "run", "exit")
+    ended.require(3)
+    state = read_state(RunFolder(tmp_path / "run"))
+    assert (state.kind, state.why, state.step) == ("stopped", "exit status 3", 6)
+    assert list_steps(tmp_path / "run/checkpoints")[-1] == 6
+
+
 @pytest.mark.long
 def test_a_mistake_is_recorded_and_shown_by_its_rank(tmp_path: Path) -> None:
     """Mutation: a failure is recorded after the message, when a launcher has ended the rank."""

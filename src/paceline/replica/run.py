@@ -280,7 +280,9 @@ class Run:
         if self.replica.num_steps > (self.checkpoints.saver.begun_at or 0):
             self.save()
         self.checkpoints.finish()
-        self._end(COMPLETE)
+        leaving = sys.exc_info()[1]  # sys.exit() inside `with paceline.join()` leaves without an error
+        code = leaving.code if isinstance(leaving, SystemExit) else None
+        self._end(f"exit status {code}" if code else COMPLETE)
         shown = shlex.quote(self.folder.shown)
         self._console.say(f"run folder {shown}\n\nTry next:\n  paceline report {shown}   # one page of plots")
 
