@@ -169,6 +169,13 @@ MUTATIONS = (
         "world/test_hierarchy.py::test_each_host_sends_each_part_of_another_host_once",
     ),
     Mutation(
+        "ranks add different tensors in the memory that they share",
+        "world/shared.py",
+        "if _RECORD.unpack(record) != (number,):",
+        "if False:",
+        "world/test_shared.py::test_a_rank_that_is_lost_or_elsewhere_ends_the_wait_of_the_others",
+    ),
+    Mutation(
         "strategies whose ranks repeat the update are allowed on unequal processors",
         "world/facts.py",
         'if strategy in ("ddp", "naive", "hsdp") and kinds:',

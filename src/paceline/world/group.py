@@ -23,7 +23,7 @@ from paceline.base.ownership import borders
 from paceline.world.errors import PeerLost, from_rank_0, lost_peers_named
 from paceline.world.hierarchy import Hosts
 from paceline.world.peer import Peer
-from paceline.world.shared import SharedMemory, can_share_memory
+from paceline.world.shared import SharedMemory, open_shared_memory
 from paceline.world.transfer import (
     Exchanges,
     GlooThreads,
@@ -41,7 +41,6 @@ __all__ = ["DistributedGroup", "Group", "PeerLost", "ReduceOp", "SideChannel", "
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _LEAST_BYTES_BY_LEVELS = 1 << 16  # of an all-reduce; a smaller one takes the time of its latency
 SPEAKS_FIRST_S = 5.0  # collectives time out this much later than the watchdog, which knows who is missing
-_NEVER_S = 1e6  # the watchdog, and the one who waits for a sum, give up before
 LocalGroup = Group  # of a world of one
 
 
@@ -76,8 +75,7 @@ class DistributedGroup(Group):
 
     def share_memory(self, peers: Sequence[Peer], is_wanted: bool) -> None:
         """Makes `zeros` and collectives of its tensors use memory that the ranks share, if they can. Collective."""
-        if can_share_memory(self, peers, is_wanted):
-            self._memory = SharedMemory(self, [peer.pid for peer in peers], SideChannel(_NEVER_S).meet)
+        self._memory = open_shared_memory(self, peers, is_wanted)
 
     @property
     def shares_memory(self) -> bool:  # type: ignore[override]
@@ -305,9 +303,8 @@ class SideChannel:
     """Sends and receives CPU tensors from any thread, in its own Gloo process group, neither counted nor timed.
     Creating it is collective."""
 
-    def __init__(self, timeout_s: float = 1800.0) -> None:
+    def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
-        self._group.set_timeout(timedelta(seconds=timeout_s))
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Returns when the tensor may be overwritten. Raises RuntimeError if the other rank is gone."""
@@ -316,13 +313,6 @@ class SideChannel:
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Fills the tensor with what the source sends. Raises RuntimeError if the source is gone."""
         dist.recv(tensor, source, group=self._group)
-
-    def meet(self, number: int) -> None:
-        """Returns when all ranks have called it. Raises RuntimeError if their numbers differ, or a rank is gone."""
-        bounds = torch.tensor([number, -number])
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
-        if bounds[0] != -bounds[1]:
-            raise dist.DistError("another rank is in another collective")
 
 
 def all_gather_for_torch(
