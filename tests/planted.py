@@ -801,6 +801,13 @@ MUTATIONS = (
         "replica/test_steps.py::test_ranks_share_what_a_function_draws_alone",
     ),
     Mutation(
+        "a function that fills one buffer again is resumed at its beginning",
+        "replica/sources.py",
+        "if calls[0] == calls[1]:",
+        "if _digest(micro_batch) == calls[1]:",
+        "replica/test_repeatable_sources.py::test_a_function_that_begins_anew_is_called_as_often_as_before",
+    ),
+    Mutation(
         "an optimizer's moments are lost on resume",
         "replica/contents.py",
         "flats.pop(item).to(part.parameter.device).view(shape)",

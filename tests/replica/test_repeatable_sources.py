@@ -136,8 +136,8 @@ def trained(world: World, folder: str, draw: Callable[[], Any], save_at: int, **
 
 
 def counting(start: int = 0) -> Callable[[], torch.Tensor]:
-    numbers = itertools.count(start)
-    return lambda: torch.full((2, 1), float(next(numbers)))
+    numbers, rows = itertools.count(start), torch.zeros(2, 1)  # filled again and again
+    return lambda: rows.fill_(float(next(numbers)))
 
 
 def stopped_and_resumed(world: World, folder: str) -> Any:
@@ -156,7 +156,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_a_function_that_begins_anew_is_called_as_often_as_before(
     world: World, two_ranks: dict[str, list[Any]], tmp_path: Path
 ) -> None:
-    """Finds: a resume whose steps 5 and 6 have the batches of steps 1 and 2."""
+    """Finds: a resume whose steps 5 and 6 have the batches of steps 1 and 2, also where all are in one memory."""
     whole, parts = stopped_and_resumed(world, str(tmp_path))
     assert parts == whole
     assert whole == [[float(number)] * 2 for number in range(18)]

@@ -270,14 +270,15 @@ class FunctionShare(Share):
         self._is_checking = False
         called_before, device = self._num_calls, self._world.device
         states = generators.states(device)
-        here = self._call()
-        if not called_before and _digest(here) != self._first:
-            return [here]  # it does not begin anew: it draws at random, or the script has put it back
+        micro_batch = self._call()
+        calls = [_digest(micro_batch)]  # now: the next call may fill the same memory
+        if not called_before and calls[0] != self._first:
+            return [micro_batch]  # it does not begin anew: it draws at random, or the script has put it back
         generators.put_back(states, device)
-        again = self._call()
-        if _digest(again) == _digest(here):
-            return [again]  # it depends on the global generators alone
-        calls = list(map(_digest, (here, again)))
+        micro_batch = self._call()
+        calls.append(_digest(micro_batch))
+        if calls[0] == calls[1]:
+            return [micro_batch]  # it depends on the global generators alone
         if not called_before:
             calls += [_digest(self._call()) for _ in range(2, first * self._count)]
         generators.put_back(states, device)
