@@ -517,6 +517,13 @@ MUTATIONS = (
         "sync/test_local.py::test_ranks_train_as_the_definition_says",
     ),
     Mutation(
+        "local: what a coded message had too much is forgotten",
+        "sync/local.py",
+        "torch.split(self._next_excess, ",
+        "torch.split(torch.zeros_like(self._next_excess), ",
+        "sync/test_local.py::test_ranks_train_as_the_definition_says",
+    ),
+    Mutation(
         "what a rounded message left out is sent with the wrong sign",
         "sync/codec.py",
         "torch.sub(x[elements], minus[elements], out=values)",

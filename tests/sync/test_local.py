@@ -20,6 +20,7 @@ from paceline.replica.batch import Batch
 from paceline.replica.checkpoints import Checkpoints, load_weights
 from paceline.replica.replica import Replica
 from paceline.sync.replicas import overall
+from paceline.sync.wire import wire_bits
 from paceline.tools.view.follow import Views
 from paceline.train.loop import train
 from paceline.train.request import Request
@@ -28,7 +29,17 @@ from paceline.world.env import Environment
 from paceline.world.runtime import World
 
 POISONED, MAX_NORM = 6, 0.3
-NUM_STEPS = {1: 12, 4: 16, 17: 40, 32: 40}  # by sync_every; 32: of 26 weights, so some steps send nothing
+# By sync_every and wire; 32: of 26 weights, so some steps send nothing.
+NUM_STEPS = {
+    (1, "exact"): 12,
+    (4, "exact"): 16,
+    (17, "exact"): 40,
+    (32, "exact"): 40,
+    (4, "int8"): 16,
+    (17, "int2"): 40,
+}
+LEVELS = {"int8": 127, "int2": 1}
+RESUMED: dict[int, Any] = {4: "exact", 17: "int2"}
 
 
 def network() -> nn.Module:
@@ -51,11 +62,11 @@ def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(net(x), x.sum(1, keepdim=True))
 
 
-def trained(world: World, sync_every: int) -> dict[str, Any]:
+def trained(world: World, sync_every: int, wire: Any) -> dict[str, Any]:
     net = network()
-    replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every)
+    replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every, wire=wire)
     skipped, anchors = [], []
-    for number in range(NUM_STEPS[sync_every]):
+    for number in range(NUM_STEPS[sync_every, wire]):
         x = rows_of(number, world.rank)
         step = replica.step(Batch([x] if len(x) else []))
         for micro_batch in step:
@@ -92,13 +103,23 @@ def make_updates(nets: list[nn.Module], optimizers: list[torch.optim.Optimizer],
                 optimizer.step()
 
 
-def reference(num_ranks: int, sync_every: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def decoded(change: torch.Tensor, wire: str) -> torch.Tensor:
+    """What a message of fewer than 256 numbers says: multiples of one scale."""
+    if wire == "exact" or not len(change):
+        return change
+    values = change.float()
+    scale = (values.abs().max() / LEVELS[wire]).clamp(min=1e-30)
+    return ((values * (1 / scale)).round() * scale).to(change.dtype)
+
+
+def reference(num_ranks: int, sync_every: int, wire: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Returns each rank's own weights after the last step, and the average at the end: the definition, for one rank
     after the other, on flat vectors, without the strategy's code."""
     nets = [network() for _ in range(num_ranks)]
     optimizers = [inner(net) for net in nets]
     anchor = flat(nets[0])
     momentum = torch.zeros_like(anchor)
+    excess = torch.zeros(num_ranks, len(anchor), dtype=anchor.dtype)
     borders = [round(len(anchor) * part / sync_every) for part in range(sync_every + 1)]
     weight = torch.zeros(sync_every, num_ranks)  # rows seen since the fragment's last exchange
     sent: list[torch.Tensor] = []
@@ -106,7 +127,13 @@ def reference(num_ranks: int, sync_every: int) -> tuple[list[torch.Tensor], torc
     def exchange(part: int, vectors: list[torch.Tensor], sent: list[torch.Tensor], is_last: bool = False) -> None:
         cut = slice(borders[part], borders[part + 1])
         share = weight[part].double() if weight[part].any() else torch.ones(num_ranks)
-        change = sum(s * (vector[cut] - anchor[cut]) for s, vector in zip(share / share.sum(), sent, strict=True))
+        changes = [s * (vector[cut] - anchor[cut]) for s, vector in zip(share / share.sum(), sent, strict=True)]
+        change = torch.zeros_like(anchor[cut])
+        for rank, own in enumerate(changes):
+            message = decoded(own - excess[rank, cut], wire)
+            if wire == "int2":
+                excess[rank, cut] = message - (own - excess[rank, cut])
+            change += message
         if sync_every > 16 and not is_last:
             momentum[cut] = 0.6 * momentum[cut] + change
             change = 0.7 * (change + 0.6 * momentum[cut])
@@ -115,7 +142,7 @@ def reference(num_ranks: int, sync_every: int) -> tuple[list[torch.Tensor], torc
             vector[cut] += anchor[cut] - before[cut]
         weight[part] = 0
 
-    for number in range(NUM_STEPS[sync_every]):
+    for number in range(NUM_STEPS[sync_every, wire]):
         batches = [rows_of(number, rank) for rank in range(num_ranks)]
         make_updates(nets, optimizers, batches)
         vectors = [flat(net) for net in nets]
@@ -134,22 +161,24 @@ def reference(num_ranks: int, sync_every: int) -> tuple[list[torch.Tensor], torc
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """What the functions of this file return on each of three ranks."""
-    calls: dict[Any, Call] = {sync_every: Call(trained, sync_every) for sync_every in NUM_STEPS}
+    calls: dict[Any, Call] = {case: Call(trained, *case) for case in NUM_STEPS}
     folder = tmp_path_factory.mktemp("ranks")
-    calls |= {f"resumed {each}": Call(resumed, folder / str(each), each) for each in (4, 17)}
-    return run_calls(calls | {"dropped": Call(dropped)}, 3)
+    calls |= {f"resumed {each}": Call(resumed, folder / str(each), each, wire) for each, wire in RESUMED.items()}
+    calls |= {"excess": Call(excess, folder / "17" / "anew", 17, RESUMED[17]), "dropped": Call(dropped)}
+    return run_calls(calls, 3) | {"excess of two": run_ranks(excess, 2, folder / "17" / "anew", 17, RESUMED[17])}
 
 
-@pytest.mark.parametrize("sync_every", NUM_STEPS)
-def test_ranks_train_as_the_definition_says(three_ranks: dict[Any, list[Any]], sync_every: int) -> None:
-    found = three_ranks[sync_every]
-    own, merged = reference(3, sync_every)
+@pytest.mark.parametrize("case", NUM_STEPS)
+def test_ranks_train_as_the_definition_says(three_ranks: dict[Any, list[Any]], case: tuple[int, str]) -> None:
+    found = three_ranks[case]
+    own, merged = reference(3, *case)
+    atol = 1e-12 if case[1] == "exact" else 1e-6  # messages are made in float32
     assert [each["skipped"] for each in found] == [[POISONED]] * 3, "all ranks skip the step"
     assert len({tuple(each["anchors"]) for each in found}) == 1, "the anchor has the same bits after every step"
-    assert len(set(found[0]["anchors"])) > NUM_STEPS[sync_every] / 2
+    assert len(set(found[0]["anchors"])) > NUM_STEPS[case] / 2
     for mine, wanted in zip(found, own, strict=True):
-        torch.testing.assert_close(mine["own"], wanted, rtol=0, atol=1e-12)
-        torch.testing.assert_close(mine["merged"], merged, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine["own"], wanted, rtol=0, atol=atol)
+        torch.testing.assert_close(mine["merged"], merged, rtol=0, atol=atol)
     assert all(torch.equal(each["merged"], found[0]["merged"]) for each in found)
     assert not torch.equal(found[0]["own"], found[1]["own"])
 
@@ -182,13 +211,13 @@ def steps_made(replica: Replica, num_steps: int) -> None:
         replica.train(Batch([x] if len(x) else []), lambda x: (loss_of(replica.model, x), float(len(x))))
 
 
-def resumed(world: World, folder: Path, sync_every: int) -> list[str]:
+def resumed(world: World, folder: Path, sync_every: int, wire: Any) -> list[str]:
     """Digests of this rank's own weights after some steps amid a round: never saved, saved, of the last ones made again
     in the same script, and by a new one."""
     found = []
     for how in ("never saved", "saved", "again", "anew") if sync_every == 4 else ("never saved", "anew"):
         net = network()
-        replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every)
+        replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every, wire=wire)
         checkpoints = Checkpoints(folder / how, net=replica)
         steps_made(replica, sync_every + 5)  # so far that momentum of exchanges has an effect
         if how != "never saved":
@@ -199,14 +228,14 @@ def resumed(world: World, folder: Path, sync_every: int) -> list[str]:
         if how == "anew":
             checkpoints.finish()
             net = network()
-            replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every)
+            replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every, wire=wire)
             Checkpoints(folder / how, net=replica).restore()
         steps_made(replica, 3)
         found.append(overall(dict(net.named_parameters())))
     return found
 
 
-@pytest.mark.parametrize("sync_every", [4, 17])
+@pytest.mark.parametrize("sync_every", RESUMED)
 def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(
     three_ranks: dict[Any, list[Any]], sync_every: int
 ) -> None:
@@ -214,6 +243,21 @@ def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(
     digests = three_ranks[f"resumed {sync_every}"]
     assert [len(set(each)) for each in digests] == [1, 1, 1]
     assert len({each[0] for each in digests}) == 3, "each rank has weights of its own"
+
+
+def excess(world: World, folder: Path, sync_every: int, wire: Any) -> torch.Tensor:
+    """What this rank's messages had too much, after a restore."""
+    net = network()
+    replica = Replica(net, inner(net), world, strategy="local", sync_every=sync_every, wire=wire)
+    Checkpoints(folder, net=replica).restore()
+    tensors, _ = replica.sync.private_state()
+    return torch.cat([tensor for item, tensor in tensors.items() if item.name.endswith(f"/wire.excess@{world.rank}")])
+
+
+def test_another_world_subtracts_all_that_messages_had_too_much(three_ranks: dict[Any, list[Any]]) -> None:
+    before, after = sum(three_ranks["excess"]), sum(three_ranks["excess of two"])
+    assert before.abs().max() > 1e-3
+    torch.testing.assert_close(after, before)
 
 
 # ---- whole runs ----
@@ -241,6 +285,7 @@ def make_all(_: ParallelConfig, env: Environment, base: Path) -> list[str]:
         assert train(Request(tiny(**changes), base / name, resume=resume), env) in (0, 75)
 
     made("straight")
+    made("coded", parallel__wire="int4")
     made("middle", train__stop_at_step=MIDDLE)
     made("last", train__stop_at_step=STEPS)
     made("last", resume=True)
@@ -274,6 +319,15 @@ def test_a_step_sends_its_part_of_the_weights(made) -> None:
     num_small = 2000  # numbers about the step
     for first in range(0, STEPS - ROUND, ROUND):
         assert num_bytes <= sum(sent[first : first + ROUND]) <= num_bytes + ROUND * num_small  # 2 (n-1)/n is 1
+
+
+@pytest.mark.long
+def test_a_step_sends_the_coded_bytes_that_are_foretold(made) -> None:
+    num_elements = sum(tensor.numel() for tensor in load_weights(made[0] / "coded").values())
+    bits = wire_bits("local", "int4", 32, sync_every=ROUND)
+    foretold = ROUND * bits.bytes_sent(2, num_elements, 0, 0)
+    sent = [row["comm_bytes"] for row in steps(made[0] / "coded")]
+    assert foretold <= sum(sent[:ROUND]) <= foretold + ROUND * (2000 + 256)  # numbers about the step, the last block
 
 
 @pytest.mark.long
@@ -311,6 +365,10 @@ def test_a_world_of_one_has_no_rounds(tmp_path: Path) -> None:
     [
         ({"parallel__sync_every": 0}, "--parallel.strategy local --parallel.sync-every 8"),
         ({"parallel__strategy": "ddp"}, "leave sync-every out"),
+        (
+            {"parallel__strategy": "zero", "parallel__sync_every": 0, "parallel__wire": "int2"},
+            "use --parallel.wire int4, or",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ class Replica(ReplicatedModel):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 0.0,
-        wire: Literal["exact", "bf16", "int8", "int4"] = "exact",
+        wire: Literal["exact", "bf16", "int8", "int4", "int2"] = "exact",
         read_as: Mapping[str, torch.dtype] | None = None,
         sync_every: int = 0,
         rounded_gradients: Collection[str] = (),
@@ -80,7 +80,8 @@ class Replica(ReplicatedModel):
         that run one after the other, such as a transformer's layers. `fsdp` gathers the weights of one at a time; for
         `zero` see `waits_at_once`. bucket_mb: MiB of gradients in one transfer; 0: 2 with `zero` on CPUs, else 10.
         wire: `bf16` makes `zero` send gradients rounded to bfloat16; they are added in their own dtype. `int8`
-        and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/owned.py).
+        and `int4` send integers of so many bits, and the change of weights in 4 bits (sync/owned.py). `local` sends
+        its changes of weights so, also in 2 bits (`int2`).
         read_as: parameters that the forward pass casts to a dtype, such as torch.bfloat16, before any other use of
         them. `zero` and `fsdp` send these rounded to it: half the bytes, the same results. Between steps `zero`'s model
         then holds rounded values; `state_dict` and checkpoints have the exact ones. rounded_gradients: those of them

@@ -133,12 +133,13 @@ Codec = Rounded | Blocks
 
 
 def of_wire(wire: str, block: int) -> tuple[Codec | None, Codec | None]:
-    """Returns the codecs of gradients, and of changes of weights; None: they are sent exactly. block: elements with one
-    scale."""
+    """Returns the codecs of gradients (with local, of its changes of weights), and of zero's changes of weights; None:
+    they are sent exactly. block: elements with one scale."""
     table: dict[str, tuple[Codec | None, Codec | None]] = {
         "exact": (None, None),
         "bf16": (Rounded(torch.bfloat16), None),
         "int8": (Blocks(8, block), Blocks(4, block)),
         "int4": (Blocks(4, block), Blocks(4, block)),
+        "int2": (Blocks(2, block), None),  # of local's changes of weights only
     }
     return table[wire]

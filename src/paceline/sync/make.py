@@ -34,7 +34,7 @@ def make_strategy(
         hosts = group.hosts.ranks if config.strategy == "hsdp" else ()
         return FullySharded(model, group, stages, costs, hosts, read_as)
     if config.strategy == "local" and group.size > 1:
-        return LocalSync(model, group, bucket_bytes, config.sync_every)
+        return LocalSync(model, group, bucket_bytes, config.sync_every, config.wire)
     if config.strategy == "naive":
         return NaiveSync(model, group)
     if config.strategy != "zero":  # ddp, or one process, which has nobody to share weights with: no rounding either

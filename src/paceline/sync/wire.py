@@ -3,24 +3,25 @@
 from dataclasses import dataclass
 
 _WEIGHT_BITS = {"int8": 4.125, "int4": 4.125}  # differences of weights: 4 bits, and a float32 scale for 256 elements
-_GRADIENT_BITS = {"exact": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125}
+_GRADIENT_BITS = {"exact": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125}
 
 
 @dataclass(frozen=True)
 class WireBits:
-    """Bits of an element that n ranks send (n-1)/n times."""
+    """Bits of an element that n ranks send (n-1)/n times, or n-1 times if each sends all of it to each other one."""
 
     gradient: float
     weight: float
     embedding: float  # of weights that are read in float32
     end_gradient: float  # of embeddings and head, less the weights' bits of which they need fewer
+    is_to_each: bool = False
 
     def bytes_sent(self, num_ranks: int, num_elements: int, num_embedding: int, num_ends: int) -> float:
         """Returns what a rank sends in a step. num_embedding: how many of the elements are embeddings; num_ends:
         embeddings and head."""
         bits = num_elements * (self.gradient + self.weight) + num_embedding * (self.embedding - self.weight)
         bits += num_ends * (self.end_gradient - self.gradient)
-        return (num_ranks - 1) / num_ranks * bits / 8
+        return (num_ranks - 1) * bits / 8 / (1 if self.is_to_each else num_ranks)
 
 
 def wire_bits(
@@ -34,7 +35,8 @@ def wire_bits(
     by_gloo: bool = True,
 ) -> WireBits:
     """Returns the bits that hosts send: of ddp, naive and, between hosts, hsdp (an all-reduce of gradients), zero,
-    fsdp (gathers in forward and backward of each pass), or local (an all-reduce of a fragment).
+    fsdp (gathers in forward and backward of each pass), or local (an all-reduce of a fragment; with a codec each rank
+    sends it to each other one).
 
     compute_bits: of the compute dtype, in which zero and fsdp send weights that are read in no other. ranks_per_host:
     ranks of a host add up float32 gradients before they send them; other gradients, and coded weights, go from each
@@ -44,6 +46,9 @@ def wire_bits(
     if strategy == "fsdp":
         once = passes * compute_bits  # embeddings and head stay until backward is over
         return WireBits(32, 2 * once, 32 * passes + once, 32 - once)
+    if strategy == "local" and wire != "exact":
+        each = _GRADIENT_BITS[wire] * ranks_per_host**2 / sync_every
+        return WireBits(each, 0, 0, each, is_to_each=True)
     if strategy != "zero":
         return WireBits(64 / sync_every, 0, 0, 64 / sync_every)
     each = _GRADIENT_BITS[wire] * ranks_per_host

@@ -314,16 +314,16 @@ def _memory_choice(config: Config, facts: Sequence[RankFacts]) -> list[Choice]:
 
 def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: bool) -> dict[str, float]:
     """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
-    local's anchor and its momentum; with Muon the owners of fsdp have weights and gradients once more. On a CPU each
-    save copies the weights and the state that this rank writes, and keeps that memory. per_host: ranks of a host; 0:
-    all are on one."""
+    local's anchor and its momentum, 4 of what its messages in few bits had too much; with Muon the owners of fsdp have
+    weights and gradients once more. On a CPU each save copies the weights and the state that this rank writes, and
+    keeps that memory. per_host: ranks of a host; 0: all are on one."""
     total = cost.num_parameters(config.model).total
     parts = (20 if config.optim.name == "muon" else 16) * total
     copied = 12 * total if on_cpu else 0
     return {
         "ddp": 16 * total + copied / world_size,
         "naive": 16 * total + copied,
-        "local": 24 * total + copied,
+        "local": (28 if config.parallel.wire in ("int4", "int2") else 24) * total + copied,
         "zero": (8 + 8 / world_size) * total + copied / world_size,
         "fsdp": (parts + copied) / world_size,
         "hsdp": (parts + copied) / (per_host or world_size),

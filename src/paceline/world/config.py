@@ -20,12 +20,13 @@ class ParallelConfig:
     updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose
     loss depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; not ddp with
     Muon, whose update is expensive, and where processors round differently; never hsdp or local."""
-    wire: Literal["exact", "bf16", "int8", "int4"] = "exact"
-    """What zero sends. exact: gradients and weights lose no bit that anything reads; weights that the model reads in
-    bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer bytes, but
-    each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change of weights
-    as 4-bit ones: a quarter and an eighth of float32's bytes. int4: gradients, too, in 4 bits; what a message leaves
-    out is in the next one. Other values than exact make auto choose zero, and need gloo."""
+    wire: Literal["exact", "bf16", "int8", "int4", "int2"] = "exact"
+    """What zero and local send. exact: gradients and weights lose no bit that anything reads; weights that the model
+    reads in bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer
+    bytes, but each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change
+    of weights as 4-bit ones: a quarter and an eighth of float32's bytes. int4: gradients, too, in 4 bits; what a
+    message leaves out is in the next one. local sends the changes of its weights so, in 2 bits with int2. Other values
+    than exact make auto choose zero, and need gloo."""
     sync_every: int = 0
     """local: steps between two exchanges of a weight, 8 for example. In each step 1/sync-every of the weights is sent,
     during the next step. Larger: fewer bytes, and a higher loss. 0 with other strategies."""
@@ -86,10 +87,15 @@ class ParallelConfig:
 
     def check_wire(self) -> None:
         """Raises UserError if the strategy cannot send what `wire` says."""
-        if self.wire != "exact" and self.strategy not in ("auto", "zero"):
+        if self.wire == "int2" and self.strategy != "local":
             raise UserError(
-                f"parallel.wire {self.wire} works with strategy zero only, and parallel.strategy is {self.strategy}; "
-                "use --parallel.strategy zero, or --parallel.wire exact"
+                f"parallel.wire int2 is for local steps, and parallel.strategy is {self.strategy}; use --parallel.wire "
+                "int4, or --parallel.strategy local --parallel.sync-every 32"
+            )
+        if self.wire != "exact" and self.strategy not in ("auto", "zero", "local"):
+            raise UserError(
+                f"parallel.wire {self.wire} works with strategies zero and local, and parallel.strategy is "
+                f"{self.strategy}; use --parallel.strategy zero, or --parallel.wire exact"
             )
 
     def check_rounds(self) -> None:

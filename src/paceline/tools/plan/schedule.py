@@ -171,7 +171,8 @@ def predict(job: Job, path: Path) -> Prediction:
         step_s = _measured_step_s(job, path, update_s, wire_bytes)
     elif path.strategy == "local":  # a fragment's all-reduce overlaps with the whole next step
         sent_s = job.hop_s + wire_bytes / job.bytes_per_s if wire_bytes else 0.0
-        step_s = max(job.slowest * job.micro_batch_s + update_s, sent_s)
+        codec_s = path.update_codec_s * job.num_elements
+        step_s = max(job.slowest * job.micro_batch_s + update_s + codec_s, sent_s)
     elif path.strategy == "hsdp" and job.is_across:
         inner = replace(job, num_hosts=1, num_ranks=per_host, burst_s=0.0)
         step_s = _sharded_step_s(inner, between=job) + update_s
@@ -308,7 +309,7 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
 
 
 # For an element of the model, of which a rank encodes one half and decodes the other (two ranks, one thread of a Xeon).
-CODEC_NS = {"exact": (0.0, 0.0), "bf16": (0.5, 0.4), "int8": (1.8, 1.8), "int4": (2.2, 1.8)}
+CODEC_NS = {"exact": (0.0, 0.0), "bf16": (0.5, 0.4), "int8": (1.8, 1.8), "int4": (2.2, 1.8), "int2": (3.0, 3.0)}
 
 
 def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str = "cpu") -> Path:
@@ -316,6 +317,8 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
     strategy, rounds = parallel.strategy, parallel.sync_every or 1
     assert strategy != "auto"
     encode_ns, update_ns = CODEC_NS[parallel.wire] if job.num_ranks > 1 else (0.0, 0.0)
+    if strategy == "local":  # codes a whole fragment, after the update
+        encode_ns, update_ns = 0.0, 2 * (encode_ns + update_ns) / rounds
     flags = f"--parallel.strategy {strategy}" + (f" --parallel.sync-every {rounds}" if parallel.sync_every else "")
     flags += f" --parallel.wire {parallel.wire}" if parallel.wire != "exact" else ""
     bits = wire_bits(

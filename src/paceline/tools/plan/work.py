@@ -188,7 +188,8 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
     if shards_weights and on_cpu:
         gathered += 4 * total * (settings.plan.passes > 1)  # gradients are added up whole until the last micro-batch
     written = min(part, whole, 1 / num_ranks if strategy == "ddp" else 1.0)  # of the state, by this rank
-    replica = 4 * total * part if config.parallel.wire in ("int8", "int4") and not is_alone else 0.0
+    is_coded = strategy == "zero" and config.parallel.wire in ("int8", "int4") and not is_alone
+    replica = 4 * total * part if is_coded else 0.0
     snapshot = (4 * total + moments) * written + replica
     program = PROGRAM_BYTES[rank.device]
     if on_cpu:
@@ -232,8 +233,8 @@ def _buffer_bytes(settings: Settings, rank: RankFacts, num_ranks: int, part: flo
         matrices = counts.matmul - model.vocab_size * model.n_embd
         owned = 8 * matrices * part if settings.config.optim.name == "muon" else 0.0  # owners' weights, gradients
         return owned + (4 * total if rank.device == "cpu" else 0.0)  # the allocator keeps what was gathered
-    if strategy == "local":
-        return 8 * total
+    if strategy == "local":  # the anchor and its momentum, and what messages had too much
+        return (12 if parallel.wire in ("int4", "int2") else 8) * total
     if parallel.wire in ("int8", "int4"):
         # This rank's exact part; messages from and to the others; with int4 what they left out, of two steps.
         bits, excess = (8.125, 0) if parallel.wire == "int8" else (4.125, 8)
