@@ -510,6 +510,13 @@ MUTATIONS = (
         "sync/test_parameter_memory.py::test_values_put_in_a_parameters_place_are_trained",
     ),
     Mutation(
+        "a GPT that a script makes has what lay in memory for weights",
+        "model/gpt.py",
+        "        if not self.embed_tokens.weight.is_meta:\n",
+        "        if False:\n",
+        "model/test_gpt.py::test_first_weights_are_a_function_of_seed_and_name",
+    ),
+    Mutation(
         "local: a rank with more sequences has no more weight in the average",
         "sync/local.py",
         "fraction = self.own_weight / self.weight if self.weight else 1.0 / group.size",

@@ -85,7 +85,7 @@ config = paceline.Config().replace("train", steps=100)  # what config.toml of a 
 
 # ---- GPT ----
 sizes = paceline.ModelConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=257, n_positions=64)
-gpt = paceline.GPT(sizes)
+gpt = paceline.GPT(sizes, seed=1)
 tokens = torch.zeros(2, 16, dtype=torch.long)
 loss_sum = gpt(tokens, tokens)  # nats, summed over the tokens
 

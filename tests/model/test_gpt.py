@@ -306,6 +306,8 @@ def test_first_weights_are_a_function_of_seed_and_name() -> None:
     deep = build(ModelConfig(arch="gpt2", **(SHAPE | {"n_layer": 2, "vocab_size": 50}), head="untied"), 3, "cpu")
     for name, value in small.items():  # an added parameter moves no other
         assert torch.equal(value, deep.state_dict()[name])
+    made = GPT(ModelConfig(arch="gpt2", **SHAPE), seed=3).state_dict()  # as a script makes it
+    assert all(torch.equal(value, made[name]) for name, value in small.items())
     other = build(ModelConfig(arch="gpt2", **SHAPE), 4, "cpu").state_dict()
     assert not torch.equal(other["embed_tokens.weight"], small["embed_tokens.weight"])
     assert not torch.equal(small["layers.0.mlp.up_proj.weight"], small["layers.1.mlp.up_proj.weight"])

@@ -43,8 +43,14 @@ class GPT(nn.Module):
     - `checkpoint_blocks`: keep only each block's input for backward, and recompute the block there.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        """The initial weights depend only on config and seed; see `initialise`. On torch's meta device there are none.
+        Raises UserError for an impossible config."""
         super().__init__()
+        config.check()
+        for name in ("n_positions", "vocab_size"):
+            if getattr(config, name) < 1:
+                raise UserError(f"model.{name.replace('_', '-')} is 0, and there is no data to derive it from: give it")
         self.config = config
         self.compute_dtype = torch.float32
         self.checkpoint_blocks = False
@@ -55,6 +61,19 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = make_norm(config)
         self.lm_head = None if config.tied else Head(config.n_embd, config.vocab_size, bias=False)
+        if not self.embed_tokens.weight.is_meta:
+            self.initialise(seed)
+
+    def initialise(self, seed: int) -> None:
+        """Sets each parameter by config, seed and its name.
+
+        GPT-2's initialisation: normal with standard deviation 0.02; smaller by sqrt(2 n_layer), the number of writes,
+        for projections that write to the residual stream; norms 1; biases 0; embed_mix 0.5. Each parameter is drawn on
+        the CPU in float32 from its own generator, so devices, ranks and order change nothing.
+        """
+        for name, parameter in self.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(_initial(name, parameter.shape, self.config.n_layer, seed))
 
     def forward(
         self,
@@ -221,24 +240,13 @@ def _cut(batch: Tensor | None, sizes: list[int]) -> list[Any]:
 
 
 def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
-    """Returns a model whose parameters each depend only on config, seed and their name.
-
-    GPT-2's initialisation: normal with standard deviation 0.02; smaller by sqrt(2 n_layer), the number of writes, for
-    projections that write to the residual stream; norms 1; biases 0; embed_mix 0.5. Each parameter is drawn on the CPU
-    in float32 from its own generator, so devices, ranks and order change nothing. Raises UserError for an impossible
-    config.
-    """
-    config.check()
-    for name in ("n_positions", "vocab_size"):
-        if getattr(config, name) < 1:
-            raise UserError(f"model.{name.replace('_', '-')} is 0, and there is no data to derive it from: give it")
+    """Returns a model with its initial weights on a device, where it is made once. Raises UserError for an impossible
+    config."""
     with torch.device("meta"):
         model = GPT(config)
     # Not to_empty(): empty_like of a meta tensor imports sympy, 0.6 s.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            parameter.copy_(_initial(name, parameter.shape, config.n_layer, seed))
+    model.initialise(seed)
     return model
 
 
