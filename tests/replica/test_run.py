@@ -1,7 +1,9 @@
 """A script's training is a run: the folder of `paceline train`, the curve of one process, the end of every end."""
 
+import math
 import sys
 import tomllib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
 from paceline.replica.replica import Replica
 from paceline.replica.run import Run, _check_folder, _to_toml
+from paceline.tools.view import read as view
 from paceline.world.runtime import World
 
 SCRIPT = Path(__file__).with_name("run_script.py")
@@ -140,9 +143,10 @@ def test_one_that_is_asked_to_stop_saves_and_exits_with_75(straight: Path, tmp_p
     assert found == pytest.approx([row["loss"] for row in training_rows(straight)], abs=1e-6)
 
 
-def test_a_script_that_exits_early_is_not_called_complete(tmp_path: Path) -> None:
-    """Mutation: every script that leaves the world has reached its horizon."""
-    (ended,) = train(tmp_path / "run", "exit")
+@pytest.mark.parametrize("where", ["exit", "exit outside"])
+def test_a_script_that_exits_early_is_not_called_complete(tmp_path: Path, where: str) -> None:
+    """Mutations: every script that leaves the world has reached its horizon; at exit the status is not known."""
+    (ended,) = train(tmp_path / "run", where)
     ended.require(3)
     state = read_state(RunFolder(tmp_path / "run"))
     assert (state.kind, state.why, state.step) == ("stopped", "exit status 3", 6)
@@ -193,8 +197,72 @@ def twice(world: World, folder: Path) -> list[int]:
         result = replica.train(torch.ones(4, 2), lambda x: net(x).mean())
         script.log(twice=2.0)
         script.record(result)
+    script.save()
     script.checkpoints.finish()
     return made
+
+
+def sweep(world: World, folder: Path) -> list[Any]:
+    """Two runs, one after the other; and in the body of each step what is logged, saved and evaluated in odd orders."""
+    found: list[Any] = []
+    for name in ("first", "second"):
+        net = nn.Linear(2, 1)
+        replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
+        script = Run(folder / name, keep_best=True, net=replica)
+        if world.is_main:
+            found.append(events(folder / "first")[-1])
+        for step in script.steps(TensorDataset(torch.ones(10, 2)), batch_size=4, epochs=2):
+            for (x,) in step:
+                step.backward(net(x).mean())
+            step.finish()
+            if world.is_main:
+                script.log(early=1.0)
+            script.log(rank=world.rank, nan=math.nan)
+            if step.number == 1:
+                script.evaluated(best=5)  # its row comes before the step's
+            if step.number == 3:
+                script.record(step.result)
+            if step.number % 2 == 0:
+                script.save()
+                script.evaluated(loss=abs(step.number - 4.0), best=math.inf)
+                with warnings.catch_warnings(record=True) as caught:
+                    script.log(late=1.0)
+                found.append(len(caught))
+            if step.number == 5:
+                break
+        with pytest.raises(UserError, match="given rank, a Tensor of shape"):
+            script.log(rank=torch.ones(3))
+        with pytest.raises(UserError, match="given tokens, which its row has"):
+            script.evaluated(tokens=3)
+    script.save()
+    script.checkpoints.finish()
+    return found
+
+
+def test_rows_are_whole_in_whatever_order_the_body_calls(tmp_path: Path) -> None:
+    """Mutations: a row comes after its step's save, and a kill between them loses it; an evaluation before the row
+    replaces it on the page; the loss of a step that was saved before is not compared; NaN, which JSON lacks; a run goes
+    on while the script makes the next one."""
+    (found, other) = run_ranks(sweep, 2, tmp_path)
+    assert found == ["start", 1, 1, "end", 1, 1]
+    assert other == [0] * 4  # rank 0 warns
+    for name in ("first", "second"):
+        written = rows(tmp_path / name / "metrics.jsonl")
+        assert [row["step"] for row in written] == [1, 1, 2, 2, 3, 4, 4, 5]
+        trained = [row for row in written if "loss" in row]
+        assert [(row["early"], row["rank"], row["nan"]) for row in trained] == [(1.0, 0.5, None)] * 5
+        assert not [row for row in written if "late" in row]
+        assert [(row["val_loss"], row["best"], row["tokens"]) for row in written if "val_loss" in row] == [
+            (None, 5.0, 4),
+            (2.0, None, 8),
+            (0.0, None, 14),
+        ]
+        assert (tmp_path / name / "checkpoints/best").read_text() == "step-00000004\n"
+        shown = view.Run(tmp_path / name)
+        shown.read()
+        assert (len(shown.steps), shown.evaluations["val_loss"].tolist()[1:]) == (5, [2.0, 0.0])
+        (loop,) = [event for event in rows(tmp_path / name / "events.jsonl") if event["event"] == "loop"]
+        assert loop["num_steps"] == 6
 
 
 def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:

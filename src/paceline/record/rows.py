@@ -69,7 +69,7 @@ class StepRow:
     def recorded(self, slow_ranks: Sequence[int]) -> dict[str, Any]:
         """Returns the row of metrics.jsonl. In a larger world than MOST_LISTED it has [least, median, most] instead of
         the lists by rank, and the ranks that are named slow: its size does not grow with the world."""
-        numbers = _finite({name: value for name, value in vars(self).items() if not name.startswith("rank_")})
+        numbers = finite({name: value for name, value in vars(self).items() if not name.startswith("rank_")})
         if self.world_size <= MOST_LISTED:
             return numbers | self.lists()
         names = [name for name in vars(self) if name.startswith("rank_")]
@@ -93,10 +93,10 @@ class EvalRow:
 
     def recorded(self) -> dict[str, Any]:
         """Returns the row of metrics.jsonl."""
-        return _finite(vars(self))
+        return finite(vars(self))
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def finite(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values as JSON has them: it has no NaN or infinity, and most readers fail on them: null."""
     is_number = {name: not isinstance(value, float) or math.isfinite(value) for name, value in values.items()}
     return {name: value if is_number[name] else None for name, value in values.items()}

@@ -90,6 +90,8 @@ class Checkpoints(CheckpointFolder):
         self._problem: str | None = None  # of the last finished save
         self.on_outcome: Callable[[Outcome], object] = lambda outcome: None
         """Called on rank 0 with the end of each save."""
+        self.before_save: Callable[[], object] = lambda: None
+        """Called when a save begins; it may be collective."""
         at_leaving(partial(_end_owner, folder.resolve()))
 
     def save_every(self, num_steps: int, val_loss: float | None = None) -> bool:
@@ -115,6 +117,7 @@ class Checkpoints(CheckpointFolder):
         """
         self.world.calls.record("Checkpoints.save")
         self._require_own()
+        self.before_save()
         self._finish_save()
         states = self._states_of_others()
         for each in self._replicas.values():

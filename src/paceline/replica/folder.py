@@ -125,8 +125,8 @@ class CheckpointFolder:
         problems += [f"{name} is of {dtype}" for name, dtype in dtypes.items() if dtype not in CODES]
         if any(each.replica.sources.unnamed() for each in self._replicas.values()):
             problems.append(
-                "the position of the batches that replica.step is given has no name (write "
-                "paceline.Checkpoints(folder, net=replica, train=batches), with what paceline.share returned)"
+                "the position of the batches that replica.step is given has no name (write net=replica, train=batches, "
+                "with what paceline.share returned)"
             )
         if (begun := self._begun_from()) is not None:
             states = begun.states
@@ -230,7 +230,11 @@ class CheckpointFolder:
                 )
             each.check(str(path), manifest["replicas"][name], manifest["tensors"]["weights"])
         if missing := [name for name in self._others if name not in manifest["objects"]]:
-            raise UserError(f"{path} was saved without {listed(missing)}", reach="world")
+            raise UserError(
+                f"{path} was saved without {listed(missing)}"
+                + (", by paceline.Checkpoints: go on with that, or name another folder" if "run" in missing else ""),
+                reach="world",
+            )
         left = [n for n in (*manifest["replicas"], *manifest["objects"]) if n not in {**self._replicas, **self._others}]
         if left:
             warn(

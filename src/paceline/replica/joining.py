@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from paceline.base.errors import EXIT_FAILED, PacelineError
 from paceline.record.console import print_error
@@ -22,6 +22,7 @@ from paceline.world.rendezvous import tell_others
 from paceline.world.runtime import World, open_world
 from paceline.world.watchdog import Verdict, Watchdog
 
+_EXIT = sys.exit
 _EXIT_HANDLERS_S = 5.0
 _OF_REPLICAS = ("strategy", "wire", "sync_every", "bucket_mb", "shares", "check_every", "step_timeout_s")
 
@@ -69,6 +70,11 @@ def at_failing(call: Callable[[BaseException], None]) -> None:
         _Membership.current.before_failing.append(call)
 
 
+def exit_status() -> Any:
+    """Returns what the script gave to sys.exit, while it leaves the world; None if it came to its end."""
+    return None if _Membership.current is None else _Membership.current.status
+
+
 def at_hang(call: Callable[[Verdict], None]) -> None:
     """Calls `call`, in the watchdog's thread, before a hang ends this rank."""
     if _Membership.current is not None:
@@ -88,11 +94,13 @@ class _Membership:
     before_hang: list[Callable[[Verdict], None]] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
     hook_before: Callable[..., object] = field(default_factory=lambda: _script_hook())
+    status: Any = None  # given to sys.exit
+    num_calls: int = -1  # made when it was
 
     current: ClassVar["_Membership | None"] = None  # one per process
 
     def enter(self) -> World:
-        sys.excepthook = self.on_exception
+        sys.excepthook, sys.exit = self.on_exception, self.exit
         self.config.check()
         default = ParallelConfig()
         if unread := [name for name in _OF_REPLICAS if getattr(self.config, name) != getattr(default, name)]:
@@ -122,16 +130,24 @@ class _Membership:
         """Whether there are other ranks, which notice an error when this process ends."""
         return "RANK" in os.environ or (self.world is not None and self.world.world_size > 1)
 
+    def exit(self, status: Any = None, /) -> NoReturn:
+        """Stands for sys.exit: Python tells nobody the status at exit."""
+        if self.world is not None and threading.current_thread() is threading.main_thread():
+            self.status, self.num_calls = status, self.world.calls.number
+        raise SystemExit(status)
+
     def leave(self, error: BaseException | None = None) -> None:
         """Leaves the world after a last meeting of all ranks; the watchdog names a missing rank. With an error there is
         no collective, because the others may be anywhere; they notice when this rank ends. sys.exit() is no error."""
         if _Membership.current is not self or os.getpid() != self.process:  # already left, or a child of os.fork
             return
         assert self.world is not None
-        if error is not None and not isinstance(error, SystemExit):
+        if not isinstance(error, SystemExit | None):
             if not self.is_rank():  # the caller may catch it
                 self._close(error)
             return
+        was_caught = self.num_calls != self.world.calls.number
+        self.status = error.code if error is not None else None if was_caught else self.status
         try:
             with contextlib.ExitStack() as calls:  # each is called, also if another fails
                 for call in self.before_leaving:
@@ -177,6 +193,8 @@ class _Membership:
         if _Membership.current is self:
             _Membership.current = None
         atexit.unregister(self.leave_at_exit)
+        if sys.exit == self.exit:
+            sys.exit = _EXIT
         if sys.excepthook == self.on_exception and self.is_rank():
             sys.excepthook = self.hook_before
 
@@ -192,8 +210,9 @@ class _Membership:
         """Prints the message and ends this process without a collective. at_exit: other exit handlers have run."""
         status = error.exit_status if isinstance(error, PacelineError) else EXIT_FAILED
         status = 130 if isinstance(error, KeyboardInterrupt) else status
-        self._tell_failure(error)  # first: a launcher ends this rank soon
-        self._print(error)
+        told, culprits = self._explained(error)
+        self._tell_failure(told)  # first: a launcher ends this rank soon
+        self._print(told, culprits)
         if isinstance(error, PacelineError):
             tell_others(error)
         atexit.unregister(self.leave_at_exit)
@@ -212,17 +231,19 @@ class _Membership:
         _flush_files()
         os._exit(status)
 
-    def _print(self, error: BaseException) -> None:
+    def _explained(self, error: BaseException) -> tuple[BaseException, tuple[int, ...]]:
+        """Returns the error, if it is of lost ranks with what is known of them, and whom it blames."""
+        if not isinstance(error, PeerLost) or self.watchdog is None:
+            return error, ()
+        text, culprits = self.watchdog.explained(error)
+        return type(error)(text, error.reach).with_traceback(error.__traceback__), culprits
+
+    def _print(self, error: BaseException, culprits: tuple[int, ...]) -> None:
         """Prints a PacelineError as one message; other errors have printed their traceback."""
-        if not isinstance(error, PacelineError):
-            return
-        text, culprits = str(error), tuple[int, ...]()
-        if isinstance(error, PeerLost) and self.watchdog is not None:
-            text, culprits = self.watchdog.explained(error)
-        if text and self._speaks(error, culprits):
+        if isinstance(error, PacelineError) and str(error) and self._speaks(error, culprits):
             with contextlib.suppress(OSError, ValueError):  # the reader is gone: `| head`
                 own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
-                print_error(f"{own}error: {text}")
+                print_error(f"{own}error: {error}")
 
     def _on_verdict(self, verdict: Verdict) -> None:
         assert self.world is not None

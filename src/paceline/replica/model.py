@@ -137,9 +137,14 @@ class ReplicatedModel:
     def _sum_of_versions(self) -> int:
         return sum(tensor._version for tensor in self._tensors)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no other replica took this one's place."""
+        return not self._ended_at
+
     def require_current(self) -> None:
         """Raises UserError if another replica took this one's place."""
-        if self._ended_at:
+        if not self.is_current:
             raise mistake(
                 f"this replica ended at {self._ended_at}, where another was made of its model, optimizer or some of "
                 "its parameters: use that one. To train what two models share, put both into one nn.Module and one "

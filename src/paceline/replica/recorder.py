@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from paceline.checkpoint.save import Outcome
+from paceline.record import summary
 from paceline.record.config import LogConfig
 from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 from paceline.record.rows import MOST_LISTED, StepRow
+from paceline.record.state import read_state
 from paceline.record.stragglers import Over, Stragglers
 from paceline.record.summary import Totals
 from paceline.replica.result import StepResult, StepTimes
@@ -50,6 +53,26 @@ class StepRecorder:
             self.totals.add(row)
             self._report_stragglers(row)
         self.totals.has_warmed_up = True
+
+    def saved(self, outcome: Outcome) -> None:
+        """Records how a save ended."""
+        if outcome.problem:
+            self.event("checkpoint failed", step=outcome.step, error=outcome.problem)
+        else:
+            self.event("checkpoint", step=outcome.step, seconds=round(outcome.seconds, 3), bytes=outcome.num_bytes)
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Records why this rank ends."""
+        self.event("failed", step=step, error=str(error) or type(error).__name__)
+
+    def ended(self, step: int, reason: str, unit: str = "tokens", **facts: Any) -> None:
+        """Records the end of the run, and prints where the time went. reason: COMPLETE, or why it stopped."""
+        cost_s = round(self.stragglers.cost_ms / 1e3, 3)
+        self.event("end", step=step, **facts, reason=reason, straggler_cost_s=cost_s)
+        rate = read_state(self.folder).rate if self.world.is_main else None
+        summary.where_time_went(self.console, self.totals, rate, self.world.world_size, unit)
+        summary.who_did_what(self.console, self.totals, unit)
+        summary.who_was_slow(self.console, self.stragglers, self.totals, self.hosts)
 
     def _report_stragglers(self, row: StepRow) -> None:
         for news in self.stragglers.observe(row.step, row.rank_sequences, row.parts()):

@@ -19,11 +19,12 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shlex
 import sys
 import tomllib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,15 @@ import torch
 from paceline import __version__
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
-from paceline.checkpoint.save import Outcome
 from paceline.record import folder as run_folder
-from paceline.record import summary
 from paceline.record.config import LogConfig
 from paceline.record.console import Console
 from paceline.record.folder import COMPLETE, RunFolder
-from paceline.record.rows import StepRow
-from paceline.record.state import read_config, read_state
+from paceline.record.rows import StepRow, finite
+from paceline.record.state import read_config
 from paceline.replica.checkpoints import Checkpoints
-from paceline.replica.joining import at_failing, at_hang, at_leaving
+from paceline.replica.joining import at_failing, at_hang, at_leaving, exit_status
+from paceline.replica.mistakes import warn
 from paceline.replica.recorder import StepRecorder, step_row
 from paceline.replica.replica import Replica
 from paceline.replica.result import StepResult
@@ -51,8 +51,22 @@ from paceline.world.group import from_rank_0
 from paceline.world.processor import peak_flops
 from paceline.world.watchdog import Verdict
 
-_TAKEN = {*(field.name for field in dataclasses.fields(StepRow)), "unit", "val_loss", "elapsed_s"}
-_OPEN: dict[Path, "Run"] = {}  # by folder: a notebook cell that runs again makes it again
+_WRITE_EVERY_S = 0.5  # training time of rank 0, which all ranks know: rows, and one exchange of what was logged
+_OF_EVALUATIONS = {"step", "tokens", "unit", "val_loss", "elapsed_s"}
+_TAKEN = _OF_EVALUATIONS | {field.name for field in dataclasses.fields(StepRow)} | {"least_median_most", "slow_ranks"}
+_OPEN: dict[Path, "Run"] = {}  # by folder
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A step whose row is not written yet."""
+
+    result: StepResult
+    step: int
+    lr: float
+    num_items: int  # so far
+    num_steps: int | None  # of the loop
+    logged: dict[str, float | None]  # on this rank
 
 
 class Run:
@@ -72,7 +86,8 @@ class Run:
         **objects: Any,
     ):
         """Makes the run in this folder, or restores the one that is there from its newest complete checkpoint.
-        Collective. Make it after the objects and before the loop over steps.
+        Collective. Make it after the objects and before the loop over steps. Ends an earlier run of this script that
+        has made steps and is in no loop.
 
         objects, keep, keep_every, keep_best: see `Checkpoints`; the first Replica is the one whose steps are recorded.
         config: settings of the script, which go into config.toml: numbers, texts, lists, dicts of these. every: steps
@@ -86,30 +101,39 @@ class Run:
             raise mistake("paceline.Run needs at least one Replica, by a name: net=replica")
         if "run" in objects:
             raise mistake('an object of paceline.Run cannot have the name "run", which is that of its own state')
+        if not isinstance(config, Mapping | None):
+            raise mistake(f"config is a {type(config).__name__}; it is a dict, such as vars(arguments)")
         self.replica, self.world = replicas[0], replicas[0].world
         self.world.calls.record("Run")
         self.folder, self._unit, self._flops = RunFolder(Path(folder)), unit, flops_per_sample
+        self._keeps_best = keep_best
         self._state: dict[str, Any] = {"step": 0, "items": 0, "elapsed_s": 0.0}  # of the last step that is counted
-        self._step: Step | None = None  # of the loop `steps`
-        self._numbers: dict[str, float] = {}  # of `log`, since the last row
-        self._evaluated: tuple[int, float] | None = None  # step and loss
+        self._loop: tuple[Step, float, int | None] | None = None  # the step of `steps`, its learning rate, steps in all
+        self._logged: dict[str, float | None] = {}  # on this rank, of the step that is not recorded yet
+        self._waiting: list[_Waiting] = []  # recorded, and not written yet
+        self._written_s = 0.0  # training time when rows were last written
+        self._first = self._recorded = self.replica.num_steps  # before this run's first step; its last recorded one
+        self._evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
+        self._saved: tuple[int, float | None] | None = None  # the same, of the last save
         self._is_over = False
-        if (earlier := _OPEN.pop(self.folder.path, None)) is not None:
-            earlier._let_go()
+        for earlier in list(_OPEN.values()):
+            earlier._make_room(self.folder.path)
         from_rank_0(self.world.group, lambda: _check_folder(self.folder))
         self.checkpoints = Checkpoints(
             folder, keep=keep, keep_every=keep_every, keep_best=keep_best, run=self._state, **objects
         )
-        changed = from_rank_0(self.world.group, lambda: self._open(config or {}))
+        _OPEN[self.folder.path] = self
+        from_rank_0(self.world.group, self._lock)
         if not self.world.is_main:
             run_folder.create(self.folder.path)  # on a host that does not see rank 0's
         self._console = Console(self.world.rank)
         self._console.open_log(self.folder.rank_log(self.world.rank), takes_output=False)
         self._recorder = StepRecorder(self.world, self.folder, self._console, LogConfig(every=every))
         self._peak = self._peak_of_all_ranks()
-        self._begin(changed)
-        _OPEN[self.folder.path] = self
-        self.checkpoints.on_outcome = self._record_save
+        self._begin(config or {})
+        self.checkpoints.before_save = self._before_save
+        self.checkpoints.before_publishing = self.folder.sync
+        self.checkpoints.on_outcome = self._recorder.saved
         at_leaving(self._leave)
         at_failing(self._fail)
         at_hang(self._record_hang)
@@ -119,101 +143,106 @@ class Run:
     ) -> Iterator[Step]:
         """Yields steps as `Replica.steps`, and records each when its body has ended. When a signal asked for a stop,
         saves after the current step and exits with EXIT_RESUMABLE (75), on all ranks."""
-        num_steps = _num_steps(source, max_steps, epochs)
+        self._require_open("steps")
+        num_steps = _num_steps(source, max_steps, epochs, sharing.get("batch_size"))
         if num_steps is not None:
             self._recorder.event("loop", num_steps=num_steps)
-        with self._console.progress(1.0 if num_steps else None):
-            for step in self.replica.steps(source, max_steps=max_steps, epochs=epochs, stop_on_signals=True, **sharing):
-                lr = float(self.replica.param_groups()[0]["lr"])
-                self._step = step
-                try:
+        try:
+            with self._console.progress(1.0 if num_steps else None):
+                for step in self.replica.steps(
+                    source, max_steps=max_steps, epochs=epochs, stop_on_signals=True, **sharing
+                ):
+                    self._loop = step, self._lr(), num_steps
                     yield step
-                finally:  # also after `break`
-                    if step.result is not None:
-                        self.record(step.result, lr, num_steps)
+                    self._end_body()
+                    self._write_if_due()
+        finally:  # after `break`, or an error on this rank alone: no collective
+            self._end_body()
+            self._loop = None
+        self._write()
         if self.replica.stop_reason and not hasattr(sys, "ps1"):  # at an interactive prompt the person decides
             self._stop(self.replica.stop_reason)
 
     def record(self, result: StepResult, lr: float | None = None, num_steps: int | None = None) -> None:
         """Records a step of a loop of your own, which `finish` or `Replica.train` returned, before it is saved; `steps`
         does it by itself. lr: that of the step; None: that of the first param group now. num_steps: in all, for the
-        time left."""
-        self._count(result)
-        numbers, self._numbers = self._numbers, {}
-        step = self.replica.num_steps
-        if result.skipped:
-            self._recorder.event("skipped step", step=step, **dataclasses.asdict(result.skipped))
-        if self.world.is_main:
-            row = step_row(
-                result,
-                self.world,
-                step=step,
-                lr=float(self.replica.param_groups()[0]["lr"]) if lr is None else lr,
-                num_items=round(result.weight),
-                items_so_far=self._state["items"],
-                items_by_rank=[round(weight) for weight in result.weights],
-                flops_per_item=self._flops,
-                peak_flops_per_s=self._peak,
-            )
-            self._recorder.record(row, more={"unit": self._unit, **numbers})
-        rate = f"{units.count(round(result.weight / result.times.step_ms * 1e3))} {self._unit}/s"
-        shown = "".join(f"  {name} {value:.4g}" for name, value in numbers.items())
-        totals = self._recorder.totals
-        mean_ms = totals.mean("step_ms") if totals.num_steps else result.times.step_ms
-        left = units.duration((num_steps - step) * mean_ms / 1e3) if num_steps else ""
-        self._console.advance(
-            step / num_steps if num_steps else 0.0,
-            f"step {step}/{num_steps}" if num_steps else f"step {step}",
-            f"loss {result.loss:.4g}{shown}  {rate}" + (f"  ETA {left}" if left else ""),
-        )
-        self.world.group.take_traffic()  # what was sent since the step ended belongs to no step
+        time left. Collective, each half second."""
+        self._require_open("record")
+        self._record(result, self._lr() if lr is None else lr, num_steps)
+        self._write_if_due()
 
     def log(self, **numbers: float | torch.Tensor | None) -> None:
         """Adds numbers to the row of this step: means over the ranks, weighted by what each had of the batch, so the
-        same at any number of ranks. Call it after `step.finish()`; in a loop of your own before `record`, where each
-        rank counts once. None: this rank has no number, as without a micro-batch. Collective."""
-        self.world.calls.record("Run.log")
+        same at any number of ranks. Call it before `save_every`, and in a loop of your own before `record`. None: this
+        rank has no number, as without a micro-batch."""
         if taken := sorted(_TAKEN.intersection(numbers)):
             raise mistake(f"run.log was given {', '.join(taken)}, which a row has already: take another name")
-        here = {name: None if value is None else float(value) for name, value in numbers.items()}
-        by_rank = self.world.group.share_json(here)
-        result = self._step.result if self._step else None
-        weights = result.weights if result else [1.0] * len(by_rank)
-        for name in dict.fromkeys(name for row in by_rank for name in row):
-            weighted = [
-                (row[name], weight) for row, weight in zip(by_rank, weights, strict=True) if row.get(name) is not None
-            ]
-            total = math.fsum(weight for _, weight in weighted)
-            if total and math.isfinite(mean := math.fsum(value * weight for value, weight in weighted) / total):
-                self._numbers[name] = mean
+        values = {name: None if value is None else _number("log", name, value) for name, value in numbers.items()}
+        if self._loop is not None and self._loop[0].result is not None and self._recorded == self.replica.num_steps:
+            warn(
+                f"{', '.join(numbers)} of step {self._recorded} came after its save, when its row was written, and is "
+                "left out: call run.log before run.save and run.save_every",
+                self.world,
+            )
+        else:
+            self._logged |= values
 
     def evaluated(self, loss: float | torch.Tensor | None = None, **numbers: float | torch.Tensor) -> None:
         """Records an evaluation of this step, such as what `Replica.evaluate` returned: rank 0's numbers. loss: what
-        `keep_best` compares, if this step is saved after it."""
-        step = self.replica.num_steps
-        values = {name: float(value) for name, value in numbers.items()}
+        `keep_best` compares."""
+        self._require_open("evaluated")
+        if taken := sorted(_OF_EVALUATIONS.intersection(numbers)):
+            raise mistake(f"run.evaluated was given {', '.join(taken)}, which its row has: loss= becomes val_loss")
+        self.world.calls.record("Run.evaluated")
+        if self._loop is not None:
+            self._count(self._loop[0].result)
+        self._write()
+        step, values = (
+            self.replica.num_steps,
+            {name: _number("evaluated", name, each) for name, each in numbers.items()},
+        )
         if loss is not None:
-            values["val_loss"] = float(loss)
-            self._evaluated = step, float(loss)
-        row = {"step": step, **values, "tokens": self._state["items"], "unit": self._unit}
+            values["val_loss"] = _number("evaluated", "loss", loss)
+            self._evaluated = (step, values["val_loss"]) if math.isfinite(values["val_loss"]) else None
         if self.world.is_main:
-            self.folder.append_metrics({**row, "elapsed_s": self._state["elapsed_s"]})
+            row = {"step": step, "val_loss": None, **values, "tokens": self._state["items"], "unit": self._unit}
+            self.folder.append_metrics({**finite(row), "elapsed_s": self._state["elapsed_s"]})
+        if self._keeps_best and self._saved == (step, None):
+            self.save()  # it is there already, and gets its loss
         self._console.say(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     def save_every(self, num_steps: int) -> bool:
         """Saves if the number of steps made is a multiple of num_steps; returns whether it saved. Collective."""
-        self._count(self._step.result if self._step else None)
         return self.checkpoints.save_every(num_steps, self._val_loss())
 
     def save(self) -> None:
         """Saves this step, while training continues. Collective."""
-        self._count(self._step.result if self._step else None)
         self.checkpoints.save(self._val_loss())
 
-    # ---- inside ----
+    # ---- rows ----
+
+    def _lr(self) -> float:
+        return float(self.replica.param_groups()[0]["lr"])
+
+    def _end_body(self) -> None:
+        """Records the step of the loop, if it has been made, and is not recorded yet."""
+        if self._loop is None:
+            return
+        step, lr, num_steps = self._loop
+        if step.result is not None:
+            self._record(step.result, lr, num_steps)
+
+    def _record(self, result: StepResult, lr: float, num_steps: int | None) -> None:
+        self._count(result)
+        step = self._state["step"]
+        if step == self._recorded:
+            return
+        self._recorded = step
+        self._waiting.append(_Waiting(result, step, lr, self._state["items"], num_steps, self._logged))
+        self._logged = {}
 
     def _count(self, result: StepResult | None) -> None:
-        """Adds the newest step to the state, once: a save may come before its row."""
+        """Adds the newest step to the state, once: an evaluation or a save may come before its row."""
         state = self._state
         if result is None or self.replica.num_steps == state["step"]:
             return
@@ -221,34 +250,106 @@ class Run:
         state["items"] += round(result.weight)
         state["elapsed_s"] += result.by_rank[0].step_ms / 1e3  # rank 0's: the state is the same on all ranks
 
+    def _write_if_due(self) -> None:
+        if self._state["elapsed_s"] - self._written_s >= _WRITE_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        """Writes the rows that wait, with the means over ranks of what was logged. Collective if there are any."""
+        if not self._waiting:
+            return
+        self.world.calls.record("Run.record")
+        by_rank = self.world.group.share_json([each.logged for each in self._waiting])
+        logged = list(zip(*by_rank, strict=True))
+        self._write_rows([_means(own, each.result.weights) for own, each in zip(logged, self._waiting, strict=True)])
+
+    def _write_rows(self, means: Sequence[Mapping[str, float | None]]) -> None:
+        """Writes the rows that wait, with these numbers of each, and says how far the loop is."""
+        waiting, self._waiting = self._waiting, []
+        self._written_s = self._state["elapsed_s"]
+        for each, numbers in zip(waiting, means, strict=True):
+            self._write_row(each, numbers)
+        newest, numbers = waiting[-1], means[-1]
+        step, num_steps, step_ms = newest.step, newest.num_steps, newest.result.times.step_ms
+        totals = self._recorder.totals
+        mean_ms = totals.mean("step_ms") if totals.num_steps else step_ms
+        shown = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
+        rate = f"{units.count(round(newest.result.weight / step_ms * 1e3))} {self._unit}/s"
+        left = f"  ETA {units.duration((num_steps - step) * mean_ms / 1e3)}" if num_steps else ""
+        self._console.advance(
+            step / num_steps if num_steps else 0.0,
+            f"step {step}/{num_steps}" if num_steps else f"step {step}",
+            f"loss {newest.result.loss:.4g}{shown}  {rate}{left}",
+        )
+        self.world.group.take_traffic()  # what was sent since the step ended belongs to no step
+
+    def _write_row(self, each: _Waiting, numbers: Mapping[str, float | None]) -> None:
+        if each.result.skipped:
+            self._recorder.event("skipped step", step=each.step, **dataclasses.asdict(each.result.skipped))
+        if not self.world.is_main:
+            return
+        row = step_row(
+            each.result,
+            self.world,
+            step=each.step,
+            lr=each.lr,
+            num_items=round(each.result.weight),
+            items_so_far=each.num_items,
+            items_by_rank=[round(weight) for weight in each.result.weights],
+            flops_per_item=self._flops,
+            peak_flops_per_s=self._peak,
+        )
+        self._recorder.record(row, more={"unit": self._unit, **numbers})
+
+    # ---- saves ----
+
+    def _before_save(self) -> None:
+        """Writes the rows of all steps that the save holds: after a kill the same rows are there. Collective."""
+        self._end_body()
+        self._write()
+        self._saved = self.replica.num_steps, self._val_loss()
+
     def _val_loss(self) -> float | None:
         step, loss = self._evaluated or (-1, 0.0)
         return loss if step == self.replica.num_steps else None
 
-    def _open(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Locks the folder and writes config.toml, on rank 0. Returns what differs from the config that was there."""
-        before = read_config(self.folder.config)
+    # ---- begin and end ----
+
+    def _lock(self) -> None:
         try:
             run_folder.create(self.folder.path)
             self.folder.lock()
-            facts = {"unit": self._unit, "command": shlex.join([Path(sys.executable).name, *sys.argv])}
-            self.folder.write_setup(_to_toml({"run": facts, "config": config}), None)
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder.path}: {error.strerror}") from None
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        """Restores the newest checkpoint, if there is one, and records how the run begins. Collective."""
+        step = self.checkpoints.restore()
+        self._first = self._recorded = self.replica.num_steps
+        self._written_s = self._state["elapsed_s"]
+        reached, changed = from_rank_0(self.world.group, lambda: self._write_setup(step or 0, config))
+        facts = {**self._recorder.machines(), "version": __version__, "torch": torch.__version__}
+        if step is not None:
+            facts |= {"step": step, "reached": reached, **({"changed": changed} if changed else {})}
+        self._recorder.event("start" if step is None else "resume", **facts)
+        if step is not None and changed:
+            shown = ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items())
+            self._console.say(f"config was changed since the run began: {shown}", style="yellow")
+
+    def _write_setup(self, step: int, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Drops the rows of later steps and writes config.toml. Returns the last step that had a row, and what differs
+        from the config that was there."""
+        before = read_config(self.folder.config)
+        script = {"unit": self._unit, "command": _command(), "directory": os.getcwd()}
+        try:
+            reached = self.folder.forget_after(step)
+            self.folder.write_setup(_to_toml({"run": script, "config": config}), None)
         except OSError as error:
             raise UserError(f"cannot write to {self.folder.path}: {error.strerror}") from None
         now = read_config(self.folder.config)
         names = sorted(name for name in before.keys() | now.keys() if name.startswith("config."))
-        return {
-            name: [before.get(name), now.get(name)] for name in names if before and before.get(name) != now.get(name)
-        }
-
-    def _begin(self, changed: Mapping[str, Any]) -> None:
-        """Restores the newest checkpoint, if there is one, and records how the run begins. Collective."""
-        step = self.checkpoints.restore()
-        reached = self.folder.forget_after(step or 0) if self.world.is_main else 0
-        facts = {**self._recorder.machines(), "version": __version__, "torch": torch.__version__}
-        if step is not None:
-            facts |= {"step": step, "reached": reached, **({"changed": dict(changed)} if changed else {})}
-        self._recorder.event("start" if step is None else "resume", **facts)
+        changed = {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
+        return reached, changed if before else {}
 
     def _peak_of_all_ranks(self) -> float | None:
         """Returns the ranks' peaks together, in FLOP/s; None if one is not known, or nobody asks. Collective."""
@@ -258,12 +359,21 @@ class Run:
         peaks = [row[0] for row in self.world.group.share([peak.flops_per_s or 0.0])]
         return sum(peaks) if all(peaks) else None
 
-    def _record_save(self, outcome: Outcome) -> None:
-        if outcome.problem:
-            self._recorder.event("checkpoint failed", step=outcome.step, error=outcome.problem)
-        else:
-            facts = {"seconds": round(outcome.seconds, 3), "bytes": outcome.num_bytes}
-            self._recorder.event("checkpoint", step=outcome.step, **facts)
+    def _make_room(self, folder: Path) -> None:
+        """Ends this run where the script makes one of this folder: the same, or another one after its loop.
+        Collective."""
+        if folder == self.folder.path:
+            self._write()
+            self._let_go()
+        elif self._recorded > self._first and self._loop is None:
+            self._leave()
+
+    def _require_open(self, verb: str) -> None:
+        if self._is_over:
+            raise mistake(
+                f"run.{verb}: the run in {self.folder.shown} ended where another was made; make it again by "
+                "paceline.Run with its folder, which restores it"
+            )
 
     def _stop(self, reason: str) -> None:
         """Saves, and ends this process so that the same command continues. Collective."""
@@ -277,14 +387,22 @@ class Run:
         """At the end of the script: saves the last step, and shows where the time went. Collective."""
         if self._is_over:
             return
-        if self.replica.num_steps > (self.checkpoints.saver.begun_at or 0):
+        self._write()
+        if self._logged:
+            warn(f"run.log gave {', '.join(self._logged)} after the last row, and no row has it", self.world)
+        if not self.replica.is_current:
+            warn("steps since the last save are not saved: another Replica was made of this run's model", self.world)
+        elif self.replica.num_steps and self._saved != (self.replica.num_steps, self._val_loss()):
             self.save()
         self.checkpoints.finish()
-        leaving = sys.exc_info()[1]  # sys.exit() inside `with paceline.join()` leaves without an error
-        code = leaving.code if isinstance(leaving, SystemExit) else None
+        code = exit_status()
         self._end(f"exit status {code}" if code else COMPLETE)
         shown = shlex.quote(self.folder.shown)
         self._console.say(f"run folder {shown}\n\nTry next:\n  paceline report {shown}   # one page of plots")
+
+    def _end(self, reason: str) -> None:
+        self._recorder.ended(self.replica.num_steps, reason, self._unit)
+        self._let_go()
 
     def _let_go(self) -> None:
         """Ends the records of this object; those of the folder may go on by another one."""
@@ -292,27 +410,57 @@ class Run:
         self.folder.close()
         _OPEN.pop(self.folder.path, None)
 
-    def _end(self, reason: str) -> None:
-        recorder, cost_s = self._recorder, self._recorder.stragglers.cost_ms / 1e3
-        recorder.event("end", step=self.replica.num_steps, reason=reason, straggler_cost_s=round(cost_s, 3))
-        rate = read_state(self.folder).rate if self.world.is_main else None
-        summary.where_time_went(self._console, recorder.totals, rate, self.world.world_size, self._unit)
-        summary.who_was_slow(self._console, recorder.stragglers, recorder.totals, recorder.hosts)
-        self._let_go()
-
     def _fail(self, error: BaseException) -> None:
-        """Records why this rank ends; no collective."""
+        """Records why this rank ends; no collective, so without the means of what was logged."""
         self._console.log("".join(traceback.format_exception(error)))
-        if not self._is_over:
-            text = str(error) or type(error).__name__
-            self._recorder.event("failed", step=self.replica.num_steps, error=text)
-            self._let_go()
+        if self._is_over:
+            return
+        self._end_body()
+        if self._waiting:
+            self._write_rows([{}] * len(self._waiting))
+        self._recorder.failed(self.replica.num_steps, error)
+        self._let_go()
 
     def _record_hang(self, verdict: Verdict) -> None:
         """Records a hang on the rank that prints it, where it sees the folder."""
+        if self._waiting:
+            self._write_rows([{}] * len(self._waiting))
         if self.world.rank == verdict.speaker(self.world.world_size) and self.folder.config.exists():
             self.folder.append_event("hang", message=verdict.message, ranks=list(verdict.culprits))
             self._is_over = True
+
+
+def _means(by_rank: Sequence[Mapping[str, float | None]], weights: Sequence[float]) -> dict[str, float | None]:
+    """Returns the mean of each number, weighted, over the ranks that have it; None if it is not finite."""
+    means: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for logged in by_rank for name in logged):
+        pairs = [(logged.get(name), weight) for logged, weight in zip(by_rank, weights, strict=True)]
+        known = [(value, weight) for value, weight in pairs if value is not None]
+        total = math.fsum(weight for _, weight in known)
+        if total:
+            mean = math.fsum(value * weight for value, weight in known) / total
+            means[name] = mean if math.isfinite(mean) else None
+    return means
+
+
+def _number(verb: str, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise mistake(
+            f"run.{verb} was given {name}, a {type(value).__name__}{shape}: give one number, such as its mean"
+        ) from None
+
+
+def _command() -> str:
+    """Returns the command that runs this script again; empty where there is none, as in a notebook."""
+    script, *arguments = sys.argv or [""]
+    if hasattr(sys, "ps1") or script in ("", "-", "-c"):
+        return ""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    module = ["-m", spec.name.removesuffix(".__main__")] if spec is not None else [script]
+    return shlex.join([Path(sys.executable).name, *module, *arguments])
 
 
 def _check_folder(folder: RunFolder) -> None:
@@ -334,12 +482,14 @@ def _check_folder(folder: RunFolder) -> None:
         )
 
 
-def _num_steps(source: Any, max_steps: int | None, epochs: int | None) -> int | None:
+def _num_steps(source: Any, max_steps: int | None, epochs: int | None, batch_size: Any) -> int | None:
     """Returns how many steps a loop makes in all; None if the source does not say it."""
     known = [] if max_steps is None else [max_steps]
-    if epochs is not None and not hasattr(source, "__getitem__"):  # a data set counts samples
-        with contextlib.suppress(TypeError):
-            known.append(epochs * len(source))
+    if epochs is not None:
+        with contextlib.suppress(TypeError, NotImplementedError):
+            # A data set counts samples, a loader batches.
+            size = len(source) if batch_size is None else math.ceil(len(source) / batch_size)
+            known.append(epochs * size)
     return min(known, default=None)
 
 
@@ -347,7 +497,9 @@ def _to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns tables of TOML. Dicts within are written as names with dots; what TOML lacks, as text."""
     lines: list[str] = []
     for section, values in sections.items():
-        lines += [f"[{section}]", *(f"{json.dumps(name)} = {_value(value)}" for name, value in _flat(values)), ""]
+        lines.append(f"[{section}]")
+        lines += [f"{_value(str(name))} = {_value(value)}" for name, value in dict(_flat(values)).items()]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -363,4 +515,5 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     is_plain = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-    return json.dumps(value if is_plain else str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    text = json.dumps(value if is_plain else str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return text.encode(errors="replace").decode()  # a path need not be UTF-8

@@ -23,10 +23,8 @@ from paceline.data.config import Quiet
 from paceline.data.loader import Prefetcher
 from paceline.model.gpt import GPT
 from paceline.optim.schedule import lr_factor
-from paceline.record import summary
 from paceline.record.console import Console
 from paceline.record.folder import COMPLETE
-from paceline.record.state import read_state
 from paceline.replica.balance import Balancer
 from paceline.replica.batch import Batch
 from paceline.replica.contents import ReplicaContents
@@ -101,7 +99,7 @@ def _failure_recorded(setup: Setup) -> Iterator[None]:
         setup.checkpoints.saver.abandon()
         step = setup.progress.step
         setup.console.log(f"stopped at step {step}\n{traceback.format_exc()}")
-        setup.recorder.event("failed", step=step, error=str(told) or type(told).__name__)
+        setup.recorder.failed(step, told)
         if told is not error:
             raise told from error
         raise
@@ -285,11 +283,7 @@ class Training:
         digest = overall(weights)
         tensors, _, _ = ReplicaContents(setup.replica, "").state()
         states = setup.group.share_text(overall({str(item): tensor for item, tensor in tensors.items()}))
-        facts = {"reason": stop_reason or COMPLETE, "straggler_cost_s": round(recorder.stragglers.cost_ms / 1e3, 3)}
-        recorder.event("end", step=step, digest=digest, state_digests=states, **facts)
-        summary.where_time_went(console, recorder.totals, read_state(setup.folder).rate, setup.world.world_size)
-        summary.who_did_what(console, recorder.totals)
-        summary.who_was_slow(console, recorder.stragglers, recorder.totals, recorder.hosts)
+        recorder.ended(step, stop_reason or COMPLETE, digest=digest, state_digests=states)
         if stop_reason:
             console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
         elif config.train.sample_tokens:

@@ -124,11 +124,10 @@ class Saves:
         recorder, console, step = self._setup.recorder, self._setup.console, outcome.step
         if outcome.problem and is_again:
             console.log(f"the checkpoint of step {step}: {outcome.problem}")
-        elif outcome.problem:
-            console.say(f"the checkpoint of step {step} could not be saved: {outcome.problem}", style="red")
-            recorder.event("checkpoint failed", step=step, error=outcome.problem)
         else:
-            recorder.event("checkpoint", step=step, seconds=round(outcome.seconds, 3), bytes=outcome.num_bytes)
+            recorder.saved(outcome)
+        if outcome.problem and not is_again:
+            console.say(f"the checkpoint of step {step} could not be saved: {outcome.problem}", style="red")
         if outcome.remark:
             console.say(outcome.remark, style="yellow")
             recorder.event("checkpoints gone", step=step, remark=outcome.remark)

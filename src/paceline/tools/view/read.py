@@ -110,10 +110,11 @@ class Run:
         if not step >= 0:
             self._num_bad_rows += 1
             return
-        self.evaluations.cut(step)
         if "val_loss" in row:
+            self.evaluations.cut(step)
             self.evaluations.append(row | {"seconds": self.steps.last("seconds") if len(self.steps) else 0.0})
             return
+        self.evaluations.cut(step + 1)  # one of this step may have come before
         self.steps.cut(step)
         self.ranks.cut(step)
         while self.recent and number(self.recent[-1]["step"]) >= step:
