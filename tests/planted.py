@@ -509,6 +509,13 @@ MUTATIONS = (
         "replica/test_run.py::test_a_script_that_exits_early_is_not_called_complete[exit outside]",
     ),
     Mutation(
+        "the command in somebody else's folder is executed",
+        "cli/resume.py",
+        "    _require_own(Path(folder))\n",
+        "",
+        "replica/test_run.py::test_the_command_of_a_script_is_executed_by_its_owner_alone",
+    ),
+    Mutation(
         "a script writes into the run of a trainer",
         "replica/run.py",
         'if "train" in document:',

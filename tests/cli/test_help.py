@@ -9,6 +9,7 @@ from in_process import here
 
 from paceline.cli.help import EXAMPLES, OFTEN_USED, options_of
 from paceline.cli.main import _GROUPS, _VERBS
+from paceline.cli.resume import ResumeArguments
 from paceline.cli.train import TrainArguments
 from paceline.config import Config, load_preset
 
@@ -65,6 +66,8 @@ def test_a_part_that_is_not_there_is_refused_with_the_nearest() -> None:
 
 
 def test_a_new_option_is_a_decision() -> None:
-    """options.txt lists the options of `train`. Who adds one adds its line there, and says in the CHANGELOG who asked
-    for it (an issue, a guide). Who removes one says what to use instead."""
-    assert FROZEN.read_text().splitlines() == [option.flag for option in OPTIONS]
+    """options.txt lists the options of `train`, and what `resume` has besides. Who adds one adds its line there, and
+    says in the CHANGELOG who asked for it (an issue, a guide). Who removes one says what to use instead."""
+    flags = [option.flag for option in OPTIONS]
+    others = [option.flag for option in options_of(ResumeArguments(folder="RUN")) if option.flag not in flags]
+    assert FROZEN.read_text().splitlines() == [*flags, *(f"resume {flag}" for flag in others)]

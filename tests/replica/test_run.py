@@ -1,6 +1,7 @@
 """A script's training is a run: the folder of `paceline train`, the curve of one process, the end of every end."""
 
 import math
+import os
 import sys
 import tomllib
 import warnings
@@ -271,6 +272,30 @@ def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:
     found = training_rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert [row.get("twice") for row in found] == [None] * 4 + [2.0] * 2
+
+
+def test_the_command_of_a_script_is_executed_by_its_owner_alone(tmp_path: Path) -> None:
+    """Mutations: the command of somebody else's folder runs; it runs in another directory."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/hello.py").write_text("import os, sys; print(os.getcwd(), sys.argv[1:], flush=True)")
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+
+    def resume(script: dict[str, str], *options: str) -> Ended:
+        (folder / "config.toml").write_text(_to_toml({"run": script}))
+        (folder / "config.toml").chmod(0o600)
+        return run("resume", str(folder), *options)
+
+    script = {"command": "python hello.py 'a b'", "directory": str(tmp_path / "home")}
+    assert resume(script, "--run").require(0).out == f"{tmp_path / 'home'} ['a b']\n"
+    assert "has its settings" in resume(script, "--run", "--step", "4").require(2).err
+    assert "run the cell again" in resume({"command": ""}).require(2).err
+    assert "cannot execute python hello.py" in resume(script | {"directory": "/gone"}, "--run").require(2).err
+    folder.chmod(0o770)
+    assert "others may write it" in resume(script, "--run").require(2).err
+    folder.chmod(0o700)
+    os.chown(folder / "config.toml", 12345, -1)
+    assert "is another user's" in run("resume", str(folder), "--run").require(2).err
 
 
 def test_settings_that_toml_lacks_are_texts(tmp_path: Path) -> None:

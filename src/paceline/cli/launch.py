@@ -75,8 +75,8 @@ def _job(command: list[str], least: int, num_hosts: int) -> "Job":
         from paceline.cli.resume import ResumeArguments
 
         # The run's config is on the hosts: times that are longer than the defaults are given again.
-        parsed = parse(ResumeArguments, ResumeArguments(run=""), command[1:], "resume")
-        run, step = parsed.run, parsed.step if parsed.step >= 0 else None
+        parsed = parse(ResumeArguments, ResumeArguments(folder=""), command[1:], "resume")
+        run, step = parsed.folder, parsed.step if parsed.step >= 0 else None
     parallel = parsed.settings.parallel
     if parallel.fixed_shares() and least < num_hosts:
         raise UserError(

@@ -1,10 +1,13 @@
 """paceline resume"""
 
 import dataclasses
+import os
 import shlex
+import stat
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,29 +24,65 @@ from paceline.train.request import Request
 class ResumeArguments(RankFlags):
     """Resume a run from its newest complete checkpoint, on any number of ranks."""
 
-    run: tyro.conf.Positional[str]
+    folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run folder."""
+    run: bool = False
+    """Of the run of a script: execute its command. Without it the command is printed."""
     step: int = -1
     """The checkpoint of this step; -1: the newest complete one."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(arguments: list[str]) -> int:
-    if arguments and (command := run_folder.command_of_script(Path(arguments[0]))):
-        from paceline.record.console import printable  # imports rich
-
-        said = f"{arguments[0]} is the run of a script; the same command continues it (each rank runs this):"
-        print(printable(f"{said}\n{command}"))  # which somebody else may have written
-        return EXIT_DONE
+    if arguments and (script := run_folder.script_of(Path(arguments[0]))) is not None:
+        return _resume_script(arguments[0], arguments[1:], script)
     folder, stored = _stored(arguments)
-    default = ResumeArguments(run=folder, settings=stored)
+    default = ResumeArguments(folder=folder, settings=stored)
     parsed = parse(ResumeArguments, default, arguments, "resume")
     require_at_least(parsed, "--", step=-1)
+    if parsed.run:
+        raise UserError(f"--run executes the command of a script; {folder} needs none: leave it out")
     config = parsed.settings.batch_in_sequences()
     refuse_other_run(stored, config)
     config.check()
-    request = Request(config, Path(parsed.run), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
+    request = Request(config, Path(parsed.folder), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
     return start(request, parsed, ["resume", *arguments])
+
+
+def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> int:
+    """Prints the command of a script, or executes it in its directory, in place of this process."""
+    command = script.get("command")
+    if options not in ([], ["--run"]):
+        raise UserError(
+            f"{folder} is the run of a script, whose command has its settings: `paceline resume` prints it, and with "
+            f"--run executes it; leave the others out ({' '.join(options)})"
+        )
+    if not isinstance(command, str) or not command:
+        raise UserError(f"{folder} is the run of a notebook or a prompt, so it has no command: run the cell again")
+    if not options:
+        from paceline.record.console import printable  # imports rich
+
+        said = f"{folder} is the run of a script; the same command continues it (each rank runs this):"
+        print(printable(f"{said}\n{command}"))  # which somebody else may have written
+        return EXIT_DONE
+    _require_own(Path(folder))
+    words = shlex.split(command)
+    try:
+        os.chdir(script.get("directory", "."))
+        os.execv(sys.executable, [sys.executable, *words[1:]])
+    except OSError as error:
+        raise UserError(f"cannot execute {command}: {error.filename}: {error.strerror}") from None
+
+
+def _require_own(folder: Path) -> None:
+    """Raises UserError if somebody else may have written the command."""
+    for path in (folder, folder / "config.toml"):
+        facts = path.stat()
+        if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UserError(
+                f"{path} is another user's, or others may write it, so its command may not be yours: read it by "
+                f"`paceline resume {shlex.quote(str(folder))}`, and run it yourself (or `chmod go-w {path}`)"
+            )
 
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:

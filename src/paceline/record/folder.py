@@ -262,11 +262,13 @@ def has_resumed(path: Path, job: str | None) -> bool:
     return any(event.get("event") == "resume" and event.get("job") == job for event in _events(path))
 
 
-def command_of_script(path: Path) -> str:
-    """Returns the command of the script whose run is in this folder; empty if it is not that of a script."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return str(tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))["run"]["command"])
-    return ""
+def script_of(path: Path) -> dict[str, Any] | None:
+    """Returns what a run's config says of its script (`command`, `directory`); None if it is not the run of a
+    script."""
+    with contextlib.suppress(OSError, ValueError):
+        script = tomllib.loads((path / "config.toml").read_text(encoding="utf-8")).get("run")
+        return script if isinstance(script, dict) else None
+    return None
 
 
 def was_imported(path: Path) -> bool:

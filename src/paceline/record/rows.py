@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -64,19 +64,22 @@ class StepRow:
 
     def lists(self) -> dict[str, list[float]]:
         """Returns the lists by rank by name."""
-        return {name: np.asarray(value).tolist() for name, value in vars(self).items() if name.startswith("rank_")}
+        return {name: np.asarray(getattr(self, name)).tolist() for name in LISTS}
 
     def recorded(self, slow_ranks: Sequence[int]) -> dict[str, Any]:
         """Returns the row of metrics.jsonl. In a larger world than MOST_LISTED it has [least, median, most] instead of
         the lists by rank, and the ranks that are named slow: its size does not grow with the world."""
-        numbers = finite({name: value for name, value in vars(self).items() if not name.startswith("rank_")})
+        numbers = finite({name: getattr(self, name) for name in NUMBERS})
         if self.world_size <= MOST_LISTED:
             return numbers | self.lists()
-        names = [name for name in vars(self) if name.startswith("rank_")]
-        sorted_PR = np.sort([vars(self)[name] for name in names], axis=1)
+        sorted_PR = np.sort([getattr(self, name) for name in LISTS], axis=1)
         spread_P3 = sorted_PR[:, [0, (self.world_size - 1) // 2, -1]].tolist()
-        spread = dict(zip([name.removeprefix("rank_") for name in names], spread_P3, strict=True))
+        spread = dict(zip([name.removeprefix("rank_") for name in LISTS], spread_P3, strict=True))
         return numbers | {"least_median_most": spread, "slow_ranks": list(slow_ranks)}
+
+
+LISTS = [field.name for field in fields(StepRow) if field.name.startswith("rank_")]
+NUMBERS = [field.name for field in fields(StepRow) if field.name not in LISTS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,5 +101,6 @@ class EvalRow:
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values as JSON has them: it has no NaN or infinity, and most readers fail on them: null."""
-    is_number = {name: not isinstance(value, float) or math.isfinite(value) for name, value in values.items()}
-    return {name: value if is_number[name] else None for name, value in values.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }

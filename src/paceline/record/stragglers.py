@@ -105,7 +105,8 @@ class Stragglers:
         counts_R, ms_PR = np.array(num_sequences, dtype=float), np.array([parts[phase] for phase in _PHASES])
         now = _compared(step, counts_R, ms_PR)
         self._windows[_OF_STEPS].append(now)
-        self._add_cost(now)
+        if self._is_reported().any():
+            self._add_cost(now)
         self._average(step, counts_R, ms_PR)
         is_reported_R = self._is_reported()
         ended: list[Slow | Over] = [self._end(rank) for rank in self._ends_of_reports()]
@@ -204,8 +205,9 @@ def _compared(step: int, counts_R: Floats, ms_PR: Floats) -> _Excess:
     each_P1 = _lower_median(ms_PR[:num, busy_R] / counts_R[busy_R])
     # A rank that is ready with the median rank delays nobody, however few its sequences are.
     ready_P1 = _lower_median(ms_PR[:num, busy_R])
-    per_step_PR = np.broadcast_to(_lower_median(ms_PR[num:]), ms_PR[num:].shape)
-    median_PR = np.concatenate([np.maximum(each_P1 * counts_R, ready_P1), per_step_PR])
+    median_PR = np.empty_like(ms_PR)
+    median_PR[:num] = np.maximum(each_P1 * counts_R, ready_P1)
+    median_PR[num:] = _lower_median(ms_PR[num:])
     excess_PR = ms_PR - median_PR
     excess_PR[:num, ~busy_R] = 0.0
     return _Excess(step, excess_PR, median_PR)

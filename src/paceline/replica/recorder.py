@@ -51,7 +51,8 @@ class StepRecorder:
             self.folder.append_ranks({"step": row.step, **row.lists()})
         if self.totals.has_warmed_up and is_usual:
             self.totals.add(row)
-            self._report_stragglers(row)
+            if row.world_size > 1:  # else nobody waits
+                self._report_stragglers(row)
         self.totals.has_warmed_up = True
 
     def saved(self, outcome: Outcome) -> None:

@@ -21,7 +21,7 @@ from paceline.base.jsonl import Row, Tail
 from paceline.record.folder import RunFolder
 from paceline.record.rate import NUM_ROWS
 from paceline.record.read import number
-from paceline.record.rows import EvalRow, StepRow
+from paceline.record.rows import NUMBERS, EvalRow
 from paceline.record.state import read_config
 
 Floats = NDArray[np.float64]
@@ -34,7 +34,6 @@ PARTS = {
     "optimizer": "rank_optim_ms",
 }
 WORK = ("data", "forward", "backward", "optimizer")  # a rank's other parts are waits
-_STEP_COLUMNS = [field.name for field in dataclasses.fields(StepRow) if not field.name.startswith("rank_")]
 _EVAL_COLUMNS = [field.name for field in dataclasses.fields(EvalRow)]
 
 
@@ -98,7 +97,7 @@ class Run:
         return self._metrics.num_skipped + self._log.num_skipped + self._num_bad_rows + self._num_bad_events
 
     def _begin_rows(self) -> None:
-        self.steps = Columns([*_STEP_COLUMNS, "seconds", "wait_ms"])
+        self.steps = Columns([*NUMBERS, "seconds", "wait_ms"])
         self.evaluations = Columns([*_EVAL_COLUMNS, "seconds"])
         self.ranks = RankHistory()
         self.recent: deque[Row] = deque(maxlen=NUM_ROWS + 2)  # of which two may be unusual
