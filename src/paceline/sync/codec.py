@@ -19,6 +19,8 @@ from itertools import pairwise
 
 import torch
 
+from paceline.sync.wire import CODINGS
+
 _CHUNK = 65536  # elements for each thread: its two workspaces of 256 KiB stay in the cache
 _LEAST = 1e-30  # a block of smaller values is sent as zeros: its scale would lose bits, or be zero
 
@@ -135,11 +137,11 @@ Codec = Rounded | Blocks
 def of_wire(wire: str, block: int) -> tuple[Codec | None, Codec | None]:
     """Returns the codecs of gradients (with local, of its changes of weights), and of zero's changes of weights; None:
     they are sent exactly. block: elements with one scale."""
-    table: dict[str, tuple[Codec | None, Codec | None]] = {
-        "exact": (None, None),
-        "bf16": (Rounded(torch.bfloat16), None),
-        "int8": (Blocks(8, block), Blocks(4, block)),
-        "int4": (Blocks(4, block), Blocks(4, block)),
-        "int2": (Blocks(2, block), None),  # of local's changes of weights only
-    }
-    return table[wire]
+    coding = CODINGS[wire]
+    return _codec(coding.bits, block), _codec(coding.weight_bits, block)
+
+
+def _codec(bits: int, block: int) -> Codec | None:
+    if bits == 32:
+        return None
+    return Rounded(torch.bfloat16) if bits == 16 else Blocks(bits, block)

@@ -1,9 +1,38 @@
-"""How many bits a strategy sends for each element of the model in a step. Needs no torch."""
+"""What each value of `parallel.wire` sends, and how many bits a strategy sends for each element of the model in a step.
+Needs no torch."""
 
 from dataclasses import dataclass
 
-_WEIGHT_BITS = {"int8": 4.125, "int4": 4.125}  # differences of weights: 4 bits, and a float32 scale for 256 elements
-_GRADIENT_BITS = {"exact": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125}
+
+@dataclass(frozen=True)
+class Coding:
+    """How gradients, or local's changes of weights, and zero's changes of weights are coded; see codec.py."""
+
+    bits: (
+        int  # of an element of a gradient, and with local of a change of weights: 32 exact, 16 bfloat16, else integers
+    )
+    weight_bits: int  # of zero's changes of weights; 32: weights are sent as they are read
+    encode_ns: float  # for an element of the model, of which a rank encodes one half and decodes the other (two ranks,
+    update_ns: float  # one thread of a Xeon): of gradients, of weights
+
+    @property
+    def keeps_excess(self) -> bool:
+        """Whether what messages had too much is subtracted from later ones (error feedback, arXiv 1901.09847)."""
+        return self.bits < 8
+
+
+CODINGS = {
+    "exact": Coding(32, 32, 0.0, 0.0),
+    "bf16": Coding(16, 32, 0.5, 0.4),
+    "int8": Coding(8, 4, 1.8, 1.8),
+    "int4": Coding(4, 4, 2.2, 1.8),
+    "int2": Coding(2, 32, 3.0, 3.0),  # of local only
+}
+
+
+def bits_on_wire(bits: int) -> float:
+    """Returns the bits of an element, with a float32 scale for 256 integers."""
+    return bits + 32 / 256 if bits < 16 else float(bits)
 
 
 @dataclass(frozen=True)
@@ -47,13 +76,13 @@ def wire_bits(
         once = passes * compute_bits  # embeddings and head stay until backward is over
         return WireBits(32, 2 * once, 32 * passes + once, 32 - once)
     if strategy == "local" and wire != "exact":
-        each = _GRADIENT_BITS[wire] * ranks_per_host**2 / sync_every
+        each = bits_on_wire(CODINGS[wire].bits) * ranks_per_host**2 / sync_every
         return WireBits(each, 0, 0, each, is_to_each=True)
     if strategy != "zero":
         return WireBits(64 / sync_every, 0, 0, 64 / sync_every)
-    each = _GRADIENT_BITS[wire] * ranks_per_host
-    if wire in _WEIGHT_BITS:
-        weight = _WEIGHT_BITS[wire] * ranks_per_host
+    each = bits_on_wire(CODINGS[wire].bits) * ranks_per_host
+    if CODINGS[wire].weight_bits < 32:
+        weight = bits_on_wire(CODINGS[wire].weight_bits) * ranks_per_host
         return WireBits(each, weight, weight, each)
     if wire != "exact":
         return WireBits(each, compute_bits, 32, each)

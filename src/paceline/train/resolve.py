@@ -11,6 +11,7 @@ from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.model.config import FLOAT8_MULTIPLE
 from paceline.optim.config import require_some_left, require_usual_decay, scaled_with_batch
+from paceline.sync.wire import CODINGS
 from paceline.train.progress import Progress
 from paceline.train.size import sized
 from paceline.world.facts import RankFacts, check_strategy, sends_gpu_memory_by_gloo, unequal_kinds
@@ -323,7 +324,7 @@ def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: b
     return {
         "ddp": 16 * total + copied / world_size,
         "naive": 16 * total + copied,
-        "local": (28 if config.parallel.wire in ("int4", "int2") else 24) * total + copied,
+        "local": (28 if CODINGS[config.parallel.wire].keeps_excess else 24) * total + copied,
         "zero": (8 + 8 / world_size) * total + copied / world_size,
         "fsdp": (parts + copied) / world_size,
         "hsdp": (parts + copied) / (per_host or world_size),

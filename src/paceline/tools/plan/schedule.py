@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.sync.wire import WireBits, wire_bits
+from paceline.sync.wire import CODINGS, WireBits, wire_bits
 from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
 
 Kind = Literal["exact", "rounding", "another algorithm"]
@@ -308,15 +308,12 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
     return buckets
 
 
-# For an element of the model, of which a rank encodes one half and decodes the other (two ranks, one thread of a Xeon).
-CODEC_NS = {"exact": (0.0, 0.0), "bf16": (0.5, 0.4), "int8": (1.8, 1.8), "int4": (2.2, 1.8), "int2": (3.0, 3.0)}
-
-
 def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str = "cpu") -> Path:
     """Returns the path that a config takes. parallel.strategy is resolved, not auto."""
     strategy, rounds = parallel.strategy, parallel.sync_every or 1
     assert strategy != "auto"
-    encode_ns, update_ns = CODEC_NS[parallel.wire] if job.num_ranks > 1 else (0.0, 0.0)
+    coding = CODINGS[parallel.wire if job.num_ranks > 1 else "exact"]
+    encode_ns, update_ns = coding.encode_ns, coding.update_ns
     if strategy == "local":  # codes a whole fragment, after the update
         encode_ns, update_ns = 0.0, 2 * (encode_ns + update_ns) / rounds
     flags = f"--parallel.strategy {strategy}" + (f" --parallel.sync-every {rounds}" if parallel.sync_every else "")
@@ -350,4 +347,5 @@ def paths(job: Job) -> list[Path]:
         orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
         found += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
     rounds = [ParallelConfig(strategy="local", sync_every=steps) for steps in (8, 32)]
+    rounds.append(ParallelConfig(strategy="local", sync_every=32, wire="int4"))
     return found + [path_of(parallel, job, is_layered=False) for parallel in rounds]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from paceline.model import cost
 from paceline.model.config import ModelConfig
+from paceline.sync.wire import CODINGS, bits_on_wire
 from paceline.tools.plan.schedule import Stage
 from paceline.train.resolve import Settings, fixed_bytes, sequence_bytes
 from paceline.world.config import SHARDS_WEIGHTS
@@ -188,7 +189,7 @@ def memory_bytes(settings: Settings, rank: RankFacts, num_ranks: int, num_shards
     if shards_weights and on_cpu:
         gathered += 4 * total * (settings.plan.passes > 1)  # gradients are added up whole until the last micro-batch
     written = min(part, whole, 1 / num_ranks if strategy == "ddp" else 1.0)  # of the state, by this rank
-    is_coded = strategy == "zero" and config.parallel.wire in ("int8", "int4") and not is_alone
+    is_coded = strategy == "zero" and CODINGS[config.parallel.wire].weight_bits < 32 and not is_alone
     replica = 4 * total * part if is_coded else 0.0
     snapshot = (4 * total + moments) * written + replica
     program = PROGRAM_BYTES[rank.device]
@@ -225,7 +226,7 @@ def _temporaries_bytes(settings: Settings, rank: RankFacts, sequences: int) -> f
 def _buffer_bytes(settings: Settings, rank: RankFacts, num_ranks: int, part: float) -> float:
     """Returns what a strategy keeps to exchange gradients and weights."""
     parallel, model = settings.config.parallel, settings.config.model
-    strategy, counts = parallel.strategy, cost.num_parameters(model)
+    strategy, counts, coding = parallel.strategy, cost.num_parameters(model), CODINGS[parallel.wire]
     total = float(counts.total)
     if num_ranks == 1:
         return 0.0
@@ -234,11 +235,11 @@ def _buffer_bytes(settings: Settings, rank: RankFacts, num_ranks: int, part: flo
         owned = 8 * matrices * part if settings.config.optim.name == "muon" else 0.0  # owners' weights, gradients
         return owned + (4 * total if rank.device == "cpu" else 0.0)  # the allocator keeps what was gathered
     if strategy == "local":  # the anchor and its momentum, and what messages had too much
-        return (12 if parallel.wire in ("int4", "int2") else 8) * total
-    if parallel.wire in ("int8", "int4"):
+        return (12 if coding.keeps_excess else 8) * total
+    if coding.weight_bits < 32:
         # This rank's exact part; messages from and to the others; with int4 what they left out, of two steps.
-        bits, excess = (8.125, 0) if parallel.wire == "int8" else (4.125, 8)
-        return total * (4 * part + 2 * bits / 8 * (1 - part) + excess)
+        excess = 8 if coding.keeps_excess else 0
+        return total * (4 * part + 2 * bits_on_wire(coding.bits) / 8 * (1 - part) + excess)
     if rank.shares_memory and strategy in ("ddp", "zero") and parallel.wire == "exact":
         return 4 * total * (1 - 1 / num_ranks) * (2 if strategy == "zero" else 1)  # the other ranks', which it maps
     if strategy == "zero" and settings.item_bytes == 2:
