@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coding:
-    """How gradients, or local's changes of weights, and zero's changes of weights are coded; see codec.py."""
+    """Bits of an element: 32 exact, 16 bfloat16, fewer integers with a scale for each block (codec.py). The times are
+    for an element of the model, of which a rank encodes one half and decodes the other (two ranks, one thread of a
+    Xeon)."""
 
-    bits: (
-        int  # of an element of a gradient, and with local of a change of weights: 32 exact, 16 bfloat16, else integers
-    )
+    bits: int  # of gradients; with local of its changes of weights
     weight_bits: int  # of zero's changes of weights; 32: weights are sent as they are read
-    encode_ns: float  # for an element of the model, of which a rank encodes one half and decodes the other (two ranks,
-    update_ns: float  # one thread of a Xeon): of gradients, of weights
+    encode_ns: float  # of gradients
+    update_ns: float  # of weights
 
     @property
     def keeps_excess(self) -> bool:

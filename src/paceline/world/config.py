@@ -6,7 +6,6 @@ from typing import Literal
 from paceline.base.errors import UserError, require_at_least, require_choices
 
 SHARDS_WEIGHTS = ("fsdp", "hsdp")
-Wire = Literal["exact", "bf16", "int8", "int4", "int2"]  # sync/wire.py has their bits
 _LONGEST_S = 1e9  # of a timeout: torch counts nanoseconds in 64 bits, some of twice as many
 
 
@@ -21,7 +20,7 @@ class ParallelConfig:
     updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose
     loss depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; not ddp with
     Muon, whose update is expensive, and where processors round differently; never hsdp or local."""
-    wire: Wire = "exact"
+    wire: Literal["exact", "bf16", "int8", "int4", "int2"] = "exact"
     """What zero and local send. exact: gradients and weights lose no bit that anything reads; weights that the model
     reads in bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer
     bytes, but each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change
