@@ -17,14 +17,11 @@ dataset = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 loader = DataLoader(dataset, batch_size=32, shuffle=True)
 tests = DataLoader(dataset, batch_size=32)
 easy, hard = DataLoader(dataset, batch_size=32), DataLoader(dataset, batch_size=16)
-labelled, unlabelled = (DataLoader(dataset, batch_size=size, drop_last=True) for size in (16, 8))
 criterion, criterion_none = nn.MSELoss(), nn.MSELoss(reduction="none")
 model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).to(world.device)
 replica = paceline.Replica(model, torch.optim.AdamW(model.parameters(), lr=3e-4), world)
 
-generator, discriminator = nn.Linear(8, 4).to(world.device), nn.Linear(4, 1).to(world.device)
-makes = paceline.Replica(generator, torch.optim.Adam(generator.parameters()), world)
-tells = paceline.Replica(discriminator, torch.optim.Adam(discriminator.parameters()), world)
+generator = nn.Linear(8, 4).to(world.device)
 
 files = [f"part-{number}" for number in range(8)]
 num_items = 6
