@@ -488,6 +488,13 @@ MUTATIONS = (
         "replica/test_run.py::test_rows_are_whole_in_whatever_order_the_body_calls",
     ),
     Mutation(
+        "a number that a script logs later moves to its first steps",
+        "tools/view/read.py",
+        'self._values[name] = array("d", [math.nan] * len(self))',
+        'self._values[name] = array("d")',
+        "tools/view/test_views.py::test_numbers_of_a_script_have_curves_and_their_last_values",
+    ),
+    Mutation(
         "an evaluation before its step's row is lost on the page",
         "tools/view/read.py",
         "self.evaluations.cut(step + 1)",
@@ -517,7 +524,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a script writes into the run of a trainer",
-        "replica/run.py",
+        "replica/script.py",
         'if "train" in document:',
         'if "training" in document:',
         "replica/test_run.py::test_what_is_no_run_of_a_script_is_refused",

@@ -22,7 +22,8 @@ from paceline.checkpoint.steps import list_steps
 from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
 from paceline.replica.replica import Replica
-from paceline.replica.run import Run, _check_folder, _to_toml
+from paceline.replica.run import Run
+from paceline.replica.script import check_folder, to_toml
 from paceline.tools.view import read as view
 from paceline.world.runtime import World
 
@@ -171,14 +172,14 @@ def test_what_is_no_run_of_a_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("words")
     with pytest.raises(UserError, match=r"holds files of something else \(thesis.txt\)"):
-        _check_folder(RunFolder(tmp_path / "full"))
+        check_folder(RunFolder(tmp_path / "full"))
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained/config.toml").write_text("[train]\nsteps = 4\n")
     with pytest.raises(UserError, match="is a run of `paceline train`"):
-        _check_folder(RunFolder(tmp_path / "trained"))
+        check_folder(RunFolder(tmp_path / "trained"))
     (tmp_path / "trained/config.toml").write_text("[run]\nunit = 'samples'\n")
-    _check_folder(RunFolder(tmp_path / "trained"))
-    _check_folder(RunFolder(tmp_path / "new"))
+    check_folder(RunFolder(tmp_path / "trained"))
+    check_folder(RunFolder(tmp_path / "new"))
 
 
 def twice(world: World, folder: Path) -> list[int]:
@@ -282,7 +283,7 @@ def test_the_command_of_a_script_is_executed_by_its_owner_alone(tmp_path: Path) 
     folder.mkdir(mode=0o700)
 
     def resume(script: dict[str, str], *options: str) -> Ended:
-        (folder / "config.toml").write_text(_to_toml({"run": script}))
+        (folder / "config.toml").write_text(to_toml({"run": script}))
         (folder / "config.toml").chmod(0o600)
         return run("resume", str(folder), *options)
 
@@ -300,7 +301,7 @@ def test_the_command_of_a_script_is_executed_by_its_owner_alone(tmp_path: Path) 
 
 def test_settings_that_toml_lacks_are_texts(tmp_path: Path) -> None:
     values = {"a b": float("nan"), "path": tmp_path, "deep": {"er": [1, None, "x\x7f"]}, "on": True, "quote": 'a"b'}
-    document = tomllib.loads(_to_toml({"config": values}))["config"]
+    document = tomllib.loads(to_toml({"config": values}))["config"]
     assert document == {
         "a b": "nan",
         "path": str(tmp_path),

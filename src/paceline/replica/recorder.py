@@ -1,11 +1,14 @@
 """What rank 0 records of steps: a row of metrics for each, and the ranks that others wait for."""
 
 import itertools
+import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from paceline.base import units
 from paceline.checkpoint.save import Outcome
 from paceline.record import summary
 from paceline.record.config import LogConfig
@@ -42,11 +45,36 @@ class StepRecorder:
         shares_memory = self.world.facts[0].shares_memory  # so nothing is sent
         return {"world_size": len(devices), "hosts": self.hosts, "devices": devices, "shares_memory": shares_memory}
 
-    def record(self, row: StepRow, is_usual: bool = True, more: Mapping[str, Any] | None = None) -> None:
+    def record(
+        self,
+        result: StepResult,
+        step: int,
+        *,
+        is_usual: bool = True,
+        more: Mapping[str, Any] | None = None,
+        skipped: Mapping[str, Any] | None = None,
+        **facts: Any,
+    ) -> None:
         """Records a step. is_usual: it counts for the sums and for stragglers; a traced step does not, nor does the
-        first, which is warm-up. more: further values of the row."""
+        first, which is warm-up. more: further values of the row; skipped: of the event, if no rank updated. facts: see
+        `step_row`. What takes time in proportion to the number of ranks, rank 0 does alone."""
+        if result.skipped:
+            self.event("skipped step", step=step, **(skipped or {}), **asdict(result.skipped))
+        if self.world.is_main:
+            self._record(step_row(result, self.world, step=step, **facts), is_usual, more or {})
+
+    def say_progress(self, step: int, num_steps: int | None, facts: str, done: float, left_s: float | None) -> None:
+        """Shows how far a loop is. left_s: None: not known."""
+        at = f"step {step}" if num_steps is None else f"step {step}/{num_steps}"
+        self.console.advance(done, at, facts if left_s is None else f"{facts}  ETA {units.duration(left_s)}")
+
+    def seconds_left(self, num_steps: int, step_ms: float) -> float:
+        """Returns how long so many steps will take; step_ms: of the newest one, as long as no other counts."""
+        return num_steps * (self.totals.mean("step_ms") if self.totals.num_steps else step_ms) / 1e3
+
+    def _record(self, row: StepRow, is_usual: bool, more: Mapping[str, Any]) -> None:
         if row.step % self._log.every == 0:
-            self.folder.append_metrics({**row.recorded(self.stragglers.reported), **(more or {})})
+            self.folder.append_metrics({**row.recorded(self.stragglers.reported), **more})
         if row.world_size > MOST_LISTED and row.step % self._log.ranks_every == 0:
             self.folder.append_ranks({"step": row.step, **row.lists()})
         if self.totals.has_warmed_up and is_usual:
@@ -63,7 +91,8 @@ class StepRecorder:
             self.event("checkpoint", step=outcome.step, seconds=round(outcome.seconds, 3), bytes=outcome.num_bytes)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Records why this rank ends."""
+        """Records why this rank ends; its traceback goes to its log. No collective: other ranks may be gone."""
+        self.console.log(f"stopped at step {step}\n{''.join(traceback.format_exception(error))}")
         self.event("failed", step=step, error=str(error) or type(error).__name__)
 
     def ended(self, step: int, reason: str, unit: str = "tokens", **facts: Any) -> None:

@@ -17,13 +17,10 @@ saves and exits with status 75; the same command continues it. record/folder.py 
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shlex
 import sys
-import tomllib
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +36,11 @@ from paceline.record.console import Console
 from paceline.record.folder import COMPLETE, RunFolder
 from paceline.record.rows import StepRow, finite
 from paceline.record.state import read_config
+from paceline.replica import script
 from paceline.replica.checkpoints import Checkpoints
 from paceline.replica.joining import at_failing, at_hang, at_leaving, exit_status
 from paceline.replica.mistakes import warn
-from paceline.replica.recorder import StepRecorder, step_row
+from paceline.replica.recorder import StepRecorder
 from paceline.replica.replica import Replica
 from paceline.replica.result import StepResult
 from paceline.replica.step import Step
@@ -118,7 +116,7 @@ class Run:
         self._is_over = False
         for earlier in list(_OPEN.values()):
             earlier._make_room(self.folder.path)
-        from_rank_0(self.world.group, lambda: _check_folder(self.folder))
+        from_rank_0(self.world.group, lambda: script.check_folder(self.folder))
         self.checkpoints = Checkpoints(
             folder, keep=keep, keep_every=keep_every, keep_best=keep_best, run=self._state, **objects
         )
@@ -271,27 +269,20 @@ class Run:
             self._write_row(each, numbers)
         newest, numbers = waiting[-1], means[-1]
         step, num_steps, step_ms = newest.step, newest.num_steps, newest.result.times.step_ms
-        totals = self._recorder.totals
-        mean_ms = totals.mean("step_ms") if totals.num_steps else step_ms
         shown = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
         rate = f"{units.count(round(newest.result.weight / step_ms * 1e3))} {self._unit}/s"
-        left = f"  ETA {units.duration((num_steps - step) * mean_ms / 1e3)}" if num_steps else ""
-        self._console.advance(
-            step / num_steps if num_steps else 0.0,
-            f"step {step}/{num_steps}" if num_steps else f"step {step}",
-            f"loss {newest.result.loss:.4g}{shown}  {rate}{left}",
+        left_s = self._recorder.seconds_left(num_steps - step, step_ms) if num_steps else None
+        done = step / num_steps if num_steps else 0.0
+        self._recorder.say_progress(
+            step, num_steps, f"loss {newest.result.loss:.4g}{shown}  {rate}", done=done, left_s=left_s
         )
         self.world.group.take_traffic()  # what was sent since the step ended belongs to no step
 
     def _write_row(self, each: _Waiting, numbers: Mapping[str, float | None]) -> None:
-        if each.result.skipped:
-            self._recorder.event("skipped step", step=each.step, **dataclasses.asdict(each.result.skipped))
-        if not self.world.is_main:
-            return
-        row = step_row(
+        self._recorder.record(
             each.result,
-            self.world,
-            step=each.step,
+            each.step,
+            more={"unit": self._unit, **numbers},
             lr=each.lr,
             num_items=round(each.result.weight),
             items_so_far=each.num_items,
@@ -299,7 +290,6 @@ class Run:
             flops_per_item=self._flops,
             peak_flops_per_s=self._peak,
         )
-        self._recorder.record(row, more={"unit": self._unit, **numbers})
 
     # ---- saves ----
 
@@ -340,10 +330,10 @@ class Run:
         """Drops the rows of later steps and writes config.toml. Returns the last step that had a row, and what differs
         from the config that was there."""
         before = read_config(self.folder.config)
-        script = {"unit": self._unit, "command": _command(), "directory": os.getcwd()}
+        facts = {"unit": self._unit, "command": script.command(), "directory": os.getcwd()}
         try:
             reached = self.folder.forget_after(step)
-            self.folder.write_setup(_to_toml({"run": script, "config": config}), None)
+            self.folder.write_setup(script.to_toml({"run": facts, "config": config}), None)
         except OSError as error:
             raise UserError(f"cannot write to {self.folder.path}: {error.strerror}") from None
         now = read_config(self.folder.config)
@@ -412,7 +402,6 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         """Records why this rank ends; no collective, so without the means of what was logged."""
-        self._console.log("".join(traceback.format_exception(error)))
         if self._is_over:
             return
         self._end_body()
@@ -453,35 +442,6 @@ def _number(verb: str, name: str, value: Any) -> float:
         ) from None
 
 
-def _command() -> str:
-    """Returns the command that runs this script again; empty where there is none, as in a notebook."""
-    script, *arguments = sys.argv or [""]
-    if hasattr(sys, "ps1") or script in ("", "-", "-c"):
-        return ""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    module = ["-m", spec.name.removesuffix(".__main__")] if spec is not None else [script]
-    return shlex.join([Path(sys.executable).name, *module, *arguments])
-
-
-def _check_folder(folder: RunFolder) -> None:
-    """Raises UserError if the folder holds something that is no run of a script."""
-    try:
-        names = sorted(entry.name for entry in folder.path.iterdir()) if folder.path.exists() else []
-        document = tomllib.loads(folder.config.read_text(encoding="utf-8")) if "config.toml" in names else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {folder.path} as a run folder: {error}") from None
-    if "train" in document:
-        raise UserError(
-            f"{folder.path} is a run of `paceline train`, which `paceline resume` continues; name another folder"
-        )
-    foreign = [] if "run" in document else [name for name in names if name not in (*run_folder.MADE_HERE, ".lock")]
-    if foreign:
-        raise UserError(
-            f"{folder.path} holds files of something else ({units.listed(foreign)}); name a folder that is empty or "
-            "does not exist yet"
-        )
-
-
 def _num_steps(source: Any, max_steps: int | None, epochs: int | None, batch_size: Any) -> int | None:
     """Returns how many steps a loop makes in all; None if the source does not say it."""
     known = [] if max_steps is None else [max_steps]
@@ -491,29 +451,3 @@ def _num_steps(source: Any, max_steps: int | None, epochs: int | None, batch_siz
             size = len(source) if batch_size is None else math.ceil(len(source) / batch_size)
             known.append(epochs * size)
     return min(known, default=None)
-
-
-def _to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns tables of TOML. Dicts within are written as names with dots; what TOML lacks, as text."""
-    lines: list[str] = []
-    for section, values in sections.items():
-        lines.append(f"[{section}]")
-        lines += [f"{_value(str(name))} = {_value(value)}" for name, value in dict(_flat(values)).items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    is_plain = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-    text = json.dumps(value if is_plain else str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    return text.encode(errors="replace").decode()  # a path need not be UTF-8

@@ -10,7 +10,6 @@ finish     last checkpoint, last evaluation, a summary
 import contextlib
 import dataclasses
 import math
-import traceback
 from collections.abc import Iterator
 from functools import partial
 
@@ -97,9 +96,7 @@ def _failure_recorded(setup: Setup) -> Iterator[None]:
         elif isinstance(error, torch.OutOfMemoryError):
             told = out_of_memory(error, setup.settings, setup.world.facts[setup.world.rank])
         setup.checkpoints.saver.abandon()
-        step = setup.progress.step
-        setup.console.log(f"stopped at step {step}\n{traceback.format_exc()}")
-        setup.recorder.failed(step, told)
+        setup.recorder.failed(setup.progress.step, told.with_traceback(error.__traceback__))
         if told is not error:
             raise told from error
         raise

@@ -1,7 +1,6 @@
 """Records a run: a row of metrics for each step, events, a trace, and lines on the console."""
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from paceline.record.console import Console
 from paceline.record.folder import RunFolder
 from paceline.record.rows import EvalRow
 from paceline.replica.balance import Change
-from paceline.replica.recorder import StepRecorder, step_row
+from paceline.replica.recorder import StepRecorder
 from paceline.replica.result import StepResult, Trouble
 from paceline.train.progress import Progress
 from paceline.train.resolve import Settings
@@ -34,32 +33,30 @@ class Recorder(StepRecorder):
         self._settings, self._config, self._peak = settings, settings.config, world_peak
 
     def step(self, progress: Progress, result: StepResult, sequences: list[int], lr: float, loss_scale: float) -> None:
-        """Records and shows a step that has just ended. sequences: that each rank computed. What takes time in
-        proportion to the number of ranks, rank 0 does alone."""
-        step, num_steps = progress.step, self._settings.num_steps
+        """Records and shows a step that has just ended. sequences: that each rank computed."""
+        step = progress.step
         if result.skipped:
-            self.event("skipped step", step=step, loss_scale=loss_scale, **dataclasses.asdict(result.skipped))
             self.console.say(f"step {step} made no update: {result.skipped} was not finite", style="yellow")
-        if self.world.is_main:
-            row = step_row(
-                result,
-                self.world,
-                step=step,
-                lr=lr,
-                num_items=self._settings.tokens_per_step,
-                items_so_far=progress.tokens,
-                items_by_rank=sequences,
-                flops_per_item=cost.flops_per_token(self._config.model, self._config.data.seq_len),
-                peak_flops_per_s=self._peak,
-            )
-            self.record(row, is_usual=step != self._config.train.profile)
+        self.record(
+            result,
+            step,
+            is_usual=step != self._config.train.profile,
+            skipped={"loss_scale": loss_scale},
+            lr=lr,
+            num_items=self._settings.tokens_per_step,
+            items_so_far=progress.tokens,
+            items_by_rank=sequences,
+            flops_per_item=cost.flops_per_token(self._config.model, self._config.data.seq_len),
+            peak_flops_per_s=self._peak,
+        )
         validation = f"  val {self.evaluation.val_loss:.3f}" if self.evaluation else ""
-        left = units.duration(self._seconds_left(progress, result.times.step_ms))
         tokens_per_s = self._settings.tokens_per_step / result.times.step_ms * 1e3
-        self.console.advance(
-            self._settings.share_done(progress),
-            f"step {step}" if num_steps is None else f"step {step}/{num_steps}",
-            f"loss {result.loss:.3f}{validation}  {units.count(round(tokens_per_s))} tok/s  ETA {left}",
+        self.say_progress(
+            step,
+            self._settings.num_steps,
+            f"loss {result.loss:.3f}{validation}  {units.count(round(tokens_per_s))} tok/s",
+            done=self._settings.share_done(progress),
+            left_s=self._seconds_left(progress, result.times.step_ms),
         )
 
     def rebalanced(self, step: int, change: Change, before: list[int]) -> None:
@@ -100,8 +97,7 @@ class Recorder(StepRecorder):
     def _seconds_left(self, progress: Progress, step_ms: float) -> float:
         if self._settings.num_steps is None:
             return progress.elapsed_s * max(0.0, 1 / self._settings.share_done(progress) - 1)
-        mean_ms = self.totals.mean("step_ms") if self.totals.num_steps else step_ms
-        return (self._settings.num_steps - progress.step) * mean_ms / 1e3
+        return self.seconds_left(self._settings.num_steps - progress.step, step_ms)
 
 
 def shown(row: EvalRow) -> str:

@@ -251,6 +251,25 @@ def test_many_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     server.shutdown()
 
 
+def test_a_number_that_a_script_begins_to_log_gets_a_curve_in_each_run(browser: Browser, tmp_path: Path) -> None:
+    """Mutation: charts are those of the first message."""
+    made = [Simulated(tmp_path / "runs" / name) for name in ("one", "two")]
+    for each in made:
+        each.append("metrics.jsonl", each.row(1) | {"unit": "samples"})
+    server = PageServer(Views(tmp_path / "runs"), "127.0.0.1", 0)
+    threading.Thread(target=server.serve, daemon=True).start()
+    page = browser.open(server.url, width=1280, height=850)
+    page.wait_for(f"{DRAWN} && runs.length === 2")
+    assert page.evaluate("document.getElementById('logged').hidden")
+    for each in made:
+        for step in (2, 3):
+            each.append("metrics.jsonl", each.row(step) | {"unit": "samples", "accuracy": step / 4})
+    page.wait_for("charts.at(-1).every?.length === 2 && charts.at(-1).place.id.startsWith('logged')")
+    assert "What the script logs" in page.evaluate(TEXT)
+    fits(page, 1280, least=0.2)
+    server.shutdown()
+
+
 def test_it_lives_on_when_a_rank_is_killed_and_training_begins_again(browser: Browser, tmp_path: Path) -> None:
     with program.Program("watch", "run", "--page", "--port", "0", cwd=tmp_path) as watching:
         watching.wait_for(lambda: "Ctrl-C" in watching._said())

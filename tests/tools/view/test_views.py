@@ -28,6 +28,19 @@ def facts(view: RunView) -> dict[str, str]:
     return {fact.label: fact.value for fact in view.facts}
 
 
+def test_numbers_of_a_script_have_curves_and_their_last_values(tmp_path: Path) -> None:
+    """Mutations: a number that comes later moves the values of all later steps; 0 is no value."""
+    made = Simulated(tmp_path / "run")
+    for step, logged in enumerate([{"accuracy": 0.5}, {"accuracy": None}, {"accuracy": 0.75, "seconds": 0.0}], 1):
+        made.append("metrics.jsonl", made.row(step) | {"unit": "samples"} | logged)
+    made.append("metrics.jsonl", {"step": 3, "val_loss": None, "f1": 0.25, "unit": "samples", "elapsed_s": 3.0})
+    view = viewed(made.folder)
+    columns = [view.curves["steps"][f"logged {name}"]["mean"] for name in ("accuracy", "seconds")]
+    assert str(columns) == "[[0.5, nan, 0.75], [nan, nan, 0.0]]"
+    assert view.curves["validation"]["logged f1"] == {"mean": [0.25]}
+    assert [fact[:2] for fact in view.facts[-3:]] == [("f1", "0.25"), ("accuracy", "0.75"), ("seconds", "0")]
+
+
 def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: Path) -> None:
     made = Simulated(tmp_path / "run", 64, num_steps=500, slow_rank=37)
     made.steps(150)

@@ -65,6 +65,7 @@ class Chart {
   constructor(description) {
     Object.assign(this, description);
     this.place = byId(this.id);
+    this.box = this.place.closest("#logged > div, section"); // hidden without a line
     this.legend = make("p", { class: "legend" });
     this.place.before(this.legend);
     this.hidden = new Set();
@@ -89,8 +90,8 @@ class Chart {
       const isOne = runs.length === 1;
       const common = { ink: runInk(index), dash: dashOf(index), width: isOne ? 1.75 : 1.75 + Math.min(1.5, 4 / runs.length) * (runs.length - 1 - index) };
       if (table[column]) lines.push({ ...common, name: isOne ? name : run.name, table, ...table[column] });
-      if (this.isLoss && validation.step?.length) {
-        lines.push({ ...common, name: isOne ? "validation" : `${run.name}, validation`, table: validation, ...validation.loss, isDotted: true, ink: isOne ? "run1" : common.ink, width: 1 });
+      if (validation.step?.length && validation[column]) {
+        lines.push({ ...common, name: isOne ? "validation" : `${run.name}, validation`, table: validation, ...validation[column], isDotted: true, ink: isOne ? "run1" : common.ink, width: 1 });
       }
     }
     return lines;
@@ -142,12 +143,11 @@ class Chart {
 
   draw() {
     this.every = this.lines();
-    const section = this.place.closest("section");
-    if (!this.isLoss && this.id !== "norm") section.hidden = !this.every.length;
+    if (!this.isLoss && this.id !== "norm") this.box.hidden = !this.every.length;
     if (this.id === "norm") for (const each of [this.place, this.place.previousElementSibling]) each.hidden = !this.every.length;
     this.shown = this.every.filter(({ name }) => !this.hidden.has(name));
     if (!this.every.length || !this.place.clientWidth) return;
-    this.place.setAttribute("aria-label", `${section.querySelector("h2").textContent}. Arrow keys move along the curve, + and - zoom.`);
+    this.place.setAttribute("aria-label", `${this.box.querySelector("h2, h3").textContent}. Arrow keys move along the curve, + and - zoom.`);
     const { tables, series, bands } = this.series();
     const data = tables.length ? uPlot.join(tables) : [[0]];
     const signature = JSON.stringify([series.map(({ key }) => key), this.isLogarithmic()]);
@@ -337,7 +337,21 @@ function zoomTo(span) {
 
 const charts = CHARTS.map((description) => new Chart(description));
 
+// A chart for each number that a script logs, which may be new.
+function addLogged() {
+  const isLogged = (column) => column.startsWith("logged ");
+  const columns = runs.flatMap((run) => [run.curves.steps, run.curves.validation].flatMap((table) => Object.keys(table ?? {}))).filter(isLogged);
+  for (const column of new Set(columns)) {
+    if (charts.some(({ columns: own }) => own?.[column])) continue;
+    const [name, id] = [column.slice("logged ".length), `logged-${charts.length}`];
+    byId("logged").hidden = false;
+    byId("logged").append(make("div", {}, make("h3", {}, name), make("div", { class: "chart", id })));
+    charts.push(new Chart({ id, columns: { [column]: "training" }, height: 160 }));
+  }
+}
+
 function drawCharts() {
+  addLogged();
   for (const chart of charts) chart.draw();
   document.documentElement.dataset.drawn = Number(document.documentElement.dataset.drawn ?? 0) + 1;
 }

@@ -54,13 +54,14 @@ def curves(run: Run) -> dict[str, dict[str, Any]]:
     begins = buckets(len(steps))
     found = {"steps": _axes(run, last_of(steps, begins))}
     is_exact = len(begins) == len(steps)
-    for name in ("loss", "tokens_per_s", "lr", "grad_norm", "comm_ms", "exposed_comm_ms"):
+    for name in ("loss", "tokens_per_s", "lr", "grad_norm", "comm_ms", "exposed_comm_ms", *run.steps.logged):
         mean, low, high = in_buckets(run.steps[name], begins)
         if np.isfinite(mean).any():
             found["steps"][name] = {"mean": _listed(mean)}
             if not is_exact and name in _WITH_BANDS:
                 found["steps"][name] |= {"low": _listed(low), "high": _listed(high)}
     found["validation"] = _axes(run, evaluations["step"]) | {"loss": {"mean": _listed(evaluations["val_loss"])}}
+    found["validation"] |= {name: {"mean": _listed(evaluations[name])} for name in evaluations.logged}
     if parts := _parts(run):
         begins = buckets(len(steps), _PART_POINTS)
         found["parts"] = _axes(run, last_of(steps, begins))

@@ -21,7 +21,7 @@ from paceline.base.jsonl import Row, Tail
 from paceline.record.folder import RunFolder
 from paceline.record.rate import NUM_ROWS
 from paceline.record.read import number
-from paceline.record.rows import NUMBERS, EvalRow
+from paceline.record.rows import LISTS, NUMBERS, EvalRow
 from paceline.record.state import read_config
 
 Floats = NDArray[np.float64]
@@ -37,11 +37,17 @@ WORK = ("data", "forward", "backward", "optimizer")  # a rank's other parts are 
 _EVAL_COLUMNS = [field.name for field in dataclasses.fields(EvalRow)]
 
 
+LOGGED = "logged "  # before the name of a number of the script's own
+_KNOWN = {*NUMBERS, *LISTS, *_EVAL_COLUMNS, "unit", "elapsed_s"}
+_MOST_LOGGED = 24  # further ones are not shown
+
+
 class Columns:
     """Numbers by increasing step, 8 bytes each, so that a million rows fit in memory. NaN is a missing value."""
 
     def __init__(self, names: Sequence[str]):
         self._values = {name: array("d") for name in names}
+        self.logged: list[str] = []  # columns of the script's own numbers
 
     def __len__(self) -> int:
         return len(self._values["step"])
@@ -60,8 +66,21 @@ class Columns:
             del column[length:]
 
     def append(self, row: Mapping[str, Any]) -> None:
+        for name in row:
+            if name.startswith(LOGGED) and name not in self._values and len(self.logged) < _MOST_LOGGED:
+                self.logged.append(name)
+                self._values[name] = array("d", [math.nan] * len(self))
         for name, column in self._values.items():
             column.append(number(row.get(name)))
+
+
+def _logged(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the script's own numbers, by column; a trainer's row has no unit, and none of them."""
+    if "unit" not in row:
+        return {}
+    return {
+        LOGGED + name: value for name, value in row.items() if name not in _KNOWN and number(value) == number(value)
+    }
 
 
 class Run:
@@ -109,6 +128,7 @@ class Run:
         if not step >= 0:
             self._num_bad_rows += 1
             return
+        row = row | _logged(row)
         if "val_loss" in row:
             self.evaluations.cut(step)
             self.evaluations.append(row | {"seconds": self.steps.last("seconds") if len(self.steps) else 0.0})

@@ -18,11 +18,7 @@ from paceline.record.events import clock, details, hosts, starts, text
 from paceline.record.read import number
 from paceline.record.state import RunState, read_state
 from paceline.tools.view import drawn, findings, measures
-from paceline.tools.view.read import (
-    WORK,
-    Run,
-    rank_parts,
-)
+from paceline.tools.view.read import LOGGED, WORK, Run, rank_parts
 
 _MOST_EVENTS = 500
 _MOST_RANKS, _FEW_RANKS = 8, 5  # more ranks than the first are shown as the slowest few, and a line for the others
@@ -177,7 +173,10 @@ def _facts(run: Run, state: RunState, left_s: float) -> list[Fact]:
         ("Restarts", num_restarts, "{:.0f}".format, f"{num_repeated} steps repeated" if num_repeated else ""),
         ("Stragglers cost", findings.straggler_cost_s(run.events), units.duration, "of waiting"),
     ]  # fmt: skip
-    return [Fact(label, shown(value), note) for label, value, shown, note in found if value and math.isfinite(value)]
+    known = [Fact(label, shown(value), note) for label, value, shown, note in found if value and math.isfinite(value)]
+    logged = {name: run.evaluations.last(name) for name in run.evaluations.logged}
+    logged |= {name: last(name) for name in run.steps.logged}
+    return known + [Fact(name.removeprefix(LOGGED), f"{value:.4g}") for name, value in logged.items()]
 
 
 def _world_sizes(run: Run) -> str:
