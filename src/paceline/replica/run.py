@@ -187,7 +187,7 @@ class Run:
 
     def evaluated(self, loss: float | torch.Tensor | None = None, **numbers: float | torch.Tensor) -> None:
         """Records an evaluation of this step, such as what `Replica.evaluate` returned: rank 0's numbers. loss: what
-        `keep_best` compares."""
+        `keep_best` compares. Collective."""
         self._require_open("evaluated")
         if taken := sorted(_OF_EVALUATIONS.intersection(numbers)):
             raise mistake(f"run.evaluated was given {', '.join(taken)}, which its row has: loss= becomes val_loss")
