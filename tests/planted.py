@@ -566,6 +566,13 @@ MUTATIONS = (
         "model/test_gpt.py::test_first_weights_are_a_function_of_seed_and_name",
     ),
     Mutation(
+        "what a script waits for between two steps is exposed communication of the next",
+        "replica/result.py",
+        "+= clip_intervals(waits, 0.0, math.inf)",
+        "+= clip_intervals(waits, -math.inf, math.inf)",
+        "replica/test_steps.py::test_a_wait_before_a_step_is_no_part_of_it",
+    ),
+    Mutation(
         "local: a rank with more sequences has no more weight in the average",
         "sync/local.py",
         "fraction = self.own_weight / self.weight if self.weight else 1.0 / group.size",

@@ -1,5 +1,6 @@
 """Steps over shared sources: true weights, noise by row, functions that draw, micro-batches when they are needed."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,24 @@ def noisy(world: World) -> tuple[dict[int, list[float]], list[int]]:
     return found, torch.get_rng_state().tolist()
 
 
+def waited_for(world: World) -> list[tuple[float, float]]:
+    """Exposed communication and length of two steps, in ms; before each a script's own call waits for rank 2."""
+    model = linear()
+    replica = paceline.Replica(model, sgd(model), world)
+    found = []
+    for _ in range(2):
+        time.sleep(0.2 * (world.rank == 2))
+        world.mean(1.0)
+        times = replica.train(SAMPLES, lambda x: model(x).square().mean()).times
+        found.append((times.exposed_comm_ms, times.step_ms))
+    return found
+
+
 @dataclass(frozen=True)
 class Seen:
     """By one of three ranks."""
 
+    waited_for: list[tuple[float, float]]
     weighed: dict[str, tuple[float, float, list[float]]]
     noisy: tuple[dict[int, list[float]], list[int]]
     drawn: Any
@@ -126,7 +141,7 @@ class Seen:
 
 
 def see(world: World) -> Seen:
-    return Seen(weighed(world), noisy(world), drawing(world, 0.0), drawing(world, 0.5))
+    return Seen(waited_for(world), weighed(world), noisy(world), drawing(world, 0.0), drawing(world, 0.5))
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +156,11 @@ def test_noise_belongs_to_the_sample_on_any_number_of_ranks(world: World, on_ran
     assert len({row[0] for row in expected.values()}) == 8
     assert {n: row for seen in on_ranks for n, row in seen.noisy[0].items()} == expected
     assert [seen.noisy[1] == state for seen in on_ranks] == [True] * len(on_ranks)
+
+
+def test_a_wait_before_a_step_is_no_part_of_it(on_ranks: list[Seen]) -> None:
+    for seen in on_ranks:
+        assert all(exposed_ms <= step_ms for exposed_ms, step_ms in seen.waited_for)
 
 
 # ---- functions that draw ----

@@ -1,5 +1,6 @@
 """What a step reports: its loss, each rank's times, and gradients that were not finite."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ class StepClock:
         self._clock.finish()
         traffic = self._group.take_traffic()
         self._transfers += [self._span(t.start, t.end) for t in traffic.transfers if t.end is not None]
-        self._waits += [self._span(*wait) for wait in traffic.waits]
+        waits = [self._span(*wait) for wait in traffic.waits]
+        self._waits += clip_intervals(waits, 0.0, math.inf)  # not what a script's own calls waited before this step
         self._num_bytes += traffic.num_bytes
         self._codec_ms += self._take_codec_ms()
         self._cpu_s += traffic.cpu_s
