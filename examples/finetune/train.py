@@ -13,7 +13,6 @@ end the model is in OUT/model, where transformers finds it.
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +97,16 @@ def main() -> None:
 
     examples = [json.loads(line) for line in options.data.open()] if options.data else sums(2000)
     encoded = [encode(example, tokenizer, model.config.max_position_embeddings) for example in examples]
-    checkpoints = paceline.Checkpoints(options.out, net=replica, schedule=schedule)
-    checkpoints.restore()
+    run = paceline.Run(options.out, config=vars(options), unit="tokens", net=replica, schedule=schedule)
     sizes = {"batch_size": options.batch_size, "micro_batch_size": options.micro_batch_size, "collate_fn": collate}
-    for step in replica.steps(encoded, max_steps=options.steps, stop_on_signals=True, **sizes):
+    for step in run.steps(encoded, max_steps=options.steps, **sizes):
         for micro_batch in step:
             num_counted = int((micro_batch["labels"][:, 1:] != IGNORED).sum())  # the first token is never predicted
             step.backward(model(**micro_batch).loss, weight=num_counted)
         result = step.finish(max_norm=1.0)
         schedule.step()
         world.say(f"step {step.number} loss {result.loss:.6f} of {result.weight:.0f} tokens")
-        checkpoints.save_every(options.save_every)
-    checkpoints.save()
-    if replica.stop_reason:
-        world.say(f"stopped by {replica.stop_reason}; the same command resumes")
-        sys.exit(paceline.EXIT_RESUMABLE)
+        run.save_every(options.save_every)
 
     weights = replica.state_dict()
     if world.is_main:

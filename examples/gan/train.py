@@ -3,7 +3,7 @@
 python train.py
 torchrun --standalone --nproc-per-node 2 train.py
 
-Each net is a replica of its own, and one checkpoint holds both, so a killed run has them from the same step. The noise
+Each net is a replica of its own, and one run holds both, so a killed one has them from the same step. The noise
 is drawn for the whole batch and divided by rows: the losses are the same on any number of ranks.
 """
 
@@ -51,11 +51,10 @@ def main() -> None:
     generator, discriminator = net(NOISE, 2).to(world.device), net(2, 1).to(world.device)
     makes = paceline.Replica(generator, torch.optim.Adam(generator.parameters(), 1e-3, (0.5, 0.99)), world)
     tells = paceline.Replica(discriminator, torch.optim.Adam(discriminator.parameters(), 1e-3, (0.5, 0.99)), world)
-    checkpoints = paceline.Checkpoints(options.out, makes=makes, tells=tells)
-    checkpoints.restore()
+    run = paceline.Run(options.out, config=vars(options), tells=tells, makes=makes)  # rows are of the first
 
     loader = DataLoader(TensorDataset(spots(10_000)), options.batch_size, shuffle=True)
-    for step in tells.steps(loader, max_steps=options.steps):
+    for step in run.steps(loader, max_steps=options.steps):
         noises = []
         for (points,) in step:
             noises.append(step.draw(torch.randn, NOISE))
@@ -67,9 +66,10 @@ def main() -> None:
         for noise in update:
             update.backward(told_apart(discriminator(generator(noise)), 1.0), weight=len(noise))
         fooled = update.finish()
+        run.log(generator_loss=fooled.loss)
         if step.number % 10 == 0:
             world.say(f"step {step.number} discriminator {told.loss:.6f} generator {fooled.loss:.6f}")
-        checkpoints.save_every(options.save_every)
+        run.save_every(options.save_every)
 
 
 if __name__ == "__main__":

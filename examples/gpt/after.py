@@ -99,10 +99,10 @@ torch.manual_seed(1337)
 model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
 replica = paceline.Replica(model, optimizer, world)
-checkpoints = paceline.Checkpoints("runs/gpt", net=replica, at=(at := {"progress": 0.0}))
+run = paceline.Run("runs/gpt", unit="bytes", net=replica, at=(at := {"progress": 0.0}))
 order = torch.Generator()
 
-step, progress = checkpoints.restore() or 0, at["progress"]
+step, progress = replica.num_steps, at["progress"]
 while progress < 1:
     began = time.perf_counter()
     for group in optimizer.param_groups:
@@ -110,10 +110,10 @@ while progress < 1:
     optimizer.zero_grad()
     starts = torch.randint(len(train) - CONTEXT, (BATCH,), generator=order.manual_seed(step))
     batch = paceline.Batch(starts.split(MICRO_BATCH)[world.rank :: world.world_size])
-    replica.train(batch, lambda rows: loss_at(train, rows.cpu()), max_norm=MAX_NORM)
+    run.record(replica.train(batch, lambda rows: (loss_at(train, rows.cpu()), len(rows) * CONTEXT), max_norm=MAX_NORM))
     step += 1
     progress = step / STEPS if STEPS else progress + (time.perf_counter() - began) / TIME_BUDGET
     at["progress"] = progress = world.mean(progress)  # clocks differ, and all must stop at the same step
     if step % EVAL_EVERY == 0 or progress >= 1:
         world.say(f"step {step} training {evaluate(train):.7f} validation {evaluate(validation):.7f} {sample()!r}")
-        checkpoints.save()
+        run.save()

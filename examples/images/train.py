@@ -54,9 +54,10 @@ def layer(num_in: int, num_out: int, stride: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(num_in, num_out, 3, stride, padding=1), nn.GroupNorm(4, num_out), nn.ReLU())
 
 
-def read_rightly(model: nn.Module, images: torch.Tensor, digits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns, under the name that is shown, the part of a micro-batch that the model reads rightly."""
-    return {"accuracy": (model(images).argmax(-1) == digits).float().mean()}
+def measures(model: nn.Module, images: torch.Tensor, digits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns a micro-batch's means: the loss, and the part that the model reads rightly."""
+    scores = model(images)
+    return {"loss": F.cross_entropy(scores, digits), "accuracy": (scores.argmax(-1) == digits).float().mean()}
 
 
 def main() -> None:
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=3000, help="to learn from; a sixth as many are for the test")
     parser.add_argument("--batch-size", type=int, default=50, help="of all ranks together")
     parser.add_argument("--workers", type=int, default=1, help="of each rank; 0: images are drawn between steps")
+    parser.add_argument("--out", default="runs/images")
     parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
 
@@ -75,17 +77,20 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     replica = paceline.Replica(model, optimizer, world)
 
+    run = paceline.Run(options.out, config=vars(options), net=replica)
     learnt = Digits(0, options.images, options.augment)
     loader = DataLoader(learnt, options.batch_size, shuffle=True, num_workers=options.workers)
     tests = DataLoader(Digits(options.images, options.images // 6), batch_size=100)
-    for epoch in range(1, options.epochs + 1):
-        for step in replica.steps(loader, epochs=epoch):
+    for epoch in range(1 + replica.num_steps // len(loader), options.epochs + 1):
+        for step in run.steps(loader, epochs=epoch):
             for images, digits in step:
                 step.backward(F.cross_entropy(model(images), digits))
             result = step.finish()
             if step.number % 10 == 0:
                 world.say(f"epoch {epoch} step {step.number} loss {result.loss:.6f}")
-        means = replica.evaluate(tests, lambda images, digits: read_rightly(model, images, digits))
+        means = replica.evaluate(tests, lambda images, digits: measures(model, images, digits))
+        run.evaluated(**means)
+        run.save()
         world.say(f"epoch {epoch} accuracy {means['accuracy']:.4f}")
 
 

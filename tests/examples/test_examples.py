@@ -38,8 +38,10 @@ def together(folder: Path, *runs: tuple[Path, int], **env: str) -> list[Ended]:
 
 
 def numbers(ended: Ended, *names: str) -> list[float]:
-    """Returns the numbers that follow these words, in the order of the output."""
-    return [float(number) for number in re.findall(rf"(?:{'|'.join(names)}) ([\d.]+)", ended.out)]
+    """Returns the numbers that follow these words in what the script prints, in the order of the output; not in what
+    paceline.Run says of a step meanwhile."""
+    said = re.sub(r"^step \d+(/\d+)?(  |:).*$", "", ended.out, flags=re.MULTILINE)
+    return [float(number) for number in re.findall(rf"(?:{'|'.join(names)}) ([\d.]+)", said, re.MULTILINE)]
 
 
 def source(name: str, which: str) -> list[str]:
