@@ -871,6 +871,14 @@ MUTATIONS = (
         "replica/test_steps.py::test_ranks_share_what_a_function_draws_alone",
     ),
     Mutation(
+        "a run that continues at an evaluation records it twice",
+        "replica/run.py",
+        "if step != self._first or row.keys() not in self._repeated:",
+        "if step != self._first or row.keys() is not self._repeated:",
+        "ports/test_ports.py::test_a_port_that_is_killed_and_started_again_has_the_rows_of_one_that_was_not",
+        is_long=True,
+    ),
+    Mutation(
         "a function that fills one buffer again is resumed at its beginning",
         "replica/sources.py",
         "if calls[0] == calls[1]:",

@@ -30,6 +30,7 @@ import torch
 from paceline import __version__
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
+from paceline.base.jsonl import last_rows
 from paceline.record import folder as run_folder
 from paceline.record.config import LogConfig
 from paceline.record.console import Console
@@ -106,12 +107,15 @@ class Run:
         self.folder, self._unit, self._flops = RunFolder(Path(folder)), unit, flops_per_sample
         self._keeps_best = keep_best
         self._state: dict[str, Any] = {"step": 0, "items": 0, "elapsed_s": 0.0}  # of the last step that is counted
-        self._loop: tuple[Step, float, int | None] | None = None  # the step of `steps`, its learning rate, steps in all
+        self._loop: tuple[Step, int | None] | None = None  # the step of `steps`, and steps in all
         self._logged: dict[str, float | None] = {}  # on this rank, of the step that is not recorded yet
         self._waiting: list[_Waiting] = []  # recorded, and not written yet
         self._written_s = 0.0  # training time when rows were last written
         self._first = self._recorded = self.replica.num_steps  # before this run's first step; its last recorded one
         self._evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
+        self._repeated: list[
+            set[str]
+        ] = []  # names in each evaluation of the first step that an earlier attempt recorded
         self._saved: tuple[int, float | None] | None = None  # the same, of the last save
         self._is_over = False
         for earlier in list(_OPEN.values()):
@@ -150,7 +154,7 @@ class Run:
                 for step in self.replica.steps(
                     source, max_steps=max_steps, epochs=epochs, stop_on_signals=True, **sharing
                 ):
-                    self._loop = step, self._lr(), num_steps
+                    self._loop = step, num_steps
                     yield step
                     self._end_body()
                     self._write_if_due()
@@ -204,7 +208,9 @@ class Run:
             self._evaluated = (step, values["val_loss"]) if math.isfinite(values["val_loss"]) else None
         if self.world.is_main:
             row = {"step": step, "val_loss": None, **values, "tokens": self._state["items"], "unit": self._unit}
-            self.folder.append_metrics({**finite(row), "elapsed_s": self._state["elapsed_s"]})
+            row = {**finite(row), "elapsed_s": self._state["elapsed_s"]}
+            if step != self._first or row.keys() not in self._repeated:
+                self.folder.append_metrics(row)
         if self._keeps_best and self._saved == (step, None):
             self.save()  # it is there already, and gets its loss
         self._console.say(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
@@ -226,9 +232,9 @@ class Run:
         """Records the step of the loop, if it has been made, and is not recorded yet."""
         if self._loop is None:
             return
-        step, lr, num_steps = self._loop
+        step, num_steps = self._loop
         if step.result is not None:
-            self._record(step.result, lr, num_steps)
+            self._record(step.result, step.lr, num_steps)
 
     def _record(self, result: StepResult, lr: float, num_steps: int | None) -> None:
         self._count(result)
@@ -333,6 +339,8 @@ class Run:
         facts = {"unit": self._unit, "command": script.command(), "directory": os.getcwd()}
         try:
             reached = self.folder.forget_after(step)
+            earlier = last_rows(self.folder.metrics)
+            self._repeated = [set(row) for row in earlier if row.get("step") == step and "loss" not in row]
             self.folder.write_setup(script.to_toml({"run": facts, "config": config}), None)
         except OSError as error:
             raise UserError(f"cannot write to {self.folder.path}: {error.strerror}") from None

@@ -42,6 +42,8 @@ class Step:
         """The number of this update, from 1."""
         self.result: StepResult | None = None
         """What `finish` returned; None before it."""
+        self.lr = 0.0
+        """The first param group's learning rate, as it was in `finish`."""
         self.rows: range | None = None
         """Rows of the global batch in the current micro-batch; None: not known."""
         self._replica, self._batch = replica, batch
@@ -158,6 +160,7 @@ class Step:
         replica.world.calls.record("Step.finish", replica)
         self._require_complete("finish")
         self._max_norm, numbers = mistakes.checked_norm(max_norm), list(map(float, numbers))
+        self.lr = float(replica.updates.param_groups()[0].get("lr", 0.0))
 
         # ---- sum over ranks, clip ----
         if self._stage == "reduced":  # the script may have changed them
