@@ -469,7 +469,7 @@ MUTATIONS = (
     Mutation(
         "a row of a script has the learning rate of the next step",
         "replica/run.py",
-        "self._record(step.result, lr, num_steps)",
+        "self._record(step.result, step.lr, num_steps)",
         "self._record(step.result, self._lr(), num_steps)",
         "replica/test_run.py::test_rows_have_what_a_trainers_have_and_the_scripts_numbers",
     ),
