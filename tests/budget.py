@@ -101,11 +101,8 @@ def register(config: pytest.Config) -> None:
     """Call it from pytest_configure."""
     if config.getoption("--few"):
         return
-    starts_others = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
-    if not starts_others:
-        config.pluginmanager.register(Meter())
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Judge(config.getoption("--costs")))
+    config.pluginmanager.register(Meter())
+    config.pluginmanager.register(Judge(config.getoption("--costs")), "judge")
 
 
 def _cost_of_a_world() -> float:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -9,8 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported anywhere: ranks of tests share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,6 +25,7 @@ import hypothesis
 import namespaces
 import psutil
 import pytest
+import workers
 
 # A suite started by nohup, or by a shell in the background, ignores these and would hand that on to what it starts.
 for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
@@ -35,7 +39,7 @@ hypothesis.settings.load_profile("shared")
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # beginnings of names
 
 _CACHE = pytest.StashKey[str]()
-pytest_addoption = budget.pytest_addoption
+_SERVERS = pytest.StashKey[list[Any]]()  # of ranks, one for each worker
 
 # Begun first of the files, so that no process still has one of them to do when the others are done.
 _LONGEST = (
@@ -54,24 +58,35 @@ _LONGEST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    budget.pytest_addoption(parser)
+    workers.pytest_addoption(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The embedded corpus takes seconds to build: one cache for the session, and never the user's own."""
     budget.register(config)
+    if num_workers := config.getoption("--workers"):
+        config.pluginmanager.register(workers.Runner(num_workers, _group_of, partial(_begin_worker, config)))
     if "PACELINE_TEST_CACHE" in os.environ:  # kept between sessions, for whoever runs the suite again and again
         os.environ["PACELINE_CACHE"] = os.environ["PACELINE_TEST_CACHE"]
-        return
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist: the cache of the one that started it
         return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="paceline-test-cache-")
     os.environ["PACELINE_CACHE"] = config.stash[_CACHE]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Ranks are forked from one process, which imports torch while tests are collected (tests/ranks.py)."""
-    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
-        return  # the process that starts pytest-xdist's others runs no test
-    if not session.config.getoption("--few"):
-        import ranks  # noqa: F401  what it is to import
+    """Ranks are forked from one process, which imports torch while tests are collected (tests/ranks.py). Those of the
+    workers are forks of this process, before a test is imported and a tensor made: variables may then still be read."""
+    if num_workers := session.config.getoption("--workers"):
+        import ranks
+
+        for name in ranks.IMPORTED:
+            importlib.import_module(name)
+        sys.modules["paceline.world.processor"]._KNOWN_BUDGET_S = 0.0  # type: ignore[attr-defined]  # else each run
+        session.config.stash[_SERVERS] = [ranks.fork_server() for _ in range(num_workers)]
+    elif not session.config.getoption("--few"):
+        import ranks
 
         forkserver.ensure_running()
     gc.disable()  # collecting 3,000 tests makes a million objects, and each search of them finds nothing: 2 s of a core
@@ -83,25 +98,34 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """A long text's id is its length: pytest-xdist sends each id several times, and one was 5 MB."""
+    """A long text's id is its length: one was 5 MB, and each report has it."""
     return f"{argname}-{len(val)}" if isinstance(val, (str, bytes)) and len(val) > 200 else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def _begin_worker(config: pytest.Config, number: int) -> None:
+    import ranks
+
+    config.pluginmanager.unregister(name="judge")
+    os.environ["PACELINE_LAB"] = f"-test-{os.getpid()}"
+    ranks.use_server(config.stash[_SERVERS][number])
+
+
+def _group_of(item: pytest.Item) -> str:
+    """The tests of a group run in one process, one after another: those that measure labs, the other tests of hosts,
+    and a file's other tests."""
+    folders = set(item.path.parts)
+    if marker := item.get_closest_marker("group"):
+        return str(marker.args[0])
+    if item.get_closest_marker("alone") or item.get_closest_marker("lab"):
+        return "lab" if folders & {"tools", "record"} else "hosts"
+    if "laws" in folders and not item.get_closest_marker("long"):
+        return "laws"
+    return "cuda" if "cuda" in folders else item.path.name
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, tests that measure labs run in one process, one after another, and so do other tests of
-    hosts, and a file's other tests. Tests of the modelled GPU come first: autograd learns which devices there are at
-    the first backward pass of a process. Then come labs and hosts, and the files that take longest."""
-    for item in items:
-        folders = set(item.path.parts)
-        if item.get_closest_marker("xdist_group"):
-            continue
-        if item.get_closest_marker("alone") or item.get_closest_marker("lab"):
-            item.add_marker(pytest.mark.xdist_group("lab" if folders & {"tools", "record"} else "hosts"))
-        else:
-            shares_runs = "laws" in folders and not item.get_closest_marker("long")
-            group = "cuda" if "cuda" in folders else "laws" if shares_runs else item.path.name
-            item.add_marker(pytest.mark.xdist_group(group))
+    """Tests of the modelled GPU come first: autograd learns which devices there are at the first backward pass of a
+    process. Then come labs and hosts, and the files that take longest."""
     items.sort(
         key=lambda item: (
             "cuda" not in item.path.parts,
@@ -112,11 +136,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay
     gc.enable()
-    if getattr(session.config.option, "loadgroup", False):
-        assert all("@" in item.nodeid for item in session.items), "this pytest-xdist does not group tests"
 
 
 @pytest.fixture
@@ -130,10 +152,10 @@ def two_hosts() -> Iterator[list[namespaces.Host]]:
 
 @pytest.fixture(autouse=True)
 def _leaves_no_process_behind() -> Iterator[None]:
-    before = set(_descendants(os.getpid()))
+    before = set(_processes())
     yield
     deadline = time.monotonic() + 60
-    while leaked := [pid for pid in _descendants(os.getpid()) if pid not in before and _is_alive(pid)]:
+    while leaked := [pid for pid in _processes() if pid not in before and _is_alive(pid)]:
         if time.monotonic() > deadline:
             pytest.fail(f"the test left processes behind: {[_command(pid) for pid in leaked]}")
         time.sleep(0.02)
@@ -163,6 +185,13 @@ def _leaves_no_process_group_open() -> Iterator[None]:
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LIBRARIES)}
+
+
+def _processes() -> list[int]:
+    """Returns the pids of all below this process, and below its server of ranks."""
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    found = _descendants(os.getpid())
+    return found if server is None or server in found else found + _descendants(server)
 
 
 def _descendants(pid: int) -> list[int]:

@@ -11,34 +11,86 @@ The store is held here, as torchrun's agent holds it, so its port is the OS's ch
 import atexit
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment, detect
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "pytest",
-        "paceline.train.loop",
-        "paceline.tools.bench.verify",
-        "torch.distributed.fsdp",
-        "torch.distributed.run",
-        "torch._dynamo",
-    ]
-)
+IMPORTED = [
+    "pytest",
+    "hypothesis",
+    "paceline.train.loop",
+    "paceline.tools.bench.verify",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch._dynamo",
+]
+FORKS.set_forkserver_preload(IMPORTED)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that forks ranks and commands, as Python's own `forkserver` starts it."""
+
+    pid: int
+    address: str
+    is_wanted: int  # a file descriptor: the server ends when nobody has it open
+
+
+def fork_server() -> Server:
+    """Returns a server that is a fork of this process, in the place of one that imports torch by itself."""
+    resource_tracker.ensure_running()
+    address = connection.arbitrary_address("AF_UNIX")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        reader, is_wanted = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(is_wanted)
+            _be_the_server(os.dup(listener.fileno()), reader)
+        os.close(reader)
+    return Server(pid, address, is_wanted)
+
+
+def use_server(server: Server) -> None:
+    """From now on this process forks from that server."""
+    known = forkserver._forkserver
+    known._forkserver_pid, known._forkserver_address = server.pid, server.address
+    known._forkserver_alive_fd = server.is_wanted
+    known.ensure_running = resource_tracker.ensure_running  # it runs, and is no child of this process
+
+
+def _be_the_server(listener: int, reader: int) -> None:
+    """Ends with the process. What pytest has changed is taken back; a process that it forks may fork from it, too."""
+    logging.getLogger().handlers.clear()
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    sys.modules["__main__"] = ModuleType("__main__")
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+    gc.freeze()
+    try:
+        forkserver.main(listener, reader, [])
+    finally:
+        os._exit(0)
 
 
 @dataclass(frozen=True)
@@ -184,6 +236,7 @@ def _rank(folder: Path, environment: dict[str, str], directory: str) -> None:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # else that of the server: a worker of data imports torch
     said = os.open(folder / f"said-{environment['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(said, standard)

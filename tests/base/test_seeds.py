@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.base.seeds import key
 
-parts = st.lists(st.integers() | st.text(alphabet=st.characters(exclude_characters="\x1f", codec="utf-8")), max_size=4)
+parts = st.lists(st.integers() | st.text(alphabet="-01aä€\0\n"), max_size=4)
 
 
 @given(parts, parts)

@@ -8,7 +8,7 @@ import slurm_cluster
 from program import TINY, losses, rows, run, steps
 from slurm_cluster import Cluster, wait_for
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long]
+pytestmark = [pytest.mark.group("slurm"), pytest.mark.long]
 
 STEPS = 40
 SLOW = "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=1000 attempt=any"  # so that there is time to disturb it

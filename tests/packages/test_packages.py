@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("packages")]
+pytestmark = [pytest.mark.long, pytest.mark.group("packages")]
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://example.org/somebody/paceline"

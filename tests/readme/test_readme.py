@@ -19,7 +19,7 @@ from paceline.cli.main import _VERBS
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDE = sorted([*(ROOT / "docs" / "guide").glob("*.md"), *(ROOT / "docs" / "learn").glob("*.md")])
-IN_EVERY_RUN = ("README", "train", "your-model", "two-machines")  # of `make test-long`
+IN_EVERY_RUN = ("README", "your-model")  # of `make test-long`
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *GUIDE]
 
 # A block of commands. Its title says what it needs beyond one machine ("needs 8 GPUs"): the site shows it, and no test
@@ -96,7 +96,7 @@ def as_words(command: str) -> tuple[tuple[str, ...], dict[str, str]]:
 def marks(document: Path) -> list[pytest.MarkDecorator]:
     """The commands of most pages run at night; test_marked.py parses all."""
     needed = {"lab": "lab --hosts" in document.read_text(), "nightly": document.stem not in IN_EVERY_RUN}
-    return [pytest.mark.xdist_group(document.stem), *(getattr(pytest.mark, name) for name in needed if needed[name])]
+    return [pytest.mark.group(document.stem), *(getattr(pytest.mark, name) for name in needed if needed[name])]
 
 
 @pytest.mark.long

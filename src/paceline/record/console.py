@@ -99,11 +99,12 @@ class Console:
     def say(self, text: str | rich.table.Table = "", style: str = "") -> None:
         """Prints on rank 0, and writes to every rank's log. Brackets are no markup; control characters are escaped."""
         shown = Text(printable(text), style) if isinstance(text, str) else text
+        written = plain(shown)
         if self.rank == 0:
-            self._show(shown)
+            self._show(shown, written)
         if self.log_file is not None:
             with contextlib.suppress(OSError):  # a full disk does not stop training
-                self.log_file.write(plain(shown))
+                self.log_file.write(written)
 
     def log(self, text: str) -> None:
         """Writes a line to this rank's log only."""
@@ -111,13 +112,13 @@ class Console:
             with contextlib.suppress(OSError):
                 self.log_file.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
 
-    def _show(self, what: Text | rich.table.Table, soft_wrap: bool = False) -> None:
-        """Prints to the terminal, pipe or file; stops printing once that fails."""
+    def _show(self, what: Text | rich.table.Table, written: str, soft_wrap: bool = False) -> None:
+        """Prints to the terminal, and `written` to a pipe or file; stops printing once that fails."""
         console = self._progress.console if self._progress else self._terminal
         if self.is_terminal:
             self._try(partial(console.print, what, soft_wrap=soft_wrap))
         else:
-            self._try(partial(print, plain(what), end="", flush=True))
+            self._try(partial(print, written, end="", flush=True))
 
     def _try(self, show: Callable[[], None]) -> None:
         try:
@@ -159,7 +160,7 @@ class Console:
         elif self.rank == 0 and now >= self._next_line_s:
             # Often at first, then rarely: the log of a week stays readable.
             self._next_line_s = now + min(60.0, max(2.0, (now - self._started_s) / 10))
-            self._show(Text(line), soft_wrap=True)
+            self._show(Text(line), plain(Text(line)), soft_wrap=True)
 
     @contextmanager
     def reading(self) -> Iterator["Reading"]:
