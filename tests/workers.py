@@ -110,6 +110,8 @@ class Runner:
             hook.pytest_warning_recorded.call_historic(kwargs=said)
         elif kind == "begun":
             del worker.todo[: worker.todo.index(said)]
+        elif kind == "ended":  # as it was told to
+            worker.todo = []
         else:
             worker.todo = waiting.popleft() if waiting else []
             with contextlib.suppress(ConnectionError):
@@ -147,6 +149,7 @@ def _be_a_worker(session: pytest.Session, connection: Connection, begin: Callabl
             group = connection.recv()
             if not group or not _run(session, connection, group):
                 break
+        connection.send(("ended", None))
         status = 0
     except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # the other process has ended, or ends
