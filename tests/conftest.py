@@ -1,6 +1,7 @@
 """For all tests: one thread, a cache of their own, and guards against what a test might leave behind."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -83,13 +84,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
         for name in ranks.IMPORTED:
             importlib.import_module(name)
-        sys.modules["paceline.world.processor"]._KNOWN_BUDGET_S = 0.0  # type: ignore[attr-defined]  # else each run
+        _compute_once()
         session.config.stash[_SERVERS] = [ranks.fork_server() for _ in range(num_workers)]
     elif not session.config.getoption("--few"):
         import ranks
 
         forkserver.ensure_running()
     gc.disable()  # collecting 3,000 tests makes a million objects, and each search of them finds nothing: 2 s of a core
+
+
+def _compute_once() -> None:
+    """What each run and each command would do again in the same process."""
+    import tyro._docstrings
+
+    from paceline.world import processor
+
+    processor._KNOWN_BUDGET_S = 0.0  # measure this machine's peak
+    source = tyro._docstrings._ClassTokenization
+    source.make = functools.cache(source.make)  # read the source of each dataclass
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -43,6 +43,7 @@ def test_sample_works_during_a_run(tmp_path: Path) -> None:
     assert again[0] == again[1] != again[2]
 
 
+@pytest.mark.long
 def test_sample_works_while_checkpoints_come_and_go(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with living_run(folder, every=1, sequences=2):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 CONFTEST = """
 import workers
@@ -33,6 +35,7 @@ def test_is_skipped_c():
 """
 
 
+@pytest.mark.long
 def test_all_are_reported_also_where_a_process_dies(tmp_path: Path) -> None:
     """Mutation: the tests behind the one that ended its process are forgotten."""
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -97,11 +97,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 CASES = cases()
 # A few of each kind; runs/ and the long tests have the others.
-SHORT = (
-    *("tiny ddp adamw float32 1", "tiny gpt2 dropout 1"),
-    *("tiny fsdp muon float32 2", "tiny int8 adamw float32 2", "tiny int4 muon bfloat16 2"),
-    "tiny shares 3",
-)
+SHORT = ("tiny gpt2 dropout 1", "tiny fsdp muon float32 2", "tiny int8 adamw float32 2", "tiny shares 3")
 
 
 def config_of(settings: dict[str, Any], preset: str) -> Config:

@@ -10,13 +10,11 @@ from paceline.model.config import ModelConfig
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 50}
 
 CONFIGS = {
-    "gpt2": ModelConfig(arch="gpt2", **SHAPE),
     "gpt2-bias-tanh": ModelConfig(arch="gpt2", bias=True, gelu="tanh", **SHAPE),
     "gpt2-untied": ModelConfig(arch="gpt2", head="untied", n_hidden=48, **SHAPE),
     "llama": ModelConfig(arch="llama", **SHAPE),
-    "llama-gqa": ModelConfig(arch="llama", n_kv_head=2, **SHAPE),
     "llama-mqa-qk-tied": ModelConfig(arch="llama", n_kv_head=1, qk_norm=True, head="tied", rope_theta=500.0, **SHAPE),
-    "llama-mix": ModelConfig(arch="llama", embed_mix=2, **SHAPE),
+    "llama-mix": ModelConfig(arch="llama", embed_mix=2, n_kv_head=2, **SHAPE),
 }
 
 
