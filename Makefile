@@ -21,7 +21,7 @@ test: setup  ## each law once, and what costs little: two minutes on two cores; 
 	$(BIN)/python -m pytest -m "not long" --workers 4
 
 test-long: setup  ## the rest: many ranks, many kills, two hosts, the documents' commands; a failed one is run again, and listed
-	$(BIN)/python -m pytest -m "long and not alone and not nightly" --workers 3 --reruns 1 -rR
+	$(BIN)/python -m pytest -m "long and not alone and not nightly" --workers 4 --reruns 1 -rR
 
 test-alone: setup  ## those that measure this machine, with nothing beside them; a busy machine fails them, and CI does not run them
 	$(BIN)/python -m pytest -m "long and alone" --reruns 1 -rR

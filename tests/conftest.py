@@ -44,6 +44,10 @@ _SERVERS = pytest.StashKey[list[Any]]()  # of ranks, one for each worker
 
 # Begun first of the files, so that no process still has one of them to do when the others are done.
 _LONGEST = (
+    "test_slurm.py",
+    "test_ssh.py",
+    "test_injected.py",
+    "test_local_ranks.py",
     "test_ends.py",
     "test_follow.py",
     "test_watchdog.py",
@@ -55,7 +59,6 @@ _LONGEST = (
     "test_readme.py",
     "test_coded.py",
     "test_prepare.py",
-    "test_slurm.py",
 )
 
 

@@ -33,6 +33,7 @@ def faults(num_ranks: int) -> dict[str, str]:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("way", "setting"),
     [*((way, ZERO_OF_THREE) for way in ("rank", "save", "launcher", "all")), ("rank", INT4_OF_TWO)],

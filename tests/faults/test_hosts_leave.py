@@ -42,6 +42,7 @@ def test_a_host_that_is_lost_and_comes_back_changes_nothing(
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", SLEEPS)
 def test_a_pause_of_10_s_harms_nothing(pair: SshHosts, straight: list[float], way: str) -> None:
     """Mutation: a host that is silent for 3 s is lost."""
@@ -73,6 +74,7 @@ def test_a_run_whose_launcher_is_lost_ends_saved_and_goes_on_from_there(pair: Ss
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_torchrun_with_a_range_of_nodes_goes_on_without_the_second(
     two_hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:

@@ -36,7 +36,9 @@ def run_on(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("way", "strategy"), [("c10d", "ddp"), ("static", "zero")])
+@pytest.mark.parametrize(
+    ("way", "strategy"), [pytest.param("c10d", "ddp", marks=pytest.mark.nightly), ("static", "zero")]
+)
 def test_two_hosts_give_the_curve_of_one_process(runs, two_hosts, tmp_path: Path, way: str, strategy: str) -> None:
     """And, of one way, two ranks a host, that send over the link what one does."""
     first = two_hosts[0]
@@ -208,7 +210,10 @@ datetime.datetime = Late
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("seconds", "says"),
-    [(20, "asked for 2 nodes (--nnodes), and this world has 1"), (8, "torchrun's rendezvous compares them")],
+    [
+        (20, "asked for 2 nodes (--nnodes), and this world has 1"),
+        pytest.param(8, "torchrun's rendezvous compares them", marks=pytest.mark.nightly),
+    ],
 )
 def test_clocks_apart_are_refused_instead_of_training_alone(two_hosts, tmp_path: Path, seconds: int, says: str) -> None:
     """20 s behind, each agent takes the other for dead and would go on in a world of one; 8 s, it would soon."""

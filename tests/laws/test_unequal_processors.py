@@ -68,7 +68,7 @@ def train_unequal_for_long(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("limits", "optimizer"),
-    [(ANOTHER, "adamw"), (ANOTHER | LIMITED, "muon")],
+    [pytest.param(ANOTHER, "adamw", marks=pytest.mark.nightly), (ANOTHER | LIMITED, "muon")],
     ids=["aten-adamw", "both-muon"],
 )
 def test_replicas_stay_equal_also_after_ranks_change_places(
@@ -81,7 +81,9 @@ def test_replicas_stay_equal_also_after_ranks_change_places(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("limits", [ANOTHER, LIMITED], ids=["aten", "libraries"])
+@pytest.mark.parametrize(
+    "limits", [ANOTHER, pytest.param(LIMITED, marks=pytest.mark.nightly)], ids=["aten", "libraries"]
+)
 def test_scripts_keep_replicas_averages_and_resumes_equal(tmp_path: Path, limits: dict[str, str]) -> None:
     """What the script asserts is in unequal_script.py."""
     command = (sys.executable, str(SCRIPT), str(tmp_path / "saved"))
