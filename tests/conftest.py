@@ -121,18 +121,17 @@ def _begin_worker(config: pytest.Config, number: int) -> None:
     import ranks
 
     config.pluginmanager.unregister(name="judge")
-    os.environ["PACELINE_LAB"] = f"-test-{os.getpid()}"
     ranks.use_server(config.stash[_SERVERS][number])
 
 
 def _group_of(item: pytest.Item) -> str:
-    """The tests of a group run in one process, one after another: those that measure labs, the other tests of hosts,
+    """The tests of a group run in one process, one after another: those of labs and hosts,
     and a file's other tests."""
     folders = set(item.path.parts)
     if marker := item.get_closest_marker("group"):
         return str(marker.args[0])
     if item.get_closest_marker("alone") or item.get_closest_marker("lab"):
-        return "lab" if folders & {"tools", "record"} else "hosts"
+        return "hosts"  # labs have one name
     if "laws" in folders and not item.get_closest_marker("long"):
         return "laws"
     return "cuda" if "cuda" in folders else item.path.name
