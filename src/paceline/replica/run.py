@@ -113,9 +113,8 @@ class Run:
         self._written_s = 0.0  # training time when rows were last written
         self._first = self._recorded = self.replica.num_steps  # before this run's first step; its last recorded one
         self._evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
-        self._repeated: list[
-            set[str]
-        ] = []  # names in each evaluation of the first step that an earlier attempt recorded
+        # Of evaluations of the first step that an earlier attempt recorded: the names in each row.
+        self._repeated: list[set[str]] = []
         self._saved: tuple[int, float | None] | None = None  # the same, of the last save
         self._is_over = False
         for earlier in list(_OPEN.values()):
@@ -199,10 +198,8 @@ class Run:
         if self._loop is not None:
             self._count(self._loop[0].result)
         self._write()
-        step, values = (
-            self.replica.num_steps,
-            {name: _number("evaluated", name, each) for name, each in numbers.items()},
-        )
+        step = self.replica.num_steps
+        values = {name: _number("evaluated", name, value) for name, value in numbers.items()}
         if loss is not None:
             values["val_loss"] = _number("evaluated", "loss", loss)
             self._evaluated = (step, values["val_loss"]) if math.isfinite(values["val_loss"]) else None
