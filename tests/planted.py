@@ -566,6 +566,13 @@ MUTATIONS = (
         "model/test_gpt.py::test_first_weights_are_a_function_of_seed_and_name",
     ),
     Mutation(
+        "a log does not say how the last step ended",
+        "record/console.py",
+        " or completed == (total or self._total)):",
+        "):",
+        "record/test_console.py::test_a_terminal_that_cannot_move_its_cursor_gets_lines",
+    ),
+    Mutation(
         "what a script waits for between two steps is exposed communication of the next",
         "replica/result.py",
         "+= clip_intervals(waits, 0.0, math.inf)",

@@ -85,3 +85,6 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
     with console.progress(10):
         console.advance(1, "step 1/10", "loss 2.5")
         assert capfd.readouterr().out == "step 1/10  loss 2.5\n"
+        for step in range(2, 11):
+            console.advance(step, f"step {step}/10", "loss 2.5")
+        assert capfd.readouterr().out.endswith("step 10/10  loss 2.5\n"), "lines are few, but the last one is there"

@@ -69,6 +69,7 @@ class Console:
         self._terminal = _Terminal(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._progress: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
+        self._total: float | None = None
         self._started_s, self._next_line_s = time.perf_counter(), 0.0
 
     @property
@@ -130,7 +131,7 @@ class Console:
     def progress(self, total: float | None, *, transient: bool = False) -> Iterator[None]:
         """While open, `advance` moves a live line on a terminal, or prints a plain line every few seconds. The total
         may be given later, to `advance`. Unless it is transient, the live line stays at the end."""
-        self._started_s = time.perf_counter()
+        self._started_s, self._total = time.perf_counter(), total
         self._next_line_s = 0.0
         if self.rank != 0 or not self.is_terminal:
             yield
@@ -152,12 +153,12 @@ class Console:
             self._try(progress.stop)
 
     def advance(self, completed: float, description: str, facts: str, total: float | None = None) -> None:
-        """Shows `completed`, in the units of the total, with the facts beside the bar."""
+        """Shows `completed`, in the units of the total, with the facts beside the bar; the last one in any case."""
         line, now = f"{description}  {facts}", time.perf_counter()
         self.log(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=completed, total=total, description=description, facts=facts)
-        elif self.rank == 0 and now >= self._next_line_s:
+        elif self.rank == 0 and (now >= self._next_line_s or completed == (total or self._total)):
             # Often at first, then rarely: the log of a week stays readable.
             self._next_line_s = now + min(60.0, max(2.0, (now - self._started_s) / 10))
             self._show(Text(line), plain(Text(line)), soft_wrap=True)

@@ -157,10 +157,10 @@ class Run:
                     yield step
                     self._end_body()
                     self._write_if_due()
+                self._write()  # here, so that the last step is shown
         finally:  # after `break`, or an error on this rank alone: no collective
             self._end_body()
             self._loop = None
-        self._write()
         if self.replica.stop_reason and not hasattr(sys, "ps1"):  # at an interactive prompt the person decides
             self._stop(self.replica.stop_reason)
 
