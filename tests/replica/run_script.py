@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ import paceline
 
 def main(folder: str, fault: str = "") -> None:
     torch.manual_seed(0)
-    joined = paceline.join(paceline.ParallelConfig(device="cpu", threads=1, timeout_s=20))
+    joined = paceline.join(paceline.ParallelConfig(device="cpu", threads=1, timeout_s=5 if fault == "hang" else 20))
     with contextlib.nullcontext(joined) if fault == "exit outside" else joined as world:
         net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
         inputs = torch.randn(60, 8)
@@ -32,6 +33,8 @@ def main(folder: str, fault: str = "") -> None:
                 step.backward(cross_entropy(scores, y))
                 num_right += int((scores.argmax(1) == y).sum())
                 num_rows += len(x)
+            if fault == "slow" and world.rank == 1:
+                time.sleep(0.2)
             step.finish(max_norm=1.0)
             schedule.step()
             run.log(accuracy=num_right / num_rows if num_rows else None)
@@ -48,6 +51,8 @@ def strike(fault: str, rank: int, run: paceline.Run) -> None:
         run.checkpoints.finish()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang" and rank == 1:
+        time.sleep(60)
     if fault == "stop" and rank == int(os.environ["WORLD_SIZE"]) - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "raise" and rank == 0:

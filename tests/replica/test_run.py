@@ -24,6 +24,7 @@ from paceline.record.state import read_state
 from paceline.replica.replica import Replica
 from paceline.replica.run import Run
 from paceline.replica.script import check_folder, to_toml
+from paceline.tools.track.points import Position, Reader
 from paceline.tools.view import read as view
 from paceline.world.runtime import World
 
@@ -165,6 +166,25 @@ def test_a_mistake_is_recorded_and_shown_by_its_rank(tmp_path: Path) -> None:
     assert "in strike" in (tmp_path / "run/ranks/rank-00000.log").read_text()
     (ended,) = train(tmp_path / "name", "name", env=COLD)
     assert "run.log was given loss, which a row has already" in ended.require(2).err
+
+
+@pytest.mark.long
+def test_a_slow_rank_and_a_hanging_one_are_named(tmp_path: Path) -> None:
+    for ended in train(tmp_path / "slow", "slow", ranks=2):
+        ended.require(0)
+    named = [event for event in rows(tmp_path / "slow/events.jsonl") if event["event"] == "straggler"]
+    assert [event["rank"] for event in named] == [1]
+    for ended in train(tmp_path / "hang", "hang", ranks=2, env=COLD):
+        ended.require(1)
+    (hang,) = [event for event in rows(tmp_path / "hang/events.jsonl") if event["event"] == "hang"]
+    assert hang["ranks"] == [1]
+    assert " strike" in hang["message"], "with its stack"
+
+
+def test_a_tracker_gets_the_numbers_of_a_script(straight: Path) -> None:
+    points, _ = Reader(RunFolder(straight), Position(), can_forget=False).read(Position())
+    values = [name for point in points for name in point.values]
+    assert [values.count(name) for name in ("train/loss", "train/accuracy", "eval/extra")] == [STEPS, STEPS, 1]
 
 
 def test_what_is_no_run_of_a_script_is_refused(tmp_path: Path) -> None:
