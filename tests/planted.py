@@ -534,8 +534,7 @@ MUTATIONS = (
         "world/watchdog.py",
         "for rank in verdict.culprits if rank not in verdict.leaving]",
         "for rank in verdict.culprits]",
-        "replica/test_joining.py::test_exit_handlers_of_a_rank_that_fails_get_some_seconds",
-        is_long=True,
+        "world/test_watchdog.py::test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang",
     ),
     Mutation(
         "half of the ranks are called the majority",

@@ -545,10 +545,10 @@ def obey(port: int, peers: list[Peer]) -> None:
 
 
 def test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang() -> None:
-    """A verdict names four: this process, a rank that is stopped, a number that another process has got, and a number
-    on another host. Two processes that are none of the ranks live on."""
+    """A verdict names five: this process, a rank that is stopped, a number that another process has got, a number on
+    another host, and a rank that has failed and runs its exit handlers. The last three processes live on."""
     me = this_process(Environment())
-    processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
+    processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(4)]
     ranks = [
         replace(me, rank=i + 1, pid=process.pid, born_ticks=start_ticks(process.pid))
         for i, process in enumerate(processes)
@@ -560,12 +560,12 @@ def test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang()
     watching.start()
     store.wait(["beat/0"])
     os.kill(processes[0].pid, signal.SIGSTOP)
-    store.set("verdict", json.dumps({"message": "enough", "culprits": [0, 1, 2, 3], "leaving": []}))
+    store.set("verdict", json.dumps({"message": "enough", "culprits": [0, 1, 2, 3, 4], "leaving": [4]}))
     watching.join(5)
     try:
         assert watching.exitcode == 1
         assert processes[0].wait(30) == -signal.SIGKILL
-        assert [process.poll() for process in processes[1:]] == [None, None]
+        assert [process.poll() for process in processes[1:]] == [None, None, None]
     finally:
         for process in processes:
             process.kill()
