@@ -502,7 +502,7 @@ MUTATIONS = (
         "replica/test_run.py::test_rows_are_whole_in_whatever_order_the_body_calls",
     ),
     Mutation(
-        "a run goes on while its script makes the next one",
+        "a run continues while its script makes the next one",
         "replica/run.py",
         "elif self._recorded > self._first and self._loop is None:",
         "elif self._recorded < self._first and self._loop is None:",
