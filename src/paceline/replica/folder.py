@@ -232,7 +232,7 @@ class CheckpointFolder:
         if missing := [name for name in self._others if name not in manifest["objects"]]:
             raise UserError(
                 f"{path} was saved without {listed(missing)}"
-                + (", by paceline.Checkpoints: go on with that, or name another folder" if "run" in missing else ""),
+                + (", by paceline.Checkpoints: continue with that, or name another folder" if "run" in missing else ""),
                 reach="world",
             )
         left = [n for n in (*manifest["replicas"], *manifest["objects"]) if n not in {**self._replicas, **self._others}]
