@@ -1153,7 +1153,21 @@ MUTATIONS = (
         "of_one_pass * (1.0 + 0.0 *",
         "train/test_resolve.py::test_size_auto_takes_more_decay_for_more_passes",
     ),
+    Mutation(
+        "the batch that is chosen is smaller than the micro-batch that is given",
+        "train/size.py",
+        "math.ceil(max(1, train.device_batch_size) / num_ranks)",
+        "1",
+        "train/test_resolve.py::test_size_auto_grows_with_what_the_machine_computes_in_the_time",
+    ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----
+    Mutation(
+        "the busiest program is the oldest",
+        "tools/doctor/host.py",
+        "{pid: seconds - before[pid] for",
+        "{pid: seconds for",
+        "tools/doctor/test_findings.py::test_the_two_busiest_programs_are_named",
+    ),
     Mutation(
         "zero does not divide the update in a plan",
         "tools/plan/schedule.py",

@@ -190,6 +190,8 @@ def test_size_auto_grows_with_what_the_machine_computes_in_the_time() -> None:
     sizes = [sized(10.0**power) for power in range(10, 17)]
     assert sizes == sorted(sizes)
     assert sizes[0][0] == 2 < sizes[-1][0]
+    slow = resolve(config.replace("train", device_batch_size=4), 4096, [FACTS] * 3, 1e9).config
+    assert slow.train.global_batch_size == 6, "a slow machine's batch still holds the micro-batch that was given"
     config = config.replace("train", max_epochs=4.0)
     unlimited, small = (resolve(config, 4096, [FACTS], 1e14, tokens).config for tokens in (10**12, 10**6))
     assert small.model.n_layer < unlimited.model.n_layer, "as large as four passes over the data can train"

@@ -41,7 +41,8 @@ def sized(
         if tokens <= most:
             break
         seconds *= 0.98
-    each = max(1, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len / num_ranks))
+    least = math.ceil(max(1, train.device_batch_size) / num_ranks)  # a micro-batch is a part of the batch
+    each = max(least, round(_BATCH_OF_TOKENS * math.sqrt(tokens) / config.data.seq_len / num_ranks))
     batch = num_ranks * each  # else some ranks would wait for others
     shape = f"{layers} layers x {model.n_embd}, {batch} sequences a step"
     why = f"about {units.count(tokens)} tokens at {units.count(flops_per_s)}FLOP/s in {seconds:.3g} s"

@@ -10,7 +10,7 @@ import pytest
 from paceline.config import Config
 from paceline.tools.doctor.compare import _speed, _versions
 from paceline.tools.doctor.devices import driver
-from paceline.tools.doctor.host import Place, interface
+from paceline.tools.doctor.host import Place, busiest, described, interface
 from paceline.tools.doctor.meeting import Report
 
 Versions = dict[str, str]
@@ -35,6 +35,15 @@ def test_another_version_is_mended_by_what_can_be_installed(
 ) -> None:
     found = reports(*({"versions": {"torch": "2.13.0", **own}} for own in (first, second)))
     assert [(verdict[0], verdict[2]) for verdict in _versions(1, found)] == [(level, fix)]
+
+
+def test_the_two_busiest_programs_are_named() -> None:
+    """Mutation: the seconds since they began, by which a browser of last week is named."""
+    before = {1: 900.0, 2: 3.0, 3: 0.0, 4: 5.0}
+    after = {1: 900.01, 2: 3.4, 3: 0.3, 4: 5.2, 5: 0.5}
+    assert busiest(before, after) == [2, 3]
+    assert busiest(before, {**before, 4: 5.2}) == [4]
+    assert described(os.getpid()).startswith(f"pid {os.getpid()} of ")
 
 
 def test_a_host_whose_device_cannot_be_used_does_not_count_among_the_speeds() -> None:

@@ -91,16 +91,21 @@ def load(place: Place) -> Iterator[Verdict]:
 
 def measured_load() -> tuple[str, bool]:
     """Returns what else computes on this machine while this program sleeps for _QUIET_S, and whether it is much."""
-    before = _processes()
+    before = _processor_seconds()
     psutil.cpu_percent()
     time.sleep(_QUIET_S)
     busy = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
-    took = {pid: seconds - before[pid][0] for pid, (seconds, _) in _processes().items() if pid in before}
-    top = [pid for pid in sorted(took, key=lambda pid: -took[pid])[:2] if took[pid] > 0.1 * _QUIET_S]
     seen = f"{busy:.1f} cores busy with other work"
     if busy <= _BUSY_FRAC * usable_cores():
         return seen, False
+    top = busiest(before, _processor_seconds())
     return f"{seen}: {'; '.join(map(described, top)) or 'of other containers'}", True
+
+
+def busiest(before: dict[int, float], after: dict[int, float]) -> list[int]:
+    """Returns the two processes, at most, that computed most; before, after: pid -> seconds, _QUIET_S apart."""
+    took = {pid: seconds - before[pid] for pid, seconds in after.items() if pid in before}
+    return [pid for pid in sorted(took, key=lambda pid: -took[pid])[:2] if took[pid] > 0.1 * _QUIET_S]
 
 
 def say_load(console: Console) -> None:
@@ -120,10 +125,10 @@ def described(pid: int) -> str:
         return f"pid {pid}"
 
 
-def _processes() -> dict[int, tuple[float, str]]:
-    """Returns pid -> (seconds of processor time so far, name)."""
-    found = [process.info for process in psutil.process_iter(["pid", "cpu_times", "name"])]
-    return {each["pid"]: (sum(each["cpu_times"][:2]), each["name"]) for each in found if each["cpu_times"]}
+def _processor_seconds() -> dict[int, float]:
+    """Returns pid -> seconds of processor time so far."""
+    processes = [process.info for process in psutil.process_iter(["pid", "cpu_times"])]
+    return {each["pid"]: sum(each["cpu_times"][:2]) for each in processes if each["cpu_times"]}
 
 
 def memory(place: Place) -> Iterator[Verdict]:
