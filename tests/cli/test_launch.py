@@ -17,6 +17,8 @@ TRAIN = ("train", "--preset", "tiny", "--out", "x")
         (("--", *TRAIN), "which hosts"),
         (("--hosts", "a:2"), "comes after `--`, train or resume"),
         (("--hosts", "a:2", "--", "verify"), "comes after `--`, train or resume"),
+        (("--hosts", "a:2", "--", "train.py"), "launch --hosts a:2,b:2 -- train --out runs/x -- train.py"),
+        (("--hosts", "a:2", "--", "train", "--", "train.py"), "give --out, the folder of paceline.Run in train.py"),
         (("--hosts", "a:2", "--", *TRAIN, "--nproc", "2"), "--nproc after `--`: `launch` gives each host"),
         (("--hosts", "a:2", "--", *TRAIN[:3]), "there is no run folder"),
         (("--hosts", "a:2", "--", *TRAIN, "--train.step", "3"), "did you mean '--train.steps'"),

@@ -26,6 +26,13 @@ def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
     ]
 
 
+def test_a_script_of_ones_own_comes_after_the_options_of_its_launcher(tmp_path: Path) -> None:
+    """Mutation: --out of the script is taken for that of its launcher."""
+    script = here("slurm", "--", "--out", "run", "--", "train.py", "--out", "run", cwd=tmp_path).require(0).out
+    command = f"train --out {tmp_path / 'run'} --resume auto -- train.py --out run &"
+    assert f"{sys.executable} -m paceline {command}" in script
+
+
 @pytest.mark.parametrize("status", [0, 1, 75])
 def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status: int) -> None:
     """With commands of the same names in the place of Slurm's. Finds: a job that failed queued again for ever, and one
@@ -47,6 +54,8 @@ def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status:
         ((), "nothing to train"),
         (("--", "--preset", "tiny"), "there is no run folder"),
         (("--", "--preset", "tiny", "--out", "x", "--nproc", "2"), "Slurm starts the ranks"),
+        (("--", "train.py"), "a script of yours comes after `--`"),
+        (("--", "--out", "x", "--train.steps", "3", "--", "train.py"), "--train.steps: no effect on a script"),
         (("--", "--preset", "tinny", "--out", "x"), "no preset is named 'tinny'"),
         (("--nodes", "0", "--", "--preset", "tiny", "--out", "x"), "--nodes is 0"),
         (

@@ -61,8 +61,11 @@ def _job(command: list[str], least: int, num_hosts: int) -> "Job":
     from paceline.launch.coordinator import Job
 
     if command[:1] not in (["train"], ["resume"]):
-        raise UserError(f"what the hosts are to run comes after `--`, train or resume: {_EXAMPLE}")
-    if "--nproc" in map(flag_of, command):
+        raise UserError(
+            f"what the hosts are to run comes after `--`, train or resume: {_EXAMPLE}; or a script of yours: "
+            "paceline launch --hosts a:2,b:2 -- train --out runs/x -- train.py"
+        )
+    if "--nproc" in map(flag_of, divided(command)[0]):
         raise UserError("--nproc after `--`: `launch` gives each host its number of ranks, as in --hosts a:2,b:2")
     if command[0] == "train":
         from paceline.cli.train import checked_arguments

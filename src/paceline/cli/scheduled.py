@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import UserError
-from paceline.cli.flags import without
+from paceline.cli.flags import divided, without
 from paceline.cli.train import checked_arguments
 
 
@@ -27,9 +27,11 @@ def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
     if not flags:
         raise UserError(f"nothing to train: {hint}")
     parsed = checked_arguments(flags)
+    options, script = divided(flags)
     if not parsed.out:
         raise UserError(f"there is no run folder: {hint}")
     if parsed.nproc != "1" or parsed.max_restarts:
         raise UserError(f"--nproc and --max-restarts after --: {verb.capitalize()} {ranks}")
-    rest = without(flags, "--out", "--resume")
-    return ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
+    rest = without(options, "--out", "--resume")
+    whole = ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
+    return [*whole, "--", *script] if script else whole

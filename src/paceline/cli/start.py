@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     """Trains as this process, or as local ranks of the command line `arguments`; returns the exit status.
     Everything that can be refused without starting a process or reading a corpus is refused first."""
     config = request.config
-    pod = _pod(request, flags)
-    coordinator = agent.of_this_process()
-    env, num_ranks = find_world(flags.nproc, config.parallel, flags.max_restarts, pod, with_hosts=bool(coordinator))
-    if coordinator:
-        env = dataclasses.replace(env, job=os.environ.pop(JOB))
-    if env.is_distributed:
-        die_with_parent()
+    env, num_ranks, others = _place_in_world(request, flags)
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
     from paceline.record.console import Console  # imports rich
 
@@ -78,7 +73,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if num_ranks > usable_cores():
         cores = f"there are {usable_cores()} cores"
         say(f"warning: --nproc is {num_ranks}, and {cores}: ranks share cores, and steps are slower")
-    if num_ranks == 1 and not flags.max_restarts and not (coordinator or pod):
+    if num_ranks == 1 and not flags.max_restarts and others is None:
         gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.train.loop import train
         from paceline.world.device import choose_device  # imports torch, as the one above does: a second or two
@@ -93,7 +88,36 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         arguments = [*without(arguments, "--out"), "--out", str(request.out)]
     arguments = without(arguments, "--nproc", "--max-restarts", "--start")
     command = (sys.executable, "-m", "paceline", *arguments)
-    return _start_ranks(request, num_ranks, flags, coordinator or pod, command)
+    return _start_ranks(request, num_ranks, flags, others, command)
+
+
+def start_script(request: Request, flags: RankFlags, script: Sequence[str]) -> int:
+    """Runs a script with its arguments as this process, or as local ranks; returns the exit status."""
+    if not Path(script[0]).is_file():
+        raise UserError(f"{script[0]} is no file in {os.getcwd()}: after `--` comes a script, a file of Python")
+    env, num_ranks, others = _place_in_world(request, flags)
+    if num_ranks == 1 and not flags.max_restarts and others is None:
+        from paceline.replica.joining import run_script  # imports torch: a second or two
+
+        return run_script(script)
+    if flags.start == "auto":  # what a script sets before it imports torch is to have an effect
+        flags = dataclasses.replace(flags, start="cold")
+    command = (sys.executable, "-m", "paceline", "train", "--out", str(request.out), "--", *script)
+    return _start_ranks(dataclasses.replace(request, job=env.job), num_ranks, flags, others, command)
+
+
+def _place_in_world(request: Request, flags: RankFlags) -> tuple[Environment, int, agent.Coordinator | Pod | None]:
+    """Returns this process's environment, how many ranks to start (1: itself, if nobody knows of other hosts), and who
+    knows of other hosts."""
+    pod = _pod(request, flags)
+    coordinator = agent.of_this_process()
+    parallel = request.config.parallel
+    env, num_ranks = find_world(flags.nproc, parallel, flags.max_restarts, pod, with_hosts=bool(coordinator))
+    if coordinator:
+        env = dataclasses.replace(env, job=os.environ.pop(JOB))
+    if env.is_distributed:
+        die_with_parent()
+    return env, num_ranks, coordinator or pod
 
 
 def _require_devices(wanted: str, num_ranks: int) -> None:

@@ -8,19 +8,23 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.base.errors import EXIT_USER, UserError
-from paceline.cli.flags import base_config, parse
+from paceline.cli.flags import base_config, divided, flag_of, parse
 from paceline.cli.help import help_text
 from paceline.cli.resume import refuse_other_run, stored_config
-from paceline.cli.start import RankFlags, start
+from paceline.cli.start import RankFlags, start, start_script
 from paceline.config import Config, load_file, supersede, with_size_of
 from paceline.data.config import DataConfig
 from paceline.record.folder import RunFolder, has_begun
 from paceline.train.request import Request
 
+# Those that have an effect where a script trains: they are the launcher's. A script always continues its run.
+_WITH_SCRIPT = ("--nproc", "--max-restarts", "--start", "--out", "--resume", "--checkpoint.grace-s", "--parallel.port")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(RankFlags):
-    """Train a model, on one rank or many."""
+    """Train a model, on one rank or many. `train --out RUN -- SCRIPT ...` starts a script of yours, whose paceline.Run
+    has this folder."""
 
     preset: str = ""
     """A configuration that comes with paceline. --config is over it, flags are over both."""
@@ -37,19 +41,44 @@ class TrainArguments(RankFlags):
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def checked_arguments(flags: list[str]) -> TrainArguments:
-    """Returns the options of a `paceline train` that starts elsewhere. Raises UserError for a config that it would
-    refuse; with --init-from the config is not checked, since that run's model may be known only there."""
+def checked_arguments(arguments: list[str]) -> TrainArguments:
+    """Returns the options of a `paceline train`, of a script or that starts elsewhere. Raises UserError for a config
+    that it would refuse; with --init-from the config is not checked, since that run's model may be known only there."""
+    flags, script = divided(arguments)
+    _check_words(flags, script)
     parsed = parse(TrainArguments, TrainArguments(settings=base_config(flags)), flags, "train")
-    if not (parsed.init_from or parsed.settings.train.init_from):
+    if not (script or parsed.init_from or parsed.settings.train.init_from):
         parsed.settings.check()
     return parsed
+
+
+def _check_words(flags: list[str], script: list[str]) -> None:
+    """Raises UserError for a script that is not after `--`, and for options that have no effect on one."""
+    if flags and not flags[0].startswith("-"):
+        raise UserError(
+            f"'{flags[0]}' is no option of `paceline train`; a script of yours comes after `--`, and --out is the "
+            f"folder of its paceline.Run: train --out runs/x -- {flags[0]}"
+        )
+    if not script:
+        return
+    options = [flag_of(word) for word in flags if word.startswith("--")]
+    if without_effect := [option for option in options if option not in _WITH_SCRIPT]:
+        raise UserError(
+            f"{', '.join(without_effect)}: no effect on a script, which has settings of its own. Give them after "
+            f"{script[0]}; before `--` there are {', '.join(_WITH_SCRIPT)}"
+        )
+    if "--out" not in options:
+        raise UserError(f"there is no run folder: give --out, the folder of paceline.Run in {script[0]}, before `--`")
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
         print(help_text(TrainArguments(), "train", ()))
         return EXIT_USER
+    flags, script = divided(arguments)
+    if script or not flags[0].startswith("-"):
+        parsed = checked_arguments(arguments)
+        return start_script(Request(parsed.settings, Path(parsed.out)), parsed, script)
     base = base_config(arguments)
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
     init_from = parsed.init_from or parsed.settings.train.init_from

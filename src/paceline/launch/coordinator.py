@@ -40,7 +40,7 @@ _PASSED_ON = ("PACELINE_", "OMP_", "NCCL_", "GLOO_", "WANDB_", "MLFLOW_", "TRACK
 class Job:
     """What `launch` runs."""
 
-    command: Sequence[str]  # train or resume, with its options
+    command: Sequence[str]  # train or resume, with its options, perhaps with `--` and a script
     run: Path  # the run folder, on each host
     least: int  # hosts, to train
     max_restarts: int
@@ -211,7 +211,9 @@ class Hosts:
         if not self._have_answered:
             return
         node.address = greeting.address if len(self.nodes) > 1 else LOOPBACK
-        line = ["-m", "paceline", *self._job.command, "--nproc", node.num_ranks]
+        words = list(self._job.command)
+        place = words.index("--") if "--" in words else len(words)  # a script comes after that
+        line = ["-m", "paceline", *words[:place], "--nproc", node.num_ranks, *words[place:]]
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         connection.send(asdict(Task(line, self._ssh.folder, {**passed_on, JOB: self._name}, node.address)))
         node.has_task = True

@@ -6,14 +6,17 @@ import gc
 import io
 import multiprocessing
 import os
+import runpy
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
-from paceline.base.errors import EXIT_FAILED, PacelineError
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED, PacelineError
+from paceline.base.process import EXIT_INTERRUPTED, has_launcher, record_status
 from paceline.record.console import print_error
 from paceline.world.calls import LEAVE, mistake
 from paceline.world.config import ParallelConfig
@@ -79,6 +82,30 @@ def at_hang(call: Callable[[Verdict], None]) -> None:
     """Calls `call`, in the watchdog's thread, before a hang ends this rank."""
     if _Membership.current is not None:
         _Membership.current.before_hang.append(call)
+
+
+def run_script(words: Sequence[str]) -> int:
+    """Runs a script with its arguments in this process, as `python SCRIPT ...` does, to the end of its exit handlers.
+    Returns its exit status, which a launcher of ranks wants to be told."""
+    sys.argv = list(words)
+    sys.path[0] = str(Path(words[0]).absolute().parent)
+    status: Any = None
+    try:
+        _kept_until_exit = runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as left:
+        status = left.code
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != words[0]:
+            trace = trace.tb_next  # ours, and those of runpy; a syntax error has no others
+        sys.excepthook(type(error), error.with_traceback(trace), trace)  # in a world it ends this process
+        status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+    if (membership := _Membership.current) is not None and membership.world is not None:
+        membership.status, membership.num_calls = status, membership.world.calls.number
+    atexit._run_exitfuncs()
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+    return status if isinstance(status, int) else EXIT_DONE if status is None else EXIT_FAILED
 
 
 @dataclass
@@ -209,10 +236,13 @@ class _Membership:
     def end(self, error: BaseException, at_exit: bool = False) -> NoReturn:
         """Prints the message and ends this process without a collective. at_exit: other exit handlers have run."""
         status = error.exit_status if isinstance(error, PacelineError) else EXIT_FAILED
-        status = 130 if isinstance(error, KeyboardInterrupt) else status
+        status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else status
         told, culprits = self._explained(error)
         self._tell_failure(told)  # first: a launcher ends this rank soon
-        self._print(told, culprits)
+        is_consequence = isinstance(told, PacelineError) and told.is_consequence
+        if not (is_consequence and has_launcher()):  # which knows who died, and prints it
+            self._print(told, culprits)
+        status = record_status(status, str(told) if is_consequence else None)
         if isinstance(error, PacelineError):
             tell_others(error)
         atexit.unregister(self.leave_at_exit)
@@ -252,6 +282,7 @@ class _Membership:
                 call(verdict)
         if self.world.rank == verdict.speaker(self.world.world_size):
             print_error(f"error: {verdict.message}")
+        record_status(EXIT_FAILED)
 
     def _speaks(self, error: PacelineError, culprits: tuple[int, ...]) -> bool:
         """Whether this rank prints the error. An error that all ranks see is printed by the first that is alive and not

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shlex
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from typing import Any
 
 from paceline.base import units
 from paceline.base.errors import UserError
+from paceline.base.process import STATUS_FOLDER, has_launcher
 from paceline.record import folder as run_folder
 from paceline.record.folder import RunFolder
 
@@ -26,7 +28,13 @@ def command() -> str:
 
 
 def check_folder(folder: RunFolder) -> None:
-    """Raises UserError if the folder holds something that is no run of a script."""
+    """Raises UserError if the folder holds something that is no run of a script, or its launcher looks at another."""
+    launchers = Path(os.environ[STATUS_FOLDER]).parent if has_launcher() else Path("/")
+    if not folder.path.is_relative_to(launchers):
+        raise UserError(
+            f"{folder.path} is the folder of paceline.Run, and --out is {launchers}: give `train` the same folder, in "
+            "which the launcher looks for checkpoints and reports of ranks"
+        )
     try:
         names = sorted(entry.name for entry in folder.path.iterdir()) if folder.path.exists() else []
         document = tomllib.loads(folder.config.read_text(encoding="utf-8")) if "config.toml" in names else {}
