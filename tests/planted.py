@@ -1170,6 +1170,13 @@ MUTATIONS = (
         "cli/test_help.py::test_all_is_every_option_with_its_whole_text",
     ),
     Mutation(
+        "each rank looks at all shards",
+        "train/meet.py",
+        'blend.fingerprint = group.broadcast_json(blend.fingerprint if blend.is_checked else "")',
+        "pass",
+        "train/test_data_of_ranks.py::test_a_rank_that_does_not_check_takes_the_fingerprint_and_reads_nothing",
+    ),
+    Mutation(
         "text that is read often has the weight decay of one pass",
         "train/size.py",
         "of_one_pass * (1.0 + _DECAY_OF_A_PASS *",

@@ -137,6 +137,13 @@ class Dataset:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
+    def listing(self) -> str:
+        """The fingerprint, as far as it is known without reading shards: of foreign data their names and sizes."""
+        if self.index is None:
+            return sample_digest((self.train, self.validation), self.vocab_size, sample_bytes=0)
+        return self.fingerprint
+
+    @cached_property
     def content_digest(self) -> str:
         """sha256 hex over a sample of the shards' bytes, which the fingerprint of prepared data does not read. Raises
         UserError for an id beyond the vocabulary in it."""

@@ -77,7 +77,15 @@ class Blend:
         """sha256 hex over fingerprints and weights, in order; of a single dataset its fingerprint."""
         if len(self.datasets) == 1:
             return self.first.fingerprint
-        lines = [f"{d.fingerprint} {w!r}" for d, w in zip(self.datasets, self.weights, strict=True)]
+        return self._digest([dataset.fingerprint for dataset in self.datasets])
+
+    @property
+    def listing(self) -> str:
+        """sha256 hex over the datasets' listings and weights: for ranks to compare that have read no shard."""
+        return self._digest([dataset.listing for dataset in self.datasets])
+
+    def _digest(self, digests: Sequence[str]) -> str:
+        lines = [f"{digest} {weight!r}" for digest, weight in zip(digests, self.weights, strict=True)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property

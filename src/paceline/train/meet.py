@@ -258,9 +258,10 @@ _LOCAL = (
 
 
 def require_alike(group: Group, config: Config, blend: Blend) -> None:
-    """Raises UserError on all ranks, naming them and their values, if data or configs differ. Collective."""
+    """Raises UserError on all ranks, naming them and their values, if data or configs differ. One rank of each host
+    has looked at the data; the others take the fingerprint from it. Collective."""
     facts = {
-        "data": blend.fingerprint[:16],
+        "data": blend.listing[:16],
         **({_CONTENT: blend.content_digest[:16]} if blend.is_checked else {}),  # one rank of each host
         **{
             name: value
@@ -281,6 +282,7 @@ def require_alike(group: Group, config: Config, blend: Blend) -> None:
     if differences:
         text = ". ".join(differences)
         raise UserError(f"ranks differ, and would train different models: {text}. Make them equal", reach="world")
+    blend.fingerprint = group.broadcast_json(blend.fingerprint if blend.is_checked else "")
 
 
 def _training_flops_per_s(config: Config, vocab_size: int, dtype: torch.dtype, world: World) -> float:
