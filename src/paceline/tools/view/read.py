@@ -38,7 +38,7 @@ _EVAL_COLUMNS = [field.name for field in dataclasses.fields(EvalRow)]
 
 
 LOGGED = "logged "  # before the name of a number of the script's own
-_KNOWN = {*NUMBERS, *LISTS, *_EVAL_COLUMNS, "unit", "elapsed_s"}
+_KNOWN = {*NUMBERS, *LISTS, *_EVAL_COLUMNS, "unit", "num_steps", "elapsed_s"}
 _MOST_LOGGED = 24  # further ones are not shown
 
 
