@@ -95,13 +95,14 @@ class StepRecorder:
         self.console.log(f"stopped at step {step}\n{''.join(traceback.format_exception(error))}")
         self.event("failed", step=step, error=str(error) or type(error).__name__)
 
-    def ended(self, step: int, reason: str, unit: str = "tokens", **facts: Any) -> None:
-        """Records the end of the run, and prints where the time went. reason: COMPLETE, or why it stopped."""
+    def ended(self, step: int, reason: str, unit: str = "tokens", dealt: str = "sequences", **facts: Any) -> None:
+        """Records the end of the run, and prints where the time went. reason: COMPLETE, or why it stopped. unit, dealt:
+        what rows count, and what is divided among the ranks."""
         cost_s = round(self.stragglers.cost_ms / 1e3, 3)
         self.event("end", step=step, **facts, reason=reason, straggler_cost_s=cost_s)
         rate = read_state(self.folder).rate if self.world.is_main else None
         summary.where_time_went(self.console, self.totals, rate, self.world.world_size, unit)
-        summary.who_did_what(self.console, self.totals, unit)
+        summary.who_did_what(self.console, self.totals, unit, dealt)
         summary.who_was_slow(self.console, self.stragglers, self.totals, self.hosts)
 
     def _report_stragglers(self, row: StepRow) -> None:

@@ -403,7 +403,7 @@ class Run:
         self._console.say(f"run folder {shown}\n\nTry next:\n  paceline report {shown}   # one page of plots")
 
     def _end(self, reason: str) -> None:
-        self._recorder.ended(self.replica.num_steps, reason, self._unit)
+        self._recorder.ended(self.replica.num_steps, reason, self._unit, dealt=self._unit)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -110,6 +110,11 @@ class Run:
         return str(self.config.get("run.unit", "tokens"))
 
     @property
+    def dealt(self) -> str:
+        """What is divided among the ranks: sequences; what rows count, in the run of a script."""
+        return str(self.config.get("run.unit", "sequences"))
+
+    @property
     def num_unreadable(self) -> int:
         """Lines that are no rows."""
         return self._metrics.num_skipped + self._log.num_skipped + self._num_bad_rows + self._num_bad_events
