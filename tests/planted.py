@@ -531,6 +531,13 @@ MUTATIONS = (
         "replica/test_run.py::test_a_run_of_two_models_and_of_unknown_length",
     ),
     Mutation(
+        "tokens that a script's ranks were dealt are called sequences",
+        "tools/view/read.py",
+        'return str(self.config.get("run.unit", "sequences"))',
+        'return "sequences"',
+        "tools/view/test_views.py::test_of_a_script_the_ranks_deal_what_its_rows_count",
+    ),
+    Mutation(
         "a script's loop says nothing of how long it is",
         "replica/run.py",
         'horizon = {"num_steps": each.num_steps} if each.num_steps else {}',

@@ -49,7 +49,7 @@ def test_of_a_script_the_ranks_deal_what_its_rows_count(tmp_path: Path) -> None:
         made.append("metrics.jsonl", made.row(step) | {"unit": "tokens", "rank_sequences": [192, 128]})
     view = viewed(made.folder)
     assert view.tables["shares"].head[1:3] == ["tokens a step", "tokens/s of its own work"]
-    assert "the last step had 192, 128 tokens." in view.texts["shares"]
+    assert "the last step had 192, 128 tokens." in view.findings["shares"]
 
 
 def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: Path) -> None:
