@@ -74,7 +74,8 @@ class StepRecorder:
 
     def _record(self, row: StepRow, is_usual: bool, more: Mapping[str, Any]) -> None:
         if row.step % self._log.every == 0:
-            self.folder.append_metrics({**row.recorded(self.stragglers.reported), **more})
+            slow_ranks = self.stragglers.reported if row.world_size > MOST_LISTED else ()  # else the row lists all
+            self.folder.append_metrics({**row.recorded(slow_ranks), **more})
         if row.world_size > MOST_LISTED and row.step % self._log.ranks_every == 0:
             self.folder.append_ranks({"step": row.step, **row.lists()})
         if self.totals.has_warmed_up and is_usual:
