@@ -524,27 +524,6 @@ MUTATIONS = (
         is_long=True,
     ),
     Mutation(
-        "a run saves frozen weights though it was told not to",
-        "replica/run.py",
-        "            frozen=frozen,\n",
-        "",
-        "replica/test_run.py::test_a_run_of_two_models_and_of_unknown_length",
-    ),
-    Mutation(
-        "tokens that a script's ranks were dealt are called sequences",
-        "tools/view/read.py",
-        'return str(self.config.get("run.unit", "sequences"))',
-        'return "sequences"',
-        "tools/view/test_views.py::test_of_a_script_the_ranks_deal_what_its_rows_count",
-    ),
-    Mutation(
-        "a script's loop says nothing of how long it is",
-        "replica/run.py",
-        'horizon = {"num_steps": each.num_steps} if each.num_steps else {}',
-        "horizon: dict[str, int] = {}",
-        "replica/test_run.py::test_the_folder_is_read_by_the_tools_of_runs",
-    ),
-    Mutation(
         "a launcher looks for checkpoints where its script saves none",
         "replica/script.py",
         "    if not folder.path.is_relative_to(launchers):",
@@ -770,6 +749,42 @@ MUTATIONS = (
         "key=lambda step: (losses[step], step))",
         "key=lambda step: (-losses[step], step))",
         "checkpoint/test_integrity.py::test_what_was_asked_is_kept_and_no_more",
+    ),
+    Mutation(
+        "on a bucket a manifest comes before the files that it lists",
+        "checkpoint/storage.py",
+        "        for file in files:\n            self._bucket.send(folder / file",
+        '        self._bucket.write(f"{name}/{MANIFEST}", manifest)\n'
+        "        for file in files:\n            self._bucket.send(folder / file",
+        "checkpoint/test_storage.py::test_a_manifest_comes_last_and_retention_is_that_of_the_run_folder",
+    ),
+    Mutation(
+        "what a bucket gives is not compared with its manifest",
+        "checkpoint/storage.py",
+        'if sha256 != facts["sha256"]:',
+        "if sha256 is None:",
+        "checkpoint/test_storage.py::test_what_is_brought_is_verified",
+    ),
+    Mutation(
+        "a process that was taken for gone goes on to complete checkpoints",
+        "checkpoint/storage.py",
+        'if owner and owner.get("token") != self._owner["token"]:',
+        "if not owner:",
+        "checkpoint/test_storage.py::test_one_process_writes_and_another_that_takes_over_ends_it",
+    ),
+    Mutation(
+        "what a server did not take is not sent again",
+        "checkpoint/storage.py",
+        "        for step in reversed(here):\n",
+        "        for step in here[-1:]:\n",
+        "checkpoint/test_storage.py::test_a_server_that_is_gone_is_said_once_and_gets_all_later",
+    ),
+    Mutation(
+        "a command that came from a bucket is executed",
+        "cli/resume.py",
+        'if identity(folder).get("is_brought"):',
+        'if identity(folder).get("brought"):',
+        "checkpoint/test_storage.py::test_a_command_from_a_bucket_is_shown_and_not_executed",
     ),
     # ---- record: rows, rates, stragglers ----
     Mutation(

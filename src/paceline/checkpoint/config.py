@@ -25,6 +25,9 @@ class CheckpointConfig:
     grace_s: float = 120.0
     """How long a launcher waits after SIGTERM before it kills the ranks: to finish the step and save. Each time a
     checkpoint has grown within it, it begins again. Give more if the disk is slow: 1B parameters are 12 GB."""
+    to: str = ""
+    """Also send each complete checkpoint and the records to this address: s3://BUCKET/RUN, gs://BUCKET/RUN or
+    file:///FOLDER/RUN, from which `paceline resume ADDRESS` continues on any machine."""
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""

@@ -93,13 +93,13 @@ def receive(
     if problem := next(filter(None, group.share_text(_misfit(manifest, kind, wanted))), ""):
         raise ValueError(problem)
     if everyone_sees:
-        return _in_rounds(group, progress, partial(_read, folder, manifest, kind, wanted))
+        return in_rounds(group, progress, partial(_read, folder, manifest, kind, wanted))
     device = group.device if isinstance(group, DistributedGroup) else torch.device("cpu")
     flats = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
     for name, (shape, dtype) in mf.tensors(manifest, kind).items():
         full = Slice(name, 0, math.prod(shape))
         mine = {full: dtype} if group.rank == 0 else {}
-        read = _in_rounds(group, progress, partial(_read, folder, manifest, kind, mine))
+        read = in_rounds(group, progress, partial(_read, folder, manifest, kind, mine))
         tensor = read[full].to(device) if mine else torch.empty(full.num_elements, dtype=dtype, device=device)
         group.broadcast(tensor)
         progress()
@@ -151,7 +151,7 @@ def _read(
     return flats
 
 
-def _in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -> T:
+def in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -> T:
     """Returns the result of `work(progress)` when all ranks have finished theirs. Collective. Ranks meet twice a second
     meanwhile: waiting for a slow disk must not exceed the group's timeout, which is for ranks that hang."""
     met_s = time.monotonic()
@@ -225,4 +225,4 @@ def _first_damage(
             return str(found)
         return ""
 
-    return next(filter(None, group.share_text(_in_rounds(group, progress, verify))), "")
+    return next(filter(None, group.share_text(in_rounds(group, progress, verify))), "")

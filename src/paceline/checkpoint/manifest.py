@@ -73,12 +73,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise Damaged(f"{folder.name}: {MANIFEST} has more than {MOST_BYTES} bytes")
         raw = file.readall()
-    manifest = _parse(raw, folder.name)
+    manifest = parse(raw, folder.name)
     check_sizes(folder, manifest)
     return manifest
 
 
-def _parse(raw: bytes, name: str) -> dict[str, Any]:
+def parse(raw: bytes, name: str) -> dict[str, Any]:
     with _as_damage(name, MANIFEST):
         manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] not in READABLE:

@@ -94,6 +94,7 @@ def publish(
     shapes: Shapes,
     facts: Mapping[str, Any],
     config: CheckpointConfig,
+    sending: int | None = None,
 ) -> int:
     """Makes the checkpoint of this step, prunes older ones, and returns its size in bytes when it is on the disk.
     records: by writer. shapes: of tensors that must be stored. Raises ValueError if the files lack elements, OSError if
@@ -119,7 +120,7 @@ def publish(
     except mf.Damaged as damage:
         raise OSError(str(damage)) from None
     put_in_place(checkpoints, folder, step)
-    retention.add(checkpoints, manifest, config)
+    retention.add(checkpoints, manifest, config, sending)
     return mf.num_bytes(manifest)
 
 

@@ -59,9 +59,10 @@ def take_losses(checkpoints: Path, losses: Mapping[int, float]) -> None:
     _point_to_best(checkpoints, index)
 
 
-def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig) -> None:
+def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig, sending: int | None = None) -> None:
     """Adds a new checkpoint to the index, and removes those that the config does not keep. Of the newest, damaged ones
-    stay, and do not count. A checkpoint also stands for steps that were due while the disk was busy (`due_steps`)."""
+    stay, and do not count. A checkpoint also stands for steps that were due while the disk was busy (`due_steps`).
+    sending: a step that is being read, and stays."""
     step = manifest["step"]
     index = _index(checkpoints, but=step) | {step: _line(manifest)}
     _write(checkpoints, index)
@@ -75,7 +76,7 @@ def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig
             continue
         steps = [number, *index[number]["due_steps"]]
         is_milestone = config.keep_every > 0 and any(due % config.keep_every == 0 for due in steps)
-        if number not in (best, step) and not is_milestone:
+        if number not in (best, step, sending) and not is_milestone:
             hidden.append(hide(checkpoints / folder_name(number)))
     faults.strike("save.prune", step)
     for folder in hidden:

@@ -34,6 +34,7 @@ from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.publish import Record
 from paceline.checkpoint.shards import CODES, HostCopies, ready_event, write
+from paceline.checkpoint.storage import Storage
 from paceline.world.group import SideChannel
 
 _NICENESS = 10  # a tenth of training's share of a core that both want
@@ -75,17 +76,19 @@ class Saver:
         channel: SideChannel | None = None,
         senders: Sequence[int] = (),
         before_publishing: Callable[[], object] = lambda: None,
+        storage: Storage | None = None,
     ):
         """`writer`: this rank's number among the `num_writers`; None: it saves nothing. `token`: random,
         and equal on all ranks of this attempt, so that files of earlier ones are not used. `senders`: ranks that do not
         see the folder and send their files through `channel` to rank 0, which is writer 0; they are the last writers.
         `before_publishing`: called in the first writer's thread when all files are there; if it raises, there will be
-        no checkpoint.
+        no checkpoint. `storage`: on the first writer, who gets each complete checkpoint.
         """
         self._checkpoints, self._config = checkpoints, config
         self._writer, self._num_writers, self._senders = writer, num_writers, list(senders)
         self._is_sender = writer is not None and writer >= num_writers - len(self._senders)
         self._channel, self._token, self._before_publishing = channel, token, before_publishing
+        self._storage = storage
         self.begun_at: int | None = None  # the step of the last save
         self._num_begun = 0
         self._folder: Path | None = None  # of the last save
@@ -193,13 +196,16 @@ class Saver:
             self._receive(job.folder)
             records = [record, *publish.gather(job.folder, range(1, self._num_writers), self._abandoned.wait)]
             self._before_publishing()
+            sending = self._storage.sending if self._storage else None
             num_bytes = publish.publish(
-                self._checkpoints, job.folder, job.step, records, job.shapes, job.facts, self._config
+                self._checkpoints, job.folder, job.step, records, job.shapes, job.facts, self._config, sending
             )
         except Exception:
             shutil.rmtree(job.folder, ignore_errors=True)
             raise
         self._has_saved = True
+        if self._storage:
+            self._storage.saved(job.step)
         return num_bytes
 
     def _save_other(self, job: _Job) -> int:

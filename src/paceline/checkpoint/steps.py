@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.base.errors import UserError
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-(\d{8,})")
 
 
 def folder_name(step: int) -> str:
@@ -21,7 +21,7 @@ def list_steps(checkpoints: Path) -> list[int]:
     if not checkpoints.is_dir():
         return []
     with os.scandir(checkpoints) as entries:
-        matches = [match for entry in entries if (match := _STEP.fullmatch(entry.name)) and entry.is_dir()]
+        matches = [match for entry in entries if (match := STEP.fullmatch(entry.name)) and entry.is_dir()]
     return sorted(int(match[1]) for match in matches if folder_name(int(match[1])) == match[0])
 
 

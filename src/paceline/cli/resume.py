@@ -25,7 +25,7 @@ class ResumeArguments(RankFlags):
     """Resume a run from its newest complete checkpoint, on any number of ranks."""
 
     folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-    """The run folder."""
+    """The run folder, or the address that was checkpoint.to: its newest checkpoint is brought to runs/NAME."""
     run: bool = False
     """Of the run of a script: execute its command. Without it the command is printed."""
     step: int = -1
@@ -34,6 +34,8 @@ class ResumeArguments(RankFlags):
 
 
 def main(arguments: list[str]) -> int:
+    if arguments and "://" in arguments[0]:
+        arguments = _brought(arguments)
     if arguments and (script := run_folder.script_of(Path(arguments[0]))) is not None:
         return _resume_script(arguments[0], arguments[1:], script)
     folder, stored = _stored(arguments)
@@ -47,6 +49,23 @@ def main(arguments: list[str]) -> int:
     config.check()
     request = Request(config, Path(parsed.folder), resume=True, resume_step=parsed.step if parsed.step >= 0 else None)
     return start(request, parsed, ["resume", *arguments])
+
+
+def _brought(arguments: list[str]) -> list[str]:
+    """Brings the run at an address to this disk. Returns the arguments that resume it here, and send there again."""
+    from paceline.checkpoint.storage import bring  # imports psutil and filelock
+    from paceline.record.console import Console  # imports rich
+
+    url, options = arguments[0].rstrip("/"), arguments[1:]
+    parsed = parse(ResumeArguments, ResumeArguments(folder=url), arguments, "resume")
+    require_at_least(parsed, "--", step=-1)
+    folder = Path("runs", url.rpartition("/")[2])
+    say = Console(0).say
+    say(f"bringing the run at {url} to {folder}")
+    for problem in bring(url, folder, parsed.step if parsed.step >= 0 else None):
+        say(f"passed over a damaged checkpoint: {problem}")
+    is_script = run_folder.script_of(folder) is not None
+    return [str(folder), *options, *([] if is_script else ["--checkpoint.to", url])]
 
 
 def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> int:
@@ -76,6 +95,13 @@ def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> i
 
 def _require_own(folder: Path) -> None:
     """Raises UserError if somebody else may have written the command."""
+    from paceline.checkpoint.storage import identity  # imports psutil and filelock
+
+    if identity(folder).get("is_brought"):
+        raise UserError(
+            f"{folder} came from a bucket, so its command may not be yours: read it by `paceline resume "
+            f"{shlex.quote(str(folder))}`, and run it yourself"
+        )
     for path in (folder, folder / "config.toml"):
         facts = path.stat()
         if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

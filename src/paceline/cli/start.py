@@ -70,6 +70,10 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         return EXIT_RESUMABLE
     if env.rank == 0:
         _check_folder(request)
+    if config.checkpoint.to:
+        from paceline.checkpoint.storage import Bucket  # imports psutil and filelock
+
+        Bucket(config.checkpoint.to)  # refuses a wrong address, or a missing library
     if num_ranks > usable_cores():
         cores = f"there are {usable_cores()} cores"
         say(f"warning: --nproc is {num_ranks}, and {cores}: ranks share cores, and steps are slower")

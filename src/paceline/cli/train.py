@@ -101,6 +101,10 @@ def _continued(request: Request) -> Request:
     """Returns a request to continue the run in --out, if there is one. Raises UserError for settings of another run."""
     if request.out is None:
         raise UserError("--resume auto needs --out, the run folder, by which the same command finds its run again")
+    if (to := request.config.checkpoint.to) and not has_begun(request.out):
+        from paceline.checkpoint.storage import bring  # imports psutil and filelock
+
+        bring(to, request.out, must_exist=False)
     if not has_begun(request.out):
         return request
     stored, default = stored_config(RunFolder(request.out)), Config()

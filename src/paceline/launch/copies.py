@@ -24,7 +24,7 @@ from typing import IO, Any
 from paceline.base.files import replace, sync
 from paceline.base.process import say
 
-_RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job")
+_RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job", "storage.json")
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{8,}")
 _FILE = re.compile(r"[a-z]+-\d{5}-of-\d{5}\.safetensors")

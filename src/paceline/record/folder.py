@@ -12,6 +12,7 @@ RUN/
   checkpoints/            step-00000500/ ..., `latest`
   lock, lock.holder       held by rank 0 while it runs; its host and pid. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it
+  storage.json            the address of its copy (checkpoint/storage.py), if it has one
   track/, tensorboard/    what trackers have, and TensorBoard's files; written by `paceline track`
 """
 
@@ -41,7 +42,7 @@ _LEAST_FREE_BYTES = 50 << 20
 # What a run that ended before its first step leaves in its folder.
 MADE_HERE = (
     *("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "ranks", "checkpoints"),
-    *("lock", "lock.holder", "job", "track", "tensorboard", ".seen"),
+    *("lock", "lock.holder", "job", "track", "tensorboard", ".seen", "storage.json"),
 )
 _MOST_UNWRITTEN_BYTES = 64 << 20  # rows that wait for a full disk: at 1 kB a row, a day of steps of 1.4 s
 

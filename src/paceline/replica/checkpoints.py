@@ -53,6 +53,7 @@ class Checkpoints(CheckpointFolder):
         keep_every: int = 0,
         keep_best: bool = False,
         frozen: bool = True,
+        to: str = "",
         **objects: Any,
     ):
         """folder: holds `checkpoints/`; one run at a time. objects, by name: at least one Replica; modules, schedules,
@@ -63,12 +64,14 @@ class Checkpoints(CheckpointFolder):
         keep: how many of the newest checkpoints stay, at least 2, in case one is damaged. keep_every: also keep steps
         that are multiples of this. keep_best: also keep the one with the lowest val_loss. frozen: False: a save has no
         parameter that was frozen when its Replica was made, only a digest of them: a restore wants the same ones in the
-        model, and `load_weights` returns the others. Collective. Make it before the loop over steps.
+        model, and `load_weights` returns the others. to: an address that also gets each checkpoint, s3://BUCKET/RUN,
+        gs://BUCKET/RUN or file:///FOLDER/RUN; a folder without checkpoints gets those that are there. Collective. Make
+        it before the loop over steps.
 
         Raises UserError on all ranks if the folder cannot be written or another process uses it.
         """
         folder = Path(folder)
-        config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best)
+        config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best, to=to)
         config.check()
         replicas = {name: thing for name, thing in objects.items() if isinstance(thing, Replica)}
         others = {name: thing for name, thing in objects.items() if name not in replicas}
@@ -85,11 +88,18 @@ class Checkpoints(CheckpointFolder):
             self._is_own = earlier._is_own and all(each.continues in saved for each in replicas.values())
             earlier._end()
         self._lock = _make_and_lock(folder, world.group)
-        super().__init__(folder, config, replicas, others, keeps_generators=True, keeps_frozen=frozen)
+        try:
+            super().__init__(folder, config, replicas, others, keeps_generators=True, keeps_frozen=frozen, brings=True)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
         _OPEN[folder.resolve()] = self
         self._problem: str | None = None  # of the last finished save
         self.on_outcome: Callable[[Outcome], object] = lambda outcome: None
         """Called on rank 0 with the end of each save."""
+        self.on_news: Callable[..., object] = lambda kind, **facts: None
+        """Called on rank 0 with an event of `to`, and its facts."""
         self.before_save: Callable[[], object] = lambda: None
         """Called when a save begins; it may be collective."""
         at_leaving(partial(_end_owner, folder.resolve()))
@@ -178,11 +188,19 @@ class Checkpoints(CheckpointFolder):
         """Waits for this rank's part of a save, and prints the failure of the checkpoint once, on rank 0."""
         self.saver.finish()
         outcome = self.saver.take_outcome()
+        self.say_news()
         if outcome is not None and self.world.is_main:
             self._problem = outcome.problem
             self.on_outcome(outcome)
             if outcome.problem:
                 print_error(f"the checkpoint of step {outcome.step} could not be saved: {outcome.problem}")
+
+    def say_news(self) -> None:
+        """Says on rank 0 what was sent to `to`, and what could not be."""
+        for sentence, facts in self.storage.take_news() if self.storage else ():
+            self.on_news(**facts)
+            if sentence:
+                print_error(sentence)
 
     def _is_saved(self, facts: Mapping[str, Any]) -> bool:
         """Whether there is a checkpoint of this step with the same values: restored, or saved before. Then its
@@ -239,6 +257,11 @@ class Checkpoints(CheckpointFolder):
             self._take_outcome()  # no collective: another rank may have failed
             if self.world.is_main and self._problem:
                 raise RunError(f"the last checkpoint could not be saved: {self._problem}")
+            while self.storage is not None and self.storage.is_ending_within(_ROUND_S):
+                pass
+            self.say_news()
+            if self.storage is not None:
+                self.storage.release()
         finally:
             del _OPEN[self.folder.resolve()]
             for each in self._replicas.values():

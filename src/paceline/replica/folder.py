@@ -11,7 +11,7 @@ import torch
 
 from paceline import __version__
 from paceline.base import ownership
-from paceline.base.errors import UserError
+from paceline.base.errors import PacelineError, UserError
 from paceline.base.ownership import Slice
 from paceline.base.units import listed
 from paceline.checkpoint import load, retention
@@ -20,6 +20,7 @@ from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.manifest import tensors as tensors_of
 from paceline.checkpoint.save import Saver
 from paceline.checkpoint.shards import CODES
+from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writers import find_writers
 from paceline.replica import contents, generators
 from paceline.replica.contents import ReplicaContents
@@ -28,8 +29,9 @@ from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
-from paceline.world.group import SideChannel
+from paceline.world.group import SideChannel, from_rank_0
 
+_ROUND_S = 0.5  # how often ranks meet that wait for rank 0
 _States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
 
 
@@ -44,9 +46,11 @@ class CheckpointFolder:
         others: Mapping[str, Any],
         keeps_generators: bool,
         keeps_frozen: bool = True,
+        brings: bool = False,
     ):
         """folder: exists on rank 0's host. others: objects that are equal on all ranks. keeps_generators: also save the
-        global random generators. keeps_frozen: see ReplicaContents. Collective."""
+        global random generators. keeps_frozen: see ReplicaContents. brings: a folder without checkpoints gets those of
+        `checkpoint.to`. Collective."""
         self._replicas = {name: ReplicaContents(replica, name, keeps_frozen) for name, replica in replicas.items()}
         self._others, self._keeps_generators = dict(others), keeps_generators
         for thing in others.values():
@@ -59,6 +63,8 @@ class CheckpointFolder:
         """Called every second or so while a checkpoint is verified and read."""
         self.before_publishing: Callable[[], object] = lambda: None
         """Called in rank 0's writing thread when all parts are written, before the checkpoint is published."""
+        self._config = config
+        self.storage = self._open_storage(config, brings)
         self.writers, token = find_writers(self._group, folder)
         self._everyone_sees = len(self.writers) == self.world.world_size
         self._shards_state = any(replica.sync.shards_state for replica in replicas.values())
@@ -74,9 +80,45 @@ class CheckpointFolder:
             channel=SideChannel() if senders else None,
             senders=senders,
             before_publishing=lambda: self.before_publishing(),
+            storage=self.storage,
         )
         for replica in replicas.values():
             replica.copies.append(self.saver.wait_copied)
+
+    def _open_storage(self, config: CheckpointConfig, brings: bool) -> Storage | None:
+        """Returns on rank 0 what sends its checkpoints to `checkpoint.to`. Collective: ranks meet while it brings what
+        is there, which may take any time. Raises on all ranks if it cannot be used."""
+        if not config.to:
+            return None
+        storage = Storage(config.to, self.folder, config) if self.world.is_main else None
+
+        def begin(progress: Callable[[], object]) -> PacelineError | None:
+            try:
+                if storage is not None:
+                    storage.begin(brings, progress)
+            except PacelineError as error:
+                return error
+            return None
+
+        failure = load.in_rounds(self._group, self.progress, begin)
+
+        def end() -> None:
+            if failure is not None:
+                raise failure
+
+        from_rank_0(self._group, end)
+        return storage
+
+    def send_the_rest(self, wait: Callable[[], object] = lambda: None) -> None:
+        """Returns when `checkpoint.to` has all checkpoints, or that is given up. Collective: `wait` is called twice a
+        second meanwhile."""
+        if not self._config.to:
+            return
+        is_ending = True
+        while is_ending:
+            wait()
+            is_here = self.storage is not None and self.storage.is_ending_within(_ROUND_S)
+            is_ending = any(row[0] for row in self._group.share_integers([int(is_here)]))
 
     # ---- save ----
 

@@ -190,7 +190,7 @@ def _saves_text(config: Config, is_new: bool) -> str:
     elif saves.every_s:
         first = units.duration(saves.every_s)
         when = f"every {first} of training, and at the end; the first after {first}"
-    return f"{when}; the newest {saves.keep} stay"
+    return f"{when}; the newest {saves.keep} stay" + (f", here and at {saves.to}" if saves.to else "")
 
 
 def _imbalance(plan: BatchPlan) -> str:

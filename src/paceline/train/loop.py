@@ -280,7 +280,10 @@ class Training:
         digest = overall(weights)
         tensors, _, _ = ReplicaContents(setup.replica, "").state()
         states = setup.group.share_text(overall({str(item): tensor for item, tensor in tensors.items()}))
+        self.saves.send_the_rest()
         recorder.ended(step, stop_reason or COMPLETE, digest=digest, state_digests=states)
+        if setup.checkpoints.storage is not None:
+            setup.checkpoints.storage.release()
         if stop_reason:
             console.say(f"stopped at step {step} ({stop_reason}); everything is saved")
         elif config.train.sample_tokens:

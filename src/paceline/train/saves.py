@@ -113,12 +113,31 @@ class Saves:
         outcome = self._saver.take_outcome()
         if outcome is not None and self._setup.world.is_main:
             self._record(outcome, is_again)
+        self._report_news()
         if self._best is not None and not self._saver.is_busy:
             if self._setup.world.is_main:
                 with contextlib.suppress(OSError):  # the failed checkpoint was already reported
                     retention.mark(self._folder, *self._best)
             self._best = None
         return outcome
+
+    def send_the_rest(self) -> None:
+        """Returns when checkpoint.to has all checkpoints, or that is given up. Collective."""
+
+        def wait() -> None:
+            self._setup.watchdog.enter("save", self._progress.step)
+            self._report_news()
+
+        with self._disk_timeout():
+            self._setup.checkpoints.send_the_rest(wait)
+            self._report_news()
+
+    def _report_news(self) -> None:
+        storage = self._setup.checkpoints.storage
+        for sentence, facts in storage.take_news() if storage else ():
+            self._setup.recorder.event(**facts)
+            if sentence:
+                self._setup.console.say(sentence, style="yellow")
 
     def _record(self, outcome: Outcome, is_again: bool) -> None:
         recorder, console, step = self._setup.recorder, self._setup.console, outcome.step

@@ -1,0 +1,485 @@
+"""A run on object storage (`checkpoint.to`): `Storage` copies each complete checkpoint there, `bring` fetches them.
+
+URL/owner.json                     the process that writes here, and a number that it raises every 10 s
+URL/config.toml, events.jsonl ...  the records, as of the last checkpoint that was sent
+URL/checkpoints/step-00000500/     its files, then its manifest: without that it does not count
+
+A thread of rank 0 sends; training never waits for it, except at the end. What fails is tried again after the next
+save. Retention removes what it removes here. The run folder stays the one that training reads.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import psutil
+
+from paceline.base.errors import RunError, UserError
+from paceline.base.files import replace, sync
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.steps import MANIFEST, STEP, folder_name, list_steps
+
+RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl")
+IDENTITY = "storage.json"  # in the run folder: the address, and the id by which its owner.json names this run
+_OWNER, _BEST = "owner.json", "checkpoints/best"
+_BEAT_S = 10.0
+_SILENT_BEATS = 3  # an owner that is silent for so long is gone
+_RETRY_S = 5.0  # at the end of a run
+_CHUNK_BYTES = 8 << 20
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
+
+
+class OwnedByOther(UserError):
+    """Another run, or another process of this one, writes to this address."""
+
+
+class Bucket:
+    """The few operations on an address that are needed, by fsspec. Names are relative to it."""
+
+    def __init__(self, url: str):
+        """Raises UserError for an address of another form, or if its library is not installed."""
+        protocol, _, path = url.partition("://")
+        if protocol not in _PACKAGES or not path.strip("/"):
+            raise UserError(f"checkpoint.to is {url!r}; it is s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN")
+        self._is_local = protocol == "file"
+        options = {"auto_mkdir": True} if self._is_local else {}
+        try:
+            import fsspec  # only for those who use it, as is what it imports
+
+            self._files = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
+        except ImportError:
+            raise UserError(f"{url} needs the package {_PACKAGES[protocol]}: pip install 'paceline[storage]'") from None
+        self.url, self._root = url.rstrip("/"), self._files._strip_protocol(url).rstrip("/")
+
+    def read(self, name: str) -> bytes | None:
+        """Returns a small object; None if there is none."""
+        try:
+            data: bytes = self._files.cat_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return None
+        return data
+
+    def write(self, name: str, data: bytes, is_new: bool = False) -> None:
+        """Writes a small object, at once. is_new: raises FileExistsError if there is one."""
+        path = f"{self._root}/{name}"
+        if self._is_local and not is_new:  # a bucket shows no half of an object
+            self._files.pipe_file(f"{path}.new", data)
+            self._files.mv(f"{path}.new", path)
+        else:
+            self._files.pipe_file(path, data, mode="create" if is_new else "overwrite")
+
+    def send(self, path: Path, name: str, progress: Callable[[], object]) -> None:
+        from fsspec.callbacks import Callback
+
+        callback = Callback(hooks={"progress": lambda size, value, **_: progress()})
+        self._files.put_file(str(path), f"{self._root}/{name}", callback=callback)
+        progress()
+
+    def fetch(self, name: str, path: Path, progress: Callable[[], object]) -> str | None:
+        """Writes an object to a new file. Returns its sha256; None if there is no object."""
+        digest = hashlib.sha256()
+        try:
+            with self._files.open(f"{self._root}/{name}", "rb", block_size=_CHUNK_BYTES) as source:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                with os.fdopen(descriptor, "wb") as target:
+                    while chunk := source.read(_CHUNK_BYTES):
+                        digest.update(chunk)
+                        target.write(chunk)
+                        progress()
+                    target.flush()
+                    os.fsync(descriptor)
+        except FileNotFoundError:
+            return None
+        return digest.hexdigest()
+
+    def rename(self, name: str, target: str) -> None:
+        """Renames a checkpoint's folder, its manifest first: complete or absent. There may be none."""
+        paths = self._files.find(f"{self._root}/{name}")
+        for path in sorted(paths, key=lambda path: not path.endswith(MANIFEST)):
+            self._files.mv(path, f"{self._root}/{target}/{path.rpartition('/')[2]}")
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Removes an object, or all below a folder; there may be none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{name}", recursive=True)
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a folder, complete or not."""
+        try:
+            paths = self._files.ls(f"{self._root}/checkpoints", detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for path in paths if (match := STEP.fullmatch(path.rstrip("/").rpartition("/")[2])))
+
+    def manifest(self, step: int) -> bytes | None:
+        return self.read(f"checkpoints/{folder_name(step)}/{MANIFEST}")
+
+    def owner(self) -> dict[str, Any]:
+        """Returns what owner.json says; an empty dict if there is none, or it is no such object."""
+        with contextlib.suppress(ValueError):
+            owner = json.loads(self.read(_OWNER) or b"{}")
+            return owner if isinstance(owner, dict) else {}
+        return {}
+
+
+class Storage:
+    """Sends the checkpoints and records of a run folder to an address, in a thread; on rank 0 only."""
+
+    def __init__(self, url: str, folder: Path, config: CheckpointConfig):
+        self.url, self._folder, self._checkpoints, self._config = url, folder, folder / "checkpoints", config
+        self._bucket = Bucket(url)
+        self._identity: dict[str, Any] = {}
+        self._owner: dict[str, Any] = {"token": secrets.token_hex(8)}
+        self._sent: set[int] = set()  # steps that are complete there, with the bytes that they have here
+        self.sending: int | None = None  # the step that is being sent; retention keeps it
+        self._news: deque[tuple[str, dict[str, Any]]] = deque()
+        self._problem = ""  # of the last try
+        self._is_owner = self._is_given_up = self._is_complete = False
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._end_by_s: float | None = None
+        self._threads = [
+            threading.Thread(target=work, name="storage", daemon=True) for work in (self._send_always, self._beat)
+        ]
+
+    def begin(self, brings: bool, progress: Callable[[], object]) -> None:
+        """Becomes the owner of the address, and starts to send what it lacks. brings: a folder without checkpoints gets
+        those that are there. Raises UserError if another run or process is there, or if it cannot be written; a run
+        that has sent before starts also without its server."""
+        self._identity = identity(self._folder)
+        try:
+            if brings and not list_steps(self._checkpoints):
+                bring(self.url, self._folder, progress=progress, must_exist=False)
+                self._identity = identity(self._folder)
+            self._owner |= {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
+            self._owner["id"] = self._identity.get("id", secrets.token_hex(8))
+            self._claim()
+        except (UserError, RunError):
+            raise
+        except Exception as error:
+            if self._identity.get("to") != self.url:
+                raise UserError(f"checkpoint.to {self.url} cannot be used: {_text(error)}") from None
+        content = {"to": self.url, "id": self._owner["id"]}
+        replace(self._folder / IDENTITY, json.dumps(content).encode(), 0o600)
+        self._wake.set()
+        for thread in self._threads:
+            thread.start()
+
+    def saved(self, step: int) -> None:
+        """Sends a checkpoint that is complete here, soon."""
+        self._sent.discard(step)  # it may replace one of the same step
+        self._wake.set()
+
+    def take_news(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns what happened since the last call, each once: a sentence that a user should see (or none), and the
+        facts of an event."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def is_ending_within(self, seconds: float) -> bool:
+        """At the end of a run: waits at most so long, and returns whether the last checkpoints are still being sent.
+        A server that takes no byte for `_progress`'s seconds is given up."""
+        if self._end_by_s is None:
+            self._end_by_s = 0.0
+            self._progress()
+            self._wake.set()
+        is_over = self._ended.wait(seconds) or time.monotonic() > self._end_by_s
+        if is_over and not (self._is_complete or self._is_given_up):
+            self._is_given_up = True
+            self._tell(f"{self.url} lacks the end of this run, which {self._folder} has", "checkpoints not sent")
+        return not is_over
+
+    def release(self) -> None:
+        """Sends the last records and says that the run is over, so that it may go on elsewhere; waits some seconds."""
+
+        def send() -> None:
+            with contextlib.suppress(Exception):
+                self._send_records()
+                self._bucket.write(_OWNER, json.dumps({**self._owner, "is_over": True}).encode())
+
+        if self._is_complete:
+            self._is_complete = False
+            thread = threading.Thread(target=send, daemon=True)
+            thread.start()
+            thread.join(_BEAT_S)
+
+    # ---- the owner ----
+
+    def _claim(self) -> None:
+        """Raises UserError if another run or a living process is the owner."""
+        owner = self._bucket.owner()
+        is_own = self._identity.get("to") == self.url and owner.get("id") in (None, self._owner["id"])
+        here, later = list_steps(self._checkpoints), self._identity.get("later", ())
+        there = [step for step in self._bucket.steps() if step not in later and self._bucket.manifest(step)]
+        newest = max(there, default=None)
+        if newest is not None and not is_own:
+            raise OwnedByOther(
+                f"{self.url} holds another run, up to step {newest}: continue that by `paceline resume {self.url}`, or "
+                "give another checkpoint.to"
+            )
+        if newest is not None and newest > max(here, default=0) and not self._is_set_aside(newest):
+            raise OwnedByOther(
+                f"{self.url} has a checkpoint of step {newest}, and {self._checkpoints} none after step "
+                f"{max(here, default=0)}: continue by `paceline resume {self.url}`, or give another checkpoint.to"
+            )
+        if owner and not owner.get("is_over") and not _is_gone(owner):
+            time.sleep(_BEAT_S * _SILENT_BEATS)
+            if self._bucket.owner() != owner:
+                raise OwnedByOther(
+                    f"{self.url} is being written by another process (host {owner.get('host')}, pid "
+                    f"{owner.get('pid')}): wait for it or stop it first"
+                )
+        try:
+            self._bucket.write(_OWNER, json.dumps(self._owner).encode(), is_new=not owner)
+        except FileExistsError:
+            raise OwnedByOther(f"{self.url} was taken by another process just now; give another address") from None
+        self._is_owner = True
+        for step in later:
+            self._set_aside(step)
+
+    def _is_set_aside(self, step: int) -> bool:
+        """Whether a resume at an earlier step has superseded this one."""
+        return any(self._checkpoints.glob(f"superseded-{folder_name(step)}*"))
+
+    def _set_aside(self, step: int) -> None:
+        """Renames a checkpoint there as `retention.set_aside` does here."""
+        self._sent.discard(step)
+        self._bucket.rename(f"checkpoints/{folder_name(step)}", f"checkpoints/superseded-{folder_name(step)}")
+
+    def _require_owner(self) -> None:
+        """Raises OwnedByOther once another process has taken the address: it held this one for gone."""
+        owner = self._bucket.owner()
+        if owner and owner.get("token") != self._owner["token"]:
+            where = f"host {owner.get('host')}, pid {owner.get('pid')}"
+            raise OwnedByOther(f"another process ({where}) writes there now; nothing more is sent")
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            if self._is_owner:
+                with contextlib.suppress(Exception):  # the sending thread finds the same, and reports it
+                    self._require_owner()
+                    self._owner["beat"] += 1
+                    self._bucket.write(_OWNER, json.dumps(self._owner).encode())
+
+    # ---- sending ----
+
+    def _send_always(self) -> None:
+        while not (self._is_given_up or self._is_complete):
+            self._wake.wait(None if self._end_by_s is None else _RETRY_S)
+            self._wake.clear()
+            is_last, problem = self._end_by_s is not None, ""
+            try:
+                if self._is_owner:
+                    self._require_owner()
+                else:
+                    self._claim()
+                self._send_all()
+            except Exception as error:  # each library has its own
+                problem = _text(error)
+                self._is_given_up |= self._is_owner and isinstance(error, OwnedByOther)
+            self._is_complete, self.sending = is_last and not (problem or self._wake.is_set()), None
+            self._report(problem)
+        self._ended.set()
+
+    def _report(self, problem: str) -> None:
+        """Says once that sending fails, and once that it works again."""
+        if problem and not self._problem:
+            again = "" if self._is_given_up else "; it is tried again after each save. Training continues"
+            sentence = f"checkpoints are not sent to {self.url}: {problem}{again}"
+            self._tell(sentence, "checkpoints not sent", error=problem)
+        elif self._problem and not problem:
+            self._tell(f"{self.url} takes checkpoints again", "checkpoints sent again")
+        self._problem = problem
+
+    def _progress(self) -> None:
+        """At the end a server has so many seconds for the next byte: a launcher that stops ranks waits grace_s."""
+        if self._end_by_s is not None:
+            self._end_by_s = time.monotonic() + min(self._config.retry_s, self._config.grace_s / 2)
+
+    def _tell(self, sentence: str, event: str, **facts: Any) -> None:
+        self._news.append((sentence, {"kind": event, "to": self.url, **facts}))
+
+    def _send_all(self) -> None:
+        """Makes the address have what the run folder has: the newest first, and nothing that retention removed."""
+        there, here = self._bucket.steps(), list_steps(self._checkpoints)
+        for step in there:
+            if step not in here and self._is_set_aside(step):  # first, so that none of them is ever the newest
+                self._require_owner()
+                self._set_aside(step)
+        for step in reversed(here):
+            if step not in self._sent:
+                self._send(step)
+            if self._wake.is_set():
+                return  # there is a newer one
+        self.sending = None
+        self._send_records()
+        for step in there:
+            if step not in list_steps(self._checkpoints) and not self._is_kept(step):
+                self._remove(step)
+
+    def _send(self, step: int) -> None:
+        """Sends a checkpoint, unless it is there; does nothing for a damaged one, or one that is removed now."""
+        folder, name = self._checkpoints / folder_name(step), f"checkpoints/{folder_name(step)}"
+        began_s, self.sending = time.monotonic(), step  # before it is read: retention keeps it from now on
+        try:
+            manifest = (folder / MANIFEST).read_bytes()
+            files = dict(json.loads(manifest)["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if (before := self._bucket.manifest(step)) == manifest:
+            self._sent.add(step)
+            return
+        if before is not None:
+            self._bucket.remove(f"{name}/{MANIFEST}")
+        for file in files:
+            self._bucket.send(folder / file, f"{name}/{file}", self._progress)
+        self._send_records()  # before the manifest: no checkpoint without the rows before it
+        try:
+            self._sent.add(step)  # now: `saved` takes it out if another one of this step comes from here on
+            self._require_owner()
+            if (folder / MANIFEST).read_bytes() != manifest:
+                raise FileNotFoundError(f"{folder} was replaced while it was sent")
+            self._bucket.write(f"{name}/{MANIFEST}", manifest)
+        except Exception:
+            self._sent.discard(step)
+            raise
+        num_bytes, seconds = sum(facts["bytes"] for facts in files.values()), round(time.monotonic() - began_s, 3)
+        self._tell("", "checkpoint sent", step=step, seconds=seconds, bytes=num_bytes)
+
+    def _send_records(self) -> None:
+        for name in (*RECORDS, _BEST):
+            if (self._folder / name).exists():
+                self._bucket.send(self._folder / name, name, self._progress)
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether retention keeps a checkpoint that is only there: after `bring` the run folder has one or two."""
+        if sum(other > step for other in self._sent) < self._config.keep:
+            return True
+        best, manifest = self._bucket.read(_BEST) or b"", self._bucket.manifest(step)
+        if manifest is None:
+            return False
+        steps, every = [step, *json.loads(manifest).get("due_steps", ())], self._config.keep_every
+        return best.decode().strip() == folder_name(step) or (every > 0 and any(due % every == 0 for due in steps))
+
+    def _remove(self, step: int) -> None:
+        self._bucket.remove(f"checkpoints/{folder_name(step)}/{MANIFEST}")  # first: complete or absent
+        self._bucket.remove(f"checkpoints/{folder_name(step)}")
+        self._sent.discard(step)
+
+
+def identity(folder: Path) -> dict[str, Any]:
+    """Returns what the run folder says of its address: `to`, `id`, `is_brought` if its records came from there."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads((folder / IDENTITY).read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def bring(
+    url: str,
+    folder: Path,
+    step: int | None = None,
+    progress: Callable[[], object] = lambda: None,
+    must_exist: bool = True,
+) -> list[str]:
+    """Brings the newest complete checkpoint (or that of `step`), the best one and the records to a run folder on this
+    disk, unless it has them. Returns what is wrong with newer ones. All bytes are compared with the manifest.
+
+    Safe if several processes do it at once. Raises UserError if there is no run (unless it need not exist), or the
+    folder holds another one, RunError if no checkpoint is complete.
+    """
+    bucket = Bucket(url)
+    try:
+        if not (must_exist or bucket.steps()):
+            return []
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
+            return _bring(bucket, folder, step, progress)
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # each library has its own
+        raise UserError(f"{url} cannot be read: {_text(error)}") from None
+
+
+def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[], object]) -> list[str]:
+    from paceline.checkpoint.manifest import Damaged  # imports torch: seconds
+
+    checkpoints, steps, run = folder / "checkpoints", bucket.steps(), bucket.owner().get("id")
+    if not steps or (step is not None and step not in steps):
+        which = "" if step is None else f" of step {step}; it has {steps or 'none'}"
+        raise UserError(f"{bucket.url} holds no checkpoint{which}: give the address that was checkpoint.to of a run")
+    is_taken = bool(list_steps(checkpoints)) or (folder / "config.toml").exists()
+    if is_taken and identity(folder).get("id") != run:
+        raise UserError(f"{folder} is there, and is not the run of {bucket.url}: rename it, or start elsewhere")
+    folder.mkdir(exist_ok=True, mode=0o700)
+    checkpoints.mkdir(exist_ok=True, mode=0o700)
+    here, problems = list_steps(checkpoints), list[str]()
+    if (step or max(steps)) in here or (step is None and here and max(here) > max(steps)):
+        return problems  # this folder is where the run was last
+    facts = {"to": bucket.url, "id": run, "is_brought": True}
+    replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
+    for name in RECORDS:  # first: a resume drops rows of later steps, and needs those before
+        aside = folder / f".{name}.new"
+        aside.unlink(missing_ok=True)
+        if bucket.fetch(name, aside, progress):
+            os.replace(aside, folder / name)
+    best = STEP.fullmatch((bucket.read(_BEST) or b"").decode(errors="replace").strip())
+    for wanted in reversed(steps if step is None else [step]):
+        try:
+            _fetch(bucket, checkpoints, wanted, progress)
+        except Damaged as damage:
+            problems.append(str(damage))
+            continue
+        if best and int(best[1]) in steps and int(best[1]) < wanted:
+            with contextlib.suppress(Damaged):
+                _fetch(bucket, checkpoints, int(best[1]), progress)
+                replace(folder / _BEST, f"{best[0]}\n".encode(), 0o600)
+        # What is resumed here goes on from this one: `Storage` sets later ones aside there.
+        facts["later"] = [later for later in steps if later > wanted]
+        replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
+        return problems
+    raise RunError(f"no checkpoint of {bucket.url} is complete:\n  " + "\n  ".join(problems))
+
+
+def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], object]) -> None:
+    """Brings a checkpoint: complete in its place, or absent. Raises Damaged if it is not as its manifest says."""
+    from paceline.checkpoint import manifest as mf  # imports torch: seconds
+
+    name = folder_name(step)
+    folder = checkpoints / f".{name}.brought.unfinished"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        raw = bucket.manifest(step)
+        if raw is None:
+            raise mf.Damaged(f"{name}: no {MANIFEST}: it was not sent completely")
+        for file, facts in mf.parse(raw, name)["files"].items():  # only names of a checkpoint's files
+            sha256 = bucket.fetch(f"checkpoints/{name}/{file}", folder / file, progress)
+            if sha256 != facts["sha256"]:
+                found = "is not there" if sha256 is None else "has other bytes than were written (sha256 differs)"
+                raise mf.Damaged(f"{name}: {file} {found}")
+        replace(folder / MANIFEST, raw, 0o600)
+        sync(folder)
+        os.rename(folder, checkpoints / name)
+        sync(checkpoints)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Whether the process was of this host, and has ended."""
+    return owner.get("host") == socket.gethostname() and not psutil.pid_exists(int(owner.get("pid", 0)))
+
+
+def _text(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition("\n")[0]

@@ -1,0 +1,248 @@
+"""A run at an address: complete checkpoints only, one writer, and a server that is gone costs nothing. By file://,
+whose operations are those of a bucket (test_storage_s3.py has a server)."""
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from saving import WEIGHTS, keep, read
+from whole_runs import events, saved, status_of, tiny
+
+from paceline.base.errors import EXIT_RESUMABLE, RunError, UserError
+from paceline.checkpoint import storage
+from paceline.checkpoint.config import CheckpointConfig
+from paceline.checkpoint.retention import set_aside
+from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
+from paceline.checkpoint.storage import Bucket, OwnedByOther, Storage, bring
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
+from in_process import here
+
+
+class At:
+    """A run folder and an address; their steps."""
+
+    def __init__(self, base: Path):
+        self.run, self.there = base / "run", base / "bucket/run"
+        self.url = self.there.as_uri()
+        self.run.mkdir(parents=True)
+        (self.run / "config.toml").write_text("[train]\n")
+
+    def save(self, *steps: int, num_kept: int = 2) -> None:
+        for step in steps:
+            keep(self.run / "checkpoints", step, num_kept)
+            (self.run / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+
+    @property
+    def steps(self) -> list[int]:
+        """The complete ones there."""
+        return [step for step in Bucket(self.url).steps() if Bucket(self.url).manifest(step)]
+
+    @contextlib.contextmanager
+    def sending(self, **config: Any) -> Iterator[Storage]:
+        sender = Storage(self.url, self.run, CheckpointConfig(to=self.url, retry_s=1.0, **config))
+        sender.begin(brings=False, progress=lambda: None)
+        yield sender
+        self.end(sender)
+
+    def end(self, sender: Storage) -> None:
+        while sender.is_ending_within(0.01):
+            pass
+        sender.release()
+        sender._threads[0].join()
+
+    def send(self, **config: Any) -> list[str]:
+        """Sends what there is, and returns what is said."""
+        with self.sending(**config) as sender:
+            pass
+        return [sentence for sentence, _ in sender.take_news() if sentence]
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[At]:
+    with patch.object(storage, "_BEAT_S", 0.05), patch.object(storage, "_RETRY_S", 0.01):
+        yield At(tmp_path)
+
+
+def test_a_manifest_comes_last_and_retention_is_that_of_the_run_folder(at: At) -> None:
+    """Mutation: a manifest is sent before the files that it lists."""
+    order: list[str] = []
+    write, send = Bucket.write, Bucket.send
+    with (
+        patch.object(Bucket, "write", lambda *args, **kw: order.append(args[1]) or write(*args, **kw)),
+        patch.object(Bucket, "send", lambda *args: order.append(args[2]) or send(*args)),
+    ):
+        at.save(1, 2)
+        assert at.send() == []
+    manifest = order.index(f"checkpoints/{folder_name(2)}/{MANIFEST}")
+    first = order.index(f"checkpoints/{folder_name(2)}/{WEIGHTS}")
+    assert first < order.index("metrics.jsonl") < manifest
+    assert sum(folder_name(2) in name for name in order[:manifest]) == 2  # weights and optimizer
+    at.save(3, 4, num_kept=2)
+    at.send()
+    assert at.steps == list_steps(at.run / "checkpoints") == [3, 4]
+    assert json.loads((at.there / "metrics.jsonl").read_text()) == {"step": 4}
+    target = at.run.parent / "other"
+    bring(at.url, target)  # the newest only: what is older there stays until newer ones are there
+    assert list_steps(target / "checkpoints") == [4]
+    at.run = target
+    at.save(5)
+    at.send()
+    assert at.steps == [4, 5]
+
+
+def test_what_is_brought_is_verified(at: At) -> None:
+    """Mutation: the bytes that come are not compared with the manifest."""
+    at.save(1, 2)
+    at.send()
+    path = at.there / "checkpoints" / folder_name(2) / WEIGHTS
+    path.write_bytes(bytes([*path.read_bytes()[:-1], path.read_bytes()[-1] ^ 1]))
+    target = at.run.parent / "other"
+    assert "sha256 differs" in bring(at.url, target)[0]
+    assert list_steps(target / "checkpoints") == [1]
+    assert read(target / "checkpoints" / folder_name(1)) == read(at.run / "checkpoints" / folder_name(1))
+    assert not list((target / "checkpoints").glob(".*"))
+    at.run = target  # step 2 is set aside there, and this run goes on from 1
+    at.send()
+    assert at.steps == [1]
+    assert (at.there / "checkpoints" / f"superseded-{folder_name(2)}" / MANIFEST).exists()
+    (at.there / "checkpoints" / folder_name(1) / MANIFEST).write_bytes(b"{")
+    with pytest.raises(RunError, match="unreadable"):
+        bring(at.url, at.run.parent / "third")
+    with pytest.raises(UserError, match=r"holds no checkpoint of step 7; it has \[1\]"):
+        bring(at.url, at.run.parent / "third", step=7)
+    with pytest.raises(UserError, match="holds no checkpoint: give the address"):
+        bring(f"{at.url}/no", at.run.parent / "third")
+
+
+def test_one_process_writes_and_another_that_takes_over_ends_it(at: At) -> None:
+    """Mutation: who has lost the address goes on to complete checkpoints there."""
+    at.save(1)
+    with at.sending() as sender:
+        while not at.steps:
+            sender._ended.wait(0.01)
+        with (
+            pytest.raises(OwnedByOther, match=r"is being written by another process \(host .*, pid \d+\)"),
+            at.sending(),
+        ):
+            pass
+        taken = {**Bucket(at.url).owner(), "token": "another", "host": "b"}
+        Bucket(at.url).write("owner.json", json.dumps(taken).encode())
+        at.save(2)
+        sender.saved(2)
+    assert at.steps == [1]
+    assert [sentence for sentence, _ in sender.take_news() if sentence] == [
+        f"checkpoints are not sent to {at.url}: another process (host b, pid {taken['pid']}) writes there now; nothing "
+        "more is sent"
+    ]
+    assert Bucket(at.url).owner() == taken
+    at.send()  # it is silent by now
+    assert at.steps == [1, 2]
+
+
+def test_another_run_or_an_older_copy_does_not_write_there(at: At, tmp_path: Path) -> None:
+    at.save(1, 2)
+    at.send()
+    copy = At(tmp_path / "copy")
+    copy.url = at.url
+    with pytest.raises(OwnedByOther, match="holds another run, up to step 2: continue that by `paceline resume file:"):
+        copy.send()
+    (copy.run / storage.IDENTITY).write_bytes((at.run / storage.IDENTITY).read_bytes())
+    copy.save(1)
+    with pytest.raises(OwnedByOther, match=r"has a checkpoint of step 2, and .* none after step 1"):
+        copy.send()
+    set_aside(at.run / "checkpoints", 1)  # as by `resume --step 1`
+    at.send()
+    assert at.steps == [1]
+
+
+def test_a_server_that_is_gone_is_said_once_and_gets_all_later(at: At) -> None:
+    """Mutation: what could not be sent is not tried again."""
+    at.save(1)
+    with at.sending() as sender:
+        while not at.steps:
+            sender._ended.wait(0.01)
+        gone = threading.Event()
+
+        def refuse(*args: Any) -> None:
+            gone.set()
+            raise ConnectionError("no route to the server")
+
+        with patch.object(Bucket, "send", refuse):
+            for step in (2, 3):
+                at.save(step, num_kept=3)
+                gone.clear()
+                sender.saved(step)
+                assert gone.wait(10)
+        at.save(4, num_kept=3)
+        sender.saved(4)
+    assert at.steps == [2, 3, 4]
+    said = [facts["kind"] for _, facts in sender.take_news()]
+    assert said == ["checkpoint sent", "checkpoints not sent", *["checkpoint sent"] * 3, "checkpoints sent again"]
+
+
+def test_at_the_end_a_server_that_is_gone_is_given_up(at: At) -> None:
+    at.save(1)
+    with patch.object(Bucket, "send", side_effect=ConnectionError("no route")):
+        assert f"{at.url} lacks the end of this run, which {at.run} has" in at.send()
+    assert at.steps == []
+    with patch.object(Bucket, "read", side_effect=ConnectionError("no route")):
+        at.send()  # it begins all the same: it has sent there before
+        (at.run / storage.IDENTITY).unlink()
+        with pytest.raises(UserError, match="cannot be used: no route"):
+            at.send()
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_its_address_on_another_machine(tmp_path: Path) -> None:
+    """Its losses are those of a run that was never stopped. Mutation: rows of the steps before are not sent."""
+    url = (tmp_path / "bucket/x").as_uri()
+    config = tiny(checkpoint__to=url, checkpoint__every=2, train__eval_every=-1)
+    assert status_of(tmp_path / "a", config.replace("train", stop_at_step=3)) == EXIT_RESUMABLE
+    assert saved(tmp_path / "a") == saved(tmp_path / "bucket/x") == [2, 3]
+    assert [event["step"] for event in events(tmp_path / "a", "checkpoint sent")] in ([2, 3], [3])
+    with pytest.raises(UserError, match="holds another run, up to step 3"):
+        status_of(tmp_path / "b", config)
+    here("resume", url, cwd=tmp_path).require(0)
+    assert status_of(tmp_path / "whole", tiny(train__eval_every=-1)) == 0
+    runs = (tmp_path / "runs/x", tmp_path / "whole")
+    ends = [events(run, "end")[-1] for run in runs]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    losses = [[json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    assert losses[0] == losses[1]
+    assert (tmp_path / "bucket/x/metrics.jsonl").read_bytes() == (tmp_path / "runs/x/metrics.jsonl").read_bytes()
+    assert json.loads((tmp_path / "bucket/x/owner.json").read_text())["is_over"]
+    ended = here("resume", url, "--train.steps", "9", cwd=tmp_path / "bucket").require(0)
+    assert f"bringing the run at {url} to runs/x" in ended.out
+    assert saved(tmp_path / "bucket/x")[-1] == 9
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://b/run", "s3://b/run needs the package s3fs: pip install 'paceline[storage]'"),
+        ("/mnt/x", "checkpoint.to is '/mnt/x'; it is s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN"),
+        ("s3://", "checkpoint.to is 's3://'; it is s3://BUCKET/RUN"),
+    ],
+)
+def test_what_cannot_be_an_address_is_refused(url: str, said: str, tmp_path: Path) -> None:
+    with patch.dict(sys.modules, {"s3fs": None}):
+        assert said in here("train", "--preset", "tiny", "--checkpoint.to", url, cwd=tmp_path).require(2).err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_from_a_bucket_is_shown_and_not_executed(tmp_path: Path) -> None:
+    """Mutation: `resume --run` executes what somebody put into a bucket."""
+    at = At(tmp_path)
+    (at.run / "config.toml").write_text('[run]\ncommand = "python -c 1"\n')
+    at.save(1)
+    at.send()
+    ended = here("resume", at.url, "--run", cwd=tmp_path).require(2)
+    assert "came from a bucket, so its command may not be yours" in ended.err
+    assert "python -c 1" in here("resume", at.url, cwd=tmp_path).require(0).out
