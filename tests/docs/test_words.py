@@ -22,7 +22,10 @@ BANNED = {
     "course": "",
     "riddle": "",
 }
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 HISTORY = {"log", "design"}  # what was written then stays as it was
 
 
