@@ -451,11 +451,11 @@ def test_state_that_has_no_place_is_named_after_the_first_step(world: World, tmp
 
 def test_a_folder_in_use_is_refused(world: World, tmp_path: Path) -> None:
     holder = "import filelock, sys; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=1); input()"
-    command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
+    command = [sys.executable, "-c", holder, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with pytest.raises(UserError, match="in use by another process"):
+        with pytest.raises(UserError, match="is being written by another process"):
             Script(world, "sgd", "ddp").checkpoints(tmp_path)
         process.kill()
 

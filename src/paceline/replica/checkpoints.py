@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 
 from paceline.base.errors import RunError, UserError
@@ -27,6 +26,7 @@ from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.save import Outcome
 from paceline.checkpoint.steps import folder_name, list_steps
 from paceline.record.console import print_error
+from paceline.record.folder import RunFolder
 from paceline.replica import contents
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.joining import at_leaving
@@ -87,12 +87,12 @@ class Checkpoints(CheckpointFolder):
             saved = {each.replica.number for each in earlier._replicas.values()}
             self._is_own = earlier._is_own and all(each.continues in saved for each in replicas.values())
             earlier._end()
-        self._lock = _make_and_lock(folder, world.group)
+        self.run_folder = RunFolder(folder)
+        _make_and_lock(self.run_folder, world.group)
         try:
             super().__init__(folder, config, replicas, others, keeps_generators=True, keeps_frozen=frozen, brings=True)
         except BaseException:
-            if self._lock is not None:
-                self._lock.release()
+            self.run_folder.close()
             raise
         _OPEN[folder.resolve()] = self
         self._problem: str | None = None  # of the last finished save
@@ -266,8 +266,7 @@ class Checkpoints(CheckpointFolder):
             del _OPEN[self.folder.resolve()]
             for each in self._replicas.values():
                 each.replica.copies.remove(self.saver.wait_copied)
-            if self._lock is not None:
-                self._lock.release()
+            self.run_folder.close()
 
 
 def _end_owner(folder: Path) -> None:
@@ -294,21 +293,16 @@ def load_weights(folder: str | Path, name: str | None = None) -> dict[str, torch
     return {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
 
 
-def _make_and_lock(folder: Path, group: Group) -> filelock.BaseFileLock | None:
-    """Makes and locks the folder for this run. Returns the lock on rank 0, None on the others. Collective."""
-    held: list[filelock.BaseFileLock] = []
+def _make_and_lock(folder: RunFolder, group: Group) -> None:
+    """Makes the folder, and locks it on rank 0. Collective."""
 
     def lock() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            held.append(filelock.FileLock(folder / ".lock"))
-            held[0].acquire(timeout=0)
-        except filelock.Timeout:
-            raise UserError(f"{folder} is in use by another process; give each run a folder of its own") from None
+            folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.lock()
         except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+            raise UserError(f"cannot write to {folder.path}: {error.strerror}") from None
 
     from_rank_0(group, lock)
     with contextlib.suppress(OSError):  # on a host that does not see rank 0's folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return held[0] if held else None
+        folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)

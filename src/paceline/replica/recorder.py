@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 
 from paceline.base import units
 from paceline.checkpoint.save import Outcome
@@ -19,6 +20,7 @@ from paceline.record.state import read_state
 from paceline.record.stragglers import Over, Stragglers
 from paceline.record.summary import Totals
 from paceline.replica.result import StepResult, StepTimes
+from paceline.world.processor import peak_flops
 from paceline.world.runtime import World
 
 _BY_RANK = ("step_ms", "compute_ms", "data_ms", "forward_ms", "backward_ms", "optim_ms")  # of StepTimes, in each row
@@ -118,6 +120,12 @@ class StepRecorder:
                 f"{news.ms:.1f} ms, the median rank {news.median_ms:.1f} ms; all wait for it",
                 style="yellow",
             )
+
+
+def peak_of_all_ranks(world: World, dtype: torch.dtype) -> float | None:
+    """Returns the peaks of all ranks' devices together, in FLOP/s; None if one is not known. Collective."""
+    peaks = [row[0] for row in world.group.share([peak_flops(world.device, dtype).flops_per_s or 0.0])]
+    return sum(peaks) if all(peaks) else None
 
 
 def step_row(

@@ -41,13 +41,12 @@ from paceline.replica import script
 from paceline.replica.checkpoints import Checkpoints
 from paceline.replica.joining import at_failing, at_hang, at_leaving, exit_status
 from paceline.replica.mistakes import warn
-from paceline.replica.recorder import StepRecorder
+from paceline.replica.recorder import StepRecorder, peak_of_all_ranks
 from paceline.replica.replica import Replica
 from paceline.replica.result import StepResult
 from paceline.replica.step import Step
 from paceline.world.calls import mistake
 from paceline.world.group import from_rank_0
-from paceline.world.processor import peak_flops
 from paceline.world.watchdog import Verdict
 
 _WRITE_EVERY_S = 0.5  # training time of rank 0, which all ranks know: rows, and one exchange of what was logged
@@ -125,13 +124,12 @@ class Run:
             folder, keep=keep, keep_every=keep_every, keep_best=keep_best, to=to, run=self._state, **objects
         )
         _OPEN[self.folder.path] = self
-        from_rank_0(self.world.group, self._lock)
-        if not self.world.is_main:
-            run_folder.create(self.folder.path)  # on a host that does not see rank 0's
+        self.folder = self.checkpoints.run_folder  # which it has locked
+        run_folder.create(self.folder.path)  # on each host: it may not see rank 0's
         self._console = Console(self.world.rank)
         self._console.open_log(self.folder.rank_log(self.world.rank), takes_output=False)
         self._recorder = StepRecorder(self.world, self.folder, self._console, LogConfig(every=every))
-        self._peak = self._peak_of_all_ranks()
+        self._peak = peak_of_all_ranks(self.world, self.replica.dtype) if flops_per_sample else None
         self._begin(config or {})
         self.checkpoints.before_save = self._before_save
         self.checkpoints.before_publishing = self.folder.sync
@@ -310,13 +308,6 @@ class Run:
 
     # ---- begin and end ----
 
-    def _lock(self) -> None:
-        try:
-            run_folder.create(self.folder.path)
-            self.folder.lock()
-        except OSError as error:
-            raise UserError(f"cannot write to {self.folder.path}: {error.strerror}") from None
-
     def _begin(self, config: Mapping[str, Any]) -> None:
         """Restores the newest checkpoint, if there is one, and records how the run begins. Collective."""
         step = self.checkpoints.restore()
@@ -347,14 +338,6 @@ class Run:
         names = sorted(name for name in before.keys() | now.keys() if name.startswith("config."))
         changed = {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
         return reached, changed if before else {}
-
-    def _peak_of_all_ranks(self) -> float | None:
-        """Returns the ranks' peaks together, in FLOP/s; None if one is not known, or nobody asks. Collective."""
-        if not self._flops:
-            return None
-        peak = peak_flops(self.world.device, self.replica.dtype)
-        peaks = [row[0] for row in self.world.group.share([peak.flops_per_s or 0.0])]
-        return sum(peaks) if all(peaks) else None
 
     def _make_room(self, folder: Path) -> None:
         """Ends this run where the script makes one of this folder: the same, or another one after its loop.

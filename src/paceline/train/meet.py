@@ -24,6 +24,7 @@ from paceline.record import folder as run_folder
 from paceline.record.console import Console, print_error
 from paceline.record.folder import RunFolder
 from paceline.replica.folder import CheckpointFolder
+from paceline.replica.recorder import peak_of_all_ranks
 from paceline.replica.replica import Replica
 from paceline.replica.stopping import StopRequest
 from paceline.replica.updates import LossScaler
@@ -89,8 +90,6 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     asked = replace(asked, data=asked.data.absolute())  # as recorded: a resume may start in another folder
     vocab_size, dtype = data.blend.first.vocab_size, product_dtype(chosen_dtype(asked, world.facts, []))
     peak = peak_flops(world.device, dtype)
-    peaks = [row[0] for row in world.group.share([peak.flops_per_s or 0.0])]
-    flops_per_s = sum(peaks) if all(peaks) else 0.0
     speed = _training_flops_per_s(asked, vocab_size, dtype, world) if asked.model.size == "auto" else 0.0
     settings = resolve(asked, vocab_size, world.facts, speed, int(data.blend.read_most[1]))
     config = settings.config
@@ -125,7 +124,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         settings=settings,
         folder=folder,
         console=console,
-        recorder=Recorder(world, folder, console, settings, flops_per_s or None),
+        recorder=Recorder(world, folder, console, settings, peak_of_all_ranks(world, dtype)),
         replica=replica,
         checkpoints=checkpoints,
         watchdog=make_watchdog(config, world, folder, console, checkpoints.writers),
