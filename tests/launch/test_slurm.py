@@ -104,6 +104,19 @@ def test_of_an_array_of_two_jobs_one_is_stopped_and_queued_again(
         assert [event["event"] for event in rows(tmp_path / f"run-{i}" / "events.jsonl")].count("end") == 1 + i
 
 
+def test_a_job_of_a_script_is_queued_again_when_its_ranks_have_saved(cluster: Cluster, tmp_path: Path) -> None:
+    """A rank asks to stop in step 6. Mutation: a task of a script ends with 0 though it only saved."""
+    out, script = tmp_path / "run", Path(__file__).parents[1] / "replica" / "run_script.py"
+    command = ("slurm", "--nodes", "2", "--", "--out", str(out), "--", str(script), str(out), "stop")
+    job = cluster.submit(run(*command).require(0).out, "--export=ALL")
+    until(cluster, job, out, 7)
+    cluster.start_again(job)
+    completes(cluster, job)
+    assert len(losses(out)) == 12
+    ends = [event["reason"] for event in rows(out / "events.jsonl") if event["event"] == "end"]
+    assert ends == ["SIGTERM on rank 1", "horizon reached"]
+
+
 def srun(cluster: Cluster, out: Path, *options: str, check: bool = True) -> None:
     """Runs the command that `paceline slurm` prints, as a step of its own."""
     command = run("slurm", "--", *FLAGS, "--out", str(out)).require(0).out.split("srun")[1]
