@@ -524,6 +524,27 @@ MUTATIONS = (
         is_long=True,
     ),
     Mutation(
+        "a run saves frozen weights though it was told not to",
+        "replica/run.py",
+        "            frozen=frozen,\n",
+        "",
+        "replica/test_run.py::test_a_run_of_two_models_and_of_unknown_length",
+    ),
+    Mutation(
+        "tokens that a script's ranks were dealt are called sequences",
+        "tools/view/read.py",
+        'return str(self.config.get("run.unit", "sequences"))',
+        'return "sequences"',
+        "tools/view/test_views.py::test_of_a_script_the_ranks_deal_what_its_rows_count",
+    ),
+    Mutation(
+        "a script's loop says nothing of how long it is",
+        "replica/run.py",
+        'horizon = {"num_steps": each.num_steps} if each.num_steps else {}',
+        "horizon: dict[str, int] = {}",
+        "replica/test_run.py::test_the_folder_is_read_by_the_tools_of_runs",
+    ),
+    Mutation(
         "a launcher looks for checkpoints where its script saves none",
         "replica/script.py",
         "    if not folder.path.is_relative_to(launchers):",

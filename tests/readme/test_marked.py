@@ -48,7 +48,8 @@ def parse(words: list[str]) -> None:
     with pytest.raises(Parsed) as caught:
         _dispatch(words)
     parsed = caught.value.args[0]
-    if words[0] == "train" and not parsed.init_from and not parsed.config:
+    is_of_script = "--" in words
+    if words[0] == "train" and not (is_of_script or parsed.init_from or parsed.config):
         supersede(base_config(words), parsed.settings).check()
 
 

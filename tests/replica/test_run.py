@@ -5,7 +5,7 @@ import os
 import sys
 import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from program import COLD, Ended, rows, run, start_ranks
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline.base.errors import UserError
 from paceline.checkpoint.steps import list_steps
 from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
+from paceline.replica.checkpoints import load_weights
 from paceline.replica.replica import Replica
 from paceline.replica.run import Run
 from paceline.replica.script import check_folder, to_toml
@@ -98,7 +99,7 @@ def test_rows_have_what_a_trainers_have_and_the_scripts_numbers(straight: Path) 
 def test_the_folder_is_read_by_the_tools_of_runs(straight: Path) -> None:
     state = read_state(RunFolder(straight))
     assert (state.kind, state.step, state.num_steps) == ("ended", STEPS, STEPS)
-    assert events(straight)[:2] == ["start", "loop"]
+    assert events(straight)[0] == "start"
     assert events(straight)[-1] == "end"
     config = tomllib.loads((straight / "config.toml").read_text())
     assert config["config"] == {"lr": 0.01, "net.width": 16, "layers": ["linear", "relu"], "seed": "None"}
@@ -283,8 +284,57 @@ def test_rows_are_whole_in_whatever_order_the_body_calls(tmp_path: Path) -> None
         shown = view.Run(tmp_path / name)
         shown.read()
         assert (len(shown.steps), shown.evaluations["val_loss"].tolist()[1:]) == (5, [2.0, 0.0])
-        (loop,) = [event for event in rows(tmp_path / name / "events.jsonl") if event["event"] == "loop"]
-        assert loop["num_steps"] == 6
+        assert [row.get("num_steps") for row in trained] == [6, 6, None, 6, 6], "the third by `record`"
+        assert "logged num_steps" not in shown.steps.logged
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Ten samples, whose number nobody knows."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(20.0).view(10, 2) / 20)
+
+
+def two_nets(world: World, folder: Path) -> list[float]:
+    """Two replicas in one run, the second with a frozen layer that no checkpoint has; then both restored."""
+    found = []
+    for epochs in (1, 2):
+        torch.manual_seed(0)
+        first, second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        second[0].requires_grad_(False)
+        tells, makes = (
+            Replica(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1), world)
+            for net in (first, second)
+        )
+        script = Run(folder, frozen=False, tells=tells, makes=makes)
+        found.append(float(second[1].weight.detach().sum()))
+        for step in script.steps(DataLoader(Stream(), batch_size=4), epochs=epochs):
+            for x in step:
+                step.backward(first(x).square().mean())
+            step.finish()
+            update = makes.step(torch.ones(2, 2))
+            for x in update:
+                update.backward(second(x).square().mean())
+            script.log(made=update.finish().loss)
+        script.save()
+        script.checkpoints.finish()
+        found.append(float(second[1].weight.detach().sum()))
+    return found
+
+
+def test_a_run_of_two_models_and_of_unknown_length(tmp_path: Path) -> None:
+    """Mutations: frozen weights are saved though they need not be; a number of steps is made up."""
+    (made, *_) = run_ranks(two_nets, 2, tmp_path / "run")
+    assert made[0] != made[1] == made[2] != made[3], "the second model is restored, too"
+    trained = training_rows(tmp_path / "run")
+    assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert all("num_steps" not in row for row in trained)
+    assert read_state(RunFolder(tmp_path / "run")).num_steps is None
+    shown = view.Run(tmp_path / "run")
+    shown.read()
+    assert shown.steps["logged made"].tolist() == [row["made"] for row in trained]
+    assert sorted(load_weights(tmp_path / "run", "makes")) == ["1.bias", "1.weight"]
+    assert sorted(load_weights(tmp_path / "run", "tells")) == ["bias", "weight"]
 
 
 def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def read_state(folder: RunFolder) -> RunState:
         kind=kind,
         why=why,
         step=max([step_of(last), *(step_of(event) for event in events[-1:])]),
-        num_steps=_num_steps(folder, events),
+        num_steps=_num_steps(folder, [*events, last]),
         last=last,
         evaluation=next((row for row in reversed(rows) if "val_loss" in row), {}),
         rate=rate_of(rows, events),
@@ -107,9 +107,9 @@ def _how(folder: RunFolder, events: list[Row], last: Row) -> tuple[Kind, str]:
     return (kind, why) if kind else ("stale", "no end is recorded, and its process is gone or silent")
 
 
-def _num_steps(folder: RunFolder, events: list[Row]) -> int | None:
-    """Returns the horizon as the last attempt resolved it, else as the config has it."""
-    steps = next((event["num_steps"] for event in reversed(events) if "num_steps" in event), None)
+def _num_steps(folder: RunFolder, records: list[Row]) -> int | None:
+    """Returns the horizon as the last attempt resolved it, or a script's loop, else as the config has it."""
+    steps = next((record["num_steps"] for record in reversed(records) if "num_steps" in record), None)
     steps = steps or read_config(folder.config).get("train.steps")
     return steps if isinstance(steps, int) and steps > 0 else None
 

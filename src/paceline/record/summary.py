@@ -117,8 +117,8 @@ def _columns(values: Mapping[str, Sequence[float]]) -> tuple[list[str], dict[str
     return ["least", "median", "most"], {name: [min(by), statistics.median(by), max(by)] for name, by in values.items()}
 
 
-def who_did_what(console: Console, totals: Totals, unit: str = "tokens") -> None:
-    """Prints each rank's part of the work, if the ranks or their parts are unequal."""
+def who_did_what(console: Console, totals: Totals, unit: str = "tokens", dealt: str = "sequences") -> None:
+    """Prints each rank's part of the work, if the ranks or their parts are unequal. dealt: what was divided."""
     found = totals.balance()
     if found is None or len(found.sequences) == 1:
         return
@@ -126,7 +126,7 @@ def who_did_what(console: Console, totals: Totals, unit: str = "tokens") -> None
         return
     names, shown = _columns(
         {
-            "sequences a step" if unit == "tokens" else f"{unit} a step": found.sequences,
+            f"{dealt} a step": found.sequences,
             f"{unit}/s while working": found.tokens_per_s,
             "waiting, % of step": [100 * idle for idle in found.idle_frac],
         }

@@ -127,7 +127,7 @@ class ReplicaContents:
         there = {name: tuple(spec["shape"]) for name, spec in stored.items() if name.startswith(self.prefix)}
         if "frozen" in kept:
             if self._keeps_frozen:
-                raise UserError(f"{where} was saved with frozen=False: give it to Checkpoints here, too", reach="world")
+                raise UserError(f"{where} was saved with frozen=False: give it here, too", reach="world")
             if kept["frozen"] != self._of_frozen():
                 raise UserError(
                     f"{where} was saved without the frozen weights (frozen=False), and they are other ones here: load "

@@ -76,7 +76,8 @@ class StepRecorder:
 
     def _record(self, row: StepRow, is_usual: bool, more: Mapping[str, Any]) -> None:
         if row.step % self._log.every == 0:
-            self.folder.append_metrics({**row.recorded(self.stragglers.reported), **more})
+            slow_ranks = self.stragglers.reported if row.world_size > MOST_LISTED else ()  # else the row lists all
+            self.folder.append_metrics({**row.recorded(slow_ranks), **more})
         if row.world_size > MOST_LISTED and row.step % self._log.ranks_every == 0:
             self.folder.append_ranks({"step": row.step, **row.lists()})
         if self.totals.has_warmed_up and is_usual:
@@ -97,13 +98,14 @@ class StepRecorder:
         self.console.log(f"stopped at step {step}\n{''.join(traceback.format_exception(error))}")
         self.event("failed", step=step, error=str(error) or type(error).__name__)
 
-    def ended(self, step: int, reason: str, unit: str = "tokens", **facts: Any) -> None:
-        """Records the end of the run, and prints where the time went. reason: COMPLETE, or why it stopped."""
+    def ended(self, step: int, reason: str, unit: str = "tokens", dealt: str = "sequences", **facts: Any) -> None:
+        """Records the end of the run, and prints where the time went. reason: COMPLETE, or why it stopped. unit, dealt:
+        what rows count, and what is divided among the ranks."""
         cost_s = round(self.stragglers.cost_ms / 1e3, 3)
         self.event("end", step=step, **facts, reason=reason, straggler_cost_s=cost_s)
         rate = read_state(self.folder).rate if self.world.is_main else None
         summary.where_time_went(self.console, self.totals, rate, self.world.world_size, unit)
-        summary.who_did_what(self.console, self.totals, unit)
+        summary.who_did_what(self.console, self.totals, unit, dealt)
         summary.who_was_slow(self.console, self.stragglers, self.totals, self.hosts)
 
     def _report_stragglers(self, row: StepRow) -> None:

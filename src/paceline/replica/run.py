@@ -51,7 +51,8 @@ from paceline.world.watchdog import Verdict
 
 _WRITE_EVERY_S = 0.5  # training time of rank 0, which all ranks know: rows, and one exchange of what was logged
 _OF_EVALUATIONS = {"step", "tokens", "unit", "val_loss", "elapsed_s"}
-_TAKEN = _OF_EVALUATIONS | {field.name for field in dataclasses.fields(StepRow)} | {"least_median_most", "slow_ranks"}
+_BESIDE_ROW = {"least_median_most", "slow_ranks", "num_steps"}
+_TAKEN = _OF_EVALUATIONS | {field.name for field in dataclasses.fields(StepRow)} | _BESIDE_ROW
 _OPEN: dict[Path, "Run"] = {}  # by folder
 
 
@@ -78,6 +79,7 @@ class Run:
         keep: int = 2,
         keep_every: int = 0,
         keep_best: bool = False,
+        frozen: bool = True,
         every: int = 1,
         unit: str = "samples",
         flops_per_sample: float = 0.0,
@@ -88,8 +90,8 @@ class Run:
         Collective. Make it after the objects and before the loop over steps. Ends an earlier run of this script that
         has made steps and is in no loop.
 
-        objects, keep, keep_every, keep_best, to: see `Checkpoints`; the first Replica is the one whose steps are
-        recorded. config: settings of the script, which go into config.toml: numbers, texts, lists, dicts of these.
+        objects, keep, keep_every, keep_best, frozen, to: see `Checkpoints`; the first Replica is the one whose steps
+        are recorded. config: settings of the script, which go into config.toml: numbers, texts, lists, dicts of these.
         every: steps for each row. unit: what weights of micro-batches count, such as "tokens". flops_per_sample:
         forward and backward, of one such unit, for MFU; 0: not known.
 
@@ -121,7 +123,14 @@ class Run:
             earlier._make_room(self.folder.path)
         from_rank_0(self.world.group, lambda: script.check_folder(self.folder))
         self.checkpoints = Checkpoints(
-            folder, keep=keep, keep_every=keep_every, keep_best=keep_best, to=to, run=self._state, **objects
+            folder,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            frozen=frozen,
+            to=to,
+            run=self._state,
+            **objects,
         )
         _OPEN[self.folder.path] = self
         self.folder = self.checkpoints.run_folder  # which it has locked
@@ -146,8 +155,6 @@ class Run:
         saves after the current step and exits with EXIT_RESUMABLE (75), on all ranks."""
         self._require_open("steps")
         num_steps = _num_steps(source, max_steps, epochs, sharing.get("batch_size"))
-        if num_steps is not None:
-            self._recorder.event("loop", num_steps=num_steps)
         try:
             with self._console.progress(1.0 if num_steps else None):
                 for step in self.replica.steps(
@@ -282,10 +289,11 @@ class Run:
         self.world.group.take_traffic()  # what was sent since the step ended belongs to no step
 
     def _write_row(self, each: _Waiting, numbers: Mapping[str, float | None]) -> None:
+        horizon = {"num_steps": each.num_steps} if each.num_steps else {}
         self._recorder.record(
             each.result,
             each.step,
-            more={"unit": self._unit, **numbers},
+            more={"unit": self._unit, **horizon, **numbers},
             lr=each.lr,
             num_items=round(each.result.weight),
             items_so_far=each.num_items,
@@ -385,7 +393,7 @@ class Run:
         self.checkpoints.send_the_rest(self.checkpoints.say_news)
 
     def _end(self, reason: str) -> None:
-        self._recorder.ended(self.replica.num_steps, reason, self._unit)
+        self._recorder.ended(self.replica.num_steps, reason, self._unit, dealt=self._unit)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -48,7 +48,7 @@ _SILENT_BEATS = 1.9  # so that a beat has been missed
 _MISSING_BEATS = (
     4.5  # until a rank that has lost others gives up rank 0's answer, which may begin to listen a beat late
 )
-_LEAVE_S = 0.3  # for a living rank to write its stacks before it is killed
+_LEAVE_S = 2.0  # for a living rank to write its stacks before it is killed; 0.3 was too short on a busy machine
 
 
 class Watchdog:

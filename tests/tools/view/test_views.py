@@ -41,6 +41,17 @@ def test_numbers_of_a_script_have_curves_and_their_last_values(tmp_path: Path) -
     assert [fact[:2] for fact in view.facts[-3:]] == [("f1", "0.25"), ("accuracy", "0.75"), ("seconds", "0")]
 
 
+def test_of_a_script_the_ranks_deal_what_its_rows_count(tmp_path: Path) -> None:
+    """Mutation: tokens that a script's ranks were dealt are called sequences."""
+    made = Simulated(tmp_path / "run", 2)
+    (made.folder / "config.toml").write_text('[run]\nunit = "tokens"\n')
+    for step in range(1, 6):
+        made.append("metrics.jsonl", made.row(step) | {"unit": "tokens", "rank_sequences": [192, 128]})
+    view = viewed(made.folder)
+    assert view.tables["shares"].head[1:3] == ["tokens a step", "tokens/s of its own work"]
+    assert "the last step had 192, 128 tokens." in view.findings["shares"]
+
+
 def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: Path) -> None:
     made = Simulated(tmp_path / "run", 64, num_steps=500, slow_rank=37)
     made.steps(150)

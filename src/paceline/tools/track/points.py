@@ -123,7 +123,7 @@ class _Clock:
 def _values(row: Row) -> dict[str, float | str]:
     values: dict[str, float | str] = {}
     for name, value in row.items():
-        if name != "step" and math.isfinite(number(value)):
+        if name not in ("step", "num_steps") and math.isfinite(number(value)):
             group = "eval" if "val_loss" in row else "time" if name.endswith("_ms") else "train"
             values[f"{group}/{name}"] = value
     spread = row.get("least_median_most")

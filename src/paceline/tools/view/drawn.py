@@ -101,8 +101,7 @@ def _listed(values: "Floats | Sequence[float]", digits: int = 5) -> list[float]:
 def tables(run: Run) -> dict[str, Table]:
     parts, balance, traffic = measures.mean_parts(run), measures.balance_of(run), measures.traffic_of(run)
     found = {"loss": _loss_table(run)}
-    if parts:
-        step_ms = sum(parts.values())
+    if parts and (step_ms := sum(parts.values())):  # 0 in damaged rows
         rows = [[name, f"{ms:,.4g}", f"{100 * ms / step_ms:.1f}"] for name, ms in [*parts.items(), ("step", step_ms)]]
         about = "Mean step of rank 0, first step of each start left out"
         found["parts"] = Table(["part", "ms", "% of the step"], rows, about)
@@ -113,12 +112,7 @@ def tables(run: Run) -> dict[str, Table]:
             [_label(rank, names), f"{count:,.4g}", f"{speed:,.0f}", f"{idle:.1%}"]
             for rank, (count, speed, idle) in enumerate(columns)
         ]
-        head = [
-            "rank",
-            "sequences a step" if run.unit == "tokens" else f"{run.unit} a step",
-            f"{run.unit}/s of its own work",
-            "idle",
-        ]
+        head = ["rank", f"{run.dealt} a step", f"{run.unit}/s of its own work", "idle"]
         found["shares"] = Table(head, rows, "Idle: a rank waits for other ranks or the network")
     if traffic:
         found["traffic"] = Table(["a step of rank 0, median", ""], _traffic_rows(traffic))

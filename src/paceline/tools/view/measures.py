@@ -124,7 +124,7 @@ def ranks_text(run: Run, stretches: Sequence[Slow]) -> str:
         less = f"training would take {units.duration(wait_s)} less."
         said += f" Were each step's slowest rank as fast as its median one, {less}"
     if is_uneven(run):
-        said += " Some ranks compute more sequences of a step than others, which is a part of that."
+        said += f" Some ranks compute more {run.dealt} of a step than others, which is a part of that."
     return said
 
 
@@ -156,11 +156,12 @@ def balance_text(run: Run, balance: Balance) -> str:
     changed = f" (changed {units.plural(len(at), 'time')}, the last at step {text(at[-1])})" if at else ""
     shown = ", ".join(last[:_MOST_LISTED]) + (" ..." if len(last) > _MOST_LISTED else "")
     said = (
-        f"By rank, the last step had {shown} sequences{changed}. In the last {units.plural(len(rows), 'row')} the run "
-        f"reached {balance.sum_of_speeds_frac:.0%} of the sum of its ranks' own speeds."
+        f"By rank, the last step had {shown} {run.dealt}{changed}. In the last {units.plural(len(rows), 'row')} the "
+        f"run reached {balance.sum_of_speeds_frac:.0%} of the sum of its ranks' own speeds."
     )
     if len(set(balance.sequences)) == 1:
-        said += " The ranks differ in speed and had equal shares; `--parallel.shares auto` divides a step by speed."
+        option = "--parallel.shares auto" if run.dealt == "sequences" else 'shares="auto"'
+        said += f" The ranks differ in speed and had equal shares; `{option}` divides a step by speed."
     elif balance.equal_step_ms is not None and math.isfinite(balance.equal_step_ms):
         said += f" A step took {balance.step_ms:,.4g} ms on average; with equal shares it would have taken "
         said += f"{balance.equal_step_ms:,.4g} ms."

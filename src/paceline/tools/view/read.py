@@ -38,7 +38,7 @@ _EVAL_COLUMNS = [field.name for field in dataclasses.fields(EvalRow)]
 
 
 LOGGED = "logged "  # before the name of a number of the script's own
-_KNOWN = {*NUMBERS, *LISTS, *_EVAL_COLUMNS, "unit", "elapsed_s"}
+_KNOWN = {*NUMBERS, *LISTS, *_EVAL_COLUMNS, "unit", "num_steps", "elapsed_s"}
 _MOST_LOGGED = 24  # further ones are not shown
 
 
@@ -108,6 +108,11 @@ class Run:
     def unit(self) -> str:
         """What the run's rows count: tokens; samples, or what the script said, in the run of a script."""
         return str(self.config.get("run.unit", "tokens"))
+
+    @property
+    def dealt(self) -> str:
+        """What is divided among the ranks: sequences; what rows count, in the run of a script."""
+        return str(self.config.get("run.unit", "sequences"))
 
     @property
     def num_unreadable(self) -> int:
