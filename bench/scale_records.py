@@ -52,7 +52,7 @@ def main() -> None:
         report("and memory, MB", megabytes)
         num_bytes, seconds = manifest_70b(Path(base) / "large", num_ranks)
         report("manifest of 70B, fsdp, bytes", num_bytes)
-        report("to publish it, s", seconds)
+        report("to publish it, s of a core", seconds)
         report("to read it, s", took(lambda: mf.read_manifest(Path(base) / "large" / folder_name(1))))
         report("retention beside 10,000, s", beside(Path(base) / "kept", 10_000))
 
@@ -84,8 +84,8 @@ def step_ms(path: Path, rank: int, num_ranks: int) -> list[float]:
         ]
         results.append(
             StepResult(
-                loss=2.0, grad_norm=1.0, weight=1.0, skipped=None, stop_reason=None, numbers=[], times=by_rank[rank],
-                by_rank=by_rank,
+                loss=2.0, grad_norm=1.0, weight=1.0, weights=[], skipped=None, stop_reason=None, numbers=[],
+                times=by_rank[rank], by_rank=by_rank,
             )
         )  # fmt: skip
     spent_ms = []
@@ -127,8 +127,9 @@ def manifest_70b(checkpoints: Path, num_ranks: int) -> tuple[int, float]:
         for name in files:
             (folder / name).touch()
         records.append({"files": files, "slices": parts})
-    seconds = took(lambda: publish(checkpoints, folder, 1, records, shapes, {"config": {}}, CheckpointConfig()))
-    return (checkpoints / folder_name(1) / MANIFEST).stat().st_size, seconds
+    began = time.thread_time()  # by the clock it takes as long as training leaves it
+    publish(checkpoints, folder, 1, records, shapes, {"config": {}}, CheckpointConfig())
+    return (checkpoints / folder_name(1) / MANIFEST).stat().st_size, time.thread_time() - began
 
 
 def resume(path: Path, row: dict[str, Any]) -> tuple[float, float]:

@@ -704,9 +704,16 @@ MUTATIONS = (
     Mutation(
         "a checksum is not compared",
         "checkpoint/manifest.py",
-        'if sha256_of(folder / name, progress) != manifest["files"][name]["sha256"]:',
-        "if not sha256_of(folder / name, progress):",
+        'if sha256 != facts["sha256"]:',
+        "if not sha256:",
         "checkpoint/test_integrity.py::test_120_flipped_bits_of_120_are_found",
+    ),
+    Mutation(
+        "what a rank has verified is read a second time, unchecked",
+        "checkpoint/load.py",
+        "shapes, progress, verified.get(file))",
+        "shapes, progress, None)",
+        "checkpoint/test_integrity.py::test_what_is_used_are_the_bytes_that_were_verified",
     ),
     Mutation(
         "gaps between slices are no fault",

@@ -21,6 +21,7 @@ from saving import MANIFEST, OPTIMIZER, WEIGHTS, keep, put, read, reseal, save_b
 from whole_runs import former_manifest
 
 from paceline.base.errors import RunError, UserError
+from paceline.base.ownership import Slice
 from paceline.checkpoint import load
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
@@ -607,6 +608,21 @@ def test_reading_weights_verifies_no_other_file(tmp_path: Path, monkeypatch: pyt
     assert verified == [WEIGHTS]
     load.find(tmp_path)
     assert sorted(verified[1:]) == sorted([WEIGHTS, OPTIMIZER])
+
+
+def test_what_is_used_are_the_bytes_that_were_verified(tmp_path: Path) -> None:
+    """And the disk is read once: whatever becomes of the files in between. A file was read a second time, unchecked."""
+    tensors, state = weights(7), {"a.weight/momentum": torch.randn(3, 4)}
+    save_by(2, tmp_path, 7, tensors, state, {}, CheckpointConfig())
+    group, verified = LocalGroup(torch.device("cpu")), dict[str, Any]()
+    folder, manifest, _ = load.agree(group, tmp_path, None, True, verified=verified)
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(bytes(path.stat().st_size))
+    for kind, saved in (("weights", tensors), ("optimizer", state)):
+        wanted = {Slice(name, 0, tensor.numel()): tensor.dtype for name, tensor in saved.items()}
+        flats = load.receive(group, folder, manifest, kind, wanted, True, verified=verified)
+        for item, flat in flats.items():
+            assert torch.equal(flat, saved[item.name].reshape(-1))
 
 
 def test_the_parts_of_1024_ranks_are_as_small_as_those_of_8() -> None:

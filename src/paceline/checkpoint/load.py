@@ -4,12 +4,12 @@ If all ranks see the folder, they share the verification and each reads what it 
 broadcasts, so hosts without a shared disk can resume, too.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from paceline.world.group import DistributedGroup, Group, LocalGroup, from_rank_
 T = TypeVar("T")
 Found = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what is wrong with newer ones
 Wanted = Mapping[Slice, torch.dtype]
+Verified = dict[str, shards.Data]  # the bytes of files, by name
 
 _MAX_TRIES = 20
 _TOO_FAST = "checkpoints in {} are replaced faster than they can be read; try again"
@@ -36,10 +37,12 @@ class NothingSaved(UserError):
     """There has never been a checkpoint here: nothing is lost, and there is nothing to resume from."""
 
 
-def find(checkpoints: Path, step: int | None = None, kinds: Sequence[Kind] = mf.KINDS) -> Found:
+def find(
+    checkpoints: Path, step: int | None = None, kinds: Sequence[Kind] = mf.KINDS, verified: Verified | None = None
+) -> Found:
     """Returns what `agree` does, in a single process."""
     try:
-        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, everyone_sees=True, kinds=kinds)
+        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, True, kinds=kinds, verified=verified)
     except PacelineError as error:
         error.reach = "host" if isinstance(error, UserError) else "rank"
         raise
@@ -52,20 +55,25 @@ def agree(
     everyone_sees: bool,
     progress: Progress = lambda: None,
     kinds: Sequence[Kind] = mf.KINDS,
+    verified: Verified | None = None,
 ) -> Found:
     """Returns (folder, manifest, what is wrong with newer ones) of the newest good checkpoint, or of `step`, after
     reading every byte of its files of these kinds. Equal on all ranks. Collective.
 
     If `everyone_sees` the folder, ranks verify its files in parallel; else rank 0 does. This may take any time, but no
-    rank waits longer for another than the disk needs for a few MB. Raises on all ranks UserError if `step` is absent,
-    NothingSaved if there never was a checkpoint, RunError with the list if none is good: a resume never starts over.
+    rank waits longer for another than the disk needs for a few MB. verified: gets the bytes that this rank verifies, by
+    file, for `receive`: with as many ranks as have saved, each reads its part once. Raises on all ranks UserError if
+    `step` is absent, NothingSaved if there never was a checkpoint, RunError with the list if none is good: a resume
+    never starts over.
     """
     for _ in range(_MAX_TRIES):
         names = from_rank_0(group, lambda: [folder.name for folder in _candidates(checkpoints, step)])
         problems: list[str] = []
         for folder in [checkpoints / name for name in names]:
             manifest, damage = from_rank_0(group, partial(_manifest_or_damage, folder))
-            damage = damage or _first_damage(group, folder, manifest, everyone_sees, progress, kinds)
+            if verified is not None:
+                verified.clear()
+            damage = damage or _first_damage(group, folder, manifest, everyone_sees, progress, kinds, verified)
             if not damage:
                 return folder, manifest, problems
             if from_rank_0(group, folder.exists):  # else a running job has just pruned it, and there is a newer one
@@ -83,6 +91,7 @@ def receive(
     wanted: Wanted,
     everyone_sees: bool,
     progress: Progress = lambda: None,
+    verified: Mapping[str, shards.Data] = MappingProxyType({}),
 ) -> dict[Slice, torch.Tensor]:
     """Returns the elements of a verified checkpoint that this rank wants, flat, on the CPU. Collective.
 
@@ -93,13 +102,13 @@ def receive(
     if problem := next(filter(None, group.share_text(_misfit(manifest, kind, wanted))), ""):
         raise ValueError(problem)
     if everyone_sees:
-        return in_rounds(group, progress, partial(_read, folder, manifest, kind, wanted))
+        return in_rounds(group, progress, partial(_read, folder, manifest, kind, wanted, verified))
     device = group.device if isinstance(group, DistributedGroup) else torch.device("cpu")
     flats = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
     for name, (shape, dtype) in mf.tensors(manifest, kind).items():
         full = Slice(name, 0, math.prod(shape))
         mine = {full: dtype} if group.rank == 0 else {}
-        read = in_rounds(group, progress, partial(_read, folder, manifest, kind, mine))
+        read = in_rounds(group, progress, partial(_read, folder, manifest, kind, mine, verified))
         tensor = read[full].to(device) if mine else torch.empty(full.num_elements, dtype=dtype, device=device)
         group.broadcast(tensor)
         progress()
@@ -111,15 +120,13 @@ def receive(
 
 def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Returns the complete weights of the newest good checkpoint, or of `step`, on the CPU, and what is wrong with
-    newer ones. If a running job prunes it meanwhile, reads a newer one. Raises as `find`."""
-    for _ in range(_MAX_TRIES):
-        folder, manifest, problems = find(checkpoints, step, kinds=("weights",))
-        specs = mf.tensors(manifest, "weights")
-        items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
-        with contextlib.suppress(FileNotFoundError):
-            flats = _read(folder, manifest, "weights", items, lambda: None)
-            return {item.name: flat.view(specs[item.name][0]) for item, flat in flats.items()}, problems
-    raise RunError(_TOO_FAST.format(checkpoints))
+    newer ones. Raises as `find`."""
+    verified: Verified = {}
+    folder, manifest, problems = find(checkpoints, step, kinds=("weights",), verified=verified)
+    specs = mf.tensors(manifest, "weights")
+    items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
+    flats = _read(folder, manifest, "weights", items, verified, lambda: None)
+    return {item.name: flat.view(specs[item.name][0]) for item, flat in flats.items()}, problems
 
 
 def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str:
@@ -136,7 +143,12 @@ def _misfit(manifest: Mapping[str, Any], kind: Kind, wanted: Wanted) -> str:
 
 
 def _read(
-    folder: Path, manifest: Mapping[str, Any], kind: Kind, wanted: Wanted, progress: Progress
+    folder: Path,
+    manifest: Mapping[str, Any],
+    kind: Kind,
+    wanted: Wanted,
+    verified: Mapping[str, shards.Data],
+    progress: Progress,
 ) -> dict[Slice, torch.Tensor]:
     flats = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
     by_file: dict[str, list[shards.Place]] = {}
@@ -147,7 +159,7 @@ def _read(
             by_file.setdefault(file, []).append((stored, part, flat[part.start - item.start : part.stop - item.start]))
     shapes = {name: shape for name, (shape, _) in mf.tensors(manifest, kind).items()}
     for file, places in by_file.items():
-        shards.read(folder / file, places, shapes, progress)
+        shards.read(folder / file, places, shapes, progress, verified.get(file))
     return flats
 
 
@@ -209,6 +221,7 @@ def _first_damage(
     everyone_sees: bool,
     progress: Progress,
     kinds: Sequence[Kind],
+    verified: Verified | None,
 ) -> str:
     """Reads every byte of a checkpoint's files of these kinds; returns the first damage, equal on all ranks; empty: all
     are good. Collective."""
@@ -220,7 +233,7 @@ def _first_damage(
     def verify(on_progress: Progress) -> str:
         try:
             for name in mine:
-                mf.verify(folder, name, manifest, on_progress)
+                mf.verify(folder, name, manifest, on_progress, verified)
         except mf.Damaged as found:
             return str(found)
         return ""

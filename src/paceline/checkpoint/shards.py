@@ -4,6 +4,7 @@ A complete tensor is stored under its name in its shape, for any reader of safet
 flat, under `name[start:stop]`. Nothing here unpickles or follows a symbolic link.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -11,11 +12,11 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -27,6 +28,7 @@ from paceline.base.units import dtype_name
 Progress = Callable[[], object]  # called after every 8 MiB that are read
 Shapes = Mapping[str, tuple[int, ...]]
 Bytes = bytes | memoryview
+Data = npt.NDArray[np.uint8]  # the bytes of a file
 K = TypeVar("K", bound=str)
 
 CHUNK_BYTES = 8 << 20  # bytes that are written and read at a time
@@ -42,6 +44,7 @@ CODES = {  # of what can be stored
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_BY_CODE = {code: dtype for dtype, code in CODES.items()}
 _BY_NAME = {dtype_name(dtype): dtype for dtype in CODES}
 
 
@@ -112,7 +115,7 @@ def _drop_from_cache(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[Any]:
     """Yields the file, unbuffered. Raises OSError for a link, which could lead out of the folder, or a pipe."""
     with _naming(path):
@@ -123,26 +126,52 @@ def open_regular(path: Path) -> Iterator[Any]:
             yield file
 
 
+def read_whole(path: Path, num_bytes: int, progress: Progress) -> tuple[Data, str]:
+    """Returns a file's bytes, at most so many, and their sha256, in one pass. Raises OSError."""
+    data, digest, end = np.empty(num_bytes, np.uint8), hashlib.sha256(), 0
+    with open_regular(path) as file:
+        while size := file.readinto(data[end : end + CHUNK_BYTES]):
+            digest.update(data[end : end + size].data)
+            end += size
+            progress()
+    return data, digest.hexdigest()
+
+
 Place = tuple[Slice, Slice, torch.Tensor]  # a stored slice, a part of it, and what gets that part, flat
 
 
-def read(path: Path, places: Iterable[Place], shapes: Shapes, progress: Progress) -> None:
-    """Fills tensors of the CPU from a verified file, by `places`. Raises ValueError if what it holds under a name has
-    not the dtype or the size that its manifest says."""
+def read(path: Path, places: Iterable[Place], shapes: Shapes, progress: Progress, data: Data | None) -> None:
+    """Fills tensors of the CPU from a verified file, by `places`. data: its bytes, where this rank verified them; else
+    they are read. Raises ValueError if what it holds under a name has not the dtype or the size that its manifest
+    says."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(safe_open(path, framework="pt")) if data is None else _Verified(data)
             for stored, part, out in places:
                 key = _key(stored, shapes[stored.name])
                 flat = file.get_tensor(key).view(-1)  # mapped: only what is copied is read
                 if flat.dtype != out.dtype or len(flat) != stored.num_elements:
-                    raise ValueError(f"{path.name}: {key} is not what its manifest says: {flat.dtype}, {len(flat)}")
+                    raise ValueError(f"{key} is {flat.dtype}, {len(flat)}")
                 step = CHUNK_BYTES // out.element_size()
                 for begin in range(0, len(out), step):
                     end = min(begin + step, len(out))
                     out[begin:end] = flat[part.start - stored.start + begin : part.start - stored.start + end]
                     progress()
-    except SafetensorError as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RecursionError is one
         raise ValueError(f"{path.name} is not what its manifest says: {error}") from None
+
+
+class _Verified:
+    """The tensors in the bytes of a file."""
+
+    def __init__(self, data: Data):
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        self._header, self._data = json.loads(data[8:begin].tobytes()), data[begin:]
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        entry = self._header[key]
+        begin, end = entry["data_offsets"]
+        return torch.from_numpy(self._data[begin:end]).view(_BY_CODE[entry["dtype"]])
 
 
 def _key(item: Slice, shape: Iterable[int]) -> str:
@@ -151,7 +180,7 @@ def _key(item: Slice, shape: Iterable[int]) -> str:
     return item.name if is_complete else f"{item.name}[{item.start}:{item.stop}]"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Adds the path to an OSError of a call on an open file, which has none."""
     try:
@@ -204,7 +233,7 @@ class HostCopies:
         }
 
 
-@contextmanager
+@contextlib.contextmanager
 def _own_stream(ready: torch.cuda.Event | None) -> Iterator[None]:
     """Copies inside start once the tensors are computed, wait for no later work, and are complete at the end."""
     if ready is None:

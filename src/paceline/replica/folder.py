@@ -66,6 +66,7 @@ class CheckpointFolder:
         self._config = config
         self.storage = self._open_storage(config, brings)
         self.writers, token = find_writers(self._group, folder)
+        self._verified: load.Verified = {}  # the bytes of the checkpoint that `find` returned
         self._everyone_sees = len(self.writers) == self.world.world_size
         self._shards_state = any(replica.sync.shards_state for replica in replicas.values())
         # Ranks that hold state that no other has, and do not see the folder, send theirs to rank 0.
@@ -217,12 +218,16 @@ class CheckpointFolder:
 
     def find(self, step: int | None = None) -> load.Found | None:
         """Returns (folder, manifest, problems of newer ones) of the newest complete checkpoint, or of `step`; None if
-        nothing was ever saved. Collective; every byte is verified."""
+        nothing was ever saved. Collective; every byte is verified, and held for `take` if all ranks see the folder:
+        what this rank verifies is what it has written, so that is as much as a save copies."""
         if self.world.is_main:
             with contextlib.suppress(OSError):
                 retention.take_back(self.checkpoints)
+        verified = self._verified if self._everyone_sees else None
         with contextlib.suppress(load.NothingSaved):
-            return load.agree(self._group, self.checkpoints, step, self._everyone_sees, self.progress)
+            return load.agree(
+                self._group, self.checkpoints, step, self._everyone_sees, self.progress, verified=verified
+            )
         return None
 
     def take(self, path: Path, manifest: dict[str, Any]) -> None:
@@ -230,7 +235,9 @@ class CheckpointFolder:
         self._require_fits(path, manifest)
 
         def receive(kind: Kind, wanted: Mapping[Slice, torch.dtype]) -> dict[Slice, torch.Tensor]:
-            return load.receive(self._group, path, manifest, kind, wanted, self._everyone_sees, self.progress)
+            return load.receive(
+                self._group, path, manifest, kind, wanted, self._everyone_sees, self.progress, self._verified
+            )
 
         stored = manifest["tensors"]
         try:
@@ -244,6 +251,7 @@ class CheckpointFolder:
             tensors = {item.name: flat.view(extras[item.name][0]) for item, flat in flats.items()}
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"{path} does not fit these models and optimizers: {error}", reach="world") from error
+        self._verified.clear()
         for name, each in self._replicas.items():
             each.take_facts(manifest["replicas"][name])
         for name, thing in self._others.items():
