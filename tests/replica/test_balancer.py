@@ -1,6 +1,5 @@
 """Shares that follow the ranks' speeds: they converge, follow a change, and stay where they are in noise."""
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -83,25 +82,10 @@ def test_noise_changes_nothing_in_500_steps(speeds: tuple[float, ...]) -> None:
         assert not adopted(64, lambda _: speeds, 500, seed=seed, begin=begin)
 
 
-def test_a_change_that_shortens_no_step_is_taken_back_and_tried_less_and_less() -> None:
+def test_where_a_link_limits_the_step_own_work_is_balanced_once_and_a_slower_machine_is_followed() -> None:
     """The link takes 400 ms, whatever is computed meanwhile."""
-    changes = adopted(32, lambda _: (1.0, 0.8), 800, noise=0.03, link_ms=400.0)
-    assert [shares for _, shares in changes[1::2]] == [(16, 16)] * (len(changes) // 2)
-    steps = [step for step, _ in changes]
-    assert all(taken_back - tried <= 24 for tried, taken_back in zip(steps[::2], steps[1::2], strict=False))
-    pauses = [again - taken_back for taken_back, again in zip(steps[1::2], steps[2::2], strict=False)]
-    assert len(pauses) >= 2
-    assert all(long > 1.5 * short for short, long in itertools.pairwise(pauses))
-
-
-def test_a_change_that_pays_stays_if_all_ranks_get_slower_at_that_time() -> None:
-    changes = adopted(32, lambda k: (1.0, 0.8) if k < 20 else (0.7, 0.56), 100, noise=0.03)
-    assert [shares for _, shares in changes] == [(18, 14)]
-
-
-def test_a_refused_change_does_not_delay_the_reaction_to_a_slower_machine() -> None:
-    changes = adopted(32, lambda k: (1.0, 0.8) if k < 60 else (1.0, 0.3), 100, noise=0.03, link_ms=400.0)
-    assert changes[1][1] == (16, 16)
+    changes = adopted(32, lambda k: (1.0, 0.8) if k < 500 else (1.0, 0.3), 540, noise=0.03, link_ms=400.0)
+    assert [shares for step, shares in changes if step < 500] == [(18, 14)]
     assert changes[-1][1] == (25, 7)
 
 
@@ -115,7 +99,7 @@ def test_costs_that_depend_on_the_micro_batch_do_not_make_it_oscillate() -> None
             noise=0.03,
             work_ms=lambda count: (count + 4 * math.ceil(count / 16)) * SEQUENCE_MS,
         )
-        assert len(changes) <= 8, changes  # some are tried and taken back, ever less often
+        assert len(changes) <= 8, changes  # ever less often
 
 
 @pytest.mark.parametrize("seed", range(2))

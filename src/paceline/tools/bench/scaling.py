@@ -44,7 +44,7 @@ from paceline.tools.bench.worlds import Setup, World
 from paceline.world.env import interface_of
 
 WARM_UP_STEPS = 3  # left out: the first step allocates, the next two are still slow
-_ADAPTING_STEPS = 40  # left out of a variant with shares by speed: two changes, each after some 18 measured steps
+_ADAPTING_STEPS = 40  # left out of a variant with shares by speed: changes after 10 steps, and a small one after 34
 _APART_MS = 1000.0  # left out at either end, since separate ranks start and end at slightly different times
 _LOOPBACK = "127.0.0.1"
 # The smallest model and no large collectives: only the bandwidth between two ranks is needed.
