@@ -22,7 +22,7 @@ def clip_(
     CPU). On a GPU nothing waits for it. If it is not finite, the gradients stay as they are. If gradients are sharded,
     `total` turns this rank's sum of squares into the sum over all ranks.
     """
-    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    dtype = torch.float64 if torch.float64 in [gradient.dtype for gradient in gradients] else torch.float32
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     own = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     own = own if has_float64(own.device) else own.cpu()

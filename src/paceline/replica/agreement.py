@@ -8,7 +8,7 @@ values to say which ones.
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -30,7 +30,7 @@ _NOT_COMPARED = frozenset({"params", "fused", "foreach", "capturable", "differen
 
 
 def digest_of_numbers(replica: ReplicatedModel, max_norm: float) -> int:
-    values = [max_norm, *(value for *_, value in _numbers(replica))]
+    values = [max_norm, *[value for *_, value in _numbers(replica)]]
     return zlib.crc32(struct.pack(f"{len(values)}d", *values))
 
 
@@ -57,20 +57,22 @@ def require_equal_numbers(rows: Sequence[Exchanged], replica: ReplicatedModel, m
     )
 
 
-def _numbers(replica: ReplicatedModel) -> Iterator[tuple[int, int, str, float]]:
-    """Yields (optimizer, group, key, value) of the numbers of all parameter groups."""
+def _numbers(replica: ReplicatedModel) -> list[tuple[int, int, str, float]]:
+    """Returns (optimizer, group, key, value) of the numbers of all parameter groups."""
+    numbers: list[tuple[int, int, str, float]] = []
     for number, optimizer in enumerate(replica.optimizers):
         if replica.sync.diverges and not type(optimizer).__module__.startswith(("torch.", "paceline.")):
             continue  # local: it may adapt its numbers to this rank's own gradients
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if type(value) is float:
-                    yield number, index, key, value
+                    numbers.append((number, index, key, value))
                 elif value is not None and key not in _NOT_COMPARED:
                     for item in value if isinstance(value, tuple | list) else (value,):
                         is_number = isinstance(item, Tensor) and item.numel() == 1
                         if is_number or isinstance(item, int | float | np.number):
-                            yield number, index, key, float(item)
+                            numbers.append((number, index, key, float(item)))
+    return numbers
 
 
 # ---- weights and buffers ----

@@ -56,7 +56,8 @@ class Batch:
             if count not in (None, len(micro_batches)):
                 raise mistake(f"count is {count}, and there are {len(micro_batches)} micro-batches: leave count out")
             self.given = kept = list(micro_batches)
-            _require_own_memory(kept)
+            if len(kept) > 1:
+                _require_own_memory(kept)
             micro_batches, count = (lambda: kept), len(kept)
             stand_in = stand_in or ((lambda: kept[-1]) if kept else None)
         self.rows, self.num_rows, self.passes, self.stand_in = rows, num_rows, passes, stand_in

@@ -4,13 +4,13 @@ Between a backward pass and `reduce`, `.grad` holds only a part of the sum. A pl
 reading or changing it is an error.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.base.errors import UserError
 from paceline.base.units import listed
@@ -53,8 +53,11 @@ class Gradients:
         inputs = list(own) if may_pass_others and mistakes.passes_others(loss, own) else None
         self._arrived.clear()
         self._in_backward = True
+        droppers: list[RemovableHandle] = []  # they make a gradient zeros before it is added
         try:
-            with self.sync.accumulate(last=is_last), self._dropping(has_weight):
+            with self.sync.accumulate(last=is_last):
+                leaves = () if has_weight else self.sync.leaves()
+                droppers = [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
                 loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -71,6 +74,8 @@ class Gradients:
             ) from error
         finally:
             self._in_backward = False
+            for dropper in droppers:
+                dropper.remove()
         self._hide()
 
     def reduce(self) -> tuple[list[torch.Tensor], list[float]]:
@@ -112,17 +117,6 @@ class Gradients:
                 f"{listed(frozen)} was frozen after the replica was made, and with strategy fsdp all parameters are "
                 "trained: take strategy zero to freeze some"
             )
-
-    @contextmanager
-    def _dropping(self, has_weight: bool) -> Iterator[None]:
-        """Replaces each gradient by zeros before it is added, if the pass has no weight."""
-        leaves = () if has_weight else self.sync.leaves()
-        handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hide(self) -> None:
         self._hidden = [parameter.grad for parameter in self.trained.values()]

@@ -267,9 +267,9 @@ def check_step(
             "replica.steps(loader) or paceline.share(loader, world), or take a rank's own rows by BatchPlan",
             world,
         )
-    if not any(row.num_losses for row in rows):
+    if not any([row.num_losses for row in rows]):
         raise mistake("no rank had a micro-batch in this step", reach="world")
-    if not any(row.weight for row in rows):
+    if not any([row.weight for row in rows]):
         return
     if num_trained and len(unused) == num_trained:
         raise mistake(

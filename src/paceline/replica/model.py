@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from paceline.world.device_clock import DeviceClock
 from paceline.world.facts import check_strategy
 from paceline.world.group import DistributedGroup
 from paceline.world.runtime import World
+
+_VERSION = attrgetter("_version")  # of a tensor: how often it was changed in place
 
 
 class ReplicatedModel:
@@ -128,14 +131,11 @@ class ReplicatedModel:
 
     def mark_left(self) -> None:
         """Called at the end of a step: see `is_as_left`."""
-        self._versions = self._sum_of_versions()
+        self._versions = sum(map(_VERSION, self._tensors))
 
     def is_as_left(self) -> bool:
         """Whether there was a step, and the script changed no weight or buffer since, as far as torch counts."""
-        return self._versions == self._sum_of_versions()
-
-    def _sum_of_versions(self) -> int:
-        return sum(tensor._version for tensor in self._tensors)
+        return bool(self._versions == sum(map(_VERSION, self._tensors)))
 
     @property
     def is_current(self) -> bool:
@@ -144,7 +144,7 @@ class ReplicatedModel:
 
     def require_current(self) -> None:
         """Raises UserError if another replica took this one's place."""
-        if not self.is_current:
+        if self._ended_at:
             raise mistake(
                 f"this replica ended at {self._ended_at}, where another was made of its model, optimizer or some of "
                 "its parameters: use that one. To train what two models share, put both into one nn.Module and one "

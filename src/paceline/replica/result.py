@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -132,10 +133,11 @@ class StepClock:
         self._clock, self._group, self._take_codec_ms = clock, group, take_codec_ms
         self._began_s = time.perf_counter()
         self._start = clock.stamp()
-        self._marks: list[tuple[str, Stamp]] = []
+        self._marks: list[tuple[str, Stamp]] = []  # not read yet
+        self._spent = dict.fromkeys(("data", "forward", "backward", "reduce", "optim"), 0.0)
         self._transfers: list[tuple[float, float]] = []
         self._waits: list[tuple[float, float]] = []
-        self._num_bytes = self._codec_ms = self._cpu_s = 0.0
+        self._read_ms = self._num_bytes = self._codec_ms = self._cpu_s = 0.0
 
     def end(self, part: str) -> None:
         self._marks.append((part, self._clock.stamp()))
@@ -145,30 +147,28 @@ class StepClock:
         communication only. Takes the group's traffic."""
         self._clock.finish()
         traffic = self._group.take_traffic()
-        self._transfers += [self._span(t.start, t.end) for t in traffic.transfers if t.end is not None]
-        waits = [self._span(*wait) for wait in traffic.waits]
+        ms = partial(self._clock.ms, self._start)
+        self._transfers += [(ms(each.start), ms(each.end)) for each in traffic.transfers if each.end is not None]
+        waits = [(ms(start), ms(end)) for start, end in traffic.waits]
         self._waits += clip_intervals(waits, 0.0, math.inf)  # not what a script's own calls waited before this step
         self._num_bytes += traffic.num_bytes
         self._codec_ms += self._take_codec_ms()
         self._cpu_s += traffic.cpu_s
-        spent = dict.fromkeys(("data", "forward", "backward", "reduce", "optim"), 0.0)
-        before = 0.0
         for part, stamp in self._marks:
-            now = self._clock.ms(self._start, stamp)
-            spent[part] += now - before - sum(end - start for start, end in clip_intervals(self._waits, before, now))
-            before = now
+            before, self._read_ms = self._read_ms, ms(stamp)
+            waited = clip_intervals(self._waits, before, self._read_ms)
+            self._spent[part] += self._read_ms - before - sum([end - start for start, end in waited])
+        self._marks.clear()
+        spent = self._spent
         return StepTimes(
             data_ms=spent["data"],
             forward_ms=spent["forward"],
             backward_ms=spent["backward"],
             optim_ms=spent["reduce"] + spent["optim"],
             comm_ms=union_ms([*self._transfers, *self._waits]),  # a rank may wake a moment after a transfer ends
-            exposed_comm_ms=sum(end - start for start, end in self._waits),
+            exposed_comm_ms=sum([end - start for start, end in self._waits]),
             comm_cpu_ms=self._cpu_s * 1e3,
             comm_bytes=self._num_bytes,
             step_ms=(time.perf_counter() - self._began_s) * 1e3,
             codec_ms=self._codec_ms,
         )
-
-    def _span(self, start: Stamp, end: Stamp) -> tuple[float, float]:
-        return self._clock.ms(self._start, start), self._clock.ms(self._start, end)

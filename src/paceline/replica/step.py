@@ -250,7 +250,7 @@ class Step:
         replica.world.calls.reducing = None
         if not self._is_total_given:
             self._exchange(used, numbers)
-            self._total = exact_sum(row.weight for row in self._rows.exchanged)
+            self._total = exact_sum([row.weight for row in self._rows.exchanged])
             self._unused = replica.gradients.unused(self._rows.used)
             num_trained, is_first = len(replica.gradients.trained), replica.num_steps == 0
             mistakes.check_step(self._rows.exchanged, self._unused, num_trained, is_first, replica.world)
@@ -346,7 +346,7 @@ class Step:
         times = self._clock.times()
         replica.update_ms = times.optim_ms - self._before_update.optim_ms
         self.result = StepResult(
-            loss=exact_sum(row.loss_sum for row in rows) / total if total else math.nan,
+            loss=exact_sum([row.loss_sum for row in rows]) / total if total else math.nan,
             grad_norm=norm,
             weight=total,
             weights=[row.weight for row in rows],

@@ -75,7 +75,7 @@ class Bucket:
 
     def marks(self) -> list[object]:
         """Returns what differs by parameter if a script has replaced it."""
-        return [parameter.data_ptr() for parameter in self.parameters]
+        return list(map(torch.Tensor.data_ptr, self.parameters))
 
     def take_replaced(self) -> list[int]:
         """Takes the values of parameters that a script has replaced (`p.data = ...`) since, and returns which they are.

@@ -216,7 +216,7 @@ class Exchanges:
 
     def cpu_s(self) -> float:
         """Returns the CPU time of the threads, with the sums that they compute."""
-        return sum(thread.cpu_s for thread in self._threads)
+        return sum([thread.cpu_s for thread in self._threads])
 
     def finish(self, works: list[dist.Work]) -> None:
         """Waits for sends and receives; a second call does nothing."""
@@ -239,7 +239,7 @@ class GlooThreads:
 
     def cpu_s(self) -> float:
         """Returns their CPU time since they began."""
-        return sum(int((_read(task / "schedstat") or "0").split()[0]) for task in self._tasks) / 1e9
+        return sum([int((_read(task / "schedstat") or "0").split()[0]) for task in self._tasks]) / 1e9
 
 
 def _read(path: Path) -> str:
