@@ -20,11 +20,12 @@ from paceline.world.runtime import World
 def computes_twice(world: World, config: Config) -> bool:
     """Whether the model that a calibration times computes its blocks again in backward."""
     case = calibrate._Case(world, resolve(config, 512, world.facts), 1, Console(world.rank))
+    case._step(3)  # also of a config whose step has one micro-batch
     return bool(case._replica.model.checkpoint_blocks)
 
 
 def test_a_calibration_leaves_out_what_a_plan_adds_for_activation_checkpoints() -> None:
-    assert run_ranks(computes_twice, 1, tiny(train__activation_checkpoint=True)) == [False]
+    assert run_ranks(computes_twice, 1, tiny(train__activation_checkpoint=True, train__device_batch_size=12)) == [False]
 
 
 def calibrated_by_the_command(*_: object) -> str:

@@ -139,8 +139,8 @@ class _Case:
     def _step(self, num_passes: int) -> list[float]:
         """Returns the seconds of a step, and of its forward, backward and update."""
         begun = time.perf_counter()
-        passes = num_passes if self._replica.sync.shards_weights else self._passes
-        batch = Batch(lambda: [self._tokens] * num_passes, count=num_passes, passes=passes)
+        batch = Batch(lambda: [self._tokens] * num_passes, count=num_passes)
+        batch.passes = num_passes if self._replica.sync.shards_weights else self._passes  # not the number there are
         step = self._replica.step(batch, total=float(num_passes * self._tokens.numel() * self._group.size))
         for tokens in step:
             step.backward(self._replica.model(tokens, tokens), weight=float(tokens.numel()), is_sum=True)
