@@ -538,6 +538,13 @@ MUTATIONS = (
         "tools/view/test_views.py::test_of_a_script_the_ranks_deal_what_its_rows_count",
     ),
     Mutation(
+        "the command for several ranks of a script is that of paceline's trainer",
+        "cli/resume.py",
+        "--out {shlex.quote(folder)} -- {own}",
+        "--out {shlex.quote(folder)} {own}",
+        "replica/test_run.py::test_the_folder_is_read_by_the_tools_of_runs",
+    ),
+    Mutation(
         "a script's loop says nothing of how long it is",
         "replica/run.py",
         'horizon = {"num_steps": each.num_steps} if each.num_steps else {}',

@@ -108,7 +108,8 @@ def test_the_folder_is_read_by_the_tools_of_runs(straight: Path) -> None:
     assert "finished" in run("watch", str(straight), "--once").require(0).out
     run("report", str(straight), "--out", str(straight.parent / "page.html")).require(0)
     said = run("resume", str(straight)).require(0).out
-    assert f"{SCRIPT} {straight}" in said
+    assert f"{SCRIPT} {straight}\n" in said
+    assert f"\npaceline train --nproc 2 --out {straight} -- {SCRIPT} {straight}\n" in said
     said = run("export", str(straight), "--out", str(straight.parent / "exported")).require(2).err
     assert "run of a script" in said
 

@@ -81,8 +81,11 @@ def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> i
     if not options:
         from paceline.record.console import printable  # imports rich
 
-        said = f"{folder} is the run of a script; the same command continues it (each rank runs this):"
-        print(printable(f"{said}\n{command}"))  # which somebody else may have written
+        said = f"{folder} is the run of a script; the same command continues it (each rank runs this):\n{command}"
+        _, _, own = command.partition(" ")
+        if own and not own.startswith("-m "):
+            said += f"\non two ranks:\npaceline train --nproc 2 --out {shlex.quote(folder)} -- {own}"
+        print(printable(said))  # which somebody else may have written
         return EXIT_DONE
     _require_own(Path(folder))
     words = shlex.split(command)
