@@ -45,8 +45,8 @@ class At:
         return [step for step in Bucket(self.url).steps() if Bucket(self.url).manifest(step)]
 
     @contextlib.contextmanager
-    def sending(self, **config: Any) -> Iterator[Storage]:
-        sender = Storage(self.url, self.run, CheckpointConfig(to=self.url, retry_s=1.0, **config))
+    def sending(self, retry_s: float = 30.0) -> Iterator[Storage]:
+        sender = Storage(self.url, self.run, CheckpointConfig(to=self.url, retry_s=retry_s))
         sender.begin(brings=False, progress=lambda: None)
         yield sender
         self.end(sender)
@@ -57,16 +57,17 @@ class At:
         sender.release()
         sender._threads[0].join()
 
-    def send(self, **config: Any) -> list[str]:
+    def send(self, retry_s: float = 30.0) -> list[str]:
         """Sends what there is, and returns what is said."""
-        with self.sending(**config) as sender:
+        with self.sending(retry_s) as sender:
             pass
         return [sentence for sentence, _ in sender.take_news() if sentence]
 
 
 @pytest.fixture
 def at(tmp_path: Path) -> Iterator[At]:
-    with patch.object(storage, "_BEAT_S", 0.05), patch.object(storage, "_RETRY_S", 0.01):
+    quick = {"_BEAT_S": 0.05, "_SILENT_BEATS": 20, "_RETRY_S": 0.01}
+    with patch.multiple(storage, **quick):
         yield At(tmp_path)
 
 
@@ -190,10 +191,10 @@ def test_a_server_that_is_gone_is_said_once_and_gets_all_later(at: At) -> None:
 def test_at_the_end_a_server_that_is_gone_is_given_up(at: At) -> None:
     at.save(1)
     with patch.object(Bucket, "send", side_effect=ConnectionError("no route")):
-        assert f"{at.url} lacks the end of this run, which {at.run} has" in at.send()
+        assert f"{at.url} lacks the end of this run, which {at.run} has" in at.send(retry_s=0.1)
     assert at.steps == []
     with patch.object(Bucket, "read", side_effect=ConnectionError("no route")):
-        at.send()  # it begins all the same: it has sent there before
+        at.send(retry_s=0.1)  # it begins all the same: it has sent there before
         (at.run / storage.IDENTITY).unlink()
         with pytest.raises(UserError, match="cannot be used: no route"):
             at.send()
