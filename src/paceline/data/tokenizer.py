@@ -42,7 +42,9 @@ PATTERN = (
     r"|\s+(?!\S)"  # spaces except the last, which goes with the next word
     r"|\s+"
 )
-_LONGEST_WORD = 1024  # characters of a word that merges are learnt from
+# The trainer's time grows with the square of a word: DNA, base64, spaces, Thai are words of a whole document. It sees
+# them in pieces of at most 1,024 letters, signs or spaces.
+_SHORTER_WORDS = PATTERN.replace("+", "{1,1024}").replace("*", "{0,1024}")
 SETTINGS = f"byte-level BPE 1; {END_OF_TEXT} is id 0; {PATTERN}"
 """All settings of training except the vocabulary's size; part of a cached dataset's name."""
 
@@ -51,11 +53,11 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
     """Returns the `tokenizer.json` of a BPE trained on texts, with at most `vocab_size` tokens (fewer on little text).
     Depends on the texts and their order only: the trainer breaks ties by token id."""
     model = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    words, shorter = (
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in (PATTERN, _SHORTER_WORDS)
+    )
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # The trainer's time grows with the square of a word: DNA, base64, spaces, Thai are words of a whole document.
-    shorter = pre_tokenizers.Split(tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}"), "isolated")
-    model.pre_tokenizer = pre_tokenizers.Sequence([words, shorter, to_bytes])
+    model.pre_tokenizer = pre_tokenizers.Sequence([shorter, to_bytes])
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
