@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,14 @@ NUM_ELEMENTS = 1 << 16
 
 def slow_down_this_process() -> None:
     """Each chunk of a file takes a while."""
-    sha256_of, read = manifest.sha256_of, shards.read
+    sha256_of, read_whole, read = manifest.sha256_of, shards.read_whole, shards.read
 
     def slowly(progress: Callable[[], object]) -> Callable[[], object]:
         return lambda: (time.sleep(CHUNK_S), progress())
 
     manifest.sha256_of = lambda path, progress: sha256_of(path, slowly(progress))
-    shards.read = lambda path, places, shapes, progress: read(path, places, shapes, slowly(progress))
+    shards.read_whole = lambda path, num_bytes, progress: read_whole(path, num_bytes, slowly(progress))
+    shards.read = lambda path, places, shapes, progress, data: read(path, places, shapes, slowly(progress), data)
 
 
 def restore(world: World, folder: Path, slow_rank: int, everyone_sees: bool) -> tuple[float, float, float]:
@@ -44,7 +46,9 @@ def restore(world: World, folder: Path, slow_rank: int, everyone_sees: bool) -> 
     )
     wanted = {Slice("w", 0, NUM_ELEMENTS): torch.float32}
     with watchdog:
-        marks = {"progress": lambda: watchdog.enter("restore", 0)}
+        marks: dict[str, Any] = {"progress": lambda: watchdog.enter("restore", 0)}
+        if everyone_sees:
+            marks["verified"] = {}
         began = time.monotonic()
         path, found_manifest, _ = load.agree(world.group, folder, None, everyone_sees, **marks)
         agreed = time.monotonic()
