@@ -758,6 +758,13 @@ MUTATIONS = (
         "checkpoint/test_integrity.py::test_a_save_does_not_read_the_manifests_of_all_kept_checkpoints",
     ),
     Mutation(
+        "a restore keeps all bytes that it verifies",
+        "checkpoint/load.py",
+        "verified if fits else None",
+        "verified",
+        "checkpoint/test_integrity.py::test_bytes_that_memory_has_no_room_for_are_read_again",
+    ),
+    Mutation(
         "one checkpoint fewer stays",
         "checkpoint/retention.py",
         "if num_whole < config.keep:",

@@ -625,6 +625,18 @@ def test_what_is_used_are_the_bytes_that_were_verified(tmp_path: Path) -> None:
             assert torch.equal(flat, saved[item.name].reshape(-1))
 
 
+def test_bytes_that_memory_has_no_room_for_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank that resumes what eight have saved has their eightfold. Mutation: all verified bytes are kept."""
+    tensors = weights(7)
+    save_by(2, tmp_path, 7, tensors, {}, {}, CheckpointConfig())
+    monkeypatch.setattr(load, "free_memory", lambda: 16)
+    group, verified = LocalGroup(torch.device("cpu")), dict[str, Any]()
+    load.agree(group, tmp_path, None, True, verified=verified)
+    assert not verified
+    found, _ = load.read_weights(tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_the_parts_of_1024_ranks_are_as_small_as_those_of_8() -> None:
     """The list of slices, each tensor cut by all writers, took 270 MB for 70B parameters on 1,024 ranks."""
     for num_writers in (8, 1024):

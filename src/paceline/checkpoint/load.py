@@ -21,6 +21,7 @@ from paceline.checkpoint import shards
 from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.shards import Progress
 from paceline.checkpoint.steps import folder_name, list_steps, require_step
+from paceline.world.cores import free_memory
 from paceline.world.group import DistributedGroup, Group, LocalGroup, from_rank_0
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ Wanted = Mapping[Slice, torch.dtype]
 Verified = dict[str, shards.Data]  # the bytes of files, by name
 
 _MAX_TRIES = 20
+_OF_FREE_MEMORY = 4  # ranks together keep at most this part of it in verified bytes
 _TOO_FAST = "checkpoints in {} are replaced faster than they can be read; try again"
 _ROUND_S = 0.5  # how often reading ranks tell each other whether they have finished
 
@@ -60,11 +62,11 @@ def agree(
     """Returns (folder, manifest, what is wrong with newer ones) of the newest good checkpoint, or of `step`, after
     reading every byte of its files of these kinds. Equal on all ranks. Collective.
 
-    If `everyone_sees` the folder, ranks verify its files in parallel; else rank 0 does. This may take any time, but no
-    rank waits longer for another than the disk needs for a few MB. verified: gets the bytes that this rank verifies, by
-    file, for `receive`: with as many ranks as have saved, each reads its part once. Raises on all ranks UserError if
-    `step` is absent, NothingSaved if there never was a checkpoint, RunError with the list if none is good: a resume
-    never starts over.
+    If `everyone_sees` the folder, ranks verify its files in parallel; else rank 0 does. This may take any time, but
+    no rank waits longer for another than the disk needs for a few MB. verified: gets the bytes that this rank
+    verifies, by file, for `receive`, as far as memory allows: with as many ranks as have saved, each reads its part
+    once. Raises on all ranks UserError if `step` is absent, NothingSaved if there never was a checkpoint, RunError
+    with the list if none is good: a resume never starts over.
     """
     for _ in range(_MAX_TRIES):
         names = from_rank_0(group, lambda: [folder.name for folder in _candidates(checkpoints, step)])
@@ -125,7 +127,10 @@ def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, 
     folder, manifest, problems = find(checkpoints, step, kinds=("weights",), verified=verified)
     specs = mf.tensors(manifest, "weights")
     items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
-    flats = _read(folder, manifest, "weights", items, verified, lambda: None)
+    try:
+        flats = _read(folder, manifest, "weights", items, verified, lambda: None)
+    except FileNotFoundError:
+        raise RunError(_TOO_FAST.format(checkpoints)) from None
     return {item.name: flat.view(specs[item.name][0]) for item, flat in flats.items()}, problems
 
 
@@ -233,7 +238,9 @@ def _first_damage(
     def verify(on_progress: Progress) -> str:
         try:
             for name in mine:
-                mf.verify(folder, name, manifest, on_progress, verified)
+                # One rank that resumes what many have saved would need memory for all of it.
+                fits = manifest["files"][name]["bytes"] <= free_memory() / _OF_FREE_MEMORY / group.size
+                mf.verify(folder, name, manifest, on_progress, verified if fits else None)
         except mf.Damaged as found:
             return str(found)
         return ""

@@ -218,8 +218,8 @@ class CheckpointFolder:
 
     def find(self, step: int | None = None) -> load.Found | None:
         """Returns (folder, manifest, problems of newer ones) of the newest complete checkpoint, or of `step`; None if
-        nothing was ever saved. Collective; every byte is verified, and held for `take` if all ranks see the folder:
-        what this rank verifies is what it has written, so that is as much as a save copies."""
+        nothing was ever saved. Collective; every byte is verified, and held for `take` if all ranks see the folder and
+        memory allows: the rank that has written a file verifies it."""
         if self.world.is_main:
             with contextlib.suppress(OSError):
                 retention.take_back(self.checkpoints)
