@@ -85,16 +85,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 
 @pytest.mark.lab
 @pytest.mark.long
-@pytest.mark.parametrize(("fault", "status"), [("", 0), ("stop", 75), ("kill", 0)])
+@pytest.mark.parametrize(("fault", "status"), [("stop", 75), ("kill", 0)])
 def test_two_hosts_train_by_a_script(
     pair: SshHosts, straight: list[float], tmp_path: Path, fault: str, status: int
 ) -> None:
     """Each host has a disk of its own: the one without rank 0 gets copies of checkpoints. Mutation: --nproc goes to the
     script."""
     folder = pair.disk / tmp_path.name
-    script = ("train", "--out", str(folder), "--max-restarts", "1", "--", str(SCRIPT), str(folder), fault)
+    flags = ("--out", str(folder), "--max-restarts", "1", "--start", "warm")
+    script = ("train", *flags, "--", str(SCRIPT), str(folder), fault)
     options = ("--ssh", pair.ssh, "--hosts", "a:1,b:1", "--chdir", str(pair.disk))
-    with Program("launch", *options, "--", *script, host=pair.hosts[0], env={"OMP_NUM_THREADS": "1"}) as program:
+    with Program("launch", *options, "--", *script, host=pair.hosts[0]) as program:
         ended = program.wait().require(status)
         program.wait_until_gone()
     first, second = (pair.disk_of(number) / tmp_path.name for number in range(2))

@@ -6,7 +6,7 @@
 
 `plan` and `loader` get rank and world size as integers; nothing here communicates.
 
-Once, with three files of 10, 40 and 1 MB and two workers: four parts, a.jsonl, three ranges of b.jsonl, and c.txt.
+Once, with three files of 10, 40 and 1 MB and two workers: five parts, a.jsonl, three ranges of b.jsonl, and c.txt.
 Each worker takes the next part and writes its tokens; of all parts, in order, the shards are made, which so do not
 depend on the number of workers or hosts.
 

@@ -48,6 +48,7 @@ _SILENT_BEATS = 1.9  # so that a beat has been missed
 _MISSING_BEATS = (
     4.5  # until a rank that has lost others gives up rank 0's answer, which may begin to listen a beat late
 )
+_SPEAK_S = 3.0  # for a verdict to be in the log and the events: a busy disk took longer than 0.5
 _LEAVE_S = 2.0  # for a living rank to write its stacks before it is killed; 0.3 was too short on a busy machine
 
 
@@ -271,7 +272,7 @@ class Watchdog:
         speaker = threading.Thread(target=speak, name="watchdog-verdict", daemon=True)
         try:
             speaker.start()  # the job must also end if a disk hangs, or the report fails
-            speaker.join(ANSWER_S)
+            speaker.join(_SPEAK_S)
         except RuntimeError:  # Python 3.12 starts no thread at its exit
             speak()
         hanging = [self._peers[rank] for rank in verdict.culprits if rank not in verdict.leaving]
