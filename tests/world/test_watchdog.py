@@ -561,7 +561,7 @@ def test_only_a_rank_of_this_world_on_this_host_is_killed_and_telling_may_hang()
     store.wait(["beat/0"])
     os.kill(processes[0].pid, signal.SIGSTOP)
     store.set("verdict", json.dumps({"message": "enough", "culprits": [0, 1, 2, 3, 4], "leaving": [4]}))
-    watching.join(5)
+    watching.join(60)
     try:
         assert watching.exitcode == 1
         assert processes[0].wait(30) == -signal.SIGKILL
