@@ -808,7 +808,7 @@ MUTATIONS = (
         "checkpoint/test_storage.py::test_what_is_brought_is_verified",
     ),
     Mutation(
-        "a process that was taken for gone goes on to complete checkpoints",
+        "a process that was taken for gone still completes checkpoints",
         "checkpoint/storage.py",
         'if owner and owner.get("token") != self._owner["token"]:',
         "if not owner:",

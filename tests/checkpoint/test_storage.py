@@ -109,7 +109,7 @@ def test_what_is_brought_is_verified(at: At) -> None:
     assert list_steps(target / "checkpoints") == [1]
     assert read(target / "checkpoints" / folder_name(1)) == read(at.run / "checkpoints" / folder_name(1))
     assert not list((target / "checkpoints").glob(".*"))
-    at.run = target  # step 2 is set aside there, and this run goes on from 1
+    at.run = target  # step 2 is set aside there, and this run continues from 1
     at.send()
     assert at.steps == [1]
     assert (at.there / "checkpoints" / f"superseded-{folder_name(2)}" / MANIFEST).exists()
@@ -123,7 +123,7 @@ def test_what_is_brought_is_verified(at: At) -> None:
 
 
 def test_one_process_writes_and_another_that_takes_over_ends_it(at: At) -> None:
-    """Mutation: who has lost the address goes on to complete checkpoints there."""
+    """Mutation: who has lost the address still completes checkpoints there."""
     at.save(1)
     with at.sending() as sender:
         while not at.steps:

@@ -444,7 +444,7 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
             with contextlib.suppress(Damaged):
                 _fetch(bucket, checkpoints, int(best[1]), progress)
                 replace(folder / _BEST, f"{best[0]}\n".encode(), 0o600)
-        # What is resumed here goes on from this one: `Storage` sets later ones aside there.
+        # The run continues from this one: `Storage` sets later ones aside at the address.
         facts["later"] = [later for later in steps if later > wanted]
         replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
         return problems
