@@ -197,10 +197,7 @@ class Checkpoints(CheckpointFolder):
 
     def say_news(self) -> None:
         """Says on rank 0 what was sent to `to`, and what could not be."""
-        for sentence, facts in self.storage.take_news() if self.storage else ():
-            self.on_news(**facts)
-            if sentence:
-                print_error(sentence)
+        self.report_news(self.on_news, print_error)
 
     def _is_saved(self, facts: Mapping[str, Any]) -> bool:
         """Whether there is a checkpoint of this step with the same values: restored, or saved before. Then its

@@ -121,6 +121,14 @@ class CheckpointFolder:
             is_here = self.storage is not None and self.storage.is_ending_within(_ROUND_S)
             is_ending = any(row[0] for row in self._group.share_integers([int(is_here)]))
 
+    def report_news(self, event: Callable[..., object], say: Callable[[str], object]) -> None:
+        """Records on rank 0 what was sent to `checkpoint.to`, and says what a user should see. event: takes the kind
+        of an event and its facts."""
+        for sentence, facts in self.storage.take_news() if self.storage else ():
+            event(**facts)
+            if sentence:
+                say(sentence)
+
     # ---- save ----
 
     def begin(self, step: int, facts: Mapping[str, Any], states: _States | None = None) -> None:

@@ -13,6 +13,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from paceline.base import units
 from paceline.base.errors import RunError
@@ -133,11 +134,8 @@ class Saves:
             self._report_news()
 
     def _report_news(self) -> None:
-        storage = self._setup.checkpoints.storage
-        for sentence, facts in storage.take_news() if storage else ():
-            self._setup.recorder.event(**facts)
-            if sentence:
-                self._setup.console.say(sentence, style="yellow")
+        say = partial(self._setup.console.say, style="yellow")
+        self._setup.checkpoints.report_news(self._setup.recorder.event, say)
 
     def _record(self, outcome: Outcome, is_again: bool) -> None:
         recorder, console, step = self._setup.recorder, self._setup.console, outcome.step
