@@ -1248,6 +1248,13 @@ MUTATIONS = (
         "cli/test_help.py::test_all_is_every_option_with_its_whole_text",
     ),
     Mutation(
+        "workers for no part",
+        "data/parts.py",
+        "if num_workers == 1 or len(parts) < 2:",
+        "if num_workers == 1 or len(parts) == 1:",
+        "data/test_prepare.py::test_what_died_after_its_last_part_is_finished_by_several_workers",
+    ),
+    Mutation(
         "each rank looks at all shards",
         "train/meet.py",
         'blend.fingerprint = group.broadcast_json(blend.fingerprint if blend.is_checked else "")',

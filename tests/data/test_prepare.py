@@ -147,6 +147,23 @@ def test_killed_at_any_moment_it_ends_with_the_bytes_of_an_undisturbed_run(corpu
     Dataset.open(out).verify()
 
 
+def test_what_died_after_its_last_part_is_finished_by_several_workers(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have nothing to encode. Mutation: so many processes as parts, which is none."""
+    out, sources = tmp_path / "out", [corpus / "a.jsonl"]
+
+    def die(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.data.prepare._require_both", die)
+        with pytest.raises(MemoryError):
+            make(sources, out, tokenizer="bytes")
+    make(sources, out, workers=2, tokenizer="bytes")
+    Dataset.open(out).verify()
+
+
 def test_any_number_of_workers_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     recipe = {"tokenizer": "train:300", "shard_tokens": 50_000}
     for workers in (1, 2):

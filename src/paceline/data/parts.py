@@ -196,7 +196,7 @@ def encode_all(parts: Sequence[tuple[str, Part]], job: Job, num_workers: int) ->
     Raises the errors of reading and encoding, the first in the order of parts, and RunError if a worker was killed.
     Records of other parts are kept.
     """
-    if num_workers == 1 or len(parts) == 1:
+    if num_workers == 1 or len(parts) < 2:
         encoder = PartEncoder(job)
         for key, part in parts:
             yield part, encoder.encode(key, part)
