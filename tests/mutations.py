@@ -167,7 +167,7 @@ def _end(process: BaseProcess, receiver: Connection) -> Result:
         result = receiver.recv() if receiver.poll() else Result(None, -signal.SIGKILL)
     except EOFError:  # it died
         process.join()
-        result = Result(None, process.exitcode or 0)
+        result = Result(None, process.exitcode or -1)  # it said nothing, whatever its status
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()

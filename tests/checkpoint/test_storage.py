@@ -23,6 +23,7 @@ from paceline.checkpoint.storage import Bucket, OwnedByOther, Storage, bring
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 from in_process import here
+from program import run
 
 
 class At:
@@ -244,6 +245,6 @@ def test_a_command_from_a_bucket_is_shown_and_not_executed(tmp_path: Path) -> No
     (at.run / "config.toml").write_text('[run]\ncommand = "python -c 1"\n')
     at.save(1)
     at.send()
-    ended = here("resume", at.url, "--run", cwd=tmp_path).require(2)
+    ended = run("resume", at.url, "--run", cwd=tmp_path).require(2)  # a process: the mistake replaces it
     assert "came from a bucket, so its command may not be yours" in ended.err
     assert "python -c 1" in here("resume", at.url, cwd=tmp_path).require(0).out
