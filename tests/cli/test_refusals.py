@@ -131,6 +131,7 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
         (("plan", "--calibrate", "--ranks", "1,1025"), ("--nproc is '1025'",)),
         (("plan", "--calibrate", "--json", "--explain"), ("--json, --explain show a plan",)),
         (("doctor", "--node-rank", "1"), ("--node-rank needs a list of hosts",)),
+        (("train", "--"), ("no option --", "--help all")),  # neither options nor a script
         ((*TRAIN, "--resume", "auto", "--out", "x" * 300), ("cannot use xxx", "File name too long")),
         ((*TRAIN, "--nproc", "-2"), ("-2",)),
         (("resume", "nowhere"), ("nowhere does not exist",)),

@@ -1,13 +1,11 @@
 """`paceline train --out RUN -- SCRIPT`: ranks of a script start, stop and start again as those of the trainer."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import namespaces
 import pytest
 from program import Ended, Program, losses, rows, run, steps
-from ssh_hosts import SshHosts, ssh_hosts
+from ssh_hosts import SshHosts
 
 from paceline.checkpoint.steps import list_steps
 
@@ -72,15 +70,6 @@ def test_a_launcher_that_looks_at_another_folder_is_refused(tmp_path: Path) -> N
     command = ("train", "--nproc", "2", "--out", str(tmp_path / "a"), "--", str(SCRIPT), str(tmp_path / "b"))
     assert f"and --out is {tmp_path / 'a'}: give `train` the same folder" in run(*command).require(2).err
     assert not (tmp_path / "a").exists()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    try:
-        with ssh_hosts(tmp_path_factory.mktemp("ssh")) as found:
-            yield found
-    except namespaces.Unavailable as why:
-        pytest.skip(str(why))
 
 
 @pytest.mark.lab

@@ -4,29 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import namespaces
 import psutil
 import pytest
 from program import TINY, Ended, Program, losses, rows, steps
-from ssh_hosts import SshHosts, ssh_hosts
+from ssh_hosts import SshHosts
 
 pytestmark = [pytest.mark.lab, pytest.mark.long]
 
 ENDS_S = 60.0  # whatever is killed or wrong; 7 on a busy machine: docs/LOG.md
 LONG = (*TINY, "--train.steps", "3000", "--out", "run")
 ENV = {"OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": "http://tracker.invalid"}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    try:
-        with ssh_hosts(tmp_path_factory.mktemp("ssh")) as found:
-            yield found
-    except namespaces.Unavailable as why:
-        pytest.skip(str(why))
 
 
 def started(

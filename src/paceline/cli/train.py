@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
         print(help_text(TrainArguments(), "train", ()))
         return EXIT_USER
     flags, script = divided(arguments)
-    if script or not flags[0].startswith("-"):
+    if script or (flags and not flags[0].startswith("-")):
         parsed = checked_arguments(arguments)
         return start_script(Request(parsed.settings, Path(parsed.out)), parsed, script)
     base = base_config(arguments)
