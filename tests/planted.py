@@ -910,8 +910,8 @@ MUTATIONS = (
     Mutation(
         "the wrong divisor: the estimate over the total",
         "replica/step.py",
-        "(own or self._total) / self._divisor",
-        "self._divisor / (own or self._total)",
+        "(weight_here or self._total) / self._divisor",
+        "self._divisor / (weight_here or self._total)",
         "replica/test_replica.py::test_one_process_without_a_launcher",
     ),
     Mutation(

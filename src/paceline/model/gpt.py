@@ -101,8 +101,8 @@ class GPT(nn.Module):
         """
         sizes = list(split) or [len(tokens_BT)]
         # Backward begins with what forward did last. Reversed here, it takes micro-batches in their order.
-        given = tokens_BT, targets_BT, dropout_keys_B, documents
-        tokens, targets, keys, numbers = (_cut(batch, sizes)[::-1] for batch in given)
+        whole_batch = tokens_BT, targets_BT, dropout_keys_B, documents
+        tokens, targets, keys, numbers = (_cut(batch, sizes)[::-1] for batch in whole_batch)
         losses = [
             loss_sum(hidden_BTC.flatten(0, 1), self.head_weight, target_BT.flatten(), compiled=self._is_compiled)
             for hidden_BTC, target_BT in zip(self._hidden(tokens, keys, numbers), targets, strict=True)
@@ -126,7 +126,8 @@ class GPT(nn.Module):
         if self.compute_dtype == torch.float32:
             return {}
         layers = [(name, module) for name, module in self.named_modules() if isinstance(module, Linear)]
-        return {f"{name}.{own}": self.compute_dtype for name, layer in layers for own, _ in layer.named_parameters()}
+        weights = [f"{name}.{weight}" for name, layer in layers for weight, _ in layer.named_parameters()]
+        return dict.fromkeys(weights, self.compute_dtype)
 
     def rounded_gradients(self) -> list[str]:
         """Returns those of `read_as` whose gradient from one backward pass has values of the compute dtype: all but the

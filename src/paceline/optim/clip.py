@@ -24,9 +24,9 @@ def clip_(
     """
     dtype = torch.float64 if torch.float64 in [gradient.dtype for gradient in gradients] else torch.float32
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
-    own = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    own = own if has_float64(own.device) else own.cpu()
-    norm = total(own.double().square() / scale**2).sqrt()
+    norm_here = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    norm_here = norm_here if has_float64(norm_here.device) else norm_here.cpu()
+    norm = total(norm_here.double().square() / scale**2).sqrt()
     factor = torch.where(norm > max_norm, max_norm / norm, 1.0) if max_norm > 0 else torch.ones_like(norm)
     factor = torch.where(norm.isfinite(), factor * (1.0 / scale), 1.0)
     if norm.is_cuda:

@@ -87,9 +87,9 @@ class Balancer:
 
     def _noise(self) -> Floats:
         """Returns the standard error, by rank, of a median of one step: a fraction. Over all steps that are kept."""
-        own = np.array(self._ms).sum(2)
-        middle = np.median(own, axis=0)
-        deviation = 1.4826 * np.median(np.abs(own - middle), axis=0)  # a normal distribution's standard deviation
+        work = np.array(self._ms).sum(2)
+        middle = np.median(work, axis=0)
+        deviation = 1.4826 * np.median(np.abs(work - middle), axis=0)  # a normal distribution's standard deviation
         return np.asarray(1.2533 * deviation / middle)  # a median varies by sqrt(pi / 2) more than a mean
 
 

@@ -51,11 +51,11 @@ class Batch:
         batch, by micro-batch. num_rows: of the global batch. passes: the most micro-batches of any rank in this step;
         None: not known. stand_in: makes the dummy micro-batch (weight 0) of a rank that has fewer passes (fsdp); None:
         its last one is used again."""
-        self.given: list[Any] | None = None
+        self.micro_batches: list[Any] | None = None
         if not callable(micro_batches):
             if count not in (None, len(micro_batches)):
                 raise mistake(f"count is {count}, and there are {len(micro_batches)} micro-batches: leave count out")
-            self.given = kept = list(micro_batches)
+            self.micro_batches = kept = list(micro_batches)
             if len(kept) > 1:
                 _require_own_memory(kept)
             micro_batches, count = (lambda: kept), len(kept)

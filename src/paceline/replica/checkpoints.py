@@ -243,8 +243,8 @@ class Checkpoints(CheckpointFolder):
                 reach="world",
             )
         sharded = [each.weights() for each in self._replicas.values() if each.replica.sync.shards_weights]
-        own = {str(item): tensor for weights in sharded for item, tensor in weights.items()}
-        by_rank = self._group.share_json(digests(own)) if sharded else []
+        weights_here = {str(item): tensor for weights in sharded for item, tensor in weights.items()}
+        by_rank = self._group.share_json(digests(weights_here)) if sharded else []
         return f"{sorted(here.items())} {by_rank}"
 
     def _end(self) -> None:

@@ -193,8 +193,8 @@ class ReplicaContents:
 
     def _sources(self, numbers: Mapping[str, Any]) -> list[str]:
         """Returns the ends of the names of the state to restore: this rank's own, or all ranks', to be averaged."""
-        own = f"{self.prefix}/progress@"
-        marks = [f"@{name.removeprefix(own)}" for name in numbers if name.startswith(own)]
+        start = f"{self.prefix}/progress@"
+        marks = [f"@{name.removeprefix(start)}" for name in numbers if name.startswith(start)]
         world = self.replica.world
         is_same = self.replica.sync.diverges and len(marks) == world.world_size
         return [f"@{world.rank}"] if is_same else marks or [""]

@@ -149,8 +149,8 @@ class DatasetShare(Share):
         """loader: copied to read."""
         super().__init__(loader.dataset, world, split, order.num_steps, (loader, *order.samplers), **order.facts)
         self._order: Any = order
-        self._seed, self._given = seed, loader
-        self._of_data = generators.OwnState(loader.dataset, getattr(loader.dataset, "dataset", None))
+        self._seed, self._script_loader = seed, loader
+        self._of_data = generators.ScriptState(loader.dataset, getattr(loader.dataset, "dataset", None))
         self._own_ids = _OwnIds()
         self._loader = _rank_loader(loader, world, batch_sampler=self._own_ids, collate_fn=loader.collate_fn)
         self._generator = self._loader.generator = torch.Generator()
@@ -173,9 +173,9 @@ class DatasetShare(Share):
         drawn: Drawn = {}
         self._before_worker_seed = None
         # A plain DataLoader draws a seed for its workers; persistent ones get it once.
-        if isinstance(self._order, LoaderOrder) and (number == 0 or not self._given.persistent_workers):
-            self._before_worker_seed = (self._given.generator or torch.default_generator).get_state()
-            drawn["base"] = _draw_worker_seed(self._given, self._world)
+        if isinstance(self._order, LoaderOrder) and (number == 0 or not self._script_loader.persistent_workers):
+            self._before_worker_seed = (self._script_loader.generator or torch.default_generator).get_state()
+            drawn["base"] = _draw_worker_seed(self._script_loader, self._world)
         drawn.update(self._order.begin(self._world.group))
         return drawn
 
@@ -186,12 +186,12 @@ class DatasetShare(Share):
             self._compare(first - 1, next(ordered, None))
         # Workers read ahead, and a rank without rows in a step reads nothing, so the two iterators advance separately.
         batches, ahead = tee(ordered)
-        own = (
+        rows_here = (
             batch[rows.start : rows.stop]
             for step, batch in enumerate(ahead, first)
             for rows in self._split(len(batch), (number, step))
         )
-        self._own_ids.of_pass = self._order.ids(number, own)
+        self._own_ids.of_pass = self._order.ids(number, rows_here)
         seeds = self._seed, "reading", drawn.get("base", 0), number
         if self._before_worker_seed is not None and self._world.rank == 0 and first == 0:
             self._generator.set_state(self._before_worker_seed)  # workers draw as in a plain DataLoader
@@ -262,10 +262,10 @@ class StreamShare(Share):
             "drop_last": loader.drop_last,
             "num_workers": loader.num_workers,  # workers take turns, so their number decides the order
         }
-        own = () if loader.num_workers else (loader.dataset,)  # workers read copies of it
-        super().__init__(loader.dataset, world, split, length_hint(loader, -1), (loader, *own), **facts)
+        read_here = () if loader.num_workers else (loader.dataset,)  # workers read copies of it
+        super().__init__(loader.dataset, world, split, length_hint(loader, -1), (loader, *read_here), **facts)
         own_rows = partial(_own_rows, loader.collate_fn, split)
-        self._given = loader
+        self._script_loader = loader
         self._loader = _rank_loader(
             loader, batch_size=loader.batch_size, drop_last=loader.drop_last, collate_fn=own_rows
         )
@@ -273,8 +273,8 @@ class StreamShare(Share):
 
     def _begin(self, number: int) -> Drawn:
         """Returns rank 0's generator state, so that the workers of all ranks read the same samples."""
-        text = generators.text_of(self._given.generator or torch.default_generator)
-        _draw_worker_seed(self._given, self._world)
+        text = generators.text_of(self._script_loader.generator or torch.default_generator)
+        _draw_worker_seed(self._script_loader, self._world)
         return {"state": self._world.group.broadcast_json(text)}
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
@@ -295,7 +295,7 @@ class StreamShare(Share):
             yield self._split.batch(partial(list, micro_batches), num_rows, (number, step), stand_in=self.peek)
 
     def _example(self) -> Any:
-        return self._given.collate_fn(list(islice(iter(self.dataset), self._split.micro_batch_size or 1)))
+        return self._script_loader.collate_fn(list(islice(iter(self.dataset), self._split.micro_batch_size or 1)))
 
 
 def _own_rows(collate_fn: Collate, split: Split, samples: list[Any]) -> tuple[int, int, list[Any]]:

@@ -201,8 +201,8 @@ class CheckpointFolder:
         kept: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, thing in self._others.items():
-            kept[name], own = contents.kept_of(name, thing, self._begun_from())
-            tensors |= own
+            kept[name], tensors_there = contents.kept_of(name, thing, self._begun_from())
+            tensors |= tensors_there
         return kept, dict(sorted(tensors.items()))  # a dict may have another order on another rank
 
     def _my_part(self, tensors: Mapping[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:

@@ -67,14 +67,14 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(outside[2])
 
 
-def drawn_from(own: States, items: Iterator[Any]) -> Iterator[Any]:
-    """Yields the items of an iterator that draws from global generators, which are in the states `own` when it starts.
+def drawn_from(source_states: States, items: Iterator[Any]) -> Iterator[Any]:
+    """Yields the items of an iterator that draws from global generators, which are in `source_states` when it starts.
     Between items the script's own generators are in place."""
     while True:
         with aside(CPU):
-            put_back(own, CPU)
+            put_back(source_states, CPU)
             head = list(islice(items, 1))
-            own = states(CPU)
+            source_states = states(CPU)
         if not head:
             return
         yield head[0]
@@ -130,7 +130,7 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-class OwnState:
+class ScriptState:
     """The random generators that some objects of a script have as attributes, and the numbers there that have changed
     since this was made, such as a count of epochs."""
 

@@ -49,8 +49,8 @@ class Gradients:
             parameter = next(self._model.parameters())  # fsdp has gathered it for this pass; `trained` has shards
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad.view(-1)[0] = torch.nan
-        own = self.trained.values()
-        inputs = list(own) if may_pass_others and mistakes.passes_others(loss, own) else None
+        trained = self.trained.values()
+        inputs = list(trained) if may_pass_others and mistakes.passes_others(loss, trained) else None
         self._arrived.clear()
         self._in_backward = True
         droppers: list[RemovableHandle] = []  # they make a gradient zeros before it is added

@@ -272,8 +272,8 @@ class _Membership:
         """Prints a PacelineError as one message; other errors have printed their traceback."""
         if isinstance(error, PacelineError) and str(error) and self._speaks(error, culprits):
             with contextlib.suppress(OSError, ValueError):  # the reader is gone: `| head`
-                own = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
-                print_error(f"{own}error: {error}")
+                speaker = f"rank {self.world.rank}: " if self.world and error.reach != "world" else ""
+                print_error(f"{speaker}error: {error}")
 
     def _on_verdict(self, verdict: Verdict) -> None:
         assert self.world is not None

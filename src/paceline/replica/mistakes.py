@@ -59,11 +59,12 @@ def is_on_the_host(model: nn.Module, strategy: str, world: World) -> bool:
 
 def _check_sharding(model: nn.Module, strategy: str, optimizers: Sequence[Any]) -> None:
     """Raises UserError if the strategy cannot shard the model."""
-    own = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(("torch.", "paceline."))]
-    if strategy in ("zero", *SHARDS_WEIGHTS) and own:
+    known = ("torch.", "paceline.")
+    others = [type(each).__name__ for each in optimizers if not type(each).__module__.startswith(known)]
+    if strategy in ("zero", *SHARDS_WEIGHTS) and others:
         raise mistake(
             f"strategy {strategy} shards the state of optimizers of torch.optim, which keep it by "
-            f"parameter, and {listed(own)} may keep it otherwise: take strategy ddp, on processors of one kind"
+            f"parameter, and {listed(others)} may keep it otherwise: take strategy ddp, on processors of one kind"
         )
     parameters = dict(model.named_parameters())
     scalars = [name for name, parameter in parameters.items() if not parameter.dim()]
@@ -295,10 +296,10 @@ def check_total(rows: Sequence[Exchanged]) -> None:
             )
 
 
-def passes_others(loss: torch.Tensor, own: Collection[nn.Parameter]) -> bool:
+def passes_others(loss: torch.Tensor, trained: Collection[nn.Parameter]) -> bool:
     """Returns whether the loss's graph has parameters other than these; every rank finds the same in its graph. Raises
     UserError if it has a reentrant checkpoint, too: no backward pass for some parameters alone goes through one."""
-    known, nodes, seen = set(own), [loss.grad_fn], set[Any]()
+    known, nodes, seen = set(trained), [loss.grad_fn], set[Any]()
     has_others = has_reentrant = False
     while nodes:
         node = nodes.pop()

@@ -206,7 +206,7 @@ class ReplicatedModel:
         parameters = set(self.model.parameters())
         earlier: dict[int, ReplicatedModel] = {0: self}
         for other in list(self.world.calls.replicas):
-            shared = [each for each in other.optimizers if any(each is own for own in self.optimizers)]
+            shared = [each for each in other.optimizers if any(each is optimizer for optimizer in self.optimizers)]
             if shared or not parameters.isdisjoint(other.model.parameters()):
                 other.release()
             is_same = other.model is self.model and len(shared) == len(other.optimizers)

@@ -268,8 +268,8 @@ class Run:
             return
         self.world.calls.record("Run.record")
         by_rank = self.world.group.share_json([each.logged for each in self._waiting])
-        logged = list(zip(*by_rank, strict=True))
-        self._write_rows([_means(own, each.result.weights) for own, each in zip(logged, self._waiting, strict=True)])
+        steps = zip(zip(*by_rank, strict=True), self._waiting, strict=True)
+        self._write_rows([_means(logged, waiting.result.weights) for logged, waiting in steps])
 
     def _write_rows(self, means: Sequence[Mapping[str, float | None]]) -> None:
         """Writes the rows that wait, with these numbers of each, and says how far the loop is."""

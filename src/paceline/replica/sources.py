@@ -37,9 +37,9 @@ class Share:
     _remedy = ""  # the advice if a resume does not find the place
 
     def __init__(
-        self, dataset: Any, world: World, split: Split, num_steps: int, own: Sequence[Any] = (), **facts: Any
+        self, dataset: Any, world: World, split: Split, num_steps: int, deciding: Sequence[Any] = (), **facts: Any
     ) -> None:
-        """Use paceline.share. num_steps: in a pass; -1: not known. own: objects of the script whose generators and
+        """Use paceline.share. num_steps: in a pass; -1: not known. deciding: objects of the script whose generators and
         counts decide the order. facts: identify a position's source; JSON, the same on all ranks."""
         self.dataset = dataset
         """The DataLoader's data set, the data set, or the function."""
@@ -54,7 +54,7 @@ class Share:
         self._is_left = False  # the current pass must not be resumed
         self._iterator = 0  # number of the newest iterator; older ones must not continue
         self._last: Any = None  # a drawn micro-batch, for `peek`
-        self._own = generators.OwnState(*own)
+        self._script_state = generators.ScriptState(*deciding)
         self._seen: int | None = None  # digest of the newest step, if ranks compare their samples
         self._is_checking = False  # the next digest must be `_seen`: that of the last step before a restored position
 
@@ -88,7 +88,7 @@ class Share:
     def rewound(self) -> "Share":
         """Returns itself, before its first pass: each evaluation reads the same samples."""
         self._pass, self.epoch, self.step, self._drawn, self._is_left = 0, 0, 0, None, False
-        self._own.put_back(self._own.at_first)
+        self._script_state.put_back(self._script_state.at_first)
         return self
 
     def leave(self) -> None:
@@ -105,8 +105,8 @@ class Share:
         self._world.calls.record("share")
         if self._drawn is None:
             drawn = self._begin(self._pass)
-            self._drawn = {**drawn, "own": self._world.group.broadcast_json(self._own.now())}
-        self._own.put_back(self._drawn.get("own", {}))
+            self._drawn = {**drawn, "own": self._world.group.broadcast_json(self._script_state.now())}
+        self._script_state.put_back(self._drawn.get("own", {}))
         for batch in self._steps(self._pass, self.step, self._drawn):
             self.step += 1
             batch.dealt_by = self
@@ -133,7 +133,7 @@ class Share:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and a description of the source; JSON, the same on all ranks at the same step."""
         position = {"epoch": self.epoch, "pass": self._pass, "step": self.step, "drawn": self._drawn}
-        between_passes = {"own": self._own.now()} if self._drawn is None else {}
+        between_passes = {"own": self._script_state.now()} if self._drawn is None else {}
         return {**position, **between_passes, "seen": self._seen, "shares": list(self.shares), "of": dict(self.facts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class Share:
                 )
         self._split.restore(state.get("shares", ()))
         self.epoch, self._pass, self.step, self._drawn = epoch, number, step, drawn
-        self._own.put_back(state.get("own", {}))
+        self._script_state.put_back(state.get("own", {}))
         self._seen = state.get("seen")
         self._is_checking = bool(step) and self._seen is not None
         self._is_loaded, self._is_left = True, False

@@ -64,10 +64,11 @@ class Step:
         self._draws: list[torch.Tensor] = []  # for the whole batch, in the order of draws; reused by all micro-batches
         self._num_draws = 0  # of the current micro-batch
         is_first = replica.num_steps == 0 and total is None and batch.rows is None
-        self._digest = mistakes.digest_of(batch.given[0]) if is_first and batch.given else 0
+        self._digest = mistakes.digest_of(batch.micro_batches[0]) if is_first and batch.micro_batches else 0
         # The current pass. A script may call backward for its only micro-batch without iterating over the step.
         rows = batch.rows[0] if batch.rows else None
-        only = Pass(None, rows, num_rows(batch.given[0]) if batch.given else None, is_real=True, is_last=True)
+        known_rows = num_rows(batch.micro_batches[0]) if batch.micro_batches else None
+        only = Pass(None, rows, known_rows, is_real=True, is_last=True)
         self._current: Pass | None = only if len(batch) <= 1 else None
         self._has_loss = self._is_iterating = False  # it had a backward pass; the script is in the loop
         self._stage = "backward"  # then "launched", "reduced", "over"; "failed" until a pass has ended
@@ -320,8 +321,8 @@ class Step:
         """Returns the divisor of the summed gradients: loss scale, and true total / estimate. Called once a step."""
         if not self._total:  # the gradients are 0
             return 1.0
-        own = self._weight if self._replica.sync.diverges else 0.0
-        return self._replica.scaler.scale * (own or self._total) / self._divisor
+        weight_here = self._weight if self._replica.sync.diverges else 0.0
+        return self._replica.scaler.scale * (weight_here or self._total) / self._divisor
 
     def _close(self, norm: float, trouble: Trouble | None) -> StepResult:
         """Ends the update, on all ranks alike. Collective where buffers or generators may differ."""

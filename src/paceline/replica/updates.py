@@ -30,7 +30,7 @@ class Updates:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]):
         self._model, self.optimizers = model, optimizers
         self._names = {parameter: name for name, parameter in trained_parameters(model).items()}
-        self._given = [[list(group["params"]) for group in each.param_groups] for each in optimizers]
+        self._groups_before = [[list(group["params"]) for group in each.param_groups] for each in optimizers]
         self.slices: list[ParamSlice] = []
         self._is_updating = False
 
@@ -91,7 +91,7 @@ class Updates:
     def was_changed(self) -> bool:
         """After `release`: whether the script has added parameters or groups since the replica was made."""
         now = [[len(group["params"]) for group in each.param_groups] for each in self.optimizers]
-        return now != [[len(parameters) for parameters in groups] for groups in self._given]
+        return now != [[len(parameters) for parameters in groups] for groups in self._groups_before]
 
     def not_kept(self) -> str:
         """Returns the first optimizer state on this rank that a checkpoint cannot hold; empty if there is none."""
@@ -136,7 +136,7 @@ class Updates:
         """Gives the optimizers the model's parameters back, with their state. Returns False if state was dropped:
         is_sharded: ranks have different ones, also where this rank's slices are whole parameters."""
         has_lost = False
-        for optimizer, groups in zip(self.optimizers, self._given, strict=True):
+        for optimizer, groups in zip(self.optimizers, self._groups_before, strict=True):
             for handle in _HOOKS.pop(optimizer, ()):
                 handle.remove()
             if is_sharded and optimizer.state:
@@ -151,8 +151,8 @@ class Updates:
                     p for p in group["params"] if p not in sliced and p not in set(parameters)
                 ]
             for name, parameter in self._model.named_parameters():
-                if own := state.get(name):
-                    optimizer.state[parameter] = {key: _whole(value, key, parameter) for key, value in own.items()}
+                if kept := state.get(name):
+                    optimizer.state[parameter] = {key: _whole(value, key, parameter) for key, value in kept.items()}
         return not has_lost
 
     def _refuse_own_step(self, optimizer: Any) -> None:

@@ -183,8 +183,8 @@ class LocalSync(BucketedSync):
         self._num_steps, *weights = numbers[f"/progress@{sources[0]}"]
         self._num_steps = int(self._num_steps)
         if is_same and len(weights) == 2 * len(self._fragments):  # else of another sync_every: equal shares at first
-            for fragment, own, weight in zip(self._fragments, weights[::2], weights[1::2], strict=True):
-                fragment.own_weight, fragment.weight = own, weight
+            for fragment, weight_here, weight in zip(self._fragments, weights[::2], weights[1::2], strict=True):
+                fragment.own_weight, fragment.weight = weight_here, weight
         self._send_next()
 
     def _held(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -52,14 +52,14 @@ class OwnedBucket(Bucket):
         self.borders = list(layout.borders)
         self.parts = [slice(start, stop) for start, stop in pairwise(self.borders)]
         self.span = self.borders[group.rank], self.borders[group.rank + 1]
-        self.own = self.parts[group.rank]
+        self.part_here = self.parts[group.rank]
         self.values = group.zeros(len(self.flat), self.flat)
         for parameter, offset in zip(self.parameters, self.offsets, strict=False):
             view = self.values[offset : offset + parameter.numel()].view_as(parameter)
             view.copy_(parameter.detach())
             parameter.data = view
         self.message = self.values  # what a gather sends and fills
-        self.master = self.values[self.own]
+        self.master = self.values[self.part_here]
         self.codec, self.change_codec = of_wire(wire, block_of(shapes_of(layout.members)))
         self.read_as = read_as or self.values.dtype
         self.is_rounded = self.read_as != self.values.dtype or self.change_codec is not None
@@ -136,7 +136,7 @@ class OwnedBucket(Bucket):
             if loss_factor != self.excess_factor:  # a new tensor: a save may still copy the old one
                 self.excess = self.excess * (loss_factor / self.excess_factor)
                 self.excess_factor = loss_factor
-            self.flat[self.own].sub_(self.excess[self.own])  # zero, but after a resume in another world
+            self.flat[self.part_here].sub_(self.excess[self.part_here])  # zero, but after a resume in another world
         return self._start_coded_reduce(self.codec)
 
     def _start_coded_reduce(self, codec: Codec) -> Transfer:
@@ -156,7 +156,7 @@ class OwnedBucket(Bucket):
         def add_up() -> None:  # in the order of start_reduce_scatter
             began = time.thread_time()
             for message in arrived.values():
-                codec.add_decoded(message, self.flat.data[self.own])
+                codec.add_decoded(message, self.flat.data[self.part_here])
             self._count(began)
 
         return self.group.start_messages(sends, arrived, add_up)
@@ -175,18 +175,18 @@ class OwnedBucket(Bucket):
         if self.read_as != self.values.dtype:
             self.message = torch.empty_like(self.values, dtype=self.read_as)
         if self.is_rounded:
-            self.message[self.own].copy_(self.master)
+            self.message[self.part_here].copy_(self.master)
         self.gathering = self.group.start_all_gather(self.message, self.borders)
 
     def _start_changes(self, codec: Codec) -> Transfer:
         """Begins to send master - replica, and to add what arrives to the replica."""
         if self.excess is not None:
             self.excess, self._next = self._next, self.excess
-            self._next[self.own] = 0
+            self._next[self.part_here] = 0
         began, group = time.thread_time(), self.group
         arrived = {source: self._message(codec, source) for source in by_distance(group.rank, -1, group.size)}
         change = self._message(codec, group.rank)
-        codec.encode(self.master, change, minus=self.values[self.own])
+        codec.encode(self.master, change, minus=self.values[self.part_here])
         self._count(began)
 
         def add_up() -> None:
@@ -210,7 +210,7 @@ class OwnedBucket(Bucket):
     def start_full(self) -> tuple[dict[str, torch.Tensor], Transfer]:
         """Begins to gather the masters; returns them by name, in their shapes, not filled yet."""
         flat = torch.empty_like(self.values)
-        flat[self.own] = self.master
+        flat[self.part_here] = self.master
         named = zip(self.names, self.parameters, self.offsets, strict=False)
         full = {name: flat[offset : offset + p.numel()].view_as(p) for name, p, offset in named}
         return full, self.group.start_all_gather(flat, self.borders)
