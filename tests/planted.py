@@ -306,8 +306,8 @@ MUTATIONS = (
     Mutation(
         "sequences of a mixture are passed over",
         "data/mixture.py",
-        "rest[open_] = np.where(mine, before, rest[open_] - before)",
-        "rest[open_] = np.where(mine, before, rest[open_])",
+        "rest[open_] = np.where(is_of_it, before, rest[open_] - before)",
+        "rest[open_] = np.where(is_of_it, before, rest[open_])",
         "data/test_mixture.py::test_each_data_set_is_counted_in_order_and_without_a_gap",
     ),
     Mutation(

@@ -31,8 +31,8 @@ def has_wide_units() -> bool:
 
 
 def _said_of_cpu(field: str) -> str:
-    found = re.search(rf"^{field}\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{field}\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return match[1] if match else ""
 
 
 @functools.cache

@@ -62,9 +62,9 @@ _pending: list[Fault] = []
 
 def install(rank: int, world_size: int, attempt: int, text: str | None = None) -> list[Fault]:
     """Sets this rank's faults from PACELINE_FAULTS (or `text`) and returns them. Raises UserError for invalid text."""
-    given = os.environ.get(VARIABLE, "") if text is None else text
-    found = [_read(part, world_size, attempt) for part in given.split(";") if part.strip()]
-    _pending[:] = [fault for fault in found if fault is not None and fault.rank == rank]
+    specification = os.environ.get(VARIABLE, "") if text is None else text
+    faults = [_read(part, world_size, attempt) for part in specification.split(";") if part.strip()]
+    _pending[:] = [fault for fault in faults if fault is not None and fault.rank == rank]
     return list(_pending)
 
 
@@ -96,31 +96,31 @@ def _do(fault: Fault) -> str | None:
 
 
 def _read(part: str, world_size: int, attempt: int) -> Fault | None:
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for word in part.split():
         name, _, value = word.partition("=")
         if name not in _FIELDS or not value:
             raise UserError(
                 f"{VARIABLE}: '{word}'{nearest(name, _FIELDS)} is not NAME=VALUE; the names are {', '.join(_FIELDS)}"
             )
-        given[name] = value
-    draw = random.Random(given.get("seed", "0"))
-    kind = given.get("kind", "kill")
-    phase = given.get("phase") or _ONLY_AT.get(kind) or draw.choice(STEP_PHASES)
+        settings[name] = value
+    draw = random.Random(settings.get("seed", "0"))
+    kind = settings.get("kind", "kill")
+    phase = settings.get("phase") or _ONLY_AT.get(kind) or draw.choice(STEP_PHASES)
     for name, value, known in (("phase", phase, PHASES), ("kind", kind, KINDS)):
         if value not in known:
             raise UserError(f"{VARIABLE}: no {name} '{value}'{nearest(value, known)}; there are {', '.join(known)}")
     if phase != _ONLY_AT.get(kind, phase):
         raise UserError(f"{VARIABLE}: {kind} happens only at {_ONLY_AT[kind]}, not at {phase}; leave the phase out")
-    rank = _number(given, "rank", draw.randrange(world_size))
-    step = _number(given, "step", draw.randint(1, max(1, _number(given, "within", 1))))
+    rank = _number(settings, "rank", draw.randrange(world_size))
+    step = _number(settings, "step", draw.randint(1, max(1, _number(settings, "within", 1))))
     if step < 1:
         raise UserError(f"{VARIABLE}: step is {step}; the first one is 1")
-    its_attempt = attempt if given.get("attempt") == "any" else _number(given, "attempt", 0)
+    its_attempt = attempt if settings.get("attempt") == "any" else _number(settings, "attempt", 0)
     if rank >= world_size and its_attempt >= attempt:  # an earlier attempt may have had more ranks
         raise UserError(f"{VARIABLE}: rank is {rank}, in a world of {world_size}; the last one is {world_size - 1}")
-    seconds, times = _seconds(given.get("seconds", "1")), _number(given, "times", 1)
-    fault = Fault(rank, step, phase, kind, seconds, times, given.get("mark", ""))
+    seconds, times = _seconds(settings.get("seconds", "1")), _number(settings, "times", 1)
+    fault = Fault(rank, step, phase, kind, seconds, times, settings.get("mark", ""))
     return fault if its_attempt == attempt else None
 
 
@@ -131,8 +131,8 @@ def _seconds(text: str) -> float:
     raise UserError(f"{VARIABLE}: seconds is '{text}'; it must be a number, 0 or more")
 
 
-def _number(given: Mapping[str, str], name: str, default: int) -> int:
-    text = given.get(name)
+def _number(settings: Mapping[str, str], name: str, default: int) -> int:
+    text = settings.get(name)
     if text is not None and not text.isdecimal():
         raise UserError(f"{VARIABLE}: {name} is '{text}'; it must be a whole number")
     return default if text is None else int(text)

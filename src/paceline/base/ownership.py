@@ -28,11 +28,11 @@ def borders(num_elements: int, weights: Sequence[float]) -> list[int]:
     Part i is borders[i] .. borders[i+1]-1, and may be empty. If all weights are 0, parts are equal."""
     total = sum(weights)
     shares = [weight / total for weight in weights] if total > 0 else [1 / len(weights)] * len(weights)
-    found, reached = [0], 0.0
+    ends, reached = [0], 0.0
     for share in shares[:-1]:
         reached += share
-        found.append(min(num_elements, max(found[-1], round(num_elements * reached))))
-    return [*found, num_elements]
+        ends.append(min(num_elements, max(ends[-1], round(num_elements * reached))))
+    return [*ends, num_elements]
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:

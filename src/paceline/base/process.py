@@ -181,8 +181,12 @@ def read_statuses(folder: Path, ranks: Iterable[int], ends: Mapping[int, int]) -
 
 def environment_of_one(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a process that is no rank: without a launcher's variables."""
-    own = environment_of_rank(environ)
-    return {name: own[name] for name in own if name not in RANK_VARIABLES and not name.startswith(_OF_OTHER_LAUNCHERS)}
+    variables = environment_of_rank(environ)
+    return {
+        name: variables[name]
+        for name in variables
+        if name not in RANK_VARIABLES and not name.startswith(_OF_OTHER_LAUNCHERS)
+    }
 
 
 def environment_of_rank(environ: Mapping[str, str], **changes: str) -> dict[str, str]:

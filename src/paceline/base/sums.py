@@ -7,8 +7,8 @@ from collections.abc import Iterable
 def exact_sum(numbers: Iterable[float]) -> float:
     """Returns the exact sum, rounded once (math.fsum); nan for inf and -inf, and inf beyond the largest float64, where
     fsum raises."""
-    found = list(numbers)
+    terms = list(numbers)
     try:
-        return math.fsum(found)
+        return math.fsum(terms)
     except (OverflowError, ValueError):
-        return sum(found)
+        return sum(terms)

@@ -157,13 +157,13 @@ class Dataset:
             return self._tokenizer.json if self._tokenizer else None
         path, listed = self.folder / self.index.tokenizer.file, self.index.tokenizer.sha256
         with reading(path):
-            found = path.read_bytes()
-        sha256 = hashlib.sha256(found).hexdigest()
+            content = path.read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != listed:
             raise UserError(
                 f"{path} has sha256 {sha256[:16]}, {INDEX} lists {listed[:16]}: it was changed after the data was made"
             )
-        return found.decode()
+        return content.decode()
 
     def tokenizer(self) -> Tokenizer:
         """Raises UserError if the dataset has none."""
@@ -212,11 +212,11 @@ class Dataset:
                 f"give the token that stands between them, --data.document-token-id (GPT-2's: 50256), or prepare the "
                 f"documents by `paceline data prepare`"
             )
-        found = [np.zeros(1, np.int64)]  # the first may lack it
+        begins = [np.zeros(1, np.int64)]  # the first may lack it
         for start in range(0, stream.num_tokens, _VERIFIED_BYTES):
             ids = stream.read(start, min(_VERIFIED_BYTES, stream.num_tokens - start))
-            found.append(np.flatnonzero(ids == self._document_token) + start)
-        return np.unique(np.concatenate(found))
+            begins.append(np.flatnonzero(ids == self._document_token) + start)
+        return np.unique(np.concatenate(begins))
 
     @property
     def num_bytes(self) -> int:
@@ -309,10 +309,10 @@ def _open_foreign(folder: Path, files: foreign.Files, vocab_size: int, document_
 
 def _load(path: Path) -> npt.NDArray[Any]:
     try:
-        found: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
     except Exception as error:  # a damaged header can raise anything
         raise UserError(f"{path} can not be read: {error}; prepare the data anew") from error
-    return found
+    return array
 
 
 def _starts(folder: Path, record: ShardRecord) -> Int64s:
@@ -329,6 +329,6 @@ def _starts(folder: Path, record: ShardRecord) -> Int64s:
     return starts
 
 
-def _require_sha256(path: Path, found: str, listed: str) -> None:
-    if found != listed:
-        raise UserError(f"{path} is damaged: its sha256 is {found[:16]}, {INDEX} lists {listed[:16]}")
+def _require_sha256(path: Path, sha256: str, listed: str) -> None:
+    if sha256 != listed:
+        raise UserError(f"{path} is damaged: its sha256 is {sha256[:16]}, {INDEX} lists {listed[:16]}")

@@ -265,14 +265,14 @@ def _json_texts(
         if not line or line.isspace():
             continue
         try:
-            found = _string_under(recipe.text_key, line)
+            text = _string_under(recipe.text_key, line)
         except ValueError as error:
             why = f"{file.where} line {_num_lines(file, start) + number} {error}"
             if recipe.on_error == "stop":
                 raise UserError(why) from error
             skipped.append(Skipped(file.where, why))
         else:
-            yield (found or "").encode("utf-8", "surrogatepass")
+            yield (text or "").encode("utf-8", "surrogatepass")
 
 
 @lru_cache(maxsize=8)
@@ -343,14 +343,14 @@ def _require_text(file: SourceFile, schema: Any, column: str) -> None:
             f"{file.where} has no column {column!r}{nearest(column, schema.names)}; it has {', '.join(schema.names)}: "
             f"give --text-key"
         )
-    found = kind = schema.field(column).type
+    stored = kind = schema.field(column).type
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind = kind.storage_type
     if types.is_dictionary(kind):
         kind = kind.value_type
     tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
     if not any(test(kind) for test in tests):
-        raise UserError(f"{file.where}: column {column!r} is of {found}, not of text; give --text-key another column")
+        raise UserError(f"{file.where}: column {column!r} is of {stored}, not of text; give --text-key another column")
 
 
 def _cells_of_group(parquet: Any, group: int, column: str) -> Iterator[bytes]:

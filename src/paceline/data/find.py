@@ -56,9 +56,9 @@ def find(specs: Sequence[str], *, format: str = "auto", skips_unreadable: bool =
     files: dict[str, SourceFile] = {}
     left_out: list[LeftOut] = []
     for spec in specs:
-        found = list(_find(spec, format, skips_unreadable))
-        unread = [file for file in found if isinstance(file, LeftOut)]
-        taken = [file for file in found if isinstance(file, SourceFile)]
+        files_of_spec = list(_find(spec, format, skips_unreadable))
+        unread = [file for file in files_of_spec if isinstance(file, LeftOut)]
+        taken = [file for file in files_of_spec if isinstance(file, SourceFile)]
         if not taken and not (skips_unreadable and unread):
             raise UserError(_nothing(spec, unread))
         left_out += unread
@@ -72,10 +72,10 @@ def find(specs: Sequence[str], *, format: str = "auto", skips_unreadable: bool =
 
 def has_text(path: Path | str) -> None:
     """Raises UserError if `find` would fail for a --data.path; stops at a folder's first text file."""
-    given = os.path.expanduser(path)
+    expanded = os.path.expanduser(path)
     try:
-        if not os.path.isdir(given) or not any(
-            isinstance(file, SourceFile) for file in _find_in(given, "auto", in_order=False)
+        if not os.path.isdir(expanded) or not any(
+            isinstance(file, SourceFile) for file in _find_in(expanded, "auto", in_order=False)
         ):
             find([str(path)])
     except UserError as error:
@@ -111,23 +111,23 @@ def _standard_input(specs: Sequence[str], format: str) -> Sources:
 
 
 def _find(spec: str, format: str, skips: bool) -> Found:
-    given = os.path.expanduser(spec)  # unlike pathlib, keeps a ~user that does not exist
+    expanded = os.path.expanduser(spec)  # unlike pathlib, keeps a ~user that does not exist
     if hub.is_spec(spec):
         yield from _find_on_hub(spec, format)
-    elif "\0" in given:
+    elif "\0" in expanded:
         raise UserError(f"{spec!r} is not a path: it has a NUL character")
-    elif os.path.isdir(given):
-        yield from _find_in(given, format, skips=skips)
-    elif os.path.isfile(given):
-        yield _file(os.path.basename(given), given, format, is_named=True, skips=skips)
-    elif os.path.exists(given):
+    elif os.path.isdir(expanded):
+        yield from _find_in(expanded, format, skips=skips)
+    elif os.path.isfile(expanded):
+        yield _file(os.path.basename(expanded), expanded, format, is_named=True, skips=skips)
+    elif os.path.exists(expanded):
         raise UserError(
             f"{printable(spec)} is a pipe or device, which can be read only once; pipe it in: "
             f"paceline data prepare - < {printable(spec)}"
         )
-    elif glob.has_magic(given):
-        root = _fixed_part(given)
-        for match in sorted(glob.glob(given, recursive=True)):
+    elif glob.has_magic(expanded):
+        root = _fixed_part(expanded)
+        for match in sorted(glob.glob(expanded, recursive=True)):
             if os.path.isfile(match) and os.path.getsize(match):
                 yield _file(os.path.relpath(match, root or "."), match, format, is_named=False, skips=skips)
     else:
@@ -179,28 +179,28 @@ def _by_name(name: str) -> tuple[str | None, str, str]:
 
 def _file(name: str, path: str, format: str, *, is_named: bool, skips: bool) -> SourceFile | LeftOut:
     known, kind, compression = _by_name(path)
-    found = local_file(name, os.path.abspath(path), known or "text", compression)
+    file = local_file(name, os.path.abspath(path), known or "text", compression)
     if format != "auto":
-        found = replace(found, format=format)
+        file = replace(file, format=format)
     elif kind == ".json":
-        found = replace(found, format=_json_format(found, is_named))
-    if found.format == "parquet" and compression:
-        raise UserError(f"{found.where} is Parquet in a {compression} file, which can not be read in parts; unpack it")
-    if found.format == "parquet":
-        return found
+        file = replace(file, format=_json_format(file, is_named))
+    if file.format == "parquet" and compression:
+        raise UserError(f"{file.where} is Parquet in a {compression} file, which can not be read in parts; unpack it")
+    if file.format == "parquet":
+        return file
     try:
-        head = _head(found)
+        head = _head(file)
     except UserError:
         if not skips:
             raise
-        return found  # whoever reads it skips it, and counts it
-    why = why_not_text(head, trusted=format == "text" or found.format == "jsonl")
-    if why is None or (found.format == "jsonl" and why == "is empty"):
-        return found
+        return file  # whoever reads it skips it, and counts it
+    why = why_not_text(head, trusted=format == "text" or file.format == "jsonl")
+    if why is None or (file.format == "jsonl" and why == "is empty"):
+        return file
     why = _better_known(path) or why
-    if (is_named or found.format == "jsonl") and not skips:
-        raise UserError(f"{found.where} {why}; {REMEDIES[why]}")
-    return LeftOut(name, found.num_bytes, why)
+    if (is_named or file.format == "jsonl") and not skips:
+        raise UserError(f"{file.where} {why}; {REMEDIES[why]}")
+    return LeftOut(name, file.num_bytes, why)
 
 
 def _better_known(path: str) -> str | None:
@@ -263,12 +263,12 @@ def _find_on_hub(spec: str, format: str) -> Found:
 
 
 def _nothing(spec: str, left_out: Sequence[LeftOut]) -> str:
-    given = printable(spec)
+    shown = printable(spec)
     if not left_out:
-        return f"{given} holds no text files, JSONL or Parquet"
+        return f"{shown} holds no text files, JSONL or Parquet"
     name, why = printable(left_out[0].name), left_out[0].why
     return (
-        f"{given} holds no UTF-8 text, JSONL or Parquet: none of its {len(left_out)} files that are not empty or "
+        f"{shown} holds no UTF-8 text, JSONL or Parquet: none of its {len(left_out)} files that are not empty or "
         f"hidden is one of these; {name} {why}; {REMEDIES[why]}"
     )
 

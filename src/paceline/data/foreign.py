@@ -68,11 +68,11 @@ def find_foreign(folder: Path) -> Files | None:
         train = tuple(folder / name for name in indexed if not _IS_VALIDATION.search(name.lower()))
         return {"train": train, "validation": validation}
     names = [name for name in names if name.endswith(".bin")]
-    found = {
+    shards = {
         split: tuple(folder / name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
         for split, patterns in _PATTERNS.items()
     }
-    return found if any(found.values()) else None
+    return shards if any(shards.values()) else None
 
 
 def _index_of(path: Path) -> str:
@@ -219,17 +219,17 @@ def _is_vocabulary(itos: Any, size: int) -> bool:
     return all(type(i) is int and 0 <= i < size and type(character) is str for i, character in itos.items())
 
 
-def vocabulary(folder: Path, given: int) -> tuple[int, Tokenizer | None]:
-    """Returns the vocabulary size, and the tokenizer if meta.pkl has one. given: --model.vocab-size (0: none), used
-    without a meta.pkl. Raises UserError if both are missing."""
+def vocabulary(folder: Path, vocab_size: int) -> tuple[int, Tokenizer | None]:
+    """Returns the vocabulary size, and the tokenizer if meta.pkl has one. vocab_size: --model.vocab-size (0: none),
+    used without a meta.pkl. Raises UserError if both are missing."""
     path = folder / META
     if not path.exists():
-        if not given:
+        if not vocab_size:
             raise UserError(
                 f"{folder} does not say how many ids its vocabulary has: give --model.vocab-size 50257 (GPT-2's) or "
                 f"that of the tokenizer that made it (`data info`: --vocab-size)"
             )
-        return given, None
+        return vocab_size, None
     size, itos = read_meta(path)
     try:
         return size, None if itos is None else character_tokenizer(itos)

@@ -33,8 +33,8 @@ def list_files(spec: str, is_known: Callable[[str], bool]) -> tuple[str, list[tu
         system = _file_system()
         if pattern:
             return repository, _listed(system.glob(f"{root}/{pattern}", detail=True), root)
-        found = _listed(system.find(root, detail=True), root)
-        usable = [file for file in found if is_known(file[0])]
+        files = _listed(system.find(root, detail=True), root)
+        usable = [file for file in files if is_known(file[0])]
         if not usable:
             root = f"{root}@{_CONVERTED.replace('/', '%2F')}"
             usable = _converted(system, root)
@@ -62,10 +62,10 @@ def _converted(system: Any, root: str) -> list[tuple[str, str, int, str]]:
         return []
 
 
-def _listed(found: dict[str, Any], root: str) -> list[tuple[str, str, int, str]]:
+def _listed(entries: dict[str, Any], root: str) -> list[tuple[str, str, int, str]]:
     """Files sorted by name; the stamp is the hash of the content."""
     files = []
-    for path, entry in sorted(found.items()):
+    for path, entry in sorted(entries.items()):
         if entry["type"] == "file" and entry["size"]:
             name = path.split("/", root.count("/") + 1)[-1]
             files.append((name, PREFIX + path, int(entry["size"]), str(entry.get("blob_id") or entry["size"])))

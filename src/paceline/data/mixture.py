@@ -238,10 +238,10 @@ def locate(shares: Sequence[int], positions: npt.ArrayLike) -> tuple[Int64s, Int
     open_ = np.arange(rest.size)
     for number, share in enumerate(shares):
         before = _count(share, rest[open_])
-        mine = _count(share, rest[open_] + 1) > before
-        numbers[open_[mine]] = number
-        rest[open_] = np.where(mine, before, rest[open_] - before)
-        open_ = open_[~mine]
+        is_of_it = _count(share, rest[open_] + 1) > before
+        numbers[open_[is_of_it]] = number
+        rest[open_] = np.where(is_of_it, before, rest[open_] - before)
+        open_ = open_[~is_of_it]
     return numbers, rest
 
 

@@ -169,8 +169,8 @@ def load(folder: Path) -> tuple[Packing, Int64s]:
     except Exception as error:  # a damaged header can raise anything
         raise UserError(f"the packing {folder} can not be read: {error}; delete it, and it is made anew") from error
     starts, row_first, document, length, totals = arrays
-    found = [(array.dtype, array.ndim) for array in arrays]
-    fit = found == [(dtype, 1) for dtype in _DTYPES] and row_first.size > 0 and totals.size == 2
+    kinds = [(array.dtype, array.ndim) for array in arrays]
+    fit = kinds == [(dtype, 1) for dtype in _DTYPES] and row_first.size > 0 and totals.size == 2
     if not (fit and row_first[0] == 0 and row_first[-1] == document.size == length.size):
         raise UserError(
             f"the packing {folder} is damaged: its files do not fit together; delete it, and it is made anew"

@@ -96,11 +96,11 @@ def embedded() -> Sources:
     UserError if Python was installed without sources (a zipped library).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if _is_library(name))
-        found += [Path(folder, name) for name in files if name.endswith(".py") and _is_library(name)]
-    named = [local_file(path.relative_to(root).as_posix(), str(path), "text") for path in found if path.stat().st_size]
+        paths += [Path(folder, name) for name in files if name.endswith(".py") and _is_library(name)]
+    named = [local_file(path.relative_to(root).as_posix(), str(path), "text") for path in paths if path.stat().st_size]
     if not named:
         raise UserError(f"this Python has no sources in {root} to train on; give --data.path a folder of text files")
     version = ".".join(platform.python_version_tuple()[:2])

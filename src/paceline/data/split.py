@@ -24,7 +24,7 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
     """Returns the sources' files, each with its split if that does not depend on the documents' text. validation:
     sources of that split. Raises UserError for files that cannot be found or read."""
     skips = recipe.on_error == "skip"
-    found = find(specs, format=recipe.format, skips_unreadable=skips)
+    sources = find(specs, format=recipe.format, skips_unreadable=skips)
     if not validation:
         if recipe.validation_frac == 0:
             raise UserError(
@@ -32,21 +32,21 @@ def gather(specs: Sequence[str], validation: Sequence[str], recipe: Recipe) -> S
                 "0.01, or --validation SRC"
             )
         if not recipe.separator:
-            found = replace(found, files=split_text(found.files))
-        (first, *others) = found.files
+            sources = replace(sources, files=split_text(sources.files))
+        (first, *others) = sources.files
         if not others and first.split is None and first.format == "text" and not recipe.separator:
             raise UserError(
                 f"{first.where} is one document, and the two splits need one each: say what stands between documents "
                 f"(--separator), give --validation SRC, or name an uncompressed file, which is cut"
             )
-        return found
+        return sources
     held = find(validation, format=recipe.format, skips_unreadable=skips)
-    both = {file.real_path for file in found.files} & {file.real_path for file in held.files}
+    both = {file.real_path for file in sources.files} & {file.real_path for file in held.files}
     if both:
         raise UserError(f"{min(both)} is among the sources and under --validation; it can be in one split only")
-    files = [replace(file, split="train") for file in found.files]
+    files = [replace(file, split="train") for file in sources.files]
     files += [replace(file, split="validation") for file in held.files]
-    return Sources(found.name, tuple(files), found.left_out + held.left_out)
+    return Sources(sources.name, tuple(files), sources.left_out + held.left_out)
 
 
 def split_text(files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:

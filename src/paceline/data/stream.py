@@ -96,11 +96,11 @@ class Shard:
     def require_size(self) -> None:
         """Raises UserError if the file is missing, or has another size than its tokens make."""
         with reading(f"shard {self.path}", f"; {AGAIN}"):
-            found = self.path.stat().st_size
-        if found != self.num_bytes:
-            what = "truncated" if found < self.num_bytes else "longer than its tokens"
+            size = self.path.stat().st_size
+        if size != self.num_bytes:
+            what = "truncated" if size < self.num_bytes else "longer than its tokens"
             raise UserError(
-                f"shard {self.path} is {what}: {self.num_tokens} tokens make {self.num_bytes} bytes, it has {found}; "
+                f"shard {self.path} is {what}: {self.num_tokens} tokens make {self.num_bytes} bytes, it has {size}; "
                 f"{AGAIN}"
             )
 
@@ -137,11 +137,11 @@ class Shard:
 def _require_width(shard: Shard) -> None:
     """Raises UserError if the file's integers are wider than the shard's: if each second one, half of a wider integer,
     is 0 or 1."""
-    found: Tokens = np.empty(min(shard.num_tokens, _SNIFFED_TOKENS), dtype=shard.dtype)
-    copy(shard).fill(found, 0)  # its file is closed with the copy
-    num_pairs, width = found.size // 2, shard.dtype.itemsize
-    while found.size >= 16 and found[1::2].max() <= 1 < found[::2].max():
-        found, width = found[::2], 2 * width
+    ids: Tokens = np.empty(min(shard.num_tokens, _SNIFFED_TOKENS), dtype=shard.dtype)
+    copy(shard).fill(ids, 0)  # its file is closed with the copy
+    num_pairs, width = ids.size // 2, shard.dtype.itemsize
+    while ids.size >= 16 and ids[1::2].max() <= 1 < ids[::2].max():
+        ids, width = ids[::2], 2 * width
     if width > shard.dtype.itemsize:
         raise UserError(
             f"{shard.path} is not {shard.dtype.name} tokens: in all {num_pairs} pairs at its beginning the second is "
@@ -177,13 +177,13 @@ class TokenStream:
 
     def num_sequences(self, seq_len: int) -> int:
         """Returns the number of sequences of seq_len tokens, at least 1. Raises UserError if the split is shorter."""
-        found = (self.num_tokens - 1) // seq_len  # the last token is a target only
-        if found < 1:
+        number = (self.num_tokens - 1) // seq_len  # the last token is a target only
+        if number < 1:
             raise UserError(
                 f"the {self.split} split has {self.num_tokens} tokens, too few for one sequence of data.seq-len "
                 f"{seq_len} (it takes {seq_len + 1}): give more text or a smaller --data.seq-len"
             )
-        return found
+        return number
 
     def windows(self, seq_len: int) -> "Windows":
         """Returns the sequences of seq_len tokens as a map-style dataset."""
@@ -257,12 +257,12 @@ class Windows:
 
 
 def wrong_id(shard: Shard, offset: int, vocab_size: int) -> str:
-    found = np.empty(1, dtype=shard.dtype)
-    shard.fill(found, offset)
+    ids = np.empty(1, dtype=shard.dtype)
+    shard.fill(ids, offset)
     has_no_dtype = shard.first_byte == 0 and shard.dtype.itemsize == 4
     or_narrow = ", or is not uint32, which a vocabulary above 65,536 means"
     return (
-        f"shard {shard.path} has id {int(found[0])} at token {offset}; the vocabulary has {vocab_size}: the file is "
+        f"shard {shard.path} has id {int(ids[0])} at token {offset}; the vocabulary has {vocab_size}: the file is "
         f"damaged or was made with another tokenizer{or_narrow if has_no_dtype else ''}"
     )
 

@@ -94,8 +94,8 @@ def cut(beginning: bytes) -> int:
     """
     window = 1 << 10
     while True:
-        found = _LAST_OF_WORD.finditer(beginning, max(0, SLICE_BYTES - window), SLICE_BYTES + 1)
-        for end in reversed([match.end() for match in found]):
+        matches = _LAST_OF_WORD.finditer(beginning, max(0, SLICE_BYTES - window), SLICE_BYTES + 1)
+        for end in reversed([match.end() for match in matches]):
             if beginning[end - 1] < 0x80 or _is_letter(beginning[max(0, end - 4) : end]):
                 return end
         if window >= SLICE_BYTES:

@@ -187,8 +187,8 @@ class Tokenizer:
 
     def description(self) -> dict[str, Any]:
         """The tokenizer.json as the library parsed it, with defaults filled in."""
-        found: dict[str, Any] = json.loads(self._model.to_str())
-        return found
+        parsed: dict[str, Any] = json.loads(self._model.to_str())
+        return parsed
 
     def beginning_documents_with(self, token: str) -> "Tokenizer":
         """Returns a tokenizer whose tokenizer.json puts `token` before texts, for all readers of the format. Raises
