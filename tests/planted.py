@@ -97,6 +97,13 @@ MUTATIONS = (
         ".prctl(pr_set_pdeathsig, 0)",
         "base/test_parent.py::test_a_process_dies_with_its_launcher_and_not_with_a_shell",
     ),
+    Mutation(
+        "the report of another command's rank ends a run",
+        "base/process.py",
+        'if report.pop("of") == _attempt():',
+        'if report.pop("of"):',
+        "base/test_status.py::test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same",
+    ),
     # ---- world: who takes part, what is sent, who is named ----
     Mutation(
         "a broadcast from rank 0 instead of the source",

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from paceline.base.process import LAUNCHER, STATUS_FOLDER, Status, read_statuses, record_status
+from paceline.base.process import ATTEMPT, LAUNCHER, STATUS_FOLDER, Status, read_statuses, record_status
 
 
 def test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run" / "ranks"
-    for name, value in ((STATUS_FOLDER, str(folder)), (LAUNCHER, str(os.getppid())), ("RANK", "3")):
+    variables = {STATUS_FOLDER: str(folder), LAUNCHER: str(os.getppid()), ATTEMPT: "0", "RANK": "3"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert record_status(EXIT_RESUMABLE) == EXIT_RESUMABLE
     assert read_statuses(folder, [3], {3: EXIT_RESUMABLE}) == {3: Status(EXIT_RESUMABLE)}
@@ -22,3 +23,6 @@ def test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same(
     assert record_status(EXIT_RESUMABLE) == EXIT_DONE
     assert read_statuses(folder, [3], {3: EXIT_DONE}) == {3: Status(EXIT_RESUMABLE)}
     assert read_statuses(folder, [2], {}) == {}, "those of another host's ranks"
+    for name, value in ((ATTEMPT, "1"), (LAUNCHER, str(os.getpid()))):
+        monkeypatch.setenv(name, value)
+        assert read_statuses(folder, [3], {}) == {}, "a second command on a running run ended that one"

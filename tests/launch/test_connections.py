@@ -36,6 +36,12 @@ def test_a_host_without_this_paceline_is_told_what_to_do(python: str, says: str)
     assert re.match(says, ended(f"exec {python} -m paceline.launch.agent").problem(needs_address=True))
 
 
+def test_what_a_shell_prints_at_its_start_does_not_hide_the_agent() -> None:
+    """Finds: `echo -n` in .bashrc, and the launcher waits 40 s for an answer that has come."""
+    host = ended(f"printf hello; exec {sys.executable} -m paceline.launch.agent < /dev/null")
+    assert host.greeting
+
+
 def test_one_host_needs_no_ipv4_address() -> None:
     found = ended(GREETING.replace("10.0.0.1", "fd00::1").replace("0.0", ssh.__version__, 1))
     assert found.problem(needs_address=False) == ""

@@ -1,10 +1,13 @@
 """What the coordinator of several hosts decides, without hosts."""
 
+import fcntl
 import time
+from pathlib import Path
 
 import pytest
 
 from paceline.base import clock
+from paceline.launch import agent
 from paceline.launch.agent import Silence, State
 from paceline.launch.nodes import Node, order_for, ranked
 from paceline.launch.options import NamedHost
@@ -39,6 +42,16 @@ def test_the_newest_checkpoint_has_rank_0_then_the_last_one_that_had_it_then_the
 def test_what_ranks_are_told(is_lost: int, has_failed: int, makes_room: int, order: str) -> None:
     """Mutation: ranks whose peers are gone are asked to save, and wait for them."""
     assert order_for(bool(is_lost), bool(has_failed), bool(makes_room)) == order
+
+
+def test_a_folder_that_another_run_writes_does_not_hold_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says who writes there. Finds: `launch` of a run that runs hangs, and hears no signal."""
+    monkeypatch.setattr(agent, "_COPY_ENDS_S", 0.1)
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        agent._wait_for_writer(tmp_path)
 
 
 def test_a_pause_of_this_process_is_no_silence_of_the_other_end(monkeypatch: pytest.MonkeyPatch) -> None:

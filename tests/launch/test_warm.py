@@ -20,15 +20,19 @@ from paceline.launch.warm import is_supported
 pytestmark = pytest.mark.skipif(not is_supported(), reason="ranks are forked on Linux only")
 
 LAUNCHER = """
-import os, signal, sys, time
+import os, signal, sys, threading
+from paceline.launch.signals import StopSignals
 from paceline.launch.warm import WarmServer
+signals = StopSignals()
 server = WarmServer(("json",), (sys.executable, "-m", "paceline", *sys.argv[1:]))
-ranks = [server.fork({**os.environ, "RANK": str(rank), "X": "of this rank"}) for rank in range(2)]
+ranks = [server.fork({**os.environ, "RANK": str(rank), "X": "of this rank"}, signals) for rank in range(2)]
 print([rank.wait(20) for rank in ranks], flush=True)
 if len(sys.argv) > 2:
-    os.kill(server._process.pid, signal.SIGKILL)
-    time.sleep(0.2)
-    print(server.fork(dict(os.environ)))
+    os.kill(server._process.pid, signal.SIGSTOP)
+    with signals:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        print(server.fork(dict(os.environ), signals))
+    print(server.fork(dict(os.environ), signals))
 server.close()
 """
 
@@ -44,7 +48,8 @@ def test_ranks_run_the_command_and_end_with_its_status() -> None:
     ended = launched("runs", "--nonsense")
     assert ended.stdout.splitlines()[0] == "[2, 2]"
     assert ended.stderr.count("no option --nonsense") == 2, "a rank prints its own message"
-    assert ended.stdout.splitlines()[1] == "None", "a server that was killed forks nothing"
+    assert ended.stdout.splitlines()[1] == "None", "a launcher that is stopped does not wait for a server's imports"
+    assert ended.stdout.splitlines()[2] == "None", "a server that was killed forks nothing"
     assert launched("--version").stdout.splitlines()[-1] == "[0, 0]"
 
 
@@ -55,15 +60,17 @@ paceline.__main__.main = lambda: subprocess.Popen(["sleep", "60"]) and 0  # in p
 """
 REAPED = """
 import os, psutil, signal, sys, time
+from paceline.launch.signals import StopSignals
 from paceline.launch.warm import WarmServer
+signals = StopSignals()
 server = WarmServer(("stand_in",), (sys.executable, "-m", "paceline"))
-rank = server.fork(dict(os.environ))
+rank = server.fork(dict(os.environ), signals)
 rank.wait(20)
 os.killpg(rank.pid, signal.SIGKILL)  # as an attempt does when a rank has ended
 me = psutil.Process()
 while not any(child.status() == psutil.STATUS_ZOMBIE for child in me.children()):
     time.sleep(0.01)
-server.fork(dict(os.environ)).wait(20)
+server.fork(dict(os.environ), signals).wait(20)
 print([child.name() for child in me.children() if child.status() == psutil.STATUS_ZOMBIE])
 os.killpg(server._ended[-1].pid, signal.SIGKILL)
 server.close()

@@ -1,7 +1,8 @@
 """How a process begins and ends: signals while it imports, what it prints, its parent, and how a rank reports its end.
 
-A rank reports its end to the launcher in a small file of the run folder, because an exit status says too little. If the
-file cannot be written, or is removed, the exit status alone counts.
+A rank reports its end to the launcher in a small file of the run folder, because an exit status says too little. The
+report names the attempt: a second command that is started on the same folder ends at once, and writes there, too. If
+the file cannot be written, or is removed, the exit status alone counts.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ from paceline.base.files import replace
 
 STATUS_FOLDER = "PACELINE_STATUS_FOLDER"
 LAUNCHER = "PACELINE_LAUNCHER"  # the launcher's pid
+ATTEMPT = "PACELINE_ATTEMPT"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_OUR_LAUNCHER = (LAUNCHER, STATUS_FOLDER, "PACELINE_JOB", "PACELINE_ATTEMPT")
+_OF_OUR_LAUNCHER = (LAUNCHER, STATUS_FOLDER, "PACELINE_JOB", ATTEMPT)
 _OF_OTHER_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")  # prefixes
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 # SIGTERM last: a launcher looks for its handler.
@@ -159,7 +161,8 @@ def record_status(code: int, consequence: str | None = None) -> int:
     path = end_path(Path(os.environ[STATUS_FOLDER]), int(os.environ["RANK"]))
     with contextlib.suppress(OSError):  # a full disk, or the run folder is gone
         path.parent.mkdir(exist_ok=True, mode=0o700)
-        replace(path, json.dumps(asdict(Status(code, consequence))).encode(), 0o600)  # the launcher may read meanwhile
+        report = {"of": _attempt(), **asdict(Status(code, consequence))}
+        replace(path, json.dumps(report).encode(), 0o600)  # the launcher may read meanwhile
         return EXIT_DONE if code == EXIT_RESUMABLE else code
     return code
 
@@ -169,13 +172,21 @@ def end_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.end"
 
 
+def _attempt() -> str:
+    """Names the attempt, in the launcher and in its ranks."""
+    launcher = int(os.environ[LAUNCHER])
+    return f"{launcher} {start_ticks(launcher)} {os.environ[ATTEMPT]}"
+
+
 def read_statuses(folder: Path, ranks: Iterable[int], ends: Mapping[int, int]) -> dict[int, Status]:
-    """Returns the statuses that these ranks have reported. ends: exit statuses of their processes by rank; 2 and 75 are
-    ours, and count if the file is missing."""
+    """Returns the statuses that these ranks have reported in this attempt. ends: exit statuses of their processes by
+    rank; 2 and 75 are ours, and count if the file is missing."""
     found = {rank: Status(code) for rank, code in ends.items() if code in (EXIT_USER, EXIT_RESUMABLE)}
     for rank in ranks:
-        with contextlib.suppress(OSError, ValueError):
-            found[rank] = Status(**json.loads(end_path(folder, rank).read_bytes()))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            report = json.loads(end_path(folder, rank).read_bytes())
+            if report.pop("of") == _attempt():
+                found[rank] = Status(**report)
     return found
 
 

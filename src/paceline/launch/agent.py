@@ -36,6 +36,7 @@ SILENCE_S = 13.0  # a pause of 10 s harms nothing
 _ADDRESS = "PACELINE_AGENT_ADDRESS"
 _LAST_SAVE_S = 15.0
 _LOOK_EVERY_S = 0.05
+_COPY_ENDS_S = 5.0  # for a copy whose connection the coordinator has ended
 
 
 class Silence:
@@ -212,14 +213,22 @@ def _order(coordinator: Coordinator, ranks: HostRanks) -> Order:
 
 
 def _wait_for_writer(run: Path) -> None:
-    """Returns when no copy of a checkpoint is being received into this folder any more (copies.py)."""
+    """Returns when no copy of a checkpoint is being received into this folder any more (copies.py), or after some
+    seconds: then another run writes there, and rank 0 says which."""
+    until_s = time.monotonic() + _COPY_ENDS_S
     with contextlib.suppress(FileNotFoundError), (run / "lock").open("rb+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while time.monotonic() < until_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(_LOOK_EVERY_S)
 
 
 def main() -> int:
     address = (os.environ.get("SSH_CONNECTION", "").split() or [""])[-2:][0]  # client, its port, server, its port
-    os.write(1, PREFIX + json.dumps(asdict(Greeting(__version__, address))).encode() + b"\n")
+    greeting = json.dumps(asdict(Greeting(__version__, address))).encode()
+    os.write(1, b"\n" + PREFIX + greeting + b"\n")  # what start-up files print need not end its line
     line = bytearray()
     while not line.endswith(b"\n"):  # not one byte more: the rest is for the process that this becomes
         if not (byte := os.read(0, 1)):  # another host could not be reached

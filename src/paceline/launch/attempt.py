@@ -110,7 +110,7 @@ def run_attempt(
         for local, rank in enumerate(place.own_ranks):
             environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(local)}
             # Each leads a session, and so a process group, for `_kill`.
-            processes[rank] = (warm and warm.fork(environment)) or subprocess.Popen(
+            processes[rank] = (warm and warm.fork(environment, signals)) or subprocess.Popen(
                 command, env=environment, start_new_session=True
             )
         store = store or _open_store(place)  # imports torch, while ranks do

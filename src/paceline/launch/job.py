@@ -13,7 +13,7 @@ import psutil
 
 from paceline.base.process import has_launcher, start_ticks
 
-JOB, ATTEMPT = "PACELINE_JOB", "PACELINE_ATTEMPT"
+JOB = "PACELINE_JOB"
 
 
 def job_name(given: str, command: str) -> str | None:

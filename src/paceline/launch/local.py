@@ -17,12 +17,12 @@ import psutil
 
 from paceline.base.errors import UserError
 from paceline.base.net import LOOPBACK, listen, require_loopback
-from paceline.base.process import LAUNCHER, STATUS_FOLDER, Status, end_path, read_statuses
+from paceline.base.process import ATTEMPT, LAUNCHER, STATUS_FOLDER, Status, read_statuses, say
 from paceline.launch import warm
 from paceline.launch.attempt import Grace, Order, Place, run_attempt
 from paceline.launch.attempts import Attempts
 from paceline.launch.ends import Ends
-from paceline.launch.job import ATTEMPT, JOB
+from paceline.launch.job import JOB
 from paceline.launch.restarts import Records
 from paceline.launch.signals import StopSignals
 from paceline.launch.warm import WarmServer
@@ -66,6 +66,8 @@ def open_ranks(
     require_loopback()
     if address and (name := _interface_of(address)):
         if address == LOOPBACK:  # a variable that is exported for several hosts would open ports to them
+            if (given := os.environ.get("GLOO_SOCKET_IFNAME", name)) != name:
+                say(f"warning: GLOO_SOCKET_IFNAME is {given}; ranks of one host use {name}, or --parallel.interface")
             os.environ["GLOO_SOCKET_IFNAME"] = name
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -95,7 +97,7 @@ class HostRanks:
     def run(self, place: Place, order: Callable[[], Order] = lambda: "") -> tuple[dict[int, Status], dict[int, int]]:
         """Runs one attempt here; none of its processes remains. Returns the ranks' reports, and their exit statuses.
         order: see `run_attempt`. Raises UserError if the run folder cannot be written."""
-        statuses = self._make_folder(place)
+        statuses = self._make_folder()
         os.environ[STATUS_FOLDER], os.environ[ATTEMPT] = str(statuses.absolute()), str(place.attempt)
         self.grace, job = Grace(self._grace_s, self.folder / "checkpoints"), os.environ[JOB]
         exits = run_attempt(place, self._command, job, self._signals, statuses, self.grace, order, self._server)
@@ -117,15 +119,12 @@ class HostRanks:
 
         return Attempts(run_once, records, self.folder, max_restarts, self._grace_s, self._signals).run()
 
-    def _make_folder(self, place: Place) -> Path:
-        """Returns the folder in which ranks report their ends, without the reports of an earlier attempt. Raises
-        UserError if it cannot be written."""
+    def _make_folder(self) -> Path:
+        """Returns the folder in which ranks report their ends. Raises UserError if it cannot be written."""
         folder = self.folder / "ranks"
         try:
             for made in (self.folder, folder):
                 made.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for rank in place.own_ranks:
-                end_path(folder, rank).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"cannot write in {folder}, where ranks report their ends: {error.strerror}") from None
         return folder

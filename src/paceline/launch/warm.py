@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from paceline.base.process import die_with_parent
+from paceline.launch.signals import StopSignals
 
+_LOOK_EVERY_S = 0.05
 _ADOPTED_S = 10.0  # for a rank to become the launcher's child; it takes a millisecond
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 
@@ -74,16 +77,20 @@ class WarmServer:
                 (*server, *command[2:]), pass_fds=[theirs.fileno()], start_new_session=True
             )
         with ours:
+            self._descriptor = ours.fileno()  # open as long as the connection
             self._connection: IO[str] = ours.makefile("rw")
 
-    def fork(self, environment: Mapping[str, str]) -> WarmRank | None:
+    def fork(self, environment: Mapping[str, str], signals: StopSignals) -> WarmRank | None:
         """Returns a rank with this environment, in a session of its own; None if the server is gone. Waits until the
-        server has imported its modules."""
+        server has imported its modules, or a stop signal comes."""
         self._reap()
         request = {"environment": dict(environment), "launcher": os.getpid()}
         try:
             self._connection.write(json.dumps(request) + "\n")
             self._connection.flush()
+            while not select.select([self._descriptor], [], [], _LOOK_EVERY_S)[0]:
+                if signals.first is not None:  # it imports from a slow disk, or is stopped
+                    self._process.kill()  # and with it a rank that would come too late
             answer = self._connection.readline()
         except OSError:  # the server was killed
             return None
