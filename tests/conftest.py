@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import os
 import shutil
 import signal
@@ -98,13 +99,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def _compute_once() -> None:
     """What each run and each command would do again in the same process."""
-    import tyro._docstrings
-
     from paceline.world import processor
 
     processor._KNOWN_BUDGET_S = 0.0  # measure this machine's peak
-    source = tyro._docstrings._ClassTokenization
-    source.make = functools.cache(source.make)  # read the source of each dataclass
+    inspect.getsource = functools.cache(inspect.getsource)  # tyro reads that of each dataclass
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,11 +9,12 @@
 The command, a script or torchrun is forked from the server of ranks.py, which has imported torch, where that makes no
 difference to it, and the ranks that it starts are forked from it: importing torch takes 1.5 s of a core. All processes
 that descend from it are found by their session or by a mark in their environment: ranks have sessions of their own and,
-once their launcher is dead, another parent.
+once their launcher is dead, another parent. The mark also names the file in which forked processes note themselves.
 """
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -35,7 +36,7 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import psutil
 from namespaces import Host
@@ -44,7 +45,7 @@ from ranks import FORKS
 from paceline.launch import attempt, warm
 from paceline.tools.bench import runs
 
-_MARK = "PACELINE_TEST_MARK"
+MARK = "PACELINE_TEST_MARK"
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 # The run of the laws: 40 steps of 12 sequences in micro-batches of 2, float32, replicas compared after every step.
 # One thread a rank, also of torchrun's: two wait for each other by spinning; on busy cores a step of 0.1 s took 4 s.
@@ -88,11 +89,12 @@ class Program:
         host: Host | None = None,
     ):
         """host: on which it runs."""
-        self.mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _WORLD}
         self._out, self._err, self._ranks = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
+        fcntl.fcntl(self._ranks, fcntl.F_SETFL, os.O_APPEND)  # processes of other hosts open it anew
+        self.mark = f"{uuid.uuid4().hex} /proc/{os.getpid()}/fd/{self._ranks.fileno()}"
         self.started = time.monotonic()
-        environment = {**inherited, _MARK: self.mark, **(env or {})}
+        environment = {**inherited, MARK: self.mark, **(env or {})}
         words = (*command, *arguments)
         self.process: subprocess.Popen[bytes] | Fork
         if _can_be_forked(words, env or {}):
@@ -154,7 +156,7 @@ class Program:
     def wait_until_gone(self, deadline_s: float = 60.0) -> float:
         """Returns the seconds until no process of the command lived; fails past the deadline."""
         began = time.monotonic()
-        while self.pids():
+        while self.process.poll() is None or self.pids():  # forked, it is seen once it leads a session
             if time.monotonic() - began > deadline_s:
                 raise AssertionError(f"still there after {deadline_s} s: {self.pids()}\n{self._said()}")
             time.sleep(0.02)
@@ -182,7 +184,7 @@ class Program:
         for process in psutil.process_iter():
             with contextlib.suppress(*_GONE):
                 env, session = process.environ(), str(os.getsid(process.pid))
-                is_ours = env.get(_MARK) == self.mark or session in forked or session == str(self.pid)
+                is_ours = env.get(MARK) == self.mark or session in forked or session == str(self.pid)
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     warm_rank = process.name().partition("paceline-r")[2]
                     found.append((process.pid, forked.get(str(process.pid), env.get("RANK") or warm_rank)))
@@ -245,15 +247,21 @@ def _can_be_forked(words: Sequence[str], env: Mapping[str, str]) -> bool:
 def _be_the_command(
     words: Sequence[str], env: dict[str, str], cwd: Path | str, streams: list[Any], host: Host | None
 ) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     if host:
         host.enter()
     os.chdir(cwd)
-    for standard, file in enumerate([os.open(os.devnull, os.O_RDONLY), *(stream.detach() for stream in streams[:2])]):
+    out, err, ranks = (stream.detach() for stream in streams)
+    be_forked(words, env, [os.open(os.devnull, os.O_RDONLY), out, err], ranks)
+
+
+def be_forked(words: Sequence[str], env: dict[str, str], streams: Sequence[int], ranks: int) -> None:
+    """In a fork of the server: runs what `python WORDS` runs, with these standard streams; what it starts is forked,
+    and notes itself in the file `ranks`."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    for standard, file in enumerate(streams):
         os.dup2(file, standard)
     _open_standard_streams()
-    ranks = streams[2].detach()
     os.write(ranks, f"{os.getpid()} {env.get('RANK', '')}\n".encode())
 
     def popen(command: Sequence[str], env: dict[str, str], start_new_session: bool = True) -> Fork:
@@ -280,7 +288,13 @@ def _be_the_command(
         Popen=popen_of_bench, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
     SubprocessHandler._popen = lambda self, args, env: popen(args, env)  # type: ignore[method-assign]
+    os.execve = _become
     _be(words, env)
+
+
+def _become(_: str, command: Sequence[str], env: dict[str, str]) -> NoReturn:
+    _be(command[1:], env)
+    sys.exit()
 
 
 def _open_standard_streams() -> None:
@@ -310,7 +324,8 @@ def _be_a_rank(words: Sequence[str], env: dict[str, str], ranks: int) -> None:
 
 def _be(words: Sequence[str], env: dict[str, str]) -> None:
     """Runs what `python WORDS` runs, in a session of its own."""
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     gc.freeze()  # what the server imported (see ranks.py)
     os.environ.clear()
     os.environ.update(env)

@@ -1,14 +1,28 @@
-"""Two hosts with a real sshd each, and keys made for them: OpenSSH's, as root, on network namespaces."""
+"""Two hosts with a real sshd each, and keys made for them: OpenSSH's, as root, on network namespaces.
+
+Python on a host imports torch for its launcher and for each rank: 3 s of a core each. With `--python` and `warm_python`
+the agent is a fork of the server of ranks.py instead, with the namespaces, streams and environment that sshd gave it,
+and so are the command that it becomes and its ranks.
+"""
 
 import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
 import shutil
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import namespaces
+from program import MARK, be_forked
+from ranks import FORKS
 
 SSHD = "/usr/sbin/sshd"
 _SSHD_CONFIG = """\
@@ -42,6 +56,24 @@ Host *
 Host a b locked
   HostKeyAlias known
 """
+_AGENT = "paceline.launch.agent"
+# Sends what it is to the server of agents, waits, and ends as the agent ended.
+_WARM_PYTHON = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+if sys.argv[1:3] != ["-m", "{agent}"]:
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect("{address}")
+    request = [os.getpid(), sys.argv[1:], dict(os.environ), os.getcwd()]
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    status = int(server.recv(16) or b"1")
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+_NAMESPACES = ("net", "uts", "mnt")
+_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
@@ -71,6 +103,10 @@ class SshHosts:
     def ssh(self) -> str:
         return f"ssh -F {self.folder}/ssh_config"
 
+    @property
+    def warm_python(self) -> str:
+        return str(self.folder / "python")
+
 
 @contextlib.contextmanager
 def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
@@ -86,6 +122,7 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
         (folder / "ssh_config").write_text(_SSH_CONFIG.format(folder=folder, addresses=addresses))
         Path("/run/sshd").mkdir(exist_ok=True)
         found = SshHosts(hosts, folder, {})
+        stack.enter_context(_server_of_agents(found))
         found.disk.mkdir()
         for number, host in enumerate(hosts):
             found.disk_of(number).mkdir()
@@ -99,6 +136,57 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
             _wait_for(hosts[0].inside(*found.ssh.split(), name, "true"))
         yield found
 
+
+@contextlib.contextmanager
+def _server_of_agents(pair: SshHosts) -> Iterator[None]:
+    address, script = str(pair.folder / "agents"), Path(pair.warm_python)
+    script.write_text(_WARM_PYTHON.format(python=sys.executable, agent=_AGENT, address=address))
+    script.chmod(0o755)
+    server = FORKS.Process(target=_serve_agents, args=(address,))
+    server.start()
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.join()
+
+
+def _serve_agents(address: str) -> None:
+    """Forks a process for each request, which waits for the agent."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        listener.settimeout(0.1)
+        waiting: list[BaseProcess] = []
+        while True:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                waiting.append(_FORK.Process(target=_wait_for_agent, args=(connection,)))
+                waiting[-1].start()
+                connection.close()
+            waiting = [process for process in waiting if process.exitcode is None]
+
+
+def _wait_for_agent(connection: socket.socket) -> None:
+    message, streams, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    agent = _FORK.Process(target=_be_an_agent, args=(*json.loads(message), streams))
+    agent.start()
+    for stream in streams:
+        os.close(stream)
+    agent.join()
+    with contextlib.suppress(OSError):  # who waits for it was killed
+        connection.send(str(agent.exitcode).encode())
+
+
+def _be_an_agent(caller: int, words: list[str], env: dict[str, str], cwd: str, streams: Sequence[int]) -> None:
+    """caller: the pid of a process in the namespaces that this one enters."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in [os.open(f"/proc/{caller}/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
+    os.chdir(cwd)
+    be_forked(words, env, streams, os.open(env[MARK].split()[1], os.O_WRONLY | os.O_APPEND))
 
 def _wait_for(command: tuple[str, ...]) -> None:
     deadline = time.monotonic() + 60

@@ -67,9 +67,9 @@ def last(folder: Path) -> tuple[int, int]:
 
 def started(pair: SshHosts, on: int, run_name: str, *flags: str) -> Program:
     """`paceline launch` on host number `on`."""
-    launch = ("launch", "--ssh", pair.ssh, "--hosts", "a:1,b:1", "--min-hosts", "1", "--chdir", str(pair.disk))
-    env = {"PACELINE_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
-    return Program(*launch, "--", "train", *FLAGS, *flags, "--out", run_name, host=pair.hosts[on], env=env)
+    launch = ("launch", "--ssh", pair.ssh, "--python", pair.warm_python, "--hosts", "a:1,b:1", "--min-hosts", "1")
+    train = ("--chdir", str(pair.disk), "--", "train", *FLAGS, *flags, "--out", run_name)
+    return Program(*launch, *train, host=pair.hosts[on], env={"PACELINE_FAULTS": PACE})
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:

@@ -54,7 +54,8 @@ def test_a_pause_of_10_s_harms_nothing(pair: SshHosts, straight: list[float], wa
 @pytest.mark.long
 def test_a_run_whose_launcher_is_lost_ends_saved_and_goes_on_from_there(pair: SshHosts, straight: list[float]) -> None:
     """Each host has its own disk; a signal stops the second launch. Mutation: ranks are killed with the launcher."""
-    launch = ("launch", "--ssh", pair.ssh, "--hosts", "a:1,b:1", "--chdir", str(pair.disk), "--", "train", *FLAGS)
+    hosts = ("--ssh", pair.ssh, "--python", pair.warm_python, "--hosts", "a:1,b:1", "--chdir", str(pair.disk))
+    launch = ("launch", *hosts, "--", "train", *FLAGS)
     folders = [pair.disk_of(number) / "run" for number in (0, 1)]
     for end in ("kill", "terminate", ""):
         with Program(*launch, "--out", "run", "--resume", "auto", host=pair.hosts[0]) as program:

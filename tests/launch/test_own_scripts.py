@@ -81,9 +81,9 @@ def test_two_hosts_train_by_a_script(
     """Each host has a disk of its own: the one without rank 0 gets copies of checkpoints. Mutation: --nproc goes to the
     script."""
     folder = pair.disk / tmp_path.name
-    flags = ("--out", str(folder), "--max-restarts", "1", "--start", "warm")
+    flags = ("--out", str(folder), "--max-restarts", "1")
     script = ("train", *flags, "--", str(SCRIPT), str(folder), fault)
-    options = ("--ssh", pair.ssh, "--hosts", "a:1,b:1", "--chdir", str(pair.disk))
+    options = ("--ssh", pair.ssh, "--python", pair.warm_python, "--hosts", "a:1,b:1", "--chdir", str(pair.disk))
     with Program("launch", *options, "--", *script, host=pair.hosts[0]) as program:
         ended = program.wait().require(status)
         program.wait_until_gone()
