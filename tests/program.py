@@ -52,7 +52,7 @@ _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 TINY = ("--preset", "tiny", "--parallel.check-every", "1", "--train.sample-tokens", "0", "--parallel.threads", "1")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _COMMAND = (sys.executable, "-m", "paceline")
-# Beginnings of environment variables that Python or torch read once: with them the command is no fork.
+# Beginnings of environment variables that Python or torch read once: with one that has a value, the command is no fork.
 # ATEN_CPU_CAPABILITY, MKL_CBWR and ONEDNN_MAX_CPU_ISA are read by a process's first operation, which is in the fork.
 _READ_AT_START = ("CUDA", "GLIBC", "LD_", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV")
@@ -238,7 +238,8 @@ class Fork:
 
 def _can_be_forked(words: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether it is Python with a script or a module known here, and a variable of its own is not read too early."""
-    if words[0] != sys.executable or any(n.startswith(_READ_AT_START) and not n.startswith(_READ_LATER) for n in env):
+    early = [name for name, value in env.items() if value and name.startswith(_READ_AT_START)]
+    if words[0] != sys.executable or any(not name.startswith(_READ_LATER) for name in early):
         return False
     first, second, *_ = [word for word in words[1:] if word != "-u"] + ["", ""]
     return first.endswith(".py") or (first == "-m" and second in (_COMMAND[-1], TORCHRUN[-1]))
@@ -343,6 +344,9 @@ def _be(words: Sequence[str], env: dict[str, str]) -> None:
             importlib.import_module(words[1]).main()  # run_module warns of one that is imported
         else:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # which a forked process leaves out
 

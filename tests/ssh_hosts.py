@@ -188,6 +188,7 @@ def _be_an_agent(caller: int, words: list[str], env: dict[str, str], cwd: str, s
     os.chdir(cwd)
     be_forked(words, env, streams, os.open(env[MARK].split()[1], os.O_WRONLY | os.O_APPEND))
 
+
 def _wait_for(command: tuple[str, ...]) -> None:
     deadline = time.monotonic() + 60
     while subprocess.run(command, capture_output=True, check=False).returncode:

@@ -155,7 +155,7 @@ def test_who_reads_beside_a_run_gets_one_checkpoint_whole_however_fast_they_go(t
     done = threading.Event()
 
     def go_on() -> None:
-        for step in range(2, 14):
+        for step in range(2, 9):
             keep(tmp_path, step, keep=2)
         done.set()
 

@@ -46,7 +46,7 @@ def _pretended() -> None:
         ("gpt2-124m", "ddp", 8, 1, 3, FP16),
         ("gpt2-124m", "naive", 2, 1, 1, BF16),
         ("gpt2-124m-modern", "zero", 8, 1, 0, BF16),  # a rank without a micro-batch
-        ("gpt2-124m-modern", "fsdp", 4, 2, 2, BF16),
+        pytest.param("gpt2-124m-modern", "fsdp", 4, 2, 2, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m", "hsdp", 8, 2, 1, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m", "ddp", 8, 12, 2, BF16, marks=pytest.mark.long),
         pytest.param("gpt2-124m-modern", "zero", 8, 4, 2, BF16, marks=pytest.mark.long),

@@ -440,7 +440,7 @@ def test_a_separator_that_overlaps_itself_is_found_alike_wherever_parts_are_cut(
             assert documents(sources, size, separator=separator) == expected
 
 
-@pytest.mark.parametrize("part_bytes", [1, 20, 1000, 40_000])
+@pytest.mark.parametrize("part_bytes", [pytest.param(1, marks=pytest.mark.long), 20, 1000, 40_000])
 def test_a_long_text_has_the_same_slices_wherever_parts_are_cut(tmp_path: Path, part_bytes: int) -> None:
     """Also where it has no space for longer than a slice (mutation: cut a part at any byte). The tokens of a slice are
     those of the text; so are those of a part."""

@@ -48,15 +48,13 @@ def test_every_page_has_its_scripts_but_the_one_of_a_patch() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("page", SCRIPTS)
 def test_both_scripts_of_a_page_print_the_same_losses(page: str, tmp_path: Path) -> None:
-    one, two, three = (losses(tmp_path / f"after-{ranks}", side(page, "+"), ranks) for ranks in (1, 2, 3))
+    one, two = (losses(tmp_path / f"after-{ranks}", side(page, "+"), ranks) for ranks in (1, 2))
     assert len(one) > 10
     assert two == pytest.approx(one, abs=1e-4)
-    assert three == pytest.approx(one, abs=1e-4)
     library = SCRIPTS[page][0]
     if importlib.util.find_spec(NEEDS.get(library, library)):
-        before = losses(
-            tmp_path / "before", side(page, "-"), RANKS_BEFORE.get(page, 2), ACCELERATE_USE_CPU="true", **COLD
-        )
+        env = {} if library == "torch.distributed" else {"ACCELERATE_USE_CPU": "true", **COLD}
+        before = losses(tmp_path / "before", side(page, "-"), RANKS_BEFORE.get(page, 2), **env)
         assert before == pytest.approx(one, abs=1e-4)
 
 

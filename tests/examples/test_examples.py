@@ -77,7 +77,7 @@ def test_documents_show_the_diff_of_the_files(name: str, document: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "words", "env", "num_losses"),
-    [("toy", ["loss"], {}, 100), ("gpt", ["training", "validation"], {"STEPS": "16", "EVAL_EVERY": "4"}, 8)],
+    [("toy", ["loss"], {}, 100), ("gpt", ["training", "validation"], {"STEPS": "8", "EVAL_EVERY": "2"}, 8)],
     ids=PAIRS,
 )
 def test_the_script_of_before_and_any_number_of_ranks_give_one_curve(

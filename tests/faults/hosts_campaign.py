@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from program import TINY, Program, losses, run, steps
 from ssh_hosts import SshHosts, ssh_hosts
 
-STEPS, EVERY, TOLERANCE = 160, 20, 1e-4
+STEPS, EVERY, TOLERANCE = 80, 20, 1e-4
 WAYS = ("kill", "power", "cable", "sleep", "coordinator")
 SLEEPS = ("sleep", "coordinator")
-PACE = "rank=0 step=1 phase=data kind=sleep seconds=0.04 times=1000 attempt=any"  # else it would end before the return
+PACE = "rank=0 step=1 phase=data kind=sleep seconds=0.1 times=1000 attempt=any"  # else it would end before the return
 FLAGS = (*TINY, "--train.device-batch-size", "6", "--train.steps", str(STEPS), "--checkpoint.every", str(EVERY))
 _DEADLINE_S = 180.0
 

@@ -5,6 +5,7 @@ the original and in the port alike, by `settings`.
 """
 
 import importlib.util
+import pickle
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def port_to(folder: Path, name: str) -> Path:
         (folder / "data" / "toy").mkdir(parents=True)
         for part, size in (("train", 4000), ("val", 400)):
             (np.arange(size) * 7 % 61).astype(np.uint16).tofile(folder / "data" / "toy" / f"{part}.bin")
+        (folder / "data" / "toy" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 64}))
     return script
 
 

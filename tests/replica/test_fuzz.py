@@ -8,7 +8,7 @@ weights, a save that does not wait for its copy, a restored position that is not
 import fuzz
 import pytest
 
-SHORT, LONG = 6, 60  # cases in one set of ranks
+SHORT, LONG = 6, 30  # cases in one set of ranks
 
 
 @pytest.mark.parametrize(("first", "num_cases"), [(0, SHORT), pytest.param(SHORT, LONG, marks=pytest.mark.long)])

@@ -48,6 +48,7 @@ def test_a_flipped_bit_fails_the_row_on_replicas_and_keeps_what_shows_it(tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_rank_that_computes_something_else_fails_the_row_on_the_curve(tmp_path: Path) -> None:
     """No update in step 5, agreed by all ranks: replicas stay equal, a resume repeats it, and one process knows no such
     thing."""

@@ -6,12 +6,13 @@ import pytest
 from blocks import run_blocks
 
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "learn"
-LONG = {"ddp", "counting-bytes"}  # start worlds of processes
+# These start worlds of processes; the second, 18 s of a core, runs at night, as the commands of most pages do.
+LONG = {"ddp": [pytest.mark.long], "counting-bytes": [pytest.mark.long, pytest.mark.nightly]}
 
 
 def cases() -> list[object]:
     pages = sorted(page for page in PAGES.glob("*.md") if "```python" in page.read_text())
-    return [pytest.param(page, id=page.stem, marks=[pytest.mark.long] * (page.stem in LONG)) for page in pages]
+    return [pytest.param(page, id=page.stem, marks=LONG.get(page.stem, [])) for page in pages]
 
 
 @pytest.mark.parametrize("page", cases())

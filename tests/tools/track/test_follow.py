@@ -239,7 +239,8 @@ def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(t
     out = tmp_path / "run"
     with a_used_port() as port:
         to = f"tensorboard,{MISSING[0]},prometheus"
-        flags = ("--train.steps", "6", "--train.sample-tokens", "0", "--track.prometheus-port", str(port))
+        flags = ("--train.steps", "6", "--train.eval-sequences", "8", "--train.device-batch-size", "12")
+        flags = (*flags, "--train.sample-tokens", "0", "--track.prometheus-port", str(port))
         with Program("train", "--preset", "tiny", "--out", str(out), "--track.to", to, *flags) as program:
             program.wait().require()
             program.wait_until_gone(DEADLINE_S)  # on a busy machine the follower ends after training
