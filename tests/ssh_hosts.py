@@ -152,13 +152,14 @@ def _server_of_agents(pair: SshHosts) -> Iterator[None]:
 
 
 def _serve_agents(address: str) -> None:
-    """Forks a process for each request, which waits for the agent."""
+    """Forks a process for each request, which waits for the agent. Ends with the server of ranks, if nobody ends it."""
+    parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         listener.settimeout(0.1)
         waiting: list[BaseProcess] = []
-        while True:
+        while os.getppid() == parent:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
                 waiting.append(_FORK.Process(target=_wait_for_agent, args=(connection,)))
