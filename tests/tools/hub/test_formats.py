@@ -410,19 +410,20 @@ def make_index(folder: Path, **weight_map: str) -> None:
 
 WTE, C_ATTN = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
-ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0}
+ROPE = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 8.0}
 REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("llama", lambda f: edit(f, model_type="mistral"), "model_type is 'mistral'; paceline imports gpt2, llama, qwen3"),
     ("llama", lambda f: edit(f, model_type=[]), r"model_type is \[\]; paceline imports"),
-    ("llama", lambda f: edit(f, rope_parameters=ROPE), "rope_parameters is .*llama3"),
-    ("llama", lambda f: edit(f, rope_parameters=None, rope_scaling={"type": "linear"}), "rope_scaling is .*linear"),
+    ("llama", lambda f: edit(f, rope_parameters=ROPE), "rope_parameters is .*dynamic"),
+    ("llama", lambda f: edit(f, rope_parameters=None, rope_scaling={"type": "linear"}), "rope_type'='linear'"),
     ("llama", lambda f: edit(f, rope_parameters={"full_attention": PLAIN}), "rope_parameters differs by layer"),
-    ("llama", lambda f: edit(f, rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
+    ("llama", lambda f: edit(f, rope_parameters={"partial_rotary_factor": 0.5}), "is {'partial_rotary_factor': 0.5"),
     ("llama", lambda f: edit(f, attention_bias=True), "attention_bias is True.*must be False"),
     ("llama", lambda f: edit(f, mlp_bias=True), "mlp_bias is True"),
     ("llama", lambda f: edit(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
     ("llama", lambda f: edit(f, head_dim=16), "head_dim is 16"),
-    ("llama", lambda f: edit(f, hidden_size="32"), "hidden_size is '32'"),
+    ("llama", lambda f: edit(f, hidden_size="32"), "'hidden_size' expected int, got str"),
+    ("llama", lambda f: edit(f, max_position_embeddings=0), "max_position_embeddings is 0; it must be above 0"),
     ("llama", lambda f: edit(f, num_key_value_heads=3), "config.json: model.n-kv-head is 3"),
     ("llama", lambda f: edit(f, num_hidden_layers=1), r"has, and .* has not, model\.layers\.1\.input_layernorm"),
     ("llama", lambda f: edit(f, num_hidden_layers=3), r"lacks model\.layers\.2\..* and 4 more; nothing was imported"),
@@ -439,9 +440,9 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("llama", lambda f: make_index(f, a="not.safetensors"), "not.safetensors cannot be read.*no such file"),
     ("qwen3", lambda f: edit(f, use_sliding_window=True), "use_sliding_window is True"),
     ("qwen3", lambda f: edit(f, layer_types=["full_attention", "sliding_attention"]), "layer_types is"),
-    ("qwen3", lambda f: edit(f, layer_types=3), "layer_types is 3"),
+    ("qwen3", lambda f: edit(f, layer_types=3), "config.json: .*'layer_types'"),
     ("gpt2", lambda f: edit(f, activation_function="relu"), "activation_function is 'relu'.*gelu_new.* or 'gelu'"),
-    ("gpt2", lambda f: edit(f, tie_word_embeddings="false"), "tie_word_embeddings is 'false'.*True or False"),
+    ("gpt2", lambda f: edit(f, tie_word_embeddings="false"), "'tie_word_embeddings' expected bool"),
     ("gpt2", lambda f: edit_tensors(f, lambda w: w.update({"score.weight": w[WTE].clone()})), "score.weight"),
     ("gpt2", lambda f: edit_tensors(f, lambda w: w.update({"wte.weight": w[WTE].clone()})), "has tensors twice"),
     ("gpt2", lambda f: edit_tensors(f, lambda w: w.pop(C_ATTN)), r"lacks h\.0\.attn\.c_attn\.weight"),
@@ -470,31 +471,29 @@ def test_what_would_not_be_the_same_model_is_refused_by_name_and_leaves_nothing(
 
 # Each gives other logits in transformers, beside whatever else the config says, and every tensor fits.
 OTHER_LOGITS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling is .*linear"),
-    ("llama", {"rope_scaling": {"rope_type": "default"}}, "rope_theta is 500 and rope_scaling.rope_theta is 10000"),
-    ("llama", {"rope_scaling": {**PLAIN, "rope_theta": 7.0}}, "rope_theta is 500 and rope_scaling.rope_theta is 7"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_parameters is .*linear"),
     ("llama", {"is_causal": False}, "is_causal is False"),
     ("qwen3", {"is_causal": False}, "is_causal is False"),
-    ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling is .*yarn"),
+    ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .*yarn"),
     (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0, "layer_types": None},
         "use_sliding_window is True",
     ),
     ("gpt2", {"is_causal": False}, "is_causal is False"),
-    ("gpt2", {"num_attention_heads": 2}, "n_head is 4 and num_attention_heads is 2; remove the wrong one"),
-    ("gpt2", {"num_hidden_layers": 1}, "n_layer is 2 and num_hidden_layers is 1"),
+    ("gpt2", {"num_hidden_layers": 1}, "has, and the model that its config describes has not, h.1.attn"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
 ]
-# And these do not, though their names may say so: transformers passes them over.
+# And these are no other model, or the other one that transformers makes of them, too.
 SAME_LOGITS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {}, "rope_scaling": {}, "rope_theta": 30.0}),
-    ("llama", {"rope_scaling": PLAIN, "rope_theta": 500.0}),
+    ("llama", {"rope_scaling": {"rope_type": "default"}}),
+    ("llama", {"rope_scaling": {**PLAIN, "rope_theta": 7.0}}),
     ("llama", {"rope_parameters": {"type": "default"}, "rope_theta": 30.0}),
     ("llama", {"head_dim": None, "sliding_window": 3, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}),
     ("qwen3", {"sliding_window": 3, "max_window_layers": 0}),
-    ("gpt2", {"n_inner": None, "reorder_and_upcast_attn": True, "rope_parameters": PLAIN, "num_attention_heads": 4}),
+    ("gpt2", {"n_inner": None, "reorder_and_upcast_attn": True, "rope_parameters": PLAIN, "num_attention_heads": 2}),
 ]
 
 

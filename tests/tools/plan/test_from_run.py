@@ -18,6 +18,7 @@ from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
 from paceline.tools.plan.from_run import device_of_rank, read_run
 from paceline.tools.plan.plan import Plan, plan
+from paceline.tools.plan.show import _facts
 from paceline.train.loop import train
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
@@ -133,17 +134,33 @@ def test_a_run_that_shows_too_little_is_refused(changed: dict[str, Any], says: s
 def test_damaged_rows_and_idle_ranks_are_refused(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run", plan(CONFIG, TWO, DEVICE))
     text = (path / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     for name, value, says in (
         ("rank_forward_ms", [1], "damaged rows"),
+        ("rank_forward_ms", [0, 0], "damaged rows"),
+        ("step_ms", -5.0, "damaged rows"),
+        ("tokens_per_s", 1e300, "damaged rows"),
         ("rank_sequences", [24, 0], "computed nothing"),
     ):
-        lines = [json.loads(line) for line in text.splitlines()]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row | {name: value}) + "\n" for row in lines[:-1]))
-        with (path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(lines[-1] if name == "rank_forward_ms" else lines[-1] | {name: value}) + "\n")
+        last = lines[-1] | ({} if value == [1] else {name: value})  # or lists of different lengths
+        changed = [*(row | {name: value} for row in lines[:-1]), last]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
         read_run.cache_clear()
         with pytest.raises(UserError, match=says):
             read_run(path)
+
+
+def test_without_a_known_peak_a_plan_says_nothing_of_mfu(tmp_path: Path) -> None:
+    """Finds "MFU 0.0%", and numpy's warning about rows that have none."""
+    path = recorded(tmp_path / "run", plan(CONFIG, TWO, DEVICE))
+    rows = [json.loads(line) | {"mfu": None} for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_run(path)
+    planned = plan(CONFIG, found.cluster, found.device)
+    assert planned.mfu is None
+    assert "MFU" not in str(_facts(planned))
+    auto = plan(CONFIG.replace("model", size="auto").replace("train", time_budget=9.0, steps=0), TWO, found.device)
+    assert auto.tokens_per_s > 0
 
 
 def test_the_command_plans_other_worlds_on_the_machines_of_a_run(tmp_path: Path) -> None:

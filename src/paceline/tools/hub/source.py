@@ -16,14 +16,12 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from paceline.base.errors import UserError
 from paceline.data.hub import message
-from paceline.data.tokenizer import DOCUMENT_TOKENS, FILE, Tokenizer
+from paceline.data.tokenizer import FILE, Tokenizer
 from paceline.model.config import ModelConfig
 from paceline.tools.hub import tensors
 from paceline.tools.hub.configs import read_config
@@ -139,22 +137,14 @@ def _read_tokenizer(folder: Path, model: ModelConfig) -> tuple[Tokenizer | None,
 
 
 def _from_merges(folder: Path) -> Tokenizer:
-    """Returns GPT-2's tokenizer from the two files of older formats."""
+    """Returns the tokenizer of the two files of older formats, as transformers makes it."""
+    from transformers import GPT2Tokenizer  # it has read the config already
+
     try:
-        model = models.BPE.from_file(str(folder / _VOCAB), str(folder / _MERGES))
-    except Exception as error:  # the library raises plain Exception
+        made = GPT2Tokenizer.from_pretrained(str(folder), local_files_only=True)
+        return Tokenizer(made.backend_tokenizer.to_str(pretty=True))
+    except Exception as error:  # of the library, or of the files
         raise UserError(f"{folder / _VOCAB} and {_MERGES} cannot be read: {error}") from None
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.ByteLevel(trim_offsets=False)
-    special = set(DOCUMENT_TOKENS)
-    if (folder / _SPECIAL).is_file():
-        for value in _read_json(folder / _SPECIAL).values():
-            token = value.get("content") if isinstance(value, dict) else value
-            special |= {token} if isinstance(token, str) else set()
-    made.add_special_tokens(sorted(token for token in special if made.token_to_id(token) is not None))
-    return Tokenizer(made.to_str(pretty=True))
 
 
 def _fetch(repository: str) -> Path:

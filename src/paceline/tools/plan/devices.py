@@ -34,7 +34,7 @@ class Device:
     name: str
     kind: Literal["cpu", "cuda"]
     dtype: str  # what train.dtype auto means
-    peak_flops_per_s: float
+    peak_flops_per_s: float  # inf: not known
     memory_bytes: float
     forward: Mapping[str, Rates]  # by family of models
     backward: Mapping[str, Rates]

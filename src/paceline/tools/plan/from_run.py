@@ -31,6 +31,8 @@ _LEAST_STEPS = 10  # behind a median
 _MOST_STEPS = 2000  # the last ones
 _LISTS = ("sequences", "forward_ms", "backward_ms", "optim_ms")  # by rank, of each row
 _NUMBERS = ("step_ms", "comm_ms", "data_ms", "other_ms", "tokens_per_s")
+_ABOVE_0 = ("step_ms", "tokens_per_s", "forward_ms", "backward_ms")  # where a rank computed anything
+_MOST_MS = 1e12  # 30 years; also tokens/s
 _SLOWEST, _FASTEST = 1e4, 1e13  # bytes a second of a link that is searched for
 _HALVINGS = 50
 _CPU_COPY_BYTES_PER_S = 2e9  # of digests and snapshots, which the records do not tell: this repository's machines
@@ -95,10 +97,13 @@ def _steady(path: Path, found: list[Row | None], start: Row) -> dict[str, Floats
         columns = {name: np.array([row[name] for row in chosen], dtype=float) for name in _NUMBERS}
         columns |= {name: np.array([row[f"rank_{name}"] for row in chosen], dtype=float) for name in _LISTS}
         columns["mfu"] = np.array([row["mfu"] or math.nan for row in chosen], dtype=float)
+        are_possible = all((np.abs(values) < _MOST_MS).all() for name, values in columns.items() if name != "mfu")
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path} has damaged rows, or rows of another paceline; train 20 steps again") from None
-    if not (columns["sequences"] > 0).all():
+        are_possible = False
+    if are_possible and not (columns["sequences"] > 0).all():
         raise UserError(f"{path} has ranks that computed nothing, so their speed is not known; train a larger batch")
+    if not are_possible or not all((columns[name] > 0).all() for name in _ABOVE_0):
+        raise UserError(f"{path} has damaged rows, or rows of another paceline; train 20 steps again")
     return columns
 
 
@@ -145,7 +150,8 @@ class _Reader:
         return self._linked(settings, cluster, device)
 
     def _facts(self) -> dict[str, Any]:
-        num_steps, mfu = len(self.steps["step_ms"]), float(np.nanmedian([*self.steps["mfu"], math.nan]))
+        num_steps, mfus = len(self.steps["step_ms"]), self.steps["mfu"]
+        known_mfus = mfus[np.isfinite(mfus)]  # none where the processor's peak is not known
         flops = cost.flops_per_token(self.config.model, self.config.data.seq_len)
         flops_per_s = flops * float(np.median(self.steps["tokens_per_s"]))
         seconds = float(self.mean("data_ms") + self.mean("other_ms")) / 1e3
@@ -153,7 +159,9 @@ class _Reader:
         return {
             "name": str(self.ranks[0]["processor"]),
             "dtype": self.config.train.dtype,
-            "peak_flops_per_s": flops_per_s / mfu / len(self.hosts) if mfu > 0 else math.inf,
+            "peak_flops_per_s": flops_per_s / float(np.median(known_mfus)) / len(self.hosts)
+            if (known_mfus > 0).any()
+            else math.inf,
             "memory_bytes": min(float(each["free_bytes"]) for each in self.ranks),
             "inner_latency_s": _INNER_LATENCY_S,
             "inner_bytes_per_s": _FASTEST,

@@ -55,10 +55,15 @@ class Plan:
         return self.settings.tokens_per_step / self.step_s
 
     @property
-    def mfu(self) -> float:
+    def flops_per_s(self) -> float:
         config = self.settings.config
-        flops = self.tokens_per_s * cost.flops_per_token(config.model, config.data.seq_len)
-        return flops / (self.device.peak_flops_per_s * self.cluster.num_ranks)
+        return self.tokens_per_s * cost.flops_per_token(config.model, config.data.seq_len)
+
+    @property
+    def mfu(self) -> float | None:
+        """None where the device's peak is not known."""
+        most = self.device.peak_flops_per_s * self.cluster.num_ranks
+        return None if math.isinf(most) else self.flops_per_s / most
 
     @property
     def efficiency_frac(self) -> float:
@@ -93,8 +98,7 @@ def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", v
     facts = rank_facts(config, cluster, device)
     flops_per_s = 0.0
     if config.model.size == "auto":  # a run times the given shape, too
-        given = plan(config.replace("model", size="given"), cluster, device, vocab_size=vocab_size)
-        flops_per_s = given.mfu * device.peak_flops_per_s * cluster.num_ranks
+        flops_per_s = plan(config.replace("model", size="given"), cluster, device, vocab_size=vocab_size).flops_per_s
     settings = resolve(config, vocab_size or config.data.expected_vocab, facts, flops_per_s)
     if config.parallel.shares == "auto":  # a run comes to shares in proportion to the speeds
         speeds = [cluster.speed(rank) for rank in range(cluster.num_ranks)]

@@ -53,7 +53,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("batch", f"{batch.global_batch_size} sequences of {config.data.seq_len} tokens, in micro-batches of up to "
                   f"{batch.device_batch_size}"),
         ("memory", _fits_text(plan)),
-        ("speed", f"{units.count(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}"),
+        ("speed", f"{units.count(plan.tokens_per_s)} tokens/s" + (f", MFU {plan.mfu:.1%}" if plan.mfu else "")),
         ("efficiency", f"{plan.efficiency_frac:.1%} of {_ALONE}"),
         ("bound by", f"{plan.bound} of a step"),
         ("the run", _run_text(plan)),
@@ -92,7 +92,7 @@ def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
         "ranks": lambda plan: str(plan.cluster.num_ranks),
         "memory": lambda plan: units.size(sum(plan.memory.values())),
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
-        "MFU %": lambda plan: f"{100 * plan.mfu:.1f}",
+        "MFU %": lambda plan: f"{100 * plan.mfu:.1f}" if plan.mfu else "",
         "efficiency": lambda plan: f"{plan.efficiency_frac:.1%}",
         "run": lambda plan: units.duration(plan.seconds),
         "price": lambda plan: f"{plan.money:,.0f}",
@@ -134,7 +134,7 @@ _NUMBERS = ("label", "fits", "tokens_per_s", "mfu", "efficiency_frac", "goodput_
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns all numbers, with units in the names; null: infinite."""
+    """Returns all numbers, with units in the names; null: infinite, or not known."""
     path = plan.step.path
     return {
         **{name: getattr(plan, name) for name in _NUMBERS},
