@@ -75,6 +75,17 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     assert "cannot read" in here("runs", "nowhere", cwd=tmp_path).require(2).err
 
 
+def test_a_config_that_cannot_be_read_is_said_not_listed_as_none(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        made(tmp_path / name, 0.1)
+    (tmp_path / "c" / "config.toml").write_bytes(b"\xff[[")
+    said = here("runs", str(tmp_path), cwd=tmp_path).require().out
+    assert [line.partition(": ")[2] for line in said.splitlines() if line.startswith("c: ")][0].endswith(
+        "its config.toml could not be read"
+    )
+    assert "None" not in said
+
+
 def test_a_run_that_only_its_user_may_look_into_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mine", "theirs"):
         made(tmp_path / name, 0.1)

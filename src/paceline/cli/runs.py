@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> int:
     runs = _find(Path(parsed.folder))
     states = {path: read_state(RunFolder(path)) for path in runs}
     paths = sorted(runs, key=lambda path: states[path].updated_s)
-    settings = _differences({path: read_config(path / "config.toml") for path in paths})
+    configs = {path: read_config(path / "config.toml") for path in paths}
+    settings = _differences(configs)
     if parsed.json:
         print(json.dumps([_as_json(path, states[path], settings[path]) for path in paths], indent=2))
         return 0
@@ -55,14 +56,19 @@ def main(arguments: list[str]) -> int:
     shown.columns[0].overflow = "fold"  # a name is never cut
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(shown)
     texts = {
-        path: {name: _one_line(value) for name, value in settings[path].items() if not name.startswith("run.")}
+        path: {
+            name: _one_line(value)
+            for name, value in settings[path].items()
+            if value is not None and not name.startswith("run.")
+        }
         for path in paths
     }
     usual = _of_most(list(texts.values()))
     for path in paths:
         own = [f"{name} {value}" for name, value in texts[path].items() if value != usual.get(name)]
         more = [f"{len(own) - _SHOWN} more settings (--json)"] if len(own) > _SHOWN else []
-        facts = [states[path].why, *own[:_SHOWN], *more]
+        unread = "" if configs[path] else "its config.toml could not be read"
+        facts = [states[path].why, unread, *own[:_SHOWN], *more]
         if text := ", ".join(fact for fact in facts if fact):
             print(printable(f"{path.name}: {text}"))
     return 0

@@ -1,16 +1,18 @@
 """Whether a config fits the ranks of all hosts: batch, memory, network."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.base import units
 from paceline.config import Config
 from paceline.model import cost
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
-from paceline.train.resolve import Settings, resolve, sequence_bytes, state_bytes
+from paceline.tools.plan.schedule import num_shards
+from paceline.tools.plan.work import memory_bytes
+from paceline.train.resolve import Settings, resolve
 from paceline.world.facts import RankFacts
 
-_RANK_BYTES = 300 << 20  # of a rank before it has a model: torch, our libraries, buffers
 _MOST_OF_FREE = 0.8
 _MOST_SEND_S = 1.0
 
@@ -40,22 +42,28 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
 
 
 def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
-    config, micro = settings.config, settings.plan.device_batch_size
-    least = min(facts, key=lambda rank: rank.free_bytes)
-    by_strategy = state_bytes(config, len(facts), facts[0].num_gpus, on_cpu=least.device == "cpu")
-    state = by_strategy[config.parallel.strategy] + _RANK_BYTES
-    sequence = sequence_bytes(config, least)
+    """Judges by what `paceline plan` predicts of the rank that has the least memory."""
+    least, micro = min(facts, key=lambda rank: rank.free_bytes), settings.plan.device_batch_size
+    per_host = sum(rank.host == least.host for rank in facts)
+    shards = num_shards(settings.config.parallel.strategy, len(facts), per_host)
+
+    def needed(size: int) -> dict[str, float]:
+        plan = replace(settings.plan, device_batch_size=size, limits=())
+        return memory_bytes(replace(settings, plan=plan), least, len(facts), shards)
+
+    total = sum(needed(micro).values())
     seen = (
-        f"a rank takes {units.size(state)} and {units.size(micro * sequence)} of activations; {least.host} has "
-        f"{units.size(least.free_bytes)} for one"
+        f"a rank takes {units.size(total)}, {units.size(needed(micro)['activations'])} of them activations; "
+        f"{least.host} has {units.size(least.free_bytes)} for one"
     )
-    if state + sequence > least.free_bytes:
-        return failure(seen, "a smaller model, more ranks with --parallel.strategy fsdp, or fewer ranks a host")
-    if state + micro * sequence > least.free_bytes:
-        return failure(seen, f"--train.device-batch-size {int((least.free_bytes - state) // sequence)}")
-    if state + micro * sequence > _MOST_OF_FREE * least.free_bytes:
+    if total <= _MOST_OF_FREE * least.free_bytes:
+        return ok(seen)
+    if total <= least.free_bytes:
         return warning(f"{seen}: little room", f"--train.device-batch-size {max(1, micro // 2)}")
-    return ok(seen)
+    for size in range(micro - 1, 0, -1):
+        if sum(needed(size).values()) <= least.free_bytes:
+            return failure(seen, f"--train.device-batch-size {size}")
+    return failure(seen, "a smaller model, more ranks with --parallel.strategy fsdp, or fewer ranks a host")
 
 
 def _network(settings: Settings, num_ranks: int, bytes_per_s: float) -> Verdict:
