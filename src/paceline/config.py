@@ -27,6 +27,8 @@ HORIZONS = ("steps", "tokens", "tokens_per_param", "time_budget")  # of TrainCon
 ALTERNATIVES = (HORIZONS, ("global_batch_size", "global_batch_tokens"))
 # A given one takes the place of model.size auto.
 SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "global_batch_size", "global_batch_tokens")
+MOST_SEQUENCES = 1 << 20  # of a step or an evaluation: each micro-batch is an object in memory
+_ABOVE_ALL = 10**100  # whole numbers; a float holds none of 400 digits
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
 
 
@@ -100,6 +102,8 @@ class TrainConfig:
             least = -1 if item.name == "eval_every" else int(item.name in _AT_LEAST_1)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
                 raise UserError(f"train.{item.name.replace('_', '-')} is {value}; it must be at least {least}")
+        if self.eval_sequences > MOST_SEQUENCES:
+            raise UserError(f"train.eval-sequences is {self.eval_sequences}; it must be at most {MOST_SEQUENCES}")
         if len(self.horizons) != 1:
             raise UserError(
                 f"the horizon of training is given by {' and '.join(self.horizons) or 'nothing'}; give exactly one of "
@@ -276,11 +280,10 @@ def checked(where: str, kind: Any, value: Any) -> Any:
             near = nearest(str(value), map(str, choices))
             raise UserError(f"{where} is {value!r}{near}; it must be one of {', '.join(map(str, choices))}")
         return value
+    if isinstance(value, int) and abs(value) >= _ABOVE_ALL:
+        raise UserError(f"{where} has {len(str(value))} digits, more than a number here can have")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise UserError(f"{where} has {len(str(value))} digits, more than a number here can have") from None
+        return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{where} is {value!r}; it must be of type {kind.__name__}")
     return value

@@ -80,7 +80,7 @@ def test_a_config_that_cannot_be_read_is_said_not_listed_as_none(tmp_path: Path)
         made(tmp_path / name, 0.1)
     (tmp_path / "c" / "config.toml").write_bytes(b"\xff[[")
     said = here("runs", str(tmp_path), cwd=tmp_path).require().out
-    assert [line.partition(": ")[2] for line in said.splitlines() if line.startswith("c: ")][0].endswith(
+    assert next(line.partition(": ")[2] for line in said.splitlines() if line.startswith("c: ")).endswith(
         "its config.toml could not be read"
     )
     assert "None" not in said

@@ -222,6 +222,7 @@ def test_what_windows_and_generators_write_is_read_or_refused(tmp_path: Path) ->
     assert load_file(path, Config()).train.steps == 7
     for text, says in (
         (f"[optim]\nlr = 1{'0' * 400}", "optim.lr has 401 digits"),
+        (f"[train]\ntokens = 1{'0' * 400}", "train.tokens has 401 digits"),
         (f"[optim]\nlr = 1{'0' * 5000}", "is not TOML"),
         ("[model]\nn-layer = 2\nn_layer = 3", "model has the field n_layer twice"),
     ):

@@ -73,6 +73,13 @@ def test_a_share_is_split_into_equal_micro_batches_of_at_most_4096_tokens(batch:
     assert (plan.global_batch_size, plan.device_batch_size, plan.world_size) == (batch, micro, ranks)
 
 
+@pytest.mark.parametrize("given", [{"train__global_batch_size": 10**12}, {"train__steps": 0, "train__tokens": 10**30}])
+def test_a_step_of_more_sequences_than_fit_in_memory_as_objects_is_refused(given: dict[str, Any]) -> None:
+    """Finds a start, and a `paceline plan`, that takes all memory: a list of a trillion micro-batches."""
+    with pytest.raises(UserError, match=r"a step would have \d+ sequences; it has at most 1048576"):
+        settings_of([1e9], **{"train__global_batch_size": 0, **given})
+
+
 def test_ranks_with_different_number_formats_compute_in_float32() -> None:
     formats = ("bfloat16", "float16")
     assert settings_of([1e9] * 2, ("bfloat16",)).config.train.dtype == "bfloat16"

@@ -67,8 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line, by default that of this process, and returns its exit status."""
     _prepare_streams()
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        run, rest = _find(sys.argv[1:] if arguments is None else arguments)
+        return record_status(run(rest))
+    except (Exception, KeyboardInterrupt) as error:
+        return _end_by(error)
     finally:
+        end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
         try:
             sys.stdout.flush()
         except BrokenPipeError:  # `paceline ... | head`
@@ -85,42 +89,37 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _run(arguments: list[str]) -> int:
-    try:
-        return record_status(_dispatch(arguments))
-    except KeyboardInterrupt:
-        # With a launcher, that prints it for all its ranks.
-        return _end("" if has_launcher() else "interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        discard_output()
-        return EXIT_DONE
-    except Exception as error:
-        if os.environ.get("PACELINE_DEBUG") == "1":
-            traceback.print_exc()  # additional: exit status and report to the launcher stay
-        if not isinstance(error, PacelineError):
-            return _end(*_unforeseen(error))
-        if error.is_consequence and has_launcher():  # it knows who died, and prints it
-            return record_status(error.exit_status, consequence=str(error))
-        return _end_with(error)
-
-
-def _dispatch(arguments: list[str]) -> int:
+def _find(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """Returns what runs, and its arguments. Raises UserError if there is no such verb, naming the nearest."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE.format(verbs="\n".join(map(_group, _GROUPS))), end="")
-        return EXIT_DONE if arguments else EXIT_USER
+        return (lambda _: EXIT_DONE if arguments else EXIT_USER), []
     if arguments[0] == "--version":
         from paceline import __version__
 
         print(__version__)
-        return EXIT_DONE
-    verb, rest = arguments[0], arguments[1:]
+        return (lambda _: EXIT_DONE), []
+    verb, *rest = arguments
     if verb not in _VERBS:
         raise UserError(f"there is no verb '{verb}'{nearest(verb, _VERBS)}; there are: {', '.join(_VERBS)}")
-    try:
-        status: int = find_main(verb)(rest)
-    finally:
-        end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
-    return status
+    return find_main(verb), rest
+
+
+def _end_by(error: BaseException) -> int:
+    """Prints the error, if this rank is the one to print it, and returns the exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        # With a launcher, that prints it for all its ranks.
+        return _end("" if has_launcher() else "interrupted", EXIT_INTERRUPTED)
+    if isinstance(error, BrokenPipeError):
+        discard_output()
+        return EXIT_DONE
+    if os.environ.get("PACELINE_DEBUG") == "1":
+        traceback.print_exception(error)  # additional: exit status and report to the launcher stay
+    if not isinstance(error, PacelineError):
+        return _end(*_unforeseen(error))
+    if error.is_consequence and has_launcher():  # it knows who died, and prints it
+        return record_status(error.exit_status, consequence=str(error))
+    return _end_with(error)
 
 
 def _group(title: str) -> str:
@@ -133,7 +132,7 @@ def find_main(verb: str) -> Callable[[list[str]], int]:
     return main
 
 
-def _unforeseen(error: Exception) -> tuple[str, int]:
+def _unforeseen(error: BaseException) -> tuple[str, int]:
     from paceline.record.console import own_log  # imports rich
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a user gave the path, whichever it is
@@ -144,7 +143,6 @@ def _unforeseen(error: Exception) -> tuple[str, int]:
 
 
 def _end_with(error: PacelineError) -> int:
-    """Prints the error, if this rank is the one to print it, and returns the exit status."""
     from paceline.record.console import own_log, print_error  # imports rich
 
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))

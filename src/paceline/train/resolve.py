@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.base import units
 from paceline.base.errors import RunError, UserError
-from paceline.config import Config
+from paceline.config import MOST_SEQUENCES, Config
 from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.model.config import FLOAT8_MULTIPLE
@@ -85,6 +85,12 @@ def resolve(
     config = config.batch_in_sequences()
     config = config.replace("train", global_batch_size=_global_batch(config, choices))
     batch = config.train.global_batch_size
+    if batch > MOST_SEQUENCES:
+        raise UserError(
+            f"a step would have {batch} sequences; it has at most {MOST_SEQUENCES}: give a smaller batch by "
+            "--train.global-batch-size",
+            reach="world",
+        )
     tokens_per_step = batch * config.data.seq_len
     num_steps = _num_steps(config, tokens_per_step)
     plan = _plan(config, facts, choices)

@@ -160,7 +160,7 @@ def limits(place: Place) -> Iterator[Verdict]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BASE + _FILES_A_RANK * place.world_size
     if files < needed:
-        enough = most if needed <= most < _MANY_FILES else _MANY_FILES
+        enough = most if needed <= most < _MANY_FILES else max(_MANY_FILES, needed)
         can = most == resource.RLIM_INFINITY or most >= needed
         fix = f"ulimit -n {enough}" if can else f"nofile {enough} in /etc/security/limits.conf, then log in again"
         yield failure(f"{files} open files, and {place.world_size} ranks need about {needed}", fix)
