@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -75,25 +74,10 @@ def test_a_fault_is_of_one_life_of_the_ranks_or_of_any(attempt: str, lives: list
     assert [life for life in range(3) if faults.install(0, 1, life, text)] == lives
 
 
-def test_what_is_not_given_is_drawn_alike_on_every_rank_and_otherwise_by_seed() -> None:
-    drawn: Counter[tuple[int, int, str]] = Counter()
-    for seed in range(60):
-        text = f"seed={seed} within=40 kind=kill"
-        on_ranks = [fault for rank in range(3) for fault in faults.install(rank, 3, 0, text)]
-        again = [fault for rank in range(3) for fault in faults.install(rank, 3, 0, text)]
-        assert on_ranks == again
-        assert len(on_ranks) == 1
-        drawn[on_ranks[0].rank, on_ranks[0].step, on_ranks[0].phase] += 1
-    assert {rank for rank, _, _ in drawn} == {0, 1, 2}
-    assert {phase for _, _, phase in drawn} == set(faults.STEP_PHASES)
-    assert all(1 <= step <= 40 for _, step, _ in drawn)
-    assert len(drawn) > 50
-
-
-def test_a_kind_that_only_one_place_can_do_is_drawn_there() -> None:
-    for kind, phase in (("nan", "backward"), ("flip", "publish"), ("flip-state", "check")):
-        found = [faults.install(0, 1, 0, f"seed={seed} kind={kind}")[0].phase for seed in range(8)]
-        assert set(found) == {phase}
+def test_a_kind_that_only_one_place_can_do_happens_there() -> None:
+    for kind, phase in (("nan", "backward"), ("flip", "publish"), ("flip-state", "check"), ("kill", "data")):
+        (fault,) = faults.install(0, 1, 0, f"kind={kind}")
+        assert (fault.rank, fault.step, fault.phase) == (0, 1, phase)
 
 
 def test_a_fault_of_the_first_attempt_does_not_end_a_later_one_of_fewer_ranks() -> None:
@@ -114,7 +98,6 @@ def test_a_fault_of_the_first_attempt_does_not_end_a_later_one_of_fewer_ranks() 
         ("rank=one", "rank is 'one'; it must be a whole number"),
         ("rank=²", "rank is '²'"),
         ("step=-1", "step is '-1'"),
-        ("within=4.5", "within is '4.5'"),
         ("seconds=soon", "seconds is 'soon'"),
         ("seconds=-1", "seconds is '-1'; it must be a number, 0 or more"),
         ("step=0", "step is 0; the first one is 1"),

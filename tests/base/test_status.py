@@ -16,12 +16,13 @@ def test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same(
     variables = {STATUS_FOLDER: str(folder), LAUNCHER: str(os.getppid()), ATTEMPT: "0", "RANK": "3"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert record_status(EXIT_RESUMABLE) == EXIT_RESUMABLE
-    assert read_statuses(folder, [3], {3: EXIT_RESUMABLE}) == {3: Status(EXIT_RESUMABLE)}
+    for code in (EXIT_DONE, EXIT_RESUMABLE):
+        assert record_status(code) == code
+        assert read_statuses(folder, [3], {3: code}) == {3: Status(code)}, "a run that was done failed on a full disk"
     assert read_statuses(folder, [3], {3: EXIT_FAILED}) == {}, "Python ends with 1, too"
     folder.parent.mkdir()  # not `ranks`: somebody may have removed it
-    assert record_status(EXIT_RESUMABLE) == EXIT_DONE
-    assert read_statuses(folder, [3], {3: EXIT_DONE}) == {3: Status(EXIT_RESUMABLE)}
+    assert record_status(EXIT_FAILED, "lost rank 2") == EXIT_FAILED
+    assert read_statuses(folder, [3], {3: EXIT_FAILED}) == {3: Status(EXIT_FAILED, "lost rank 2")}
     assert read_statuses(folder, [2], {}) == {}, "those of another host's ranks"
     for name, value in ((ATTEMPT, "1"), (LAUNCHER, str(os.getpid()))):
         monkeypatch.setenv(name, value)

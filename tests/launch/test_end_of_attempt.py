@@ -40,6 +40,7 @@ TABLE: dict[str, tuple[tuple[Status | None, Status | None], tuple[int | None, in
     ),
     "both killed": ((None, None), (KILLED, KILLED), {}, unsaid(f"ranks 0, 1 were killed by SIGKILL {MEMORY}", 0)),
     "no report": ((SUFFERED, None), (1, 3), {}, unsaid("rank 1 ended with exit status 3, and did not report why", 1)),
+    "a signal without a name": ((SUFFERED, None), (1, -40), {}, unsaid("rank 1 was killed by signal 40", 1)),
     "a signal beats a status": ((None, None), (1, -11), {}, unsaid("rank 1 was killed by SIGSEGV", 1)),
     "failed": ((SUFFERED, FAILED), (1, 1), {}, Ended(status=1, what="rank 1 failed", rank=1)),
     "killed by the one that names it": ((FAILED, None), (1, KILLED), {}, Ended(status=1, what="rank 0 failed", rank=0)),

@@ -1,11 +1,11 @@
 """Injected faults: a rank dies, hangs or computes wrongly at a chosen moment. Off unless PACELINE_FAULTS is set.
 
     PACELINE_FAULTS="rank=1 step=7 phase=backward kind=kill"
-    PACELINE_FAULTS="seed=3 within=40 kind=kill; rank=0 step=20 phase=save.write kind=full"
+    PACELINE_FAULTS="rank=2 step=5 kind=stop; rank=0 step=20 phase=save.write kind=full"
 
-`;` separates faults. Rank, step (1 .. `within`) and phase are drawn from `seed` if they are not given. A fault occurs
-once (`times=50`: once in each of 50 consecutive steps), in the first attempt (`attempt=0`), in the third (`attempt=2`)
-or in each (`attempt=any`). `mark=PATH` names a file that is made just before, for whoever waits for the fault.
+`;` separates faults. They are of rank 0, step 1 and phase data if nothing else is given. A fault occurs once
+(`times=50`: once in each of 50 consecutive steps), in the first attempt (`attempt=0`), in the third (`attempt=2`) or in
+each (`attempt=any`). `mark=PATH` names a file that is made just before, for whoever waits for the fault.
 
 kind      what happens when the rank reaches that phase of that step
 kill      SIGKILL to itself, as by a power cut or the kernel's out-of-memory killer
@@ -23,7 +23,6 @@ import contextlib
 import errno
 import math
 import os
-import random
 import signal
 import time
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ SAVE_PHASES = ("save.copy", "save.write", "save.sync", "save.verify", "save.mani
 PHASES = (*STEP_PHASES, "evaluate", "check", *SAVE_PHASES, "restore")
 KINDS = ("kill", "launcher", "stop", "sleep", "raise", "full", "nan", "flip", "flip-state")
 _ONLY_AT = {"nan": "backward", "flip": "publish", "flip-state": "check"}  # kinds that the caller causes
-_FIELDS = ("rank", "step", "phase", "kind", "seed", "within", "attempt", "seconds", "times", "mark")
+_FIELDS = ("rank", "step", "phase", "kind", "attempt", "seconds", "times", "mark")
 
 
 @dataclass
@@ -104,16 +103,14 @@ def _read(part: str, world_size: int, attempt: int) -> Fault | None:
                 f"{VARIABLE}: '{word}'{nearest(name, _FIELDS)} is not NAME=VALUE; the names are {', '.join(_FIELDS)}"
             )
         settings[name] = value
-    draw = random.Random(settings.get("seed", "0"))
     kind = settings.get("kind", "kill")
-    phase = settings.get("phase") or _ONLY_AT.get(kind) or draw.choice(STEP_PHASES)
+    phase = settings.get("phase") or _ONLY_AT.get(kind) or "data"
     for name, value, known in (("phase", phase, PHASES), ("kind", kind, KINDS)):
         if value not in known:
             raise UserError(f"{VARIABLE}: no {name} '{value}'{nearest(value, known)}; there are {', '.join(known)}")
     if phase != _ONLY_AT.get(kind, phase):
         raise UserError(f"{VARIABLE}: {kind} happens only at {_ONLY_AT[kind]}, not at {phase}; leave the phase out")
-    rank = _number(settings, "rank", draw.randrange(world_size))
-    step = _number(settings, "step", draw.randint(1, max(1, _number(settings, "within", 1))))
+    rank, step = _number(settings, "rank", 0), _number(settings, "step", 1)
     if step < 1:
         raise UserError(f"{VARIABLE}: step is {step}; the first one is 1")
     its_attempt = attempt if settings.get("attempt") == "any" else _number(settings, "attempt", 0)

@@ -152,8 +152,8 @@ def has_launcher() -> bool:
 
 
 def record_status(code: int, consequence: str | None = None) -> int:
-    """Reports the exit status to the launcher, if there is one, and returns it. Call it before each exit. The agent
-    sees 75 as success, and lets other ranks finish; after a failure the launcher may kill this process at once."""
+    """Reports the exit status to the launcher, if there is one, and returns it. Call it before each exit: after a
+    failure the launcher may kill this process at once."""
     if not has_launcher():
         return code
     with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
@@ -163,7 +163,6 @@ def record_status(code: int, consequence: str | None = None) -> int:
         path.parent.mkdir(exist_ok=True, mode=0o700)
         report = {"of": _attempt(), **asdict(Status(code, consequence))}
         replace(path, json.dumps(report).encode(), 0o600)  # the launcher may read meanwhile
-        return EXIT_DONE if code == EXIT_RESUMABLE else code
     return code
 
 
@@ -180,8 +179,8 @@ def _attempt() -> str:
 
 def read_statuses(folder: Path, ranks: Iterable[int], ends: Mapping[int, int]) -> dict[int, Status]:
     """Returns the statuses that these ranks have reported in this attempt. ends: exit statuses of their processes by
-    rank; 2 and 75 are ours, and count if the file is missing."""
-    found = {rank: Status(code) for rank, code in ends.items() if code in (EXIT_USER, EXIT_RESUMABLE)}
+    rank; 0, 2 and 75 count if the file is missing, as where the disk is full: Python ends with 1, too."""
+    found = {rank: Status(code) for rank, code in ends.items() if code in (EXIT_DONE, EXIT_USER, EXIT_RESUMABLE)}
     for rank in ranks:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             report = json.loads(end_path(folder, rank).read_bytes())

@@ -123,6 +123,6 @@ def _who_died(ranks: list[int], code: int, *, is_explained: bool) -> str:
     who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
     if code >= 0:
         return f"{who} ended with exit status {code}, and did not report why"
-    name = signal.Signals(-code).name
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")  # 35 to 63 have no names
     hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" and not is_explained else ""
     return f"{who} {'were' if len(ranks) > 1 else 'was'} killed by {name}{hint}"

@@ -161,7 +161,7 @@ class Connection:
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
             if line.startswith(PREFIX):
-                with contextlib.suppress(ValueError, TypeError):
+                with contextlib.suppress(ValueError, TypeError, AttributeError):
                     self._take(json.loads(line.removeprefix(PREFIX)))
             elif self.greeting:
                 with contextlib.suppress(OSError):  # a closed terminal does not end the run

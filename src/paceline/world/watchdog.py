@@ -72,8 +72,8 @@ class Watchdog:
         ever); may be changed at any time. calls: of a script, which may take its time: there only waiting for others
         in one and the same call counts as no progress.
 
-        Then all ranks end within two seconds. In every living rank `log` gets the stacks of all threads, and
-        on_verdict, in another thread, has half a second. The ranks to blame on this host are killed, because a stopped
+        Then all ranks end within some seconds. In every living rank `log` gets the stacks of all threads, and
+        on_verdict, in another thread, has three seconds. The ranks to blame on this host are killed, because a stopped
         process handles no other signal; this one exits with status 1.
         """
         self.timeout_s = timeout_s
