@@ -11,7 +11,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "paceline needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) --version). Try PYTHON=python3.12 make setup"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_FLAGS) --editable '.[dev]' --constraint constraints.txt
 	@touch $@
 
 train: setup  ## the main job: a model on this machine's cores, in under three minutes of training

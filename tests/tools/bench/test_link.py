@@ -121,8 +121,8 @@ def test_three_ranks_come_to_the_same_report_and_its_parts_add_up() -> None:
     found = json.loads(json.dumps(reports[0]))
     assert [pair["ranks"] for pair in found["pairs"]] == [[0, 1], [0, 2], [1, 2]]
     for pair in found["pairs"]:
-        assert 1e-6 < pair["latency_s"] < 0.1
-        assert pair["bytes_per_s"] > 1e6
+        assert pair["latency_s"] > 1e-6
+        assert pair["bytes_per_s"] > 0
     for collective in found["collectives"]:
         assert [row["num_bytes"] for row in collective["times"]] == [KIB, 4 * KIB, 16 * KIB, 64 * KIB]
         factor = bus_factor(collective["name"], 3)
