@@ -81,6 +81,8 @@ def test_a_manifest_comes_last_and_retention_is_that_of_the_run_folder(at: At) -
         patch.object(Bucket, "send", lambda *args: order.append(args[2]) or send(*args)),
     ):
         at.save(1, 2)
+        at.there.mkdir(parents=True)
+        (at.there / "owner.json").touch()  # of a process that was killed as it wrote it
         assert at.send() == []
     manifest = order.index(f"checkpoints/{folder_name(2)}/{MANIFEST}")
     first = order.index(f"checkpoints/{folder_name(2)}/{WEIGHTS}")
@@ -121,6 +123,39 @@ def test_what_is_brought_is_verified(at: At) -> None:
         bring(at.url, at.run.parent / "third", step=7)
     with pytest.raises(UserError, match="holds no checkpoint: give the address"):
         bring(f"{at.url}/no", at.run.parent / "third")
+
+
+def test_a_folder_from_which_the_run_moved_away_gets_what_it_lacks(at: At) -> None:
+    """And keeps what it has. Finds: a refusal, "Directory not empty", where one to bring was here already."""
+    at.save(2, 4)
+    (at.run / "checkpoints/best").write_text(f"{folder_name(2)}\n")
+    at.send()
+    first, at.run = at.run, at.run.parent / "other"
+    bring(at.url, at.run)
+    at.save(6)
+    at.send()
+    manifest = at.there / "checkpoints" / folder_name(6) / MANIFEST
+    manifest.rename(aside := at.there / MANIFEST)
+    assert "was not sent completely" in bring(at.url, first)[0]
+    assert list_steps(first / "checkpoints") == [2, 4]
+    aside.rename(manifest)
+    for damaged in (False, True):
+        if damaged:
+            (first / "checkpoints" / folder_name(6) / WEIGHTS).write_bytes(b"half")
+        assert bring(at.url, first) == []
+        assert list_steps(first / "checkpoints") == [2, 4, 6]
+        read(first / "checkpoints" / folder_name(6))
+
+
+def test_a_file_of_a_folder_is_never_seen_in_part(at: At) -> None:
+    """Rows of steps before a complete checkpoint were lost where a process was killed as it sent them again."""
+    bucket, rows = Bucket(at.url), at.run / "metrics.jsonl"
+    rows.write_text("1\n")
+    bucket.send(rows, "metrics.jsonl", lambda: None)
+    rows.write_text("1\n2\n")
+    with pytest.raises(KeyboardInterrupt):
+        bucket.send(rows, "metrics.jsonl", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert bucket.read("metrics.jsonl") == b"1\n"
 
 
 def test_one_process_writes_and_another_that_takes_over_ends_it(at: At) -> None:

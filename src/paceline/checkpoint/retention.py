@@ -1,7 +1,7 @@
 """Which checkpoints are kept, and which `latest` and `best` name.
 
 `index.jsonl` has a line for each checkpoint: step, bytes of its files, validation loss, steps that it stands for. So a
-save reads one file however many are kept, and no manifest but that of a checkpoint that was copied here.
+save reads one file however many are kept, and only the manifests of the newest ones and of one that was copied here.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from paceline.base.files import replace, sync
 from paceline.base.jsonl import Row, rows
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
+from paceline.checkpoint.steps import folder_name, is_whole, list_steps
 
 _INDEX = "index.jsonl"
 _FORMER_LOSS = "val_loss.json"  # in a checkpoint that an earlier version evaluated after its save
@@ -72,7 +72,7 @@ def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig
     hidden, num_whole = [], 0
     for number in sorted(index, reverse=True):
         if num_whole < config.keep:
-            num_whole += _is_whole(checkpoints, number, index)
+            num_whole += is_whole(checkpoints / folder_name(number))
             continue
         steps = [number, *index[number]["due_steps"]]
         is_milestone = config.keep_every > 0 and any(due % config.keep_every == 0 for due in steps)
@@ -123,22 +123,12 @@ def _point_to_best(checkpoints: Path, index: Mapping[int, Row]) -> int | None:
     """Makes `best` name the complete checkpoint with the lowest finite loss, and returns its step or None."""
     losses = {step: math.inf if line["val_loss"] is None else line["val_loss"] for step, line in index.items()}
     ranked = sorted(filter(lambda step: math.isfinite(losses[step]), losses), key=lambda step: (losses[step], step))
-    best = next((step for step in ranked if _is_whole(checkpoints, step, index)), None)
+    best = next((step for step in ranked if is_whole(checkpoints / folder_name(step))), None)
     if best is None:
         (checkpoints / "best").unlink(missing_ok=True)
     else:
         point(checkpoints, "best", folder_name(best))
     return best
-
-
-def _is_whole(checkpoints: Path, step: int, index: Mapping[int, Row]) -> bool:
-    """Whether a checkpoint has a manifest, and files of the recorded size."""
-    folder = checkpoints / folder_name(step)
-    with contextlib.suppress(OSError):
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
-        num_bytes = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
-        return MANIFEST in sizes and num_bytes == index[step]["bytes"]
-    return False
 
 
 def _index(checkpoints: Path, but: int | None = None) -> dict[int, Row]:

@@ -39,10 +39,11 @@ def newest_whole(checkpoints: Path, step: int | None) -> int:
     """Returns the newest step (only `step` if given) whose checkpoint has a manifest and all files in full size; their
     bytes are not read. 0 if there is none. Raises UserError if `step` has no folder."""
     found = reversed(require_step(checkpoints, step))
-    return next((number for number in found if _is_whole(checkpoints / folder_name(number))), 0)
+    return next((number for number in found if is_whole(checkpoints / folder_name(number))), 0)
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Returns whether a checkpoint has a manifest, and all its files in full size; their bytes are not read."""
     try:
         files = json.loads((folder / MANIFEST).read_bytes())["files"]
         return all((folder / name).stat().st_size == facts["bytes"] for name, facts in files.items())

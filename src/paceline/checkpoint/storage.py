@@ -18,17 +18,18 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import filelock
 import psutil
 
-from paceline.base.errors import RunError, UserError
+from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.files import replace, sync
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.steps import MANIFEST, STEP, folder_name, list_steps
+from paceline.checkpoint.steps import MANIFEST, STEP, folder_name, is_whole, list_steps
 
 RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl")
 IDENTITY = "storage.json"  # in the run folder: the address, and the id by which its owner.json names this run
@@ -70,38 +71,42 @@ class Bucket:
             return None
         return data
 
-    def write(self, name: str, data: bytes, is_new: bool = False) -> None:
-        """Writes a small object, at once. is_new: raises FileExistsError if there is one."""
-        path = f"{self._root}/{name}"
-        if self._is_local and not is_new:  # a bucket shows no half of an object
-            self._files.pipe_file(f"{path}.new", data)
-            self._files.mv(f"{path}.new", path)
-        else:
-            self._files.pipe_file(path, data, mode="create" if is_new else "overwrite")
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a small object, at once."""
+        with self._complete(name) as path:
+            self._files.pipe_file(path, data)
 
-    def send(self, path: Path, name: str, progress: Callable[[], object]) -> None:
+    def send(self, file: Path, name: str, progress: Callable[[], object]) -> None:
         from fsspec.callbacks import Callback
 
         callback = Callback(hooks={"progress": lambda size, value, **_: progress()})
-        self._files.put_file(str(path), f"{self._root}/{name}", callback=callback)
+        with self._complete(name) as path:
+            if self._is_local:  # fsspec would call nobody before it is over
+                with file.open("rb") as source, self._files.open(path, "wb") as target:
+                    _copy(source, target, progress)
+            else:
+                self._files.put_file(str(file), path, callback=callback)
         progress()
+
+    @contextlib.contextmanager
+    def _complete(self, name: str) -> Iterator[str]:
+        """Yields where to write an object that must never be seen in part: a bucket shows none before it is whole."""
+        path = f"{self._root}/{name}"
+        aside = f"{path}.new" if self._is_local else path
+        yield aside
+        if self._is_local:
+            self._files.mv(aside, path)
 
     def fetch(self, name: str, path: Path, progress: Callable[[], object]) -> str | None:
         """Writes an object to a new file. Returns its sha256; None if there is no object."""
-        digest = hashlib.sha256()
         try:
             with self._files.open(f"{self._root}/{name}", "rb", block_size=_CHUNK_BYTES) as source:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-                with os.fdopen(descriptor, "wb") as target:
-                    while chunk := source.read(_CHUNK_BYTES):
-                        digest.update(chunk)
-                        target.write(chunk)
-                        progress()
-                    target.flush()
-                    os.fsync(descriptor)
+                with open(path, "xb", opener=partial(os.open, mode=0o600)) as target:
+                    sha256 = _copy(source, target, progress)
+                sync(path)
         except FileNotFoundError:
             return None
-        return digest.hexdigest()
+        return sha256
 
     def rename(self, name: str, target: str) -> None:
         """Renames a checkpoint's folder, its manifest first: complete or absent. There may be none."""
@@ -128,10 +133,7 @@ class Bucket:
 
     def owner(self) -> dict[str, Any]:
         """Returns what owner.json says; an empty dict if there is none, or it is no such object."""
-        with contextlib.suppress(ValueError):
-            owner = json.loads(self.read(_OWNER) or b"{}")
-            return owner if isinstance(owner, dict) else {}
-        return {}
+        return _object(self.read(_OWNER))
 
 
 class Storage:
@@ -165,7 +167,7 @@ class Storage:
             self._owner |= {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
             self._owner["id"] = self._identity.get("id", secrets.token_hex(8))
             self._claim()
-        except (UserError, RunError):
+        except PacelineError:
             raise
         except Exception as error:
             if self._identity.get("to") != self.url:
@@ -239,10 +241,8 @@ class Storage:
                     f"{self.url} is being written by another process (host {owner.get('host')}, pid "
                     f"{owner.get('pid')}): wait for it or stop it first"
                 )
-        try:
-            self._bucket.write(_OWNER, json.dumps(self._owner).encode(), is_new=not owner)
-        except FileExistsError:
-            raise OwnedByOther(f"{self.url} was taken by another process just now; give another address") from None
+        # Of two that come at once the later one has it, and the other finds that before it completes a checkpoint.
+        self._bucket.write(_OWNER, json.dumps(self._owner).encode())
         self._is_owner = True
         for step in later:
             self._set_aside(step)
@@ -379,10 +379,10 @@ class Storage:
 
 def identity(folder: Path) -> dict[str, Any]:
     """Returns what the run folder says of its address: `to`, `id`, `is_brought` if its records came from there."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads((folder / IDENTITY).read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}
+    try:
+        return _object((folder / IDENTITY).read_bytes())
+    except OSError:
+        return {}
 
 
 def bring(
@@ -405,10 +405,10 @@ def bring(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
             return _bring(bucket, folder, step, progress)
-    except (UserError, RunError):
+    except PacelineError:
         raise
     except Exception as error:  # each library has its own
-        raise UserError(f"{url} cannot be read: {_text(error)}") from None
+        raise UserError(f"{url} cannot be brought to {folder}: {_text(error)}") from None
 
 
 def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[], object]) -> list[str]:
@@ -423,7 +423,8 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
         raise UserError(f"{folder} is there, and is not the run of {bucket.url}: rename it, or start elsewhere")
     folder.mkdir(exist_ok=True, mode=0o700)
     checkpoints.mkdir(exist_ok=True, mode=0o700)
-    here, problems = list_steps(checkpoints), list[str]()
+    here = [number for number in list_steps(checkpoints) if is_whole(checkpoints / folder_name(number))]
+    problems: list[str] = []
     if (step or max(steps)) in here or (step is None and here and max(here) > max(steps)):
         return problems  # this folder is where the run was last
     facts = {"to": bucket.url, "id": run, "is_brought": True}
@@ -452,10 +453,14 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
 
 
 def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], object]) -> None:
-    """Brings a checkpoint: complete in its place, or absent. Raises Damaged if it is not as its manifest says."""
+    """Brings a checkpoint unless it is here: complete in its place, or absent. Raises Damaged if it is not as its
+    manifest says."""
     from paceline.checkpoint import manifest as mf  # imports torch: seconds
+    from paceline.checkpoint.retention import hide
 
     name = folder_name(step)
+    if is_whole(checkpoints / name):
+        return
     folder = checkpoints / f".{name}.brought.unfinished"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -470,10 +475,30 @@ def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], 
                 raise mf.Damaged(f"{name}: {file} {found}")
         replace(folder / MANIFEST, raw, 0o600)
         sync(folder)
+        if (checkpoints / name).exists():  # a damaged one
+            hide(checkpoints / name)
         os.rename(folder, checkpoints / name)
         sync(checkpoints)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, progress: Callable[[], object]) -> str:
+    """Copies the rest of a file, and returns its sha256."""
+    digest = hashlib.sha256()
+    while chunk := source.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        target.write(chunk)
+        progress()
+    return digest.hexdigest()
+
+
+def _object(raw: bytes | None) -> dict[str, Any]:
+    """Returns a JSON object; an empty one if it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(raw or b"{}")
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
