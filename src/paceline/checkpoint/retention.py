@@ -29,12 +29,11 @@ def point(checkpoints: Path, name: str, target: str) -> None:
     replace(checkpoints / name, f"{target}\n".encode(), 0o600)
 
 
-def mark(checkpoints: Path, step: int, val_loss: float) -> None:
-    """Records the loss of a checkpoint evaluated after its save; updates `best`. Raises OSError if there is none."""
+def mark(checkpoints: Path, losses: Mapping[int, float]) -> None:
+    """Records validation losses (by step) of checkpoints that were evaluated after their save; updates `best`."""
     index = _index(checkpoints)
-    if step not in index:
-        raise FileNotFoundError(f"{checkpoints} has no complete checkpoint of step {step}")
-    index[step]["val_loss"] = val_loss
+    for step in index.keys() & losses.keys():
+        index[step]["val_loss"] = losses[step]
     _write(checkpoints, index)
     _point_to_best(checkpoints, index)
 
@@ -46,17 +45,6 @@ def recorded_losses(checkpoints: Path) -> dict[int, float]:
     return {
         step: loss for step, loss in losses if isinstance(step, int) and isinstance(loss, float) and math.isfinite(loss)
     }
-
-
-def take_losses(checkpoints: Path, losses: Mapping[int, float]) -> None:
-    """Records these losses (by step) of checkpoints evaluated after their save, which `mark` did not record: in a copy,
-    after a crash, or if the best was not kept so far. Updates `best`."""
-    index = _index(checkpoints)
-    for step in index.keys() & losses.keys():
-        if index[step]["val_loss"] is None:
-            index[step]["val_loss"] = losses[step]
-    _write(checkpoints, index)
-    _point_to_best(checkpoints, index)
 
 
 def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig, sending: int | None = None) -> None:

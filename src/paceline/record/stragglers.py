@@ -70,16 +70,13 @@ class _Excess:
         self.step, self.excess_PR, self.median_PR = step, excess_PR, median_PR  # the first step
         self.total_R: Floats = excess_PR.sum(0)
         self._usual_R: Floats = median_PR.sum(0)
-        self._above: dict[float, Mask] = {}  # by share: asked again for each later step
 
     def is_above(self, share: float) -> Mask:
-        if share not in self._above:
-            self._above[share] = self.total_R > np.maximum(share * self._usual_R, _LEAST_MS)
-        return self._above[share]
+        is_above_R: Mask = self.total_R > np.maximum(share * self._usual_R, _LEAST_MS)
+        return is_above_R
 
     def forget(self, rank: int) -> None:
         self.excess_PR[:, rank] = self.total_R[rank] = 0.0
-        self._above.clear()
 
 
 class Stragglers:

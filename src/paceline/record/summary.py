@@ -3,7 +3,6 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from paceline.record.stragglers import Stragglers
 
 _UNEQUAL = 1.25  # speeds of ranks whose fastest is faster by this factor
 _SUMMED = ("step_ms", "comm_ms", "exposed_comm_ms", "comm_cpu_ms", "comm_bytes")
-_AT_ONCE = 100  # rows
 _MOST_COLUMNS = 4  # ranks shown one by one: a line of 80 characters holds them
 
 
@@ -31,37 +29,23 @@ class Totals:
         self._sums: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
         self._parts: dict[str, Any] = defaultdict(float)  # sums by rank
         self._lists: dict[str, Any] = defaultdict(float)
-        self._rows: list[StepRow] = []  # whose lists by rank are not added yet
 
     def add(self, row: StepRow) -> None:
         self.num_steps += 1
         for name in _SUMMED:
             self._sums[name] += getattr(row, name)
         self.num_tokens += round(row.tokens_per_s * row.step_ms / 1e3)
-        self._rows.append(row)
-        if len(self._rows) == _AT_ONCE:
-            self._add_lists()
-
-    def _add_lists(self) -> None:
-        """Adds the rows' lists by rank, of many rows at once, which costs less."""
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        lists: dict[str, Any] = {name: np.array([getattr(row, name) for row in rows]) for name in LISTS}
-        step_ms: Any = np.array([[row.step_ms] for row in rows])
-        for part, by_row in replace(rows[0], step_ms=step_ms, **lists).parts().items():
-            self._parts[part] += by_row.sum(0)
-        for name, by_row in lists.items():
-            self._lists[name] += by_row.sum(0)
+        for part, by_rank in row.parts().items():
+            self._parts[part] += by_rank
+        for name in LISTS:
+            self._lists[name] += np.asarray(getattr(row, name), float)
 
     def mean_parts(self) -> dict[str, list[float]]:
         """Returns part -> milliseconds by rank, mean over the steps."""
-        self._add_lists()
         return {part: (by_rank / max(1, self.num_steps)).tolist() for part, by_rank in self._parts.items()}
 
     def balance(self) -> Balance | None:
         """Returns how the ranks divided the work; None without steps."""
-        self._add_lists()
         lists = {name: (by_rank / self.num_steps).tolist() for name, by_rank in self._lists.items()}
         return speeds([{**lists, "step_ms": self.mean("step_ms"), "tokens_per_s": self.tokens_per_s}] if lists else [])
 

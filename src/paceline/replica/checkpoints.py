@@ -207,7 +207,7 @@ class Checkpoints(CheckpointFolder):
             if mf.read_manifest(self.checkpoints / folder_name(step)).get("content") == facts["content"]:
                 retention.point(self.checkpoints, "latest", folder_name(step))  # a crash may have come before
                 if facts["val_loss"] is not None:
-                    retention.mark(self.checkpoints, step, facts["val_loss"])
+                    retention.mark(self.checkpoints, {step: facts["val_loss"]})
                 return True
         return False
 

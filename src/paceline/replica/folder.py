@@ -113,13 +113,13 @@ class CheckpointFolder:
     def send_the_rest(self, wait: Callable[[], object] = lambda: None) -> None:
         """Returns when `checkpoint.to` has all checkpoints, or that is given up. Collective: `wait` is called twice a
         second meanwhile."""
-        if not self._config.to:
-            return
-        is_ending = True
-        while is_ending:
-            wait()
-            is_here = self.storage is not None and self.storage.is_ending_within(_ROUND_S)
-            is_ending = any(row[0] for row in self._group.share_integers([int(is_here)]))
+
+        def end(progress: Callable[[], object]) -> None:
+            while self.storage is not None and self.storage.is_ending_within(_ROUND_S):
+                progress()
+
+        if self._config.to:
+            load.in_rounds(self._group, wait, end)
 
     def report_news(self, event: Callable[..., object], say: Callable[[str], object]) -> None:
         """Records on rank 0 what was sent to `checkpoint.to`, and says what a user should see. event: takes the kind

@@ -166,6 +166,6 @@ def _take_val_losses(setup: Setup) -> None:
         with contextlib.suppress(OSError):
             losses = retention.recorded_losses(checkpoints)
             if setup.config.checkpoint.keep_best:
-                retention.take_losses(checkpoints, losses)
+                retention.mark(checkpoints, losses)  # in a copy, after a crash, or if the best was not kept so far
     best = min(losses.values(), default=progress.best_val_loss)
     progress.val_loss, progress.best_val_loss = setup.group.broadcast_json([losses.get(progress.step), best])

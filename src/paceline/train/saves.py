@@ -44,7 +44,7 @@ class Saves:
         self._due: list[int] = []  # steps whose save is due, and waits for the one that is under way
         self._saved_at_s = setup.progress.elapsed_s  # training time at the start of the last save
         self._saved_step = self._restored_step = setup.progress.step  # of the newest checkpoint; 0: of none
-        self._best: tuple[int, float] | None = None  # step and loss of the best one, while it is written
+        self._best: dict[int, float] = {}  # step and loss of the best one, while it is written
 
     def save_if_due(self) -> None:
         """Starts a save of this step if one is due, by its number or by the time since the last save."""
@@ -74,7 +74,7 @@ class Saves:
         """Keeps this step as the best so far: its checkpoint that was just started, or a new one."""
         assert self._progress.val_loss is not None
         if self._saved_step == self._progress.step:
-            self._best = self._progress.step, self._progress.val_loss
+            self._best = {self._progress.step: self._progress.val_loss}
             self.report()
             return
         if self.any_rank_saving:
@@ -115,11 +115,11 @@ class Saves:
         if outcome is not None and self._setup.world.is_main:
             self._record(outcome, is_again)
         self._report_news()
-        if self._best is not None and not self._saver.is_busy:
+        if self._best and not self._saver.is_busy:
             if self._setup.world.is_main:
                 with contextlib.suppress(OSError):  # the failed checkpoint was already reported
-                    retention.mark(self._folder, *self._best)
-            self._best = None
+                    retention.mark(self._folder, self._best)
+            self._best = {}
         return outcome
 
     def send_the_rest(self) -> None:
