@@ -4,8 +4,9 @@ GPT-2 124M with AdamW's state, float32: 1.5 GB. Between saves the model trains, 
 competes for the same cores. The three sides run in turn. `stall` is what the save costs the step it falls into: the
 time until the call returns, and by how much the next forward, backward and update take longer than those without a
 save (the median of steps before and after it). `total` adds up the lengthening of every step until the save is on the
-disk; divided by 50 steps it is the slowdown of a run that saves every 50. At last a smaller model really saves every
-50 steps, against itself without.
+disk; divided by 50 steps it is the slowdown of a run that saves every 50. `memory` is what the first save of each side
+added to the process at its peak: the later ones may use it again. At last a smaller model really saves every 50 steps,
+against itself without.
 """
 
 import argparse
@@ -14,11 +15,13 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -137,6 +140,29 @@ def _slices(tensors: Mapping[str, torch.Tensor]) -> dict[Slice, torch.Tensor]:
     return {Slice(name, 0, tensor.numel()): tensor for name, tensor in tensors.items()}
 
 
+class Peak:
+    """The most memory that this process has while it is open, beyond that at its beginning."""
+
+    def __enter__(self) -> "Peak":
+        self._process, self._is_over = psutil.Process(), threading.Event()
+        self._before = self.most = self._process.memory_info().rss
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.most - self._before
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.01):
+            self.most = max(self.most, self._process.memory_info().rss)
+
+
 def one_save(trainee: Trainee, side: Side, num_plain: int) -> dict[str, float]:
     """Returns what one save cost, in seconds: plain step, call, stall, total, and until it was on the disk."""
     plain = [trainee.step() for _ in range(num_plain)]
@@ -172,15 +198,19 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "torch.save": Blocking(trainee, folder),
         "dcp": Dcp(trainee, folder),
     }
-    for side in sides.values():
-        one_save(trainee, side, 1)  # the first of each makes its buffers
+    memory_bytes = {}
+    for name, side in sides.items():
+        with Peak() as peak:
+            one_save(trainee, side, 1)  # the first of each makes its buffers
+        memory_bytes[name] = peak.num_bytes
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(options.rounds):
         names = list(sides)
         for name in names[number % 3 :] + names[: number % 3]:
             rounds[name].append(one_save(trainee, sides[name], options.plain))
             print(f"round {number}, {name}: {rounds[name][-1]}", file=sys.stderr)
-    return {"rounds": rounds}
+    num_bytes = sum(tensor.nbytes for part in trainee.tensors() for tensor in part.values())
+    return {"rounds": rounds, "memory_bytes": memory_bytes, "saved_bytes": num_bytes}
 
 
 def every_50_steps(folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -224,11 +254,15 @@ def main() -> None:
         for figure in ("step_s", "call_s", "waited_s", "stall_s", "total_s", "until_done_s"):
             show(f"{name}: {figure}", [row[figure] for row in rows], "s")
     stalls = {name: statistics.median(row["stall_s"] for row in rows) for name, rows in rounds.items()}
-    slowdown = statistics.median(100 * row["total_s"] / (INTERVAL * row["step_s"]) for row in rounds["ours"])
+    slowdowns = {
+        name: statistics.median(100 * row["total_s"] / (INTERVAL * row["step_s"]) for row in rows)
+        for name, rows in rounds.items()
+    }
     summary = {
         "stall_s": stalls,
         "torch_save_over_ours": stalls["torch.save"] / stalls["ours"],
-        "slowdown_percent_every_50": slowdown,
+        "dcp_over_ours": stalls["dcp"] / stalls["ours"],
+        "slowdown_percent_every_50": slowdowns,
     }
     if small := figures["small"]:
         pairs = zip(small["with"], small["without"], strict=True)

@@ -802,9 +802,9 @@ MUTATIONS = (
     Mutation(
         "on a bucket a manifest comes before the files that it lists",
         "checkpoint/storage.py",
-        "        for file in files:\n            self._bucket.send(folder / file",
+        "        for file in files:\n            self._require_owner()",
         '        self._bucket.write(f"{name}/{MANIFEST}", manifest)\n'
-        "        for file in files:\n            self._bucket.send(folder / file",
+        "        for file in files:\n            self._require_owner()",
         "checkpoint/test_storage.py::test_a_manifest_comes_last_and_retention_is_that_of_the_run_folder",
     ),
     Mutation(

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from saving import WEIGHTS, keep, read
+from saving import OPTIMIZER, WEIGHTS, keep, read
 from whole_runs import events, saved, status_of, tiny
 
 from paceline.base.errors import EXIT_RESUMABLE, RunError, UserError
@@ -220,6 +220,10 @@ def test_a_server_that_is_gone_is_said_once_and_gets_all_later(at: At) -> None:
         at.save(4, num_kept=3)
         sender.saved(4)
     assert at.steps == [2, 3, 4]
+    (at.run / "checkpoints" / folder_name(3) / WEIGHTS).unlink()  # damaged: it is not sent, and stops nothing
+    Bucket(at.url).remove(f"checkpoints/{folder_name(3)}")
+    assert at.send() == []
+    assert at.steps == [2, 4]
     said = [facts["kind"] for _, facts in sender.take_news()]
     assert said == ["checkpoint sent", "checkpoints not sent", *["checkpoint sent"] * 3, "checkpoints sent again"]
 
@@ -227,6 +231,15 @@ def test_a_server_that_is_gone_is_said_once_and_gets_all_later(at: At) -> None:
 def test_at_the_end_a_server_that_is_gone_is_given_up(at: At) -> None:
     at.save(1)
     with patch.object(Bucket, "send", side_effect=ConnectionError("no route")):
+        assert f"{at.url} lacks the end of this run, which {at.run} has" in at.send(retry_s=0.1)
+    send = Bucket.send
+
+    def refuse_one(bucket: Bucket, file: Path, *rest: Any) -> None:
+        if file.name == OPTIMIZER:
+            raise PermissionError("a limit of sizes")
+        send(bucket, file, *rest)
+
+    with patch.object(Bucket, "send", refuse_one):  # the weights come again in each try
         assert f"{at.url} lacks the end of this run, which {at.run} has" in at.send(retry_s=0.1)
     assert at.steps == []
     with patch.object(Bucket, "read", side_effect=ConnectionError("no route")):

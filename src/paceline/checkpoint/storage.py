@@ -11,6 +11,7 @@ save. Retention removes what it removes here. The run folder stays the one that 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -274,7 +275,10 @@ class Storage:
     # ---- sending ----
 
     def _send_always(self) -> None:
-        while not (self._is_given_up or self._is_complete):
+        failing_s = (
+            math.inf
+        )  # when a try at the end failed first: one that fails each time is given up, whatever it sends
+        while not (self._is_given_up or self._is_complete or time.monotonic() > failing_s + self._config.retry_s):
             self._wake.wait(None if self._end_by_s is None else _RETRY_S)
             self._wake.clear()
             is_last, problem = self._end_by_s is not None, ""
@@ -287,6 +291,7 @@ class Storage:
             except Exception as error:  # each library has its own
                 problem = _text(error)
                 self._is_given_up |= self._is_owner and isinstance(error, OwnedByOther)
+                failing_s = min(failing_s, time.monotonic()) if is_last else failing_s
             self._is_complete, self.sending = is_last and not (problem or self._wake.is_set()), None
             self._report(problem)
         self._ended.set()
@@ -328,20 +333,20 @@ class Storage:
                 self._remove(step)
 
     def _send(self, step: int) -> None:
-        """Sends a checkpoint, unless it is there; does nothing for a damaged one, or one that is removed now."""
+        """Sends a checkpoint, unless it is there; does nothing for a damaged one."""
         folder, name = self._checkpoints / folder_name(step), f"checkpoints/{folder_name(step)}"
         began_s, self.sending = time.monotonic(), step  # before it is read: retention keeps it from now on
-        try:
-            manifest = (folder / MANIFEST).read_bytes()
-            files = dict(json.loads(manifest)["files"])
-        except (OSError, ValueError, KeyError, TypeError):
+        if not is_whole(folder):
             return
+        manifest = (folder / MANIFEST).read_bytes()
+        files = json.loads(manifest)["files"]
         if (before := self._bucket.manifest(step)) == manifest:
             self._sent.add(step)
             return
         if before is not None:
             self._bucket.remove(f"{name}/{MANIFEST}")
         for file in files:
+            self._require_owner()  # another process may have a checkpoint of this name by now
             self._bucket.send(folder / file, f"{name}/{file}", self._progress)
         self._send_records()  # before the manifest: no checkpoint without the rows before it
         try:
