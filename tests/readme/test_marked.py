@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import base_config
-from paceline.cli.main import _dispatch
+from paceline.cli.main import _find
 from paceline.config import Config, supersede
 
 _PACELINE = re.compile(r"(torchrun [^;&|]*?-m paceline|(?<![\w./-])paceline) ([^;&|')]*)")
@@ -45,8 +45,9 @@ def parse(words: list[str]) -> None:
         if words[place + 1] != "exec":
             parse(words[place + 1 :])
         words = [*words[:place], "--", "exec", "true"]
+    run, rest = _find(words)
     with pytest.raises(Parsed) as caught:
-        _dispatch(words)
+        run(rest)
     parsed = caught.value.args[0]
     is_of_script = "--" in words
     if words[0] == "train" and not (is_of_script or parsed.init_from or parsed.config):
