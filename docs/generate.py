@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ import paceline
 from paceline.cli.help import field_docs
 from paceline.cli.main import _VERBS
 from paceline.config import Config, preset_names
+from paceline.optim import config as optim_config
+from paceline.world import config as world_config
 
 REFERENCE = Path(__file__).parent / "reference"
 SOURCES = Path(paceline.__file__).parent
@@ -97,7 +100,9 @@ def configuration() -> str:
         for item in dataclasses.fields(default):
             flag, (kind, text) = f"{section.name}.{item.name.replace('_', '-')}", told[item.name]
             value = _default(getattr(default, item.name))
-            rows.append(f"| `--{flag}` | {_cell(kind)} | {_cell(value)} | {text.replace('|', chr(92) + '|')} |")
+            rows.append(
+                f"| `--{flag}` | {_cell(_spelled(kind))} | {_cell(value)} | {text.replace('|', chr(92) + '|')} |"
+            )
         head = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
         intro = inspect.getdoc(type(default)) or ""
         parts.append(f"## {section.name}\n\n{intro}\n\n" + "\n".join([*head, *rows]))
@@ -116,6 +121,15 @@ def _default(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value) if value not in ("", ()) else "none"
+
+
+def _spelled(text: str) -> str:
+    """An annotation with the names that it allows in the place of their alias."""
+    for alias in ("OptimizerName", "StrategyName", "WireName"):
+        names = typing.get_args(getattr(optim_config, alias, None) or getattr(world_config, alias, None))
+        listed = ", ".join(map(repr, names))
+        text = re.sub(rf"(Literal\[[^\]]*){alias}", rf"\g<1>{listed}", text).replace(alias, f"Literal[{listed}]")
+    return text
 
 
 def _cell(text: str) -> str:
@@ -229,9 +243,10 @@ def _signature(node: ast.FunctionDef, name: str) -> str:
     arguments = node.args
     arguments.args = [argument for argument in arguments.args if argument.arg not in ("self", "cls")]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and name[0].islower() else ""
-    call = f"{name}({ast.unparse(arguments)}){returns}"
+    listed = _spelled(ast.unparse(arguments))
+    call = f"{name}({listed}){returns}"
     if len(call) > _COLUMNS:
-        call = f"{name}(\n    {_by_line(ast.unparse(arguments))}\n){returns}"
+        call = f"{name}(\n    {_by_line(listed)}\n){returns}"
     return f"```python\n{call}\n```"
 
 

@@ -184,9 +184,9 @@ MUTATIONS = (
     ),
     Mutation(
         "strategies whose ranks repeat the update are allowed on unequal processors",
-        "world/facts.py",
-        'if strategy in ("ddp", "naive", "hsdp") and kinds:',
-        'if strategy in ("naive", "hsdp") and kinds:',
+        "world/config.py",
+        'UPDATES_ALONE = ("auto", "zero", "fsdp", "local")',
+        'UPDATES_ALONE = ("auto", "zero", "fsdp", "local", "ddp")',
         "tools/doctor/test_fit.py::test_a_strategy_that_the_ranks_cannot_use",
     ),
     # ---- launch: ranks and hosts that end and begin again ----

@@ -24,6 +24,7 @@ import tyro
 
 from paceline.base.errors import UserError, nearest
 from paceline.config import Config, preset_names
+from paceline.world.config import StrategyName
 
 _POSITIONAL = typing.get_args(tyro.conf.Positional[str])[1]  # what tyro marks an argument without a flag with
 _WIDEST = 100
@@ -50,7 +51,7 @@ OFTEN_USED = {
     "--train.global-batch-size N": "sequences in a step, over all ranks",
     "--train.dtype NAME": "auto, float32, bfloat16, float16, float8",
     "--optim.lr X": "peak learning rate",
-    "--parallel.strategy NAME": "auto, ddp, zero, fsdp, hsdp, local, naive",
+    "--parallel.strategy NAME": f"auto, {', '.join(typing.get_args(StrategyName))}",
     "--checkpoint.every N": "steps between checkpoints",
 }
 

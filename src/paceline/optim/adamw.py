@@ -14,6 +14,9 @@ class AdamW:
     torch.optim, except for `step`, the number of updates made, which is one per group. The first update makes `state`.
     `embeddings` are decayed, too, and their rate is `lr` times `lr_ratio`."""
 
+    is_elementwise = True
+    """Each element is updated by its own gradient and state, so a rank may update any slice of a parameter."""
+
     def __init__(
         self,
         decayed: Sequence[torch.Tensor],

@@ -6,6 +6,8 @@ from typing import Literal
 
 from paceline.base.errors import UserError, require_at_least
 
+OptimizerName = Literal["adamw", "muon"]
+RULES: dict[OptimizerName, str] = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
 _USUAL_DECAY = 0.05  # of a weight in a step; usual are 1e-5 to 1e-3
 
 
@@ -13,7 +15,7 @@ _USUAL_DECAY = 0.05  # of a weight in a step; usual are 1e-5 to 1e-3
 class OptimConfig:
     """Update rule, learning rate, schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """adamw: AdamW for all; muon: Muon for the layers' matrices, AdamW for embeddings, head and vectors."""
     lr: float = 6e-4
     """Peak learning rate. Muon's update is scaled to AdamW's size, so one rate serves both."""

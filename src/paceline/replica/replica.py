@@ -30,7 +30,7 @@ from paceline.replica.share import Share
 from paceline.replica.step import Step
 from paceline.replica.stopping import StopRequest, why_to_stop
 from paceline.world.calls import mistake
-from paceline.world.config import ParallelConfig
+from paceline.world.config import ParallelConfig, StrategyName, WireName
 from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
@@ -62,11 +62,11 @@ class Replica(ReplicatedModel):
         optimizer: Any,
         world: World,
         *,
-        strategy: Literal["auto", "ddp", "zero", "fsdp", "hsdp", "local", "naive"] = "auto",
+        strategy: Literal["auto", StrategyName] = "auto",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         blocks: Sequence[nn.Module] = (),
         bucket_mb: float = 0.0,
-        wire: Literal["exact", "bf16", "int8", "int4", "int2"] = "exact",
+        wire: WireName = "exact",
         read_as: Mapping[str, torch.dtype] | None = None,
         sync_every: int = 0,
         rounded_gradients: Collection[str] = (),

@@ -12,15 +12,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from paceline.optim.adamw import AdamW
-from paceline.optim.muon import Muon
 from paceline.optim.optimizer import ParamSlice
 from paceline.replica.gradients import trained_parameters
 from paceline.world.calls import mistake
 from paceline.world.group import Group
 
-# These update each element by its own gradient and state, so a rank may update any slice. For other optimizers one rank
-# updates a complete parameter.
+# Those of torch.optim that update each element by its own gradient and state, so that a rank may update any slice; ours
+# say `is_elementwise`. For other optimizers one rank updates a complete parameter.
 _ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
 # By optimizer: its hooks that refuse the script's own `optimizer.step()`, and `load_state_dict`.
 _HOOKS: "weakref.WeakKeyDictionary[Any, list[Any]]" = weakref.WeakKeyDictionary()
@@ -41,7 +39,7 @@ class Updates:
         """Returns the parameters that one rank must update completely, each with its cost in any unit."""
         costs: dict[str, float] = {}
         for optimizer in self.optimizers:
-            if type(optimizer).__name__ not in _ELEMENTWISE:
+            if not getattr(optimizer, "is_elementwise", type(optimizer).__name__ in _ELEMENTWISE):
                 cost = getattr(optimizer, "update_cost", torch.numel)
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 costs |= {self._names[p]: float(cost(p)) for p in parameters if p in self._names}
@@ -109,7 +107,7 @@ class Updates:
     @property
     def can_skip(self) -> bool:
         """Whether all optimizers take `is_finite`; those of torch.optim do not."""
-        return all(type(optimizer) in (AdamW, Muon) for optimizer in self.optimizers)
+        return all(hasattr(optimizer, "undo_count") for optimizer in self.optimizers)
 
     def skipped(self) -> None:
         """Undoes the step count of an update that was skipped: `is_finite` was False."""

@@ -38,6 +38,7 @@ def make_strategy(
     if config.strategy == "naive":
         return NaiveSync(model, group)
     if config.strategy != "zero":  # ddp, or one process, which has nobody to share weights with: no rounding either
+        assert config.strategy in ("ddp", "local", *SHARDS_WEIGHTS), config.strategy
         return BucketedSync(model, group, bucket_bytes)
     if shares_memory or config.wire not in ("exact", "bf16"):
         # Rounding takes longer than to copy all bits; a codec sends fewer.

@@ -14,6 +14,7 @@ class Coding:
     weight_bits: int  # of zero's changes of weights; 32: weights are sent as they are read
     encode_ns: float  # of gradients
     update_ns: float  # of weights
+    is_for_zero: bool = True  # False: of local only
 
     @property
     def keeps_excess(self) -> bool:
@@ -26,7 +27,7 @@ CODINGS = {
     "bf16": Coding(16, 32, 0.5, 0.4),
     "int8": Coding(8, 4, 1.8, 1.8),
     "int4": Coding(4, 4, 2.2, 1.8),
-    "int2": Coding(2, 32, 3.0, 3.0),  # of local only
+    "int2": Coding(2, 32, 3.0, 3.0, is_for_zero=False),
 }
 
 

@@ -12,6 +12,7 @@ from paceline.config import Config
 from paceline.data.plan import BatchPlan
 from paceline.model import cost
 from paceline.model.layers import attends_by_document
+from paceline.optim.config import RULES
 from paceline.record.balance import listed
 from paceline.record.console import Console, facts, table
 from paceline.sync.wire import wire_bits
@@ -35,7 +36,6 @@ def start(
     model, optim, wire = config.model, config.optim, config.parallel.wire
     parameters = cost.num_parameters(model)
     num_ranks = plural(world.world_size, "rank")
-    rule = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
     rows = {
         "world": f"{num_ranks} on {_devices(world)}, {world.backend_text}, {plural(world.threads, 'thread')} a rank",
         "model": f"{model.arch}, {model.n_layer} layers x {model.n_embd}, {units.count(parameters.total)} parameters "
@@ -44,8 +44,9 @@ def start(
         "data": _data_text(data, world.device, settings),
         "batch": f"{_shares_text(config, plan)} of up to {plan.device_batch_size} sequences = "
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
-        "optimizer": f"{rule}, lr {settings.lr:.3g} ({optim.schedule}, {optim.warmup_steps} warm-up steps), "
-        f"weight decay {settings.weight_decay:.3g}, gradient clipped at {optim.grad_clip:g}",
+        "optimizer": f"{RULES[optim.name]}, lr {settings.lr:.3g} ({optim.schedule}, "
+        f"{optim.warmup_steps} warm-up steps), weight decay {settings.weight_decay:.3g}, "
+        f"gradient clipped at {optim.grad_clip:g}",
         "gradients": f"{_strategy_text(config, plan)}; {_checks_text(config)}",
         **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
         **_link(world, settings),

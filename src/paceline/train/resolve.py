@@ -255,7 +255,7 @@ def _require_memory(config: Config, plan: BatchPlan, facts: Sequence[RankFacts])
 
 
 def _room(config: Config, rank: RankFacts, world_size: int) -> float:
-    state = state_bytes(config, world_size, rank.num_gpus, on_cpu=rank.device == "cpu")[config.parallel.strategy]
+    state = state_bytes(config, world_size, rank.num_gpus, on_cpu=rank.device == "cpu")
     itemsize = item_bytes(config.train.dtype)
     head = 4 * config.model.vocab_size * config.model.n_embd  # its float32 gradient is in fixed_bytes, too
     loss = cost.loss_bytes(config.model, itemsize) - head if rank.device == "cuda" else 0
@@ -287,7 +287,11 @@ def _strategy(config: Config, facts: Sequence[RankFacts], choices: list[Choice])
     check_strategy(config.parallel.strategy, facts, config.parallel.wire)
     if config.parallel.strategy != "auto":
         return config.parallel.strategy
-    needed = state_bytes(config, len(facts), on_cpu=any(each.device == "cpu" for each in facts))
+    on_cpu = any(each.device == "cpu" for each in facts)
+    needed = {
+        name: state_bytes(config.replace("parallel", strategy=name), len(facts), on_cpu=on_cpu)
+        for name in ("ddp", "zero")
+    }
     kinds = unequal_kinds(facts)
     free = min(each.free_bytes for each in facts)
     room = f"{units.size(free)} free a rank"
@@ -319,22 +323,27 @@ def _memory_choice(config: Config, facts: Sequence[RankFacts]) -> list[Choice]:
     return [Choice(f"gradients added {where}", why, "--parallel.no-shared-memory")]
 
 
-def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: bool) -> dict[str, float]:
-    """Bytes a rank, by strategy: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of
-    local's anchor and its momentum, 4 of what its messages in few bits had too much; with Muon the owners of fsdp have
-    weights and gradients once more. On a CPU each save copies the weights and the state that this rank writes, and
-    keeps that memory. per_host: ranks of a host; 0: all are on one."""
+def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: bool) -> float:
+    """Bytes a rank: 4 each for weight and gradient, 8 of optimizer state (4 for Muon's matrices), 8 of local's anchor
+    and its momentum, 4 of what its messages in few bits had too much; with Muon the owners of fsdp have weights and
+    gradients once more. On a CPU each save copies the weights and the state that this rank writes, and keeps that
+    memory. per_host: ranks of a host; 0: all are on one."""
     total = cost.num_parameters(config.model).total
     parts = (20 if config.optim.name == "muon" else 16) * total
     copied = 12 * total if on_cpu else 0
-    return {
-        "ddp": 16 * total + copied / world_size,
-        "naive": 16 * total + copied,
-        "local": (28 if CODINGS[config.parallel.wire].keeps_excess else 24) * total + copied,
-        "zero": (8 + 8 / world_size) * total + copied / world_size,
-        "fsdp": (parts + copied) / world_size,
-        "hsdp": (parts + copied) / (per_host or world_size),
-    }
+    match config.parallel.strategy:
+        case "ddp":
+            return 16 * total + copied / world_size
+        case "zero":
+            return (8 + 8 / world_size) * total + copied / world_size
+        case "fsdp":
+            return (parts + copied) / world_size
+        case "hsdp":
+            return (parts + copied) / (per_host or world_size)
+        case "local":
+            return (28 if CODINGS[config.parallel.wire].keeps_excess else 24) * total + copied
+        case _:  # each rank has all, and rank 0 writes it
+            return 16 * total + copied
 
 
 def out_of_memory(error: BaseException, settings: Settings, rank: RankFacts) -> RunError:

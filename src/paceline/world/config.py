@@ -5,7 +5,12 @@ from typing import Literal
 
 from paceline.base.errors import UserError, require_at_least, require_choices
 
+StrategyName = Literal["ddp", "zero", "fsdp", "hsdp", "local", "naive"]
+WireName = Literal["exact", "bf16", "int8", "int4", "int2"]
 SHARDS_WEIGHTS = ("fsdp", "hsdp")
+UPDATES_ALONE = ("auto", "zero", "fsdp", "local")
+"""Of a weight one rank makes the update, or each rank its own. With others several make the same one, so their
+processors have to round alike."""
 _LONGEST_S = 1e9  # of a timeout: torch counts nanoseconds in 64 bits, some of twice as many
 
 
@@ -13,14 +18,14 @@ _LONGEST_S = 1e9  # of a timeout: torch counts nanoseconds in 64 bits, some of t
 class ParallelConfig:
     """Ranks, device, network."""
 
-    strategy: Literal["auto", "ddp", "zero", "fsdp", "hsdp", "local", "naive"] = "auto"
+    strategy: Literal["auto", StrategyName] = "auto"
     """ddp: every rank updates everything. zero: each rank updates its share and holds that optimizer state. fsdp:
     weights and gradients are sharded, too. hsdp: as fsdp over the ranks of each host, and replicated between hosts:
     less traffic between them than fsdp. naive: ddp without overlap, for reading and comparing. local: each rank
     updates weights of its own, and the ranks exchange them (sync-every): for slow links; ANOTHER ALGORITHM, whose
     loss depends on the number of ranks. auto: the first of ddp, zero, fsdp that fits in memory; not ddp with
     Muon, whose update is expensive, and where processors round differently; never hsdp or local."""
-    wire: Literal["exact", "bf16", "int8", "int4", "int2"] = "exact"
+    wire: WireName = "exact"
     """What zero and local send. exact: gradients and weights lose no bit that anything reads; weights that the model
     reads in bfloat16 only are sent in it. bf16: gradients, too, are sent in bfloat16, and added in float32: fewer
     bytes, but each rank's sum is rounded. int8: gradients as 8-bit integers with a scale for each block, and the change

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.units import listed
-from paceline.world.config import SHARDS_WEIGHTS
+from paceline.world.config import SHARDS_WEIGHTS, UPDATES_ALONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def check_strategy(strategy: str, facts: Sequence[RankFacts], wire: str = "exact
             reach="world",
         )
     kinds = unequal_kinds(facts)
-    if strategy in ("ddp", "naive", "hsdp") and kinds:
+    if strategy not in UPDATES_ALONE and kinds:
         raise UserError(
             f"with strategy {strategy} several ranks make the same update, and unequal processors round it "
             f"differently: {kinds}. Use --parallel.strategy zero (in a script: strategy='zero'), where each weight is "

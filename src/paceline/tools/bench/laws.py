@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.base import units
 from paceline.tools.bench import runs
+from paceline.world.config import SHARDS_WEIGHTS, UPDATES_ALONE
 from paceline.world.env import is_loopback
 
 NUM_STEPS, STOP_AT = 20, 10
@@ -78,7 +79,7 @@ def check_replicas(found: Evidence) -> Verdict:
     strategy = _parallel(found)["strategy"]
     if num_steps != NUM_STEPS:
         return False, f"{num_steps} steps were made"
-    if strategy in ("ddp", "naive") and len(set(end["state_digests"])) > 1:
+    if strategy not in (*UPDATES_ALONE, *SHARDS_WEIGHTS) and len(set(end["state_digests"])) > 1:
         return False, f"digests of the state at the end: {_by_rank(end['state_digests'])}"
     ranks = units.plural(len(found.seats), "rank")
     return True, f"equal on {ranks} after each of {num_steps} steps ({strategy}); digest {end['digest']}"

@@ -17,6 +17,7 @@ from paceline.base.cores import cpu_name
 from paceline.base.errors import UserError, nearest
 from paceline.base.files import replace as replace_file
 from paceline.config import Config
+from paceline.optim.config import RULES
 from paceline.tools.plan.work import Rates
 from paceline.world.cores import usable_cores
 from paceline.world.peaks import gpu_peak
@@ -110,7 +111,7 @@ def gpu(name: str, *, compiled: bool, dtype: str = "auto") -> Device:
         memory_bytes=1e9 * facts["memory_gb"],
         forward=dict.fromkeys(families, forward),
         backward=dict.fromkeys(families, backward),
-        update={"adamw": update, "muon": update},
+        update=dict.fromkeys(RULES, update),
         copy_bytes_per_s=1e9 * facts["bandwidth_gb_s"] * share["memory"] / 2,
         snapshot_bytes_per_s=1e9 * share["host_gb_s"],
         inner_bytes_per_s=1e9 * facts["inner_gb_s"] * share["inner"],

@@ -8,10 +8,10 @@ are one load; a collective begins when the slowest load is ready. So a world of 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from paceline.sync.wire import CODINGS, WireBits, wire_bits
-from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig
+from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig, StrategyName, WireName
 
 Kind = Literal["exact", "rounding", "another algorithm"]
 _STEPS = 4  # until steps repeat
@@ -103,7 +103,7 @@ class Path:
     flags: str
     bits: WireBits
     kind: Kind = "exact"
-    strategy: Literal["ddp", "zero", "fsdp", "hsdp", "local", "naive"] = "zero"
+    strategy: StrategyName = "zero"
     is_layered: bool = False  # all micro-batches pass a block before the next block
     encode_s: float = 0.0  # codec time for each element of the model: before the reduce-scatter
     update_codec_s: float = 0.0  # and around the all-gather
@@ -342,7 +342,9 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
 def paths(job: Job) -> list[Path]:
     """Returns all paths: the exact ones first, then those that round, then other algorithms."""
     found = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False)]
-    for wire in ("exact", "bf16", "int8", "int4"):
+    for wire in get_args(WireName):
+        if not CODINGS[wire].is_for_zero:
+            continue
         parallel = ParallelConfig(strategy="zero", wire=wire)
         orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
         found += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
