@@ -143,8 +143,8 @@ MUTATIONS = (
     Mutation(
         "a refusal of rank 0 does not reach the other ranks",
         "world/errors.py",
-        '    if "error" in found:\n',
-        '    if "error" in found and group.rank == 0:\n',
+        '    if "error" in outcome:\n',
+        '    if "error" in outcome and group.rank == 0:\n',
         "world/test_group.py::test_what_rank_0_finds_or_refuses_all_ranks_learn",
     ),
     Mutation(
@@ -1385,8 +1385,8 @@ MUTATIONS = (
     Mutation(
         "watch shows the fastest rank first",
         "tools/view/view.py",
-        "found.sort(key=lambda each: -each.work_ms)",
-        "found.sort(key=lambda each: each.work_ms)",
+        "ranks.sort(key=lambda each: -each.work_ms)",
+        "ranks.sort(key=lambda each: each.work_ms)",
         "tools/view/test_views.py::test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step",
     ),
     Mutation(
@@ -1413,21 +1413,21 @@ MUTATIONS = (
     Mutation(
         "query, key and value are exported in the order of their names",
         "tools/hub/tensors.py",
-        "sorted(found, key=lambda part: part[0].third or 0)",
-        "found",
+        "sorted(tensors, key=lambda part: part[0].third or 0)",
+        "tensors",
         "tools/hub/test_formats.py::test_the_order_of_a_file_does_not_decide_which_third_is_which",
     ),
     Mutation(
         "an output layer that is not the embedding is dropped on import",
         "tools/hub/tensors.py",
-        "and not torch.equal(found[head], found[embedding])",
-        "and found[head].shape != found[embedding].shape",
+        "and not torch.equal(weights[head], weights[embedding])",
+        "and weights[head].shape != weights[embedding].shape",
         "tools/hub/test_formats.py::test_what_would_not_be_the_same_model_is_refused_by_name_and_leaves_nothing",
     ),
     Mutation(
         "linear layers of GPT-2 are exported as they are here",
         "tools/hub/tensors.py",
-        "theirs[name] = whole.t() if found[0][0].is_transposed else whole",
+        "theirs[name] = whole.t() if tensors[0][0].is_transposed else whole",
         "theirs[name] = whole",
         "tools/hub/test_formats.py::test_a_model_of_transformers_computes_the_same_here_and_comes_back_bit_for_bit",
     ),
@@ -1469,8 +1469,8 @@ MUTATIONS = (
     Mutation(
         "verify passes a run that failed",
         "tools/bench/laws.py",
-        "    if failure := found.failures[other]:\n        return False,",
-        "    if failure := found.failures[other]:\n        return True,",
+        "    if failure := evidence.failures[other]:\n        return False,",
+        "    if failure := evidence.failures[other]:\n        return True,",
         "tools/bench/test_verify.py::test_a_run_that_failed_fails_its_laws_in_its_own_words_and_leaves_the_others_open",
     ),
     Mutation(

@@ -32,8 +32,8 @@ def rows(path: Path, with_text: str = "") -> Iterator[Row | None]:
 def last_rows(path: Path, num_bytes: int = 1 << 18) -> list[Row]:
     """Returns the rows in the last bytes of a JSONL file; the default holds one of 1,024 ranks. No rows if it
     cannot be read."""
-    found = (_row(line) for line in tail(path, num_bytes).split(b"\n")[:-1])
-    return [row for row in found if row is not None]
+    rows = (_row(line) for line in tail(path, num_bytes).split(b"\n")[:-1])
+    return [row for row in rows if row is not None]
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -109,6 +109,6 @@ class Tail:
         lines = b"".join(islice(BytesIO(lines[: lines.rfind(b"\n") + 1]), most))
         self._offset += len(lines)
         self._mark = (self._mark + lines)[-_MARK_BYTES:]
-        found = [_row(line) for line in lines.split(b"\n")[:-1]]
-        self.num_skipped += found.count(None)
-        return is_anew, [row for row in found if row is not None]
+        rows = [_row(line) for line in lines.split(b"\n")[:-1]]
+        self.num_skipped += rows.count(None)
+        return is_anew, [row for row in rows if row is not None]

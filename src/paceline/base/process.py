@@ -180,13 +180,13 @@ def _attempt() -> str:
 def read_statuses(folder: Path, ranks: Iterable[int], ends: Mapping[int, int]) -> dict[int, Status]:
     """Returns the statuses that these ranks have reported in this attempt. ends: exit statuses of their processes by
     rank; 0, 2 and 75 count if the file is missing, as where the disk is full: Python ends with 1, too."""
-    found = {rank: Status(code) for rank, code in ends.items() if code in (EXIT_DONE, EXIT_USER, EXIT_RESUMABLE)}
+    statuses = {rank: Status(code) for rank, code in ends.items() if code in (EXIT_DONE, EXIT_USER, EXIT_RESUMABLE)}
     for rank in ranks:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             report = json.loads(end_path(folder, rank).read_bytes())
             if report.pop("of") == _attempt():
-                found[rank] = Status(**report)
-    return found
+                statuses[rank] = Status(**report)
+    return statuses
 
 
 def environment_of_one(environ: Mapping[str, str]) -> dict[str, str]:

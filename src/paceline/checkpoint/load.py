@@ -25,7 +25,7 @@ from paceline.world.cores import free_memory
 from paceline.world.group import DistributedGroup, Group, LocalGroup, from_rank_0
 
 T = TypeVar("T")
-Found = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what is wrong with newer ones
+Whole = tuple[Path, dict[str, Any], list[str]]  # folder, manifest, what is wrong with newer ones
 Wanted = Mapping[Slice, torch.dtype]
 Verified = dict[str, shards.Data]  # the bytes of files, by name
 
@@ -41,7 +41,7 @@ class NothingSaved(UserError):
 
 def find(
     checkpoints: Path, step: int | None = None, kinds: Sequence[Kind] = mf.KINDS, verified: Verified | None = None
-) -> Found:
+) -> Whole:
     """Returns what `agree` does, in a single process."""
     try:
         return agree(LocalGroup(torch.device("cpu")), checkpoints, step, True, kinds=kinds, verified=verified)
@@ -58,7 +58,7 @@ def agree(
     progress: Progress = lambda: None,
     kinds: Sequence[Kind] = mf.KINDS,
     verified: Verified | None = None,
-) -> Found:
+) -> Whole:
     """Returns (folder, manifest, what is wrong with newer ones) of the newest good checkpoint, or of `step`, after
     reading every byte of its files of these kinds. Equal on all ranks. Collective.
 
@@ -109,9 +109,9 @@ def receive(
     flats = {item: torch.empty(item.num_elements, dtype=dtype) for item, dtype in wanted.items()}
     for name, (shape, dtype) in mf.tensors(manifest, kind).items():
         full = Slice(name, 0, math.prod(shape))
-        mine = {full: dtype} if group.rank == 0 else {}
-        read = in_rounds(group, progress, partial(_read, folder, manifest, kind, mine, verified))
-        tensor = read[full].to(device) if mine else torch.empty(full.num_elements, dtype=dtype, device=device)
+        read_here = {full: dtype} if group.rank == 0 else {}
+        read = in_rounds(group, progress, partial(_read, folder, manifest, kind, read_here, verified))
+        tensor = read[full].to(device) if read_here else torch.empty(full.num_elements, dtype=dtype, device=device)
         group.broadcast(tensor)
         progress()
         for item in wanted:
@@ -173,8 +173,8 @@ def in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -
     meanwhile: waiting for a slow disk must not exceed the group's timeout, which is for ranks that hang."""
     met_s = time.monotonic()
 
-    def have_all_finished(own: bool) -> bool:
-        return all(row == [1] for row in group.share_integers([int(own)]))
+    def have_all_finished(is_finished: bool) -> bool:
+        return all(row == [1] for row in group.share_integers([int(is_finished)]))
 
     def on_progress() -> None:
         nonlocal met_s
@@ -233,11 +233,11 @@ def _first_damage(
     names = sorted(name for name in manifest["files"] if name.partition("-")[0] in kinds)
     # The rank that reads a file verifies it, if as many ranks have saved, each its own part.
     owners = [int(name.split("-")[1]) % group.size if everyone_sees else 0 for name in names]
-    mine = [name for name, owner in zip(names, owners, strict=True) if owner == group.rank]
+    names_here = [name for name, owner in zip(names, owners, strict=True) if owner == group.rank]
 
     def verify(on_progress: Progress) -> str:
         try:
-            for name in mine:
+            for name in names_here:
                 # One rank that resumes what many have saved would need memory for all of it.
                 fits = manifest["files"][name]["bytes"] <= free_memory() / _OF_FREE_MEMORY / group.size
                 mf.verify(folder, name, manifest, on_progress, verified if fits else None)

@@ -38,8 +38,8 @@ def require_step(checkpoints: Path, step: int | None) -> list[int]:
 def newest_whole(checkpoints: Path, step: int | None) -> int:
     """Returns the newest step (only `step` if given) whose checkpoint has a manifest and all files in full size; their
     bytes are not read. 0 if there is none. Raises UserError if `step` has no folder."""
-    found = reversed(require_step(checkpoints, step))
-    return next((number for number in found if is_whole(checkpoints / folder_name(number))), 0)
+    numbers = reversed(require_step(checkpoints, step))
+    return next((number for number in numbers if is_whole(checkpoints / folder_name(number))), 0)
 
 
 def is_whole(folder: Path) -> bool:

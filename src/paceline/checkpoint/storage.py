@@ -476,8 +476,8 @@ def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], 
         for file, facts in mf.parse(raw, name)["files"].items():  # only names of a checkpoint's files
             sha256 = bucket.fetch(f"checkpoints/{name}/{file}", folder / file, progress)
             if sha256 != facts["sha256"]:
-                found = "is not there" if sha256 is None else "has other bytes than were written (sha256 differs)"
-                raise mf.Damaged(f"{name}: {file} {found}")
+                what = "is not there" if sha256 is None else "has other bytes than were written (sha256 differs)"
+                raise mf.Damaged(f"{name}: {file} {what}")
         replace(folder / MANIFEST, raw, 0o600)
         sync(folder)
         if (checkpoints / name).exists():  # a damaged one

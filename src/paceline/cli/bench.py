@@ -151,8 +151,8 @@ def _scaling(arguments: list[str]) -> int:
         )
     console = Console(0)
     say_load(console)
-    found = scaling.measure(setup, console)
-    tables = tabulate(setup, found)
+    measured = scaling.measure(setup, console)
+    tables = tabulate(setup, measured)
     for remark in scaling_show.remarks(setup, tables):
         console.say(remark, style="bold")
     for kind, rows in tables.items():
@@ -161,7 +161,7 @@ def _scaling(arguments: list[str]) -> int:
     shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json}
     for name, shape in shapes.items():
         if path := getattr(parsed, name):
-            Path(path).write_text(shape(setup, found), encoding="utf-8")
+            Path(path).write_text(shape(setup, measured), encoding="utf-8")
     return 0
 
 
@@ -204,10 +204,11 @@ def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
 def _check_compare(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
     flag, other = "--cpu" if parsed.cpu else "--compare", ScalingArguments()
     without = ("kind", "max_ranks", *(["hosts"] if parsed.cpu else []))
-    if given := [name for name in without if getattr(parsed, name) != getattr(other, name)]:
+    changed = [name for name in without if getattr(parsed, name) != getattr(other, name)]
+    if changed:
         raise UserError(
-            f"--{given[0].replace('_', '-')} has no effect with {flag}, which measures one rank on each host of a lab; "
-            "leave it out"
+            f"--{changed[0].replace('_', '-')} has no effect with {flag}, which measures one rank on each host "
+            "of a lab; leave it out"
         )
     if len(rates) > 1:
         raise UserError(f"--rate is {parsed.rate}; with {flag} give one rate, that of all links")

@@ -143,11 +143,11 @@ def _info(arguments: list[str]) -> int:
                     report.advance(done, dataset.num_bytes)
 
             dataset.verify(advance)
-    found = facts_of(dataset)
+    facts = facts_of(dataset)
     if parsed.json:
-        print(json.dumps({**found, "verified": parsed.verify}))
+        print(json.dumps({**facts, "verified": parsed.verify}))
         return 0
-    _print(found)
+    _print(facts)
     if parsed.verify:
         print(f"every byte was read: all {units.size(dataset.num_bytes)} are as they should be")
     return 0
@@ -184,17 +184,17 @@ def facts_of(dataset: "Dataset") -> dict[str, Any]:
     }
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(described: dict[str, Any]) -> None:
     from paceline.record.console import Console, facts, table
 
-    console, origin = Console(0), found["origin"] or {}
-    sha256 = found["tokenizer_sha256"]
+    console, origin = Console(0), described["origin"] or {}
+    sha256 = described["tokenizer_sha256"]
     rows = {
-        "dataset": f"{found['name']} in {found['folder']}",
-        "vocabulary": f"{found['vocab_size']} tokens",
+        "dataset": f"{described['name']} in {described['folder']}",
+        "vocabulary": f"{described['vocab_size']} tokens",
         "tokenizer": f"sha256 {sha256[:16]}" if sha256 else "none: its ids can not be turned into text",
-        "documents begin with": found["document_token"] or "unknown",
-        "fingerprint": found["fingerprint"][:16],
+        "documents begin with": described["document_token"] or "unknown",
+        "fingerprint": described["fingerprint"][:16],
     }
     for name, what in (
         ("skipped_files", "files are neither text nor a known format and were left out"),
@@ -213,7 +213,7 @@ def _print(found: dict[str, Any]) -> None:
     console.say()
     columns = ["", "documents", "tokens", "text", "bytes a token", "shards"]
     columns += ["tokens of a document: median", "95%", "longest"]
-    console.say(table("", columns, [_row(split, part) for split, part in found["splits"].items()]))
+    console.say(table("", columns, [_row(split, part) for split, part in described["splits"].items()]))
 
 
 def _row(split: str, part: dict[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ class Option:
 def options_of(default: Any) -> list[Option]:
     """Returns the options of a verb, whose arguments are the dataclass `default`, in the order of its fields. A
     dataclass within it has its name before those of its fields, but for the whole config."""
-    found: list[Option] = []
+    options: list[Option] = []
 
     def visit(value: Any, prefix: str, section: str) -> None:
         hints = typing.get_type_hints(type(value), include_extras=True)
@@ -94,7 +94,7 @@ def options_of(default: Any) -> list[Option]:
                 continue
             is_positional = _POSITIONAL in annotations
             metavar = next((note.metavar for note in annotations if getattr(note, "metavar", None)), name.upper())
-            found.append(
+            options.append(
                 Option(
                     flag=metavar if is_positional else f"--{prefix}{name}",
                     kind=kinds[item.name],
@@ -106,7 +106,7 @@ def options_of(default: Any) -> list[Option]:
             )
 
     visit(default, "", "")
-    return found
+    return options
 
 
 @functools.cache

@@ -61,10 +61,10 @@ def _run(arguments: list[str]) -> int:
     from paceline.cli.main import main as paceline
 
     verbs = [*(verb for verb in _VERBS if verb != "lab"), "exec"]
-    own, command = divided(arguments)
-    if verb := next((word for word in own if word in verbs), ""):  # no option of a lab has such a value
+    of_lab, command = divided(arguments)
+    if verb := next((word for word in of_lab if word in verbs), ""):  # no option of a lab has such a value
         raise UserError(f"what the hosts are to run comes after `--`: paceline lab ... -- {verb} ...")
-    parsed = parse(LabArguments, LabArguments(), own, "lab")
+    parsed = parse(LabArguments, LabArguments(), of_lab, "lab")
     if not command:
         raise UserError(f"nothing to run on the hosts; it comes after `--`\n\n{_USAGE}")
     line = _command(command, verbs)

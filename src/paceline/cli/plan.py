@@ -144,10 +144,10 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
         path = Path(parsed.cluster)
         cluster = read_run(path).cluster if path.is_dir() else read(path)
         linked = [dataclasses.replace(cluster, link_gbit=rate) for rate in _rates(parsed.link_gbit)] or [cluster]
-        found = [each.of_ranks(count) for count in counts for each in linked] or linked
+        clusters = [each.of_ranks(count) for count in counts for each in linked] or linked
     else:
-        found = [Cluster(ranks_per_host=count) for count in counts or [1]]
-    if parsed.link_gbit and all(each.hosts == 1 for each in found):
+        clusters = [Cluster(ranks_per_host=count) for count in counts or [1]]
+    if parsed.link_gbit and all(each.hosts == 1 for each in clusters):
         raise UserError("--link-gbit is for links between hosts, and there is one host; describe more by --cluster")
     chosen = [
         dataclasses.replace(
@@ -155,7 +155,7 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
             link_gbit=each.link_gbit if each.hosts > 1 else 0.0,  # one row for a single host, whatever the links are
             price=parsed.price or each.price,
         )
-        for each in found
+        for each in clusters
     ]
     return list(dict.fromkeys(chosen))
 
@@ -212,8 +212,8 @@ def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -
         if world.device.type != "cpu" or len({peer.host for peer in world.peers}) > 1:
             raise UserError("--calibrate measures one machine's processors; start it once, from a plain shell", "world")
         console.advance(0, "measuring", f"{env.world_size} ranks at once")
-        found = [measure(world, config, console) for config in configs]
-    for config, device in zip(configs, found, strict=True):
+        measured = [measure(world, config, console) for config in configs]
+    for config, device in zip(configs, measured, strict=True):
         if env.rank == 0:
             path = devices.store(config, env.world_size, device)
             console.say(f"{device.source}; steps may be off by {device.error_frac:.0%}; kept in {path}")

@@ -65,10 +65,10 @@ def main(arguments: list[str]) -> int:
     }
     usual = _of_most(list(texts.values()))
     for path in paths:
-        own = [f"{name} {value}" for name, value in texts[path].items() if value != usual.get(name)]
-        more = [f"{len(own) - _SHOWN} more settings (--json)"] if len(own) > _SHOWN else []
+        settings_here = [f"{name} {value}" for name, value in texts[path].items() if value != usual.get(name)]
+        more = [f"{len(settings_here) - _SHOWN} more settings (--json)"] if len(settings_here) > _SHOWN else []
         unread = "" if configs[path] else "its config.toml could not be read"
-        facts = [states[path].why, unread, *own[:_SHOWN], *more]
+        facts = [states[path].why, unread, *settings_here[:_SHOWN], *more]
         if text := ", ".join(fact for fact in facts if fact):
             print(printable(f"{path.name}: {text}"))
     return 0
@@ -77,12 +77,12 @@ def main(arguments: list[str]) -> int:
 def _find(folder: Path) -> list[Path]:
     try:
         # Not Path.is_file, which raises: only its user may look into a run folder, and others may share this one.
-        found = [path for path in (folder, *folder.iterdir()) if os.path.isfile(path / "config.toml")]
+        runs = [path for path in (folder, *folder.iterdir()) if os.path.isfile(path / "config.toml")]
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}; name the folder that holds run folders") from None
-    if not found:
+    if not runs:
         raise UserError(f"{folder} holds no run; name the folder that holds run folders, such as runs")
-    return found
+    return runs
 
 
 def _differences(configs: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:

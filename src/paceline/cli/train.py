@@ -112,13 +112,13 @@ def _continued(request: Request) -> Request:
     if asked.model.size == "auto":
         asked = with_size_of(stored, asked)
     for section in dataclasses.fields(Config):
-        own = getattr(asked, section.name)
-        given = {
+        changed = getattr(asked, section.name)
+        set_fields = {
             item.name: value
-            for item in dataclasses.fields(own)
-            if (value := getattr(own, item.name)) != getattr(getattr(default, section.name), item.name)
+            for item in dataclasses.fields(changed)
+            if (value := getattr(changed, item.name)) != getattr(getattr(default, section.name), item.name)
         }
-        config = config.replace(section.name, **given)
+        config = config.replace(section.name, **set_fields)
     config = supersede(stored, config).batch_in_sequences()
     refuse_other_run(stored, config)
     config.check()

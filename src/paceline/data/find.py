@@ -35,7 +35,7 @@ _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".xz", "
 _LOST = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
 
-Found = Iterator[SourceFile | LeftOut]
+Files = Iterator[SourceFile | LeftOut]
 
 
 def find(specs: Sequence[str], *, format: str = "auto", skips_unreadable: bool = False) -> Sources:
@@ -110,7 +110,7 @@ def _standard_input(specs: Sequence[str], format: str) -> Sources:
     return Sources("stdin", (SourceFile(STANDARD_INPUT, STANDARD_INPUT, format),))
 
 
-def _find(spec: str, format: str, skips: bool) -> Found:
+def _find(spec: str, format: str, skips: bool) -> Files:
     expanded = os.path.expanduser(spec)  # unlike pathlib, keeps a ~user that does not exist
     if hub.is_spec(spec):
         yield from _find_on_hub(spec, format)
@@ -137,7 +137,7 @@ def _find(spec: str, format: str, skips: bool) -> Found:
         )
 
 
-def _find_in(folder: str, format: str, *, in_order: bool = True, skips: bool = False) -> Found:
+def _find_in(folder: str, format: str, *, in_order: bool = True, skips: bool = False) -> Files:
     files = _files(os.path.realpath(folder))
     for name, path in sorted(files) if in_order else files:
         if os.path.getsize(path):
@@ -251,7 +251,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _find_on_hub(spec: str, format: str) -> Found:
+def _find_on_hub(spec: str, format: str) -> Files:
     repository, listed = hub.list_files(spec, lambda name: _by_name(name)[0] is not None)
     for name, path, num_bytes, stamp in listed:
         known, _, compression = _by_name(name)

@@ -116,8 +116,8 @@ class Loader:
         begin = within * len(in_step) - in_step.start
         batches = []
         for part in micro_batches:
-            mine = slice(begin + part.start, begin + part.stop)
-            batch = read_batch(self.sequences, located.places[mine], located.positions[mine])
+            part_here = slice(begin + part.start, begin + part.stop)
+            batch = read_batch(self.sequences, located.places[part_here], located.positions[part_here])
             batches.append(batch.pinned() if self.device.type == "cuda" else batch)
         return batches
 

@@ -154,12 +154,12 @@ def _watch(
                 is_ready = has_handler(processes[rank].pid, signal.SIGTERM)
                 is_asked = signals.first is not None and is_ready
                 processes[rank].send_signal(signals.passed_on if is_asked else signal.SIGTERM)
-        found, now = read_statuses(statuses, processes, ends), time.monotonic()
-        has_failed = any(code and rank not in found for rank, code in ends.items())
-        if ordered == "fail" or has_failed or not all(status.is_good for status in found.values()):
+        reports, now = read_statuses(statuses, processes, ends), time.monotonic()
+        has_failed = any(code and rank not in reports for rank, code in ends.items())
+        if ordered == "fail" or has_failed or not all(status.is_good for status in reports.values()):
             failed_s = min(failed_s, now)
         # A rank that has recorded its status has printed everything; the rest of its exit takes 0.7 s.
-        is_over = failed_s <= now and (found.keys() >= set(alive) or now - failed_s > _FAILURE_GRACE_S)
+        is_over = failed_s <= now and (reports.keys() >= set(alive) or now - failed_s > _FAILURE_GRACE_S)
         if is_over or grace.is_over(signals.since_s) or signals.is_urgent or ordered == "end":
             break
         time.sleep(_LOOK_EVERY_S if alive else 0)

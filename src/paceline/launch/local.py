@@ -66,8 +66,8 @@ def open_ranks(
     require_loopback()
     if address and (name := _interface_of(address)):
         if address == LOOPBACK:  # a variable that is exported for several hosts would open ports to them
-            if (given := os.environ.get("GLOO_SOCKET_IFNAME", name)) != name:
-                say(f"warning: GLOO_SOCKET_IFNAME is {given}; ranks of one host use {name}, or --parallel.interface")
+            if (exported := os.environ.get("GLOO_SOCKET_IFNAME", name)) != name:
+                say(f"warning: GLOO_SOCKET_IFNAME is {exported}; ranks of one host use {name}, or --parallel.interface")
             os.environ["GLOO_SOCKET_IFNAME"] = name
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -144,5 +144,5 @@ def _forget_refused(run: Path, is_new: bool) -> None:
 
 def _interface_of(name: str) -> str | None:
     address = socket.gethostbyname(name)
-    found = psutil.net_if_addrs().items()
-    return next((str(name) for name, known in found if any(a.address == address for a in known)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next((str(name) for name, known in interfaces if any(a.address == address for a in known)), None)

@@ -33,7 +33,7 @@ def read_names(text: str, hostfile: str) -> list[NamedHost]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read --hostfile {hostfile}: {error}") from None
         lines = [line for line in (line.partition("#")[0].strip() for line in lines) if line]
-    found = []
+    host_names = []
     for line in lines:
         host = _HOST.fullmatch(line.strip())
         if host is None:
@@ -41,11 +41,11 @@ def read_names(text: str, hostfile: str) -> list[NamedHost]:
                 f"'{line.strip()}' is no host; write NAME:RANKS, or NAME slots=RANKS in a file. RANKS is at most 9999, "
                 "or auto; a port is given by --parallel.port"
             )
-        found.append(NamedHost(host["name"], host["ranks"] or "1"))
-    names = [host.name for host in found]
+        host_names.append(NamedHost(host["name"], host["ranks"] or "1"))
+    names = [host.name for host in host_names]
     if not names or len(set(names)) < len(names):
         raise UserError(f"the hosts are '{', '.join(names)}'; give each host once, with all its ranks")
-    return found
+    return host_names
 
 
 def own_place(names: Sequence[str], node: int) -> int:
@@ -53,14 +53,14 @@ def own_place(names: Sequence[str], node: int) -> int:
     -1: found by its addresses. Raises UserError if it is none, or the others cannot reach it."""
     if len(names) < 2:
         raise UserError(f"--hosts is '{names[0]}'; it lists two or more hosts, each once")
-    own = [number for number, name in enumerate(names) if _is_own(name)]
-    if node >= len(names) or (node < 0 and len(own) != 1):
-        which = "several are" if own else "none is"
+    numbers = [number for number, name in enumerate(names) if _is_own(name)]
+    if node >= len(names) or (node < 0 and len(numbers) != 1):
+        which = "several are" if numbers else "none is"
         raise UserError(
             f"--hosts is '{','.join(names)}', and {which} an address of this machine ({socket.gethostname()}); tell it "
             f"its place in the list by --node-rank, from 0 to {len(names) - 1}"
         )
-    node = own[0] if node < 0 else node
+    node = numbers[0] if node < 0 else node
     name = names[node]
     try:
         resolve(name, 0)  # gethostbyname raises UnicodeError for `a..b`

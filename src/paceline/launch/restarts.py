@@ -67,10 +67,10 @@ class Records:
     def newest_checkpoint(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
         try:
-            found = re.fullmatch(r"step-(\d+)", (self._checkpoints / "latest").read_text().strip())
+            match = re.fullmatch(r"step-(\d+)", (self._checkpoints / "latest").read_text().strip())
         except (OSError, UnicodeDecodeError):
             return None
-        return int(found[1]) if found else None
+        return int(match[1]) if match else None
 
     def log_of(self, rank: int) -> Path | None:
         """Returns the path of a rank's log; None if it does not exist yet."""

@@ -17,10 +17,10 @@ _KNOWN_TO_RANKS = (*_PATIENT, signal.SIGTERM, signal.SIGHUP)
 def has_handler(pid: int, number: signal.Signals) -> bool:
     """Whether a process handles this signal itself; assumed where the system does not tell (only Linux does)."""
     try:
-        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return True
-    return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
+    return match is None or bool(int(match[1], 16) >> (number - 1) & 1)
 
 
 class StopSignals:

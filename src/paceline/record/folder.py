@@ -248,8 +248,8 @@ def is_own(path: Path, job: str | None) -> bool:
 
 def find_own(runs: Path, job: str | None) -> Path | None:
     """Returns this job's newest run folder in `runs`; None if there is none."""
-    own = [path for path in (runs.iterdir() if runs.is_dir() else ()) if is_own(path, job)]
-    return max(own, key=lambda path: (path / "job").stat().st_mtime_ns, default=None)
+    runs_of_job = [path for path in (runs.iterdir() if runs.is_dir() else ()) if is_own(path, job)]
+    return max(runs_of_job, key=lambda path: (path / "job").stat().st_mtime_ns, default=None)
 
 
 def last_event(path: Path) -> Row:
@@ -294,11 +294,11 @@ def check_new(path: Path) -> None:
                 f"--out is {path}, which holds a run already; resume it by "
                 f"`paceline resume {shlex.quote(str(path))}`, or choose another folder"
             )
-        found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    own = {*MADE_HERE, *(f".{name}.new" for name in MADE_HERE)}  # .new: if base.files.replace was killed
+        names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    made_here = {*MADE_HERE, *(f".{name}.new" for name in MADE_HERE)}  # .new: if base.files.replace was killed
     if _has_rows(path):
-        own.remove("metrics.jsonl")
-    if foreign := [name for name in found if name not in own]:
+        made_here.remove("metrics.jsonl")
+    if foreign := [name for name in names if name not in made_here]:
         raise UserError(
             f"--out is {path}, which holds files of something else ({units.listed(foreign)}); "
             "name a folder that is empty or does not exist yet"

@@ -66,16 +66,16 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
     is known, whether it has written a record in the last fresh_s seconds."""
     holder = folder.path / "lock.holder"
     try:
-        found = re.fullmatch(r"host (.*), pid (\d+)", holder.read_text(errors="replace").strip())
+        match = re.fullmatch(r"host (.*), pid (\d+)", holder.read_text(errors="replace").strip())
         taken_s = holder.stat().st_mtime
     except OSError:
         return False
-    if found is None:
+    if match is None:
         return False
-    if found[1] != socket.gethostname():
+    if match[1] != socket.gethostname():
         return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < fresh_s
     try:
-        process = psutil.Process(int(found[2]))
+        process = psutil.Process(int(match[2]))
         # A later process may have the same pid. A file server's clock may differ by some seconds.
         return process.create_time() < taken_s + 60 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -103,16 +103,16 @@ def _columns(values: Mapping[str, Sequence[float]]) -> tuple[list[str], dict[str
 
 def who_did_what(console: Console, totals: Totals, unit: str = "tokens", dealt: str = "sequences") -> None:
     """Prints each rank's part of the work, if the ranks or their parts are unequal. dealt: what was divided."""
-    found = totals.balance()
-    if found is None or len(found.sequences) == 1:
+    work = totals.balance()
+    if work is None or len(work.sequences) == 1:
         return
-    if len(set(found.sequences)) == 1 and max(found.tokens_per_s) < _UNEQUAL * min(found.tokens_per_s):
+    if len(set(work.sequences)) == 1 and max(work.tokens_per_s) < _UNEQUAL * min(work.tokens_per_s):
         return
     names, shown = _columns(
         {
-            f"{dealt} a step": found.sequences,
-            f"{unit}/s while working": found.tokens_per_s,
-            "waiting, % of step": [100 * idle for idle in found.idle_frac],
+            f"{dealt} a step": work.sequences,
+            f"{unit}/s while working": work.tokens_per_s,
+            "waiting, % of step": [100 * idle for idle in work.idle_frac],
         }
     )
     formats = ("{:.4g}", "{:.0f}", "{:.1f}")
@@ -121,9 +121,9 @@ def who_did_what(console: Console, totals: Totals, unit: str = "tokens", dealt: 
         for text, (name, values) in zip(formats, shown.items(), strict=True)
     ]
     console.say(table("The work of each rank", ["", *names], rows))
-    line = f"together {found.sum_of_speeds_frac:.1%} of the sum of their speeds"
-    if found.equal_step_ms is not None and len(set(found.sequences)) > 1:
-        line += f"; a step takes {found.step_ms:.1f} ms, with equal shares {found.equal_step_ms:.1f} ms"
+    line = f"together {work.sum_of_speeds_frac:.1%} of the sum of their speeds"
+    if work.equal_step_ms is not None and len(set(work.sequences)) > 1:
+        line += f"; a step takes {work.step_ms:.1f} ms, with equal shares {work.equal_step_ms:.1f} ms"
     console.say(line + "\n")
 
 

@@ -224,7 +224,7 @@ class CheckpointFolder:
 
     # ---- restore ----
 
-    def find(self, step: int | None = None) -> load.Found | None:
+    def find(self, step: int | None = None) -> load.Whole | None:
         """Returns (folder, manifest, problems of newer ones) of the newest complete checkpoint, or of `step`; None if
         nothing was ever saved. Collective; every byte is verified, and held for `take` if all ranks see the folder and
         memory allows: the rank that has written a file verifies it."""

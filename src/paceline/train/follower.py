@@ -29,8 +29,8 @@ class Follower:
         """Starts it if trackers are configured. If that fails, training continues."""
         if not self._settings.trackers:
             return
-        given = [(item.name, getattr(self._settings, item.name)) for item in fields(TrackConfig)]
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given if value != ""]
+        settings = [(item.name, getattr(self._settings, item.name)) for item in fields(TrackConfig)]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings if value != ""]
         self._command = ["track", str(folder.path), *flags]
         try:
             self._process = subprocess.Popen(

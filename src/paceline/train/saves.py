@@ -174,17 +174,17 @@ class Saves:
         with self._disk_timeout():
             self._finish()
             self.report()
-            own: str | None = None
+            error: str | None = None
             if not progress.step or progress.step != self._restored_step:  # else it is there, and every byte was read
                 self._begin(progress)
                 self._finish()
                 outcome = self.report(is_again)
-                own = outcome.problem if outcome else "its writer did not finish"
+                error = outcome.problem if outcome else "its writer did not finish"
             # Not before: if this save fails, a resume needs the later ones.
-            if own is None and self._setup.world.is_main and progress.step < self._progress.step:
+            if error is None and self._setup.world.is_main and progress.step < self._progress.step:
                 with contextlib.suppress(OSError):  # then a resume begins at a later one
                     retention.set_aside(self._folder, progress.step)
-            problem: str | None = self._group.broadcast_json(own)
+            problem: str | None = self._group.broadcast_json(error)
         return problem
 
     def _finish(self) -> None:

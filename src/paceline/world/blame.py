@@ -78,16 +78,16 @@ def unreachable(known: Known, silent_s: float) -> Blame:
 
 def dead(known: Known) -> Blame:
     """Ranks that ended with an error, and those whose processes are gone, unless they left because of others."""
-    found: Blame = []
+    blame: Blame = []
     for peer in known.peers:
         beat = known.beats.get(peer.rank)
         # Without a beat: it had not begun, or died with the store.
         may_have_left = beat.state != "runs" if beat else peer.rank not in known.ages_s and known.missing_store is None
         if beat and beat.state == "failed" and peer.rank != known.me:
-            found.append((peer.rank, f"{peer.shown} ended with an error in {beat.where}: {beat.error}"))
+            blame.append((peer.rank, f"{peer.shown} ended with an error in {beat.where}: {beat.error}"))
         elif peer.rank in known.dead and not may_have_left:
-            found.append((peer.rank, f"{peer.shown} is gone{known.last_beat(peer.rank)}"))
-    return found
+            blame.append((peer.rank, f"{peer.shown} is gone{known.last_beat(peer.rank)}"))
+    return blame
 
 
 def different_calls(known: Known) -> Blame:
@@ -97,37 +97,37 @@ def different_calls(known: Known) -> Blame:
     if difference is None:
         return []
     number, called = difference
-    found: Blame = [(None, f"ranks called different verbs, and would wait for each other for ever (call {number})")]
+    blame: Blame = [(None, f"ranks called different verbs, and would wait for each other for ever (call {number})")]
     for rank, (verb, where) in called.items():
         what = f"came to {where}" if verb == LEAVE else f"called {verb} at {where}"
-        found.append((None, f"{known.peers[rank].shown} {what}"))
-    return found
+        blame.append((None, f"{known.peers[rank].shown} {what}"))
+    return blame
 
 
 def _store_missing(known: Known) -> Blame:
     """The store, and the stopped processes of this host, one of which may hold the store."""
     if known.missing_store is None:
         return []
-    found: Blame = [(None, f"{known.missing_store} does not answer: its process, its host or the way there is gone")]
+    blame: Blame = [(None, f"{known.missing_store} does not answer: its process, its host or the way there is gone")]
     stopped = [peer for peer in known.peers if is_here(peer, known.peers[known.me]) and _is_stopped(peer)]
-    return found + [(p.rank, f"{p.shown} is stopped by a signal{known.last_beat(p.rank)}") for p in stopped]
+    return blame + [(p.rank, f"{p.shown} is stopped by a signal{known.last_beat(p.rank)}") for p in stopped]
 
 
 def _silent(known: Known, silent_s: float) -> Blame:
     """Ranks whose beat has not changed for silent_s."""
-    found: Blame = []
+    blame: Blame = []
     for peer in known.others:
         age_s = known.ages_s[peer.rank]
         if age_s < silent_s:
             continue
         if peer.rank not in known.beats:
-            found.append((peer.rank, f"{peer.shown} has not begun"))
+            blame.append((peer.rank, f"{peer.shown} has not begun"))
         elif known.beats[peer.rank].state == "runs":
             is_stopped = is_here(peer, known.peers[known.me]) and _is_stopped(peer)
             stopped = " is stopped by a signal, and" if is_stopped else ""
             text = f"{peer.shown}{stopped} has not answered for at least {age_s:.0f} s"
-            found.append((peer.rank, text + known.last_beat(peer.rank)))
-    return found
+            blame.append((peer.rank, text + known.last_beat(peer.rank)))
+    return blame
 
 
 def _standing(known: Known, still_s: float) -> Blame:

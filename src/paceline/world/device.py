@@ -114,8 +114,8 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 def product_dtype(name: str) -> torch.dtype:
     """The dtype of what matrix products give; theirs, unless that is float8."""
-    found: torch.dtype = getattr(torch, name.replace("float8", "bfloat16"))
-    return found
+    answer: torch.dtype = getattr(torch, name.replace("float8", "bfloat16"))
+    return answer
 
 
 def why_no_float8(device: torch.device) -> str:

@@ -49,8 +49,8 @@ class Environment:
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
     """Returns this process's place in the world. Raises UserError if variables are missing or contradict each other,
     or if this is no rank, but the launcher of a pod's ranks."""
-    given = os.environ if environ is None else environ
-    env = {**given, **schedulers.variables(given)}
+    environment = os.environ if environ is None else environ
+    env = {**environment, **schedulers.variables(environment)}
     pod = schedulers.read_pod(env)
     if pod is not None and pod.num_ranks != "1":
         raise UserError(
@@ -131,15 +131,15 @@ def check_interface(name: str, given_by: str = "parallel.interface") -> None:
 
 
 def _addresses(interface: str) -> list[str]:
-    found = psutil.net_if_addrs().get(interface, [])
-    known = [address for address in found if address.family in (socket.AF_INET, socket.AF_INET6)]
+    addresses = psutil.net_if_addrs().get(interface, [])
+    known = [address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
     return [address.address.partition("%")[0] for address in sorted(known, key=lambda a: a.family != socket.AF_INET)]
 
 
 def interfaces_text() -> str:
     """Returns this host's interfaces that others may reach, for messages."""
-    found = {name: _addresses(name) for name in sorted(psutil.net_if_addrs())}
-    shown = [f"{name} {known[0]}" for name, known in found.items() if known and not is_loopback(known[0])]
+    known_addresses = {name: _addresses(name) for name in sorted(psutil.net_if_addrs())}
+    shown = [f"{name} {known[0]}" for name, known in known_addresses.items() if known and not is_loopback(known[0])]
     return ", ".join(shown) or "none but loopback"
 
 
@@ -155,8 +155,8 @@ def is_loopback(address: str) -> bool:
 
 def transfer_address(interface: str) -> str:
     """Returns the address at which Gloo listens: the interface's, else the one of the host's name, else loopback."""
-    if found := _addresses(interface):  # no interface is named "", and a wrong one has been refused
-        return found[0]
+    if addresses := _addresses(interface):  # no interface is named "", and a wrong one has been refused
+        return addresses[0]
     with contextlib.suppress(OSError):
         return next(filter(_is_own, _resolve(socket.gethostname(), 0)), "127.0.0.1")
     return "127.0.0.1"
@@ -168,11 +168,11 @@ def store_addresses(env: Environment, interface: str) -> list[str]:
     /etc/hosts often maps a host's own name to 127.0.1.1, which no other host reaches: then the named interface comes
     first. Raises UserError if MASTER_ADDR does not resolve.
     """
-    found = _resolve_master(env)
-    is_name = env.master_addr not in (*found, "localhost")
-    if is_name and interface and all(map(is_loopback, found)):
-        return [*_addresses(interface), *found]
-    return found
+    addresses = _resolve_master(env)
+    is_name = env.master_addr not in (*addresses, "localhost")
+    if is_name and interface and all(map(is_loopback, addresses)):
+        return [*_addresses(interface), *addresses]
+    return addresses
 
 
 def listening_address(env: Environment, interface: str) -> str:
@@ -202,8 +202,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _resolve(name: str, port: int) -> list[str]:
-    found = [str(entry[4][0]) for entry in resolve(name, port)]
-    return list(dict.fromkeys(sorted(found, key=lambda address: ":" in address)))
+    addresses = [str(entry[4][0]) for entry in resolve(name, port)]
+    return list(dict.fromkeys(sorted(addresses, key=lambda address: ":" in address)))
 
 
 def wait_for_master(env: Environment, timeout_s: float = 0.0) -> None:

@@ -51,28 +51,28 @@ def _first_sentence(error: Exception) -> str:
 def from_rank_0(group: "Group", call: Callable[[], T]) -> T:
     """Returns on every rank the JSON value of `call`, which only rank 0 calls. Collective. All ranks raise a
     PacelineError that it raises; any other error ends rank 0, and the others by PeerLost."""
-    found: dict[str, Any] = {}
-    own: PacelineError | None = None
+    outcome: dict[str, Any] = {}
+    raised: PacelineError | None = None
     if group.rank == 0:
         try:
-            found = {"answer": call()}
+            outcome = {"answer": call()}
         except PacelineError as error:
             if error.is_consequence:
                 raise  # no collective is possible any more
-            own, found = error, {"error": str(error), "classes": [kind.__name__ for kind in type(error).__mro__]}
-    found = group.broadcast_json(found)
-    if own is not None:
-        own.reach = "world"
-        raise own
-    if "error" in found:
+            raised, outcome = error, {"error": str(error), "classes": [kind.__name__ for kind in type(error).__mro__]}
+    outcome = group.broadcast_json(outcome)
+    if raised is not None:
+        raised.reach = "world"
+        raise raised
+    if "error" in outcome:
         known = _error_classes(PacelineError)
-        raise next(known[name] for name in found["classes"] if name in known)(found["error"], reach="world")
-    answer: T = found["answer"]
+        raise next(known[name] for name in outcome["classes"] if name in known)(outcome["error"], reach="world")
+    answer: T = outcome["answer"]
     return answer
 
 
 def _error_classes(base: type[PacelineError]) -> dict[str, type[PacelineError]]:
-    found = {base.__name__: base}
+    classes = {base.__name__: base}
     for kind in base.__subclasses__():
-        found |= _error_classes(kind)
-    return found
+        classes |= _error_classes(kind)
+    return classes

@@ -133,8 +133,9 @@ class DistributedGroup(Group):
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Transfer:
         name, num_bytes = "an all-reduce", 2 * tensor.nbytes * (self.size - 1) / self.size
-        if op == "sum" and (own := self._in_memory(name, num_bytes, tensor, borders(tensor.numel(), [1] * self.size))):
-            return own
+        equal_parts = borders(tensor.numel(), [1] * self.size)
+        if op == "sum" and (transfer := self._in_memory(name, num_bytes, tensor, equal_parts)):
+            return transfer
         has_levels = self.hosts.has_levels and tensor.nbytes >= _LEAST_BYTES_BY_LEVELS and tensor.is_contiguous()
         if op == "sum" and has_levels and not self.is_queued:
             parts = self._parts(tensor.view(-1), borders(tensor.numel(), self.hosts.even_shares()))
@@ -144,26 +145,26 @@ class DistributedGroup(Group):
 
     def _reduce_scatter(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "a reduce-scatter", self._parts(flat, borders)
-        mine = parts[self.rank]
-        if own := self._in_memory(name, flat.nbytes - mine.nbytes, flat, borders):
-            return own
+        part = parts[self.rank]
+        if transfer := self._in_memory(name, flat.nbytes - part.nbytes, flat, borders):
+            return transfer
         if self.is_queued:
             # Else NCCL makes one operation for each rank.
-            even = partial(dist.reduce_scatter_tensor, mine, flat, async_op=True)
-            begin = even if len(set(map(len, parts))) == 1 else partial(dist.reduce_scatter, mine, parts, async_op=True)
-            return self._start(name, flat.nbytes - mine.nbytes, flat, lambda _: begin())
+            even = partial(dist.reduce_scatter_tensor, part, flat, async_op=True)
+            begin = even if len(set(map(len, parts))) == 1 else partial(dist.reduce_scatter, part, parts, async_op=True)
+            return self._start(name, flat.nbytes - part.nbytes, flat, lambda _: begin())
         # Gloo's reduce-scatter is an all-reduce: twice the bytes.
         return self._exchange(name, self.hosts.reduce_scatter(self.rank, parts))
 
     def _all_gather(self, flat: torch.Tensor, borders: Sequence[int]) -> Transfer:
         name, parts = "an all-gather", self._parts(flat, borders)
-        mine = parts[self.rank]
-        if own := self._in_memory(name, mine.nbytes * (self.size - 1), flat, borders):
-            return own
+        part = parts[self.rank]
+        if transfer := self._in_memory(name, part.nbytes * (self.size - 1), flat, borders):
+            return transfer
         if self.is_queued:
-            even = partial(dist.all_gather_into_tensor, flat, mine, async_op=True)
-            begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, mine, async_op=True)
-            return self._start(name, mine.nbytes * (self.size - 1), flat, lambda _: begin())
+            even = partial(dist.all_gather_into_tensor, flat, part, async_op=True)
+            begin = even if len(set(map(len, parts))) == 1 else partial(dist.all_gather, parts, part, async_op=True)
+            return self._start(name, part.nbytes * (self.size - 1), flat, lambda _: begin())
         # Received in place: Gloo's all-gather copies through its own buffers and takes three times as long.
         return self._exchange(name, self.hosts.all_gather(self.rank, parts))
 
@@ -316,16 +317,16 @@ class SideChannel:
 
 
 def all_gather_for_torch(
-    group: DistributedGroup, output: torch.Tensor, mine: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
+    group: DistributedGroup, output: torch.Tensor, part: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """The collective with which torch's `fully_shard` gathers a block's weights."""
     if borders := _borders_of_own(group, process_group, output):
         flat = output.view(-1)
-        flat[borders[group.rank] : borders[group.rank + 1]].copy_(mine)
+        flat[borders[group.rank] : borders[group.rank + 1]].copy_(part)
         group.start_all_gather(flat, borders).wait()
         return None
     with group.watched("an all-gather of weights"):
-        work: dist.Work | None = dist.all_gather_into_tensor(output, mine, process_group, async_op)
+        work: dist.Work | None = dist.all_gather_into_tensor(output, part, process_group, async_op)
     return work
 
 

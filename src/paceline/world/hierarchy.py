@@ -33,7 +33,7 @@ class Hosts:
     @classmethod
     def of(cls, names: Sequence[str]) -> "Hosts":
         """Returns the hosts. names: each rank's host, by rank."""
-        return cls(tuple(tuple(r for r, own in enumerate(names) if own == name) for name in dict.fromkeys(names)))
+        return cls(tuple(tuple(r for r, other in enumerate(names) if other == name) for name in dict.fromkeys(names)))
 
     @property
     def has_levels(self) -> bool:

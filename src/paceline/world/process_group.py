@@ -50,9 +50,9 @@ def join_open_group(store: Store, rank: int, world_size: int, timeout_s: float) 
     except RuntimeError as error:
         missing = [other for other, name in enumerate(names) if read(root, name) is None]
         raise RunError(f"rank {listed(missing, 16)} of {world_size} did not come to paceline.join in time") from error
-    found = [read(root, name) for name in names]
-    generation = found[0]["nonce"]
-    peers = [Peer(**row["peer"]) for row in found]
+    records = [read(root, name) for name in names]
+    generation = records[0]["nonce"]
+    peers = [Peer(**row["peer"]) for row in records]
     here = [peer.rank for peer in peers if peer.boot_id == peers[rank].boot_id]
     peers = [replace(p, local_rank=sum(q.boot_id == p.boot_id for q in peers[: p.rank])) for p in peers]
     env = replace(env, local_rank=here.index(rank), local_world_size=len(here))
@@ -108,10 +108,10 @@ def open_group(
 def adopt_group(config: ParallelConfig, device: torch.device, joined: Joined) -> Iterator[tuple[Group, Joined, str]]:
     """Yields the process group that the script opened. It stays open, with its own timeout."""
     backend = backend_of_open_group(config, device)
-    own = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    device_here = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     assert dist.group.WORLD is not None
     try:
-        timeout: timedelta = dist.group.WORLD._get_backend(own).options._timeout
+        timeout: timedelta = dist.group.WORLD._get_backend(device_here).options._timeout
     except AttributeError:  # private to torch
         timeout = timedelta(seconds=config.timeout_s)
     group = _make_group(device, backend, config, joined)

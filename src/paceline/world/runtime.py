@@ -117,8 +117,8 @@ class World:
             total = exact_sum(row[0] for row in self.group.share([weight]))
             kind = torch.result_type(value, 1.0)  # float32 for integers, with weight 0, too
             wide = torch.promote_types(kind, torch.float32)  # times a number of tokens float16 overflows
-            mine = value.detach().to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
-            return (self._reduced(mine, "sum") / (total or math.nan)).to(kind)
+            weighted = value.detach().to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
+            return (self._reduced(weighted, "sum") / (total or math.nan)).to(kind)
         rows = self.group.share([float(value) if weight else 0.0, weight])
         total = exact_sum(row[1] for row in rows)
         return exact_sum(row[0] * row[1] for row in rows) / total if total else math.nan
@@ -169,8 +169,8 @@ class World:
 
     def _reduced(self, value: Number, op: ReduceOp) -> Number:
         if not isinstance(value, torch.Tensor):
-            found = [row[0] for row in self.group.share([float(value)])]
-            return exact_sum(found) if op == "sum" else max(found, key=lambda number: (math.isnan(number), number))
+            numbers = [row[0] for row in self.group.share([float(value)])]
+            return exact_sum(numbers) if op == "sum" else max(numbers, key=lambda number: (math.isnan(number), number))
         sent_as = {torch.bool: torch.int64 if op == "sum" else torch.uint8, torch.int16: torch.int32}  # as Gloo can
         self._lengths_of_alike(value.detach().unsqueeze(0), "one dtype and shape")
         reduced = value.detach().to(self.device, sent_as.get(value.dtype, value.dtype), copy=True).contiguous()
@@ -210,9 +210,9 @@ def open_world(config: ParallelConfig, env: Environment | None = None) -> Iterat
         sharing = max(env.local_world_size, sum(peer.cores == peers[env.rank].cores for peer in peers))
         threads = choose_threads(config.threads, sharing)
         torch.set_num_threads(threads[0])
-        own = own_facts(device, backend, threads, sharing)
-        own = replace(own, shares_memory=group.shares_memory)
-        facts = tuple(RankFacts(**each) for each in group.share_json(asdict(own)))
+        facts_here = own_facts(device, backend, threads, sharing)
+        facts_here = replace(facts_here, shares_memory=group.shares_memory)
+        facts = tuple(RankFacts(**each) for each in group.share_json(asdict(facts_here)))
         warnings = (*compare_clocks(group, joined.peers), *warn_of_lost_hosts(env)) if joined else ()
         idle = warn_of_idle_gpus(facts) if config.device == "auto" else ()
         yield World(

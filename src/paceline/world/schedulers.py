@@ -50,10 +50,10 @@ def _of_a_task(env: Mapping[str, str]) -> dict[str, str]:
 
 def tasks_by_node(text: str) -> list[int]:
     """Returns the number of tasks on each node from Slurm's notation: "2(x3),1" is 2, 2, 2, 1."""
-    found: list[int] = []
+    tasks: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
+        tasks += [int(count)] * int(times or 1)
+    return tasks
 
 
 def first_host(nodes: str) -> str:

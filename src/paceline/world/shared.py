@@ -111,10 +111,10 @@ class SharedMemory:
         ]
         self._group.barrier()  # all have opened it
         os.close(fd)
-        mine = parts[self._group.rank]
-        self._parts[mine] = self._num_made, [part.detach() for part in parts]  # live as long as the tensor
+        part_here = parts[self._group.rank]
+        self._parts[part_here] = self._num_made, [part.detach() for part in parts]  # live as long as the tensor
         self._num_made += 1
-        return mine
+        return part_here
 
     def start(self, name: str, tensor: torch.Tensor, borders: Sequence[int]) -> "Future[None] | None":
         """Begins a collective of Group's, by its name there; returns None if the tensor is not one of `zeros`."""
@@ -143,13 +143,13 @@ def _add(parts: Sequence[torch.Tensor], borders: Sequence[int], rank: int, is_fo
     for start in range(borders[rank], borders[rank + 1], _CHUNK):
         chunk = slice(start, min(start + _CHUNK, borders[rank + 1]))
         first, *more, last = [part[chunk] for part in parts]
-        mine = parts[rank][chunk]
+        sum_here = parts[rank][chunk]
         for term in more:
             first.add_(term)
-        torch.add(first, last, out=mine)
+        torch.add(first, last, out=sum_here)
         for part in parts if is_for_all else ():
             if part is not parts[rank]:
-                part[chunk].copy_(mine)
+                part[chunk].copy_(sum_here)
 
 
 def _gather(parts: Sequence[torch.Tensor], borders: Sequence[int], rank: int) -> None:

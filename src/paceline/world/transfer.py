@@ -127,17 +127,17 @@ class Phase:
     receives: list[Message] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
 
-    def add_up(self, ranks: Sequence[int], rank: int, mine: torch.Tensor) -> None:
+    def add_up(self, ranks: Sequence[int], rank: int, part: torch.Tensor) -> None:
         """Receives a tensor like `mine` from each other rank, then replaces `mine` by the sum in the order of ranks."""
-        arriving = {other: torch.empty_like(mine) for other in ranks if other != rank}
+        arriving = {other: torch.empty_like(part) for other in ranks if other != rank}
         self.receives += arriving.items()
-        mine = mine.data  # keeps the version that autograd checks
-        terms = [arriving.get(other, mine) for other in ranks]
+        part = part.data  # keeps the version that autograd checks
+        terms = [arriving.get(other, part) for other in ranks]
 
         def add() -> None:
             total = terms[0]
             for term in terms[1:]:
-                total = torch.add(total, term, out=mine if term is mine else total)
+                total = torch.add(total, term, out=part if term is part else total)
 
         self.then.append(add)
 

@@ -123,8 +123,8 @@ class Watchdog:
                 return missing if missing.message else None
             silent_s = _SILENT_BEATS * self._beat_s()
             known = self._known(silent_s)
-            if not self._judges and (found := blame.dead(known) or blame.unreachable(known, silent_s)):
-                return self._verdict(found)
+            if not self._judges and (known_blame := blame.dead(known) or blame.unreachable(known, silent_s)):
+                return self._verdict(known_blame)
             time.sleep(self._beat_s() / 20)
         return None
 
@@ -172,14 +172,14 @@ class Watchdog:
         """Posts who is missing, for ranks whose collectives failed: a dead rank at once, a silent one later."""
         if self._lost_s is None:
             self._lost_s = self._clock.now()
-        found = blame.dead(known) or blame.different_calls(known)
-        if not found and self._clock.now() - self._lost_s > _PATIENCE_BEATS * self._beat_s():
+        known_blame = blame.dead(known) or blame.different_calls(known)
+        if not known_blame and self._clock.now() - self._lost_s > _PATIENCE_BEATS * self._beat_s():
             silent_s = _SILENT_BEATS * self._beat_s()
-            found = blame.find_blame(self._known(silent_s), silent_s, 0.5 * self.timeout_s)
-        elif not found:
+            known_blame = blame.find_blame(self._known(silent_s), silent_s, 0.5 * self.timeout_s)
+        elif not known_blame:
             return
         if "missing" not in self._beats.posts:
-            self._beats.agree("missing", self._verdict(found) or Verdict(message="", culprits=()))
+            self._beats.agree("missing", self._verdict(known_blame) or Verdict(message="", culprits=()))
 
     def _still_s(self) -> float:
         return round(self._clock.now() - self._seen[1], 3)
@@ -241,20 +241,20 @@ class Watchdog:
             dead=list(dead),
         )
 
-    def _verdict(self, found: blame.Blame) -> Verdict | None:
-        if not found:
+    def _verdict(self, blamed: blame.Blame) -> Verdict | None:
+        if not blamed:
             return None
-        parts = [text for _, text in found[:_SHOWN]]
-        if len(found) > _SHOWN:
-            parts.append("and ranks " + ", ".join(str(rank) for rank, _ in found[_SHOWN:]))
+        parts = [text for _, text in blamed[:_SHOWN]]
+        if len(blamed) > _SHOWN:
+            parts.append("and ranks " + ", ".join(str(rank) for rank, _ in blamed[_SHOWN:]))
         parts.append(f"noticed by {self._peers[self._me].shown}, in {self._beat().where}")
-        culprits = tuple(rank for rank, _ in found if rank is not None)
+        culprits = tuple(rank for rank, _ in blamed if rank is not None)
         beats = {rank: beat for rank, (beat, _) in dict(self._beats.beats).items()}
         leaving = tuple(rank for rank in culprits if (beat := beats.get(rank)) and beat.state != "runs")
         return Verdict(message="\n".join(parts), culprits=culprits, leaving=leaving)
 
-    def _end_if(self, found: blame.Blame) -> None:
-        if verdict := self._verdict(found):
+    def _end_if(self, blamed: blame.Blame) -> None:
+        if verdict := self._verdict(blamed):
             self._end(self._beats.agree("verdict", verdict))
 
     def _obey(self) -> None:
@@ -289,7 +289,8 @@ def _how_it_ended(error: BaseException | None) -> tuple[State, str]:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    return [] if frame is None else [found for found, _ in itertools.islice(traceback.walk_stack(frame), _FRAMES)]
+    walked = () if frame is None else traceback.walk_stack(frame)
+    return [outer for outer, _ in itertools.islice(walked, _FRAMES)]
 
 
 def _kill(peers: list[Peer]) -> None:

@@ -44,23 +44,23 @@ class Law:
     hint: str  # where to look when it fails
 
 
-def check_world(found: Evidence) -> Verdict:
+def check_world(evidence: Evidence) -> Verdict:
     """The ranks are those that started this command, on equal devices, and all took part in every step."""
     each = {
-        name: [getattr(seat, name) for seat in found.seats] for name in ("device", "backend", "network", "versions")
+        name: [getattr(seat, name) for seat in evidence.seats] for name in ("device", "backend", "network", "versions")
     }
-    hosts = [seat.host for seat in found.seats]
+    hosts = [seat.host for seat in evidence.seats]
     differing = [name for name in each if name != "network" and len(set(each[name])) > 1]
     problems = [f"{name} {_by_rank(each[name])}" for name in differing]
-    if len(set(hosts)) > 1 and any(is_loopback(seat.network.split()[-1]) for seat in found.seats):
+    if len(set(hosts)) > 1 and any(is_loopback(seat.network.split()[-1]) for seat in evidence.seats):
         problems.append(f"transfers over {_by_rank(each['network'])}")
-    if not found.failures["straight"]:
-        start = runs.events(found.folder / "straight", "start")[0]
+    if not evidence.failures["straight"]:
+        start = runs.events(evidence.folder / "straight", "start")[0]
         if start["world_size"] != len(hosts):
             problems.append(f"the run had {units.plural(start['world_size'], 'rank')}")
         if start.get("hosts", hosts) != hosts:
             problems.append(f"the run's ranks were on {_by_rank(start['hosts'])}")
-        rows = runs.training_rows(found.folder / "straight")
+        rows = runs.training_rows(evidence.folder / "straight")
         if idle := [row["step"] for row in rows if len(row["rank_compute_ms"]) != len(hosts)]:
             problems.append(f"not all ranks took part in step {idle[0]}")
     by_host = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
@@ -68,55 +68,55 @@ def check_world(found: Evidence) -> Verdict:
     return not problems, "; ".join(problems) or f"{units.plural(len(hosts), 'rank')} ({by_host}): {values}"
 
 
-def check_replicas(found: Evidence) -> Verdict:
+def check_replicas(evidence: Evidence) -> Verdict:
     """The run compared the replicas after each step, and the replicated state is equal at the end."""
-    if failure := found.failures["straight"]:  # first: of one rank, too, no other law names it
+    if failure := evidence.failures["straight"]:  # first: of one rank, too, no other law names it
         return False, failure
-    if len(found.seats) == 1:
+    if len(evidence.seats) == 1:
         return None, _NEEDS_TWO
-    straight = found.folder / "straight"
+    straight = evidence.folder / "straight"
     num_steps, end = len(runs.training_rows(straight)), runs.events(straight, "end")[-1]
-    strategy = _parallel(found)["strategy"]
+    strategy = _parallel(evidence)["strategy"]
     if num_steps != NUM_STEPS:
         return False, f"{num_steps} steps were made"
     if strategy not in (*UPDATES_ALONE, *SHARDS_WEIGHTS) and len(set(end["state_digests"])) > 1:
         return False, f"digests of the state at the end: {_by_rank(end['state_digests'])}"
-    ranks = units.plural(len(found.seats), "rank")
+    ranks = units.plural(len(evidence.seats), "rank")
     return True, f"equal on {ranks} after each of {num_steps} steps ({strategy}); digest {end['digest']}"
 
 
-def _parallel(found: Evidence) -> dict[str, str]:
+def _parallel(evidence: Evidence) -> dict[str, str]:
     """Returns this section of the straight run's config."""
-    section: dict[str, str] = tomllib.loads((found.folder / "straight/config.toml").read_text())["parallel"]
+    section: dict[str, str] = tomllib.loads((evidence.folder / "straight/config.toml").read_text())["parallel"]
     return section
 
 
-def _bent(found: Evidence) -> str:
+def _bent(evidence: Evidence) -> str:
     """Returns why the curve may differ from that of one process; empty if it may not."""
-    parallel = _parallel(found)
+    parallel = _parallel(evidence)
     if parallel["strategy"] == "local":
         return "strategy local is another algorithm"
     return "" if parallel["wire"] == "exact" else f"wire {parallel['wire']} rounds what ranks send"
 
 
-def check_curve(found: Evidence) -> Verdict:
+def check_curve(evidence: Evidence) -> Verdict:
     """The loss of each step equals that of one process."""
-    return _compare(found, "alone", "the run of one process")
+    return _compare(evidence, "alone", "the run of one process")
 
 
-def check_shares(found: Evidence) -> Verdict:
+def check_shares(evidence: Evidence) -> Verdict:
     """The loss of each step does not depend on how many of its sequences each rank computes."""
-    return _compare(found, "shares", "the run with unequal shares")
+    return _compare(evidence, "shares", "the run with unequal shares")
 
 
-def _compare(found: Evidence, other: str, shown: str) -> Verdict:
-    if len(found.seats) == 1:
+def _compare(evidence: Evidence, other: str, shown: str) -> Verdict:
+    if len(evidence.seats) == 1:
         return None, _NEEDS_TWO
-    if other not in found.failures:
+    if other not in evidence.failures:
         return None, _NOT_JUDGED
-    if failure := found.failures[other]:
+    if failure := evidence.failures[other]:
         return False, f"{shown} failed: {failure}"
-    one, many = (runs.training_rows(found.folder / name) for name in (other, "straight"))
+    one, many = (runs.training_rows(evidence.folder / name) for name in (other, "straight"))
     if [row["step"] for row in one] != [row["step"] for row in many]:
         return False, f"{len(one)} steps in {shown}, {len(many)} in the straight one"
     gaps = [_gap(a["loss"], b["loss"]) for a, b in zip(one, many, strict=True)]
@@ -130,7 +130,7 @@ def _compare(found: Evidence, other: str, shown: str) -> Verdict:
         return False, f"{seen}; step {skipped[0]} was skipped in one of the two"
     if gaps[worst] <= CURVE_TOLERANCE:
         return True, seen
-    bent = _bent(found)
+    bent = _bent(evidence)
     return (None, f"not judged: {bent}; {seen}") if bent else (False, seen)
 
 
@@ -139,18 +139,18 @@ def _gap(a: float | None, b: float | None) -> float:
     return 0.0 if a == b else float("inf") if a is None or b is None else abs(a - b)
 
 
-def check_resume(found: Evidence) -> Verdict:
+def check_resume(evidence: Evidence) -> Verdict:
     """The stopped and resumed run ends with the weights, state and losses of the uninterrupted one."""
-    if "stopped" not in found.failures:
+    if "stopped" not in evidence.failures:
         return None, _NOT_JUDGED
-    if failure := found.failures["stopped"] or found.failures["resumed"]:
+    if failure := evidence.failures["stopped"] or evidence.failures["resumed"]:
         return False, failure
-    straight, resumed = found.folder / "straight", found.folder / "stopped"
+    straight, resumed = evidence.folder / "straight", evidence.folder / "stopped"
     wanted, end = (runs.events(run, "end")[-1] for run in (straight, resumed))
     if end["digest"] != wanted["digest"]:
         return False, f"weights {end['digest']}, and {wanted['digest']} of the straight run"
-    for rank, (own, other) in enumerate(zip(end["state_digests"], wanted["state_digests"], strict=True)):
-        if own != other:
+    for rank, (digest, other) in enumerate(zip(end["state_digests"], wanted["state_digests"], strict=True)):
+        if digest != other:
             return False, f"the weights are the same; the state of rank {rank} differs"
     if len({json.dumps([row["loss"] for row in runs.training_rows(run)]) for run in (straight, resumed)}) > 1:
         return False, "the weights are the same; the recorded losses differ"

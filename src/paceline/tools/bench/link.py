@@ -167,7 +167,7 @@ def _hosts(world: World) -> tuple[Host, ...]:
     ranks: dict[str, list[int]] = {}
     for peer in world.peers:
         ranks.setdefault(peer.host, []).append(peer.rank)
-    return tuple(Host(name, tuple(own), interfaces[own[0]]) for name, own in ranks.items())
+    return tuple(Host(name, tuple(ranks_there), interfaces[ranks_there[0]]) for name, ranks_there in ranks.items())
 
 
 def interface_in_use(backend: str) -> str:
@@ -232,10 +232,10 @@ def _time_collective(watch: Stopwatch, name: str, max_bytes: int, budget_s: floa
             break
         num_bytes = left_out.pop(0)
         run = _collective(watch.group, name, buffer[: num_bytes // _ELEMENT_BYTES])
-        found = watch.enough(run, budget_s / 30)  # the ten sizes up to 256 MiB: a third for small ones
-        seconds = statistics.median(found)
+        measured_s = watch.enough(run, budget_s / 30)  # the ten sizes up to 256 MiB: a third for small ones
+        seconds = statistics.median(measured_s)
         bus = num_bytes / seconds * bus_factor(name, watch.group.size)
-        times.append(Time(num_bytes, len(found), seconds, bus))
+        times.append(Time(num_bytes, len(measured_s), seconds, bus))
     line = fit([time.num_bytes for time in times], [time.seconds for time in times])
     return Collective(name, tuple(times), tuple(left_out), line)
 

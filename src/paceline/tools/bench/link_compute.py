@@ -22,8 +22,8 @@ def measured_job(world: World, settings: Settings, compute_ms: float, latency_s:
         once_s = compute_ms / 1e3 / num_micro_batches
         forward_s, backward_s, update_s = once_s / 3, 2 * once_s / 3, 0.0
     else:
-        own = _fastest(settings, world.device)
-        forward_s, backward_s, update_s = (max(column) for column in zip(*world.group.share(own), strict=True))
+        compute = _fastest(settings, world.device)
+        forward_s, backward_s, update_s = (max(column) for column in zip(*world.group.share(compute), strict=True))
     num_hosts = len({peer.host for peer in world.peers})
     return Job(
         stages=_stages(settings, forward_s, backward_s),

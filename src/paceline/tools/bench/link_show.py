@@ -34,7 +34,7 @@ def show(report: LinkReport, console: Console) -> None:
     console.say(_model(report))
     console.say(_pairs(report))
     console.say(_collectives(report))
-    if left_out := [num_bytes for found in report.collectives for num_bytes in found.left_out_bytes]:
+    if left_out := [num_bytes for collective in report.collectives for num_bytes in collective.left_out_bytes]:
         console.say(f"left out, for lack of time (--time-budget): {units.size(min(left_out))} and more\n")
     console.say(_fits(report))
 
@@ -72,19 +72,19 @@ def _pairs(report: LinkReport) -> Table:
 def _collectives(report: LinkReport) -> Table:
     """A row for each size; a dash if there was no time for it."""
     rows = []
-    for num_bytes in sorted({time.num_bytes for found in report.collectives for time in found.times}):
+    for num_bytes in sorted({time.num_bytes for collective in report.collectives for time in collective.times}):
         row = [units.size(num_bytes)]
-        for found in report.collectives:
-            cell = next((time for time in found.times if time.num_bytes == num_bytes), None)
+        for collective in report.collectives:
+            cell = next((time for time in collective.times if time.num_bytes == num_bytes), None)
             row += [_ms(cell.seconds), _mb(cell.bus_bytes_per_s)] if cell else ["-", "-"]
         rows.append(row)
-    columns = ["size"] + [text for found in report.collectives for text in (f"{found.name}\nms", "bus\nMB/s")]
+    columns = ["size"] + [text for collective in report.collectives for text in (f"{collective.name}\nms", "bus\nMB/s")]
     return table("Collectives (size and bus bandwidth as in nccl-tests)", columns, rows)
 
 
 def _fits(report: LinkReport) -> Table:
     columns = ["time = alpha + size / beta", "alpha us", "beta MB/s", "off by, mean"]
-    fits = [(found.name, found.fit) for found in report.collectives]
+    fits = [(collective.name, collective.fit) for collective in report.collectives]
     rows = [
         [name, f"{line.alpha_s * 1e6:.0f}", _mb(line.beta_bytes_per_s), f"{line.residual_frac:.1%}"]
         for name, line in fits
@@ -108,13 +108,13 @@ def _model(report: LinkReport) -> Table:
 def _paths(report: LinkReport) -> Table:
     rows = [
         [
-            found.path.flags,
-            "nothing: exact" if found.path.kind == "exact" else found.path.kind,
-            units.size(found.wire_bytes),
-            _ms(found.step_s),
-            f"{found.efficiency_frac:.1%}",
+            measured.path.flags,
+            "nothing: exact" if measured.path.kind == "exact" else measured.path.kind,
+            units.size(measured.wire_bytes),
+            _ms(measured.step_s),
+            f"{measured.efficiency_frac:.1%}",
         ]
-        for found in report.paths
+        for measured in report.paths
     ]
     job = report.job
     title = f"A step predicted: {_ms(job.compute_s)} ms of forward and backward, micro-batches: {job.num_micro_batches}"
@@ -123,9 +123,9 @@ def _paths(report: LinkReport) -> Table:
 
 
 def choice_text(predictions: Sequence[Prediction]) -> str:
-    if found := next((each for each in predictions if each.efficiency_frac >= _GOAL_FRAC), None):
-        changes = "exact" if found.path.kind == "exact" else f"it changes: {found.path.kind}"
-        return f"the first that reaches {_GOAL_FRAC:.0%}: {found.path.flags} ({changes})"
+    if enough := next((each for each in predictions if each.efficiency_frac >= _GOAL_FRAC), None):
+        changes = "exact" if enough.path.kind == "exact" else f"it changes: {enough.path.kind}"
+        return f"the first that reaches {_GOAL_FRAC:.0%}: {enough.path.flags} ({changes})"
     best = max(predictions, key=lambda each: each.efficiency_frac)
     return (
         f"none reaches {_GOAL_FRAC:.0%}; the best: {best.path.flags} ({best.path.kind}, {best.efficiency_frac:.1%}). A "

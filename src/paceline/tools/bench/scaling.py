@@ -71,7 +71,7 @@ class Sample:
 
 
 @dataclass
-class Found:
+class Measurements:
     samples: dict[World, list[tuple[Sample, ...]]] = field(default_factory=dict)  # by round; of ranks apart one each
     problems: dict[World, str] = field(default_factory=dict)
     # By hosts and rate: payload bytes a second in each direction, while both are busy; None: not measured.
@@ -79,43 +79,43 @@ class Found:
     seconds: float = 0.0
 
 
-def measure(setup: Setup, console: Console) -> Found:
+def measure(setup: Setup, console: Console) -> Measurements:
     """Returns the results of all worlds in all rounds; takes minutes. Raises RunError if the first world fails, to
     which all else is compared. Failures of other worlds are recorded in their rows."""
-    began, found = time.monotonic(), Found()
+    began, measured = time.monotonic(), Measurements()
     with runs.tidy(), tempfile.TemporaryDirectory(prefix="paceline-scaling-") as scratch:
-        bench = _Bench(setup, Path(scratch), found)
+        bench = _Bench(setup, Path(scratch), measured)
         describe = "{0.label}, {0.batch} sequences".format
         with console.progress(None, transient=True):
             for world in runs.in_turn(setup.worlds(), setup.rounds, console, describe):
-                if world not in found.problems:
+                if world not in measured.problems:
                     bench.measure_once(world)
-    found.seconds = time.monotonic() - began
-    return found
+    measured.seconds = time.monotonic() - began
+    return measured
 
 
 class _Bench:
     """Runs worlds, one at a time, each in its own folder. Starts ranks with torchrun's environment instead of
     `--nproc`, which does not pin them."""
 
-    def __init__(self, setup: Setup, scratch: Path, found: Found):
-        self._setup, self._scratch, self._found = setup, scratch, found
+    def __init__(self, setup: Setup, scratch: Path, measured: Measurements):
+        self._setup, self._scratch, self._measured = setup, scratch, measured
         self._num_folders = 0
         places, cores = range(setup.num_places), setup.cores
         self._places = [cores[i * setup.threads : (i + 1) * setup.threads] for i in places] if cores else []
 
     def measure_once(self, world: World) -> None:
-        found, link = self._found, (world.hosts, world.rate)
+        measured, link = self._measured, (world.hosts, world.rate)
         try:
             samples = self._train_apart(world) if world.is_apart else (self._train(world),)
-            found.samples.setdefault(world, []).append(samples)
+            measured.samples.setdefault(world, []).append(samples)
         except Failed as error:
-            found.problems[world] = str(error)
+            measured.problems[world] = str(error)
             if world == self._setup.worlds()[0]:
                 raise RunError(f"{world.label}, to which all else is compared, failed: {error}") from None
         else:
-            if world.ranks > 1 and not (world.is_apart or world.variant) and link not in found.links:
-                found.links[link] = self._bandwidth(world)
+            if world.ranks > 1 and not (world.is_apart or world.variant) and link not in measured.links:
+                measured.links[link] = self._bandwidth(world)
 
     def _train(self, world: World) -> Sample:
         folder, config = self._folder(), self._setup.config_of(world)
@@ -127,7 +127,7 @@ class _Bench:
         if world.hosts > 1:
             return self._train_hosts_apart(world)
         setup, alone = self._setup, environment_of_one(os.environ)
-        margin = math.ceil(_APART_MS / self._found.samples[setup.alone][-1][0].step_ms)
+        margin = math.ceil(_APART_MS / self._measured.samples[setup.alone][-1][0].step_ms)
         folders = [self._folder() for _ in range(world.ranks)]
         commands = [
             ([*runs.PACELINE, *self._training(folder, world, setup.batch, 2 * margin)], alone | self._gpu(place))
@@ -146,8 +146,8 @@ class _Bench:
         for host, core in zip(hosts, cores, strict=True):
             host.mkdir()
             self._training(host, world, batch, round(setup.steps * core / min(cores)) - setup.steps)
-        own = f"{folder}/$(hostname)"
-        self._run(world, "exec", "sh", "-c", f'{_ALONE} --config "{own}/config.toml" --out "{own}/run"')
+        host_out = f"{folder}/$(hostname)"
+        self._run(world, "exec", "sh", "-c", f'{_ALONE} --config "{host_out}/config.toml" --out "{host_out}/run"')
         tokens = batch * setup.config.data.seq_len
         return tuple(summary(runs.training_rows(host / "run"), tokens) for host in hosts)
 

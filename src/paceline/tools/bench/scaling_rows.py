@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from string import ascii_lowercase
 from typing import Any
 
-from paceline.tools.bench.scaling import Found, Sample
+from paceline.tools.bench.scaling import Measurements, Sample
 from paceline.tools.bench.worlds import Kind, Setup, World
 
 
@@ -46,28 +46,28 @@ class Row(Sample):
         return self.spread_ms / self.step_ms if self.step_ms else 0.0
 
 
-def tabulate(setup: Setup, found: Found) -> dict[Kind, list[Row]]:
-    tables = {kind: [_row(setup, found, kind, world) for world in setup.table(kind)] for kind in setup.kinds}
+def tabulate(setup: Setup, measured: Measurements) -> dict[Kind, list[Row]]:
+    tables = {kind: [_row(setup, measured, kind, world) for world in setup.table(kind)] for kind in setup.kinds}
     if "variants" in tables:
-        tables["variants"] = [*_hosts_apart(setup, found), *tables["variants"]]
+        tables["variants"] = [*_hosts_apart(setup, measured), *tables["variants"]]
     return tables
 
 
-def _hosts_apart(setup: Setup, found: Found) -> list[Row]:
+def _hosts_apart(setup: Setup, measured: Measurements) -> list[Row]:
     """Returns a row of all hosts of the lab that exchange nothing, or of each if they have shares of a core."""
-    world, rounds = setup.hosts_apart, found.samples[setup.hosts_apart]
+    world, rounds = setup.hosts_apart, measured.samples[setup.hosts_apart]
     if not setup.cpu:
-        return [_row(setup, found, "variants", world)]
+        return [_row(setup, measured, "variants", world)]
     labels = [f"host {name} alone, {share} of a core" for name, share in zip(ascii_lowercase, setup.cpu, strict=False)]
     return [
-        _row(setup, found, "variants", world, label, [(samples[place],) for samples in rounds])
+        _row(setup, measured, "variants", world, label, [(samples[place],) for samples in rounds])
         for place, label in enumerate(labels)
     ]
 
 
 def _row(
     setup: Setup,
-    found: Found,
+    measured: Measurements,
     kind: Kind,
     world: World,
     label: str = "",
@@ -83,15 +83,15 @@ def _row(
         batch=world.batch,
         shares_cores=bool(setup.cores) and world.ranks > setup.num_places,
     )
-    samples = list(map(_all, rounds or found.samples.get(world, [])))
-    if world in found.problems or not samples:
-        return replace(row, problem=found.problems.get(world, "not measured"))
+    samples = list(map(_all, rounds or measured.samples.get(world, [])))
+    if world in measured.problems or not samples:
+        return replace(row, problem=measured.problems.get(world, "not measured"))
     if kind == "variants":
-        ideals = [_all(one).tokens_per_s for one in found.samples[setup.hosts_apart]]
+        ideals = [_all(one).tokens_per_s for one in measured.samples[setup.hosts_apart]]
     else:
         places = min(world.ranks, setup.num_places)
-        ideals = [places * one.tokens_per_s for (one,) in found.samples[setup.alone]]
-    apart = list(map(_all, found.samples.get(setup.apart(world.ranks), [])))
+        ideals = [places * one.tokens_per_s for (one,) in measured.samples[setup.alone]]
+    apart = list(map(_all, measured.samples.get(setup.apart(world.ranks), [])))
     is_comparable = world.device == setup.device
     return replace(
         row,
@@ -99,7 +99,7 @@ def _row(
         ideal_tokens_per_s=statistics.median(ideals),
         efficiency=_ratio(samples, ideals) if is_comparable else None,
         machine=_ratio(apart, ideals) if is_comparable and apart else None,
-        link_bytes_per_s=found.links.get((world.hosts, world.rate)),
+        link_bytes_per_s=measured.links.get((world.hosts, world.rate)),
         **_medians(samples),
     )
 
@@ -118,13 +118,13 @@ def _all(samples: Sequence[Sample]) -> Sample:
 def _medians(samples: Sequence[Sample]) -> dict[str, Any]:
     """Returns the median of each measured number, and the sequences of the last round."""
     by_rank = ("sequences", "idle_frac")
-    found: dict[str, Any] = {
+    medians: dict[str, Any] = {
         item.name: float(statistics.median(getattr(sample, item.name) for sample in samples))
         for item in fields(Sample)
         if item.name not in by_rank
     }
     idle = zip(*(sample.idle_frac for sample in samples), strict=True)
-    return found | {"sequences": samples[-1].sequences, "idle_frac": tuple(map(statistics.median, idle))}
+    return medians | {"sequences": samples[-1].sequences, "idle_frac": tuple(map(statistics.median, idle))}
 
 
 def _ratio(samples: Sequence[Sample], ideals: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from paceline import __version__
 from paceline.base import units
 from paceline.base.cores import cpu_name
 from paceline.record.console import table
-from paceline.tools.bench.scaling import WARM_UP_STEPS, Found
+from paceline.tools.bench.scaling import WARM_UP_STEPS, Measurements
 from paceline.tools.bench.scaling_rows import Row, tabulate
 from paceline.tools.bench.worlds import Kind, Setup
 from paceline.world.cores import usable_cores
@@ -146,8 +146,8 @@ def _cells(row: Row) -> list[str]:
     return [*cells, sequences, idle]
 
 
-def markdown(setup: Setup, found: Found) -> str:
-    tables = tabulate(setup, found)
+def markdown(setup: Setup, measured: Measurements) -> str:
+    tables = tabulate(setup, measured)
     lines = []
     for kind, rows in tables.items():
         columns, *cells = _filled(rows)
@@ -165,8 +165,8 @@ def markdown(setup: Setup, found: Found) -> str:
     return "\n".join([*lines, "", f"{how}: `{_command_line()}`", ""])
 
 
-def as_json(setup: Setup, found: Found) -> str:
-    tables = tabulate(setup, found)
+def as_json(setup: Setup, measured: Measurements) -> str:
+    tables = tabulate(setup, measured)
     derived = ("synchronisation", "computed_comm_ms", "exposed_frac", "spread_frac")
     rows = [asdict(row) | {name: getattr(row, name) for name in derived} for kind in tables for row in tables[kind]]
     document = {
@@ -177,7 +177,7 @@ def as_json(setup: Setup, found: Found) -> str:
         "steps": setup.steps,
         "warm_up_steps": WARM_UP_STEPS,
         "config": asdict(setup.config),
-        "seconds": round(found.seconds, 1),
+        "seconds": round(measured.seconds, 1),
         "threads": setup.threads,
         "cores": list(setup.cores),
         "cpu": list(setup.cpu),

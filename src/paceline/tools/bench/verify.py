@@ -152,8 +152,8 @@ class _Starter:
 
     def _agree(self, name: str, code: int, status: int) -> bool:
         """Shares the run's result. A rank that lost the others is not the cause."""
-        own = "" if code == status else f"{runs.reason(self._log(name)) or 'it said nothing'} (exit status {code})"
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(self.world.group.share_text(own)) if text]
+        why = "" if code == status else f"{runs.reason(self._log(name)) or 'it said nothing'} (exit status {code})"
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(self.world.group.share_text(why)) if text]
         self.failures[name] = next((text for text in told if LOST_PEERS not in text), (told or [""])[0])
         return not told
 

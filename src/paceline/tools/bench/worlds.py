@@ -91,13 +91,13 @@ class Setup:
             ]
         each = self.batch if kind == "weak" else 0
         many = self.hosts * self.host_ranks
-        found = [World(ranks=n, batch=n * each or self.batch, device=self.device) for n in self.counts]
+        worlds = [World(ranks=n, batch=n * each or self.batch, device=self.device) for n in self.counts]
         if self.hosts:
             batch = many * each or self.batch
-            found += [World(ranks=many, batch=batch, hosts=self.hosts, rate=rate) for rate in self.rates]
+            worlds += [World(ranks=many, batch=batch, hosts=self.hosts, rate=rate) for rate in self.rates]
         if self.has_gpu:
-            found.append(World(ranks=1, batch=self.batch, device="cuda"))
-        return found
+            worlds.append(World(ranks=1, batch=self.batch, device="cuda"))
+        return worlds
 
     def worlds(self) -> list[World]:
         """Returns all worlds to measure, each once: a single rank is the same in both kinds."""

@@ -23,25 +23,25 @@ Reports = Mapping[int, Report]  # by the host's place in the list
 def compare(reports: Reports, addresses: Sequence[Address], problems: Mapping[int, str]) -> list[Finding]:
     """Returns the findings about links and differences. problems: why this host did not hear another, by its place."""
     names = host_names(reports, addresses)
-    found = []
+    compared = []
     for node, name in enumerate(names):
         if node not in reports:
-            found += examine(name, "answers", _LIMIT_S, partial(_silence, addresses[node], problems.get(node, "")))
+            compared += examine(name, "answers", _LIMIT_S, partial(_silence, addresses[node], problems.get(node, "")))
             continue
         for other in range(len(names)):
             if other != node and other in reports:
                 verdicts = partial(_link, node, other, reports, addresses)
-                found += examine(name, f"to {names[other]}", _LIMIT_S, verdicts)
+                compared += examine(name, f"to {names[other]}", _LIMIT_S, verdicts)
         for check, judge in _DIFFERENCES.items():
-            found += examine(name, check, _LIMIT_S, partial(judge, node, reports))
-    return found
+            compared += examine(name, check, _LIMIT_S, partial(judge, node, reports))
+    return compared
 
 
 def host_names(reports: Reports, addresses: Sequence[Address]) -> list[str]:
     """Returns a name for each host: its own, or its address if that is not known, or not the only one of that name."""
-    own = [reports[node].host if node in reports else "" for node in range(len(addresses))]
+    names = [reports[node].host if node in reports else "" for node in range(len(addresses))]
     shown = [f"{address[0]}:{address[1]}" for address in addresses]
-    return [name if name and own.count(name) == 1 else text for name, text in zip(own, shown, strict=True)]
+    return [name if name and names.count(name) == 1 else text for name, text in zip(names, shown, strict=True)]
 
 
 def _silence(address: Address, problem: str) -> Iterator[Verdict]:
@@ -110,9 +110,9 @@ def _clock(node: int, reports: Reports) -> Iterator[Verdict]:
 
 
 def _versions(node: int, reports: Reports) -> Iterator[Verdict]:
-    own, first = reports[node].notes["versions"], _first(reports).notes["versions"]
-    for name in own.keys() | first.keys():
-        here, there = own.get(name, "none"), first.get(name, "none")
+    versions, first = reports[node].notes["versions"], _first(reports).notes["versions"]
+    for name in versions.keys() | first.keys():
+        here, there = versions.get(name, "none"), first.get(name, "none")
         if here == there:
             continue
         seen = f"{name} {here}, and {there} on {_first(reports).host}"
@@ -125,17 +125,17 @@ def _versions(node: int, reports: Reports) -> Iterator[Verdict]:
 
 
 def _variables(node: int, reports: Reports) -> Iterator[Verdict]:
-    own, first = reports[node].notes["variables"], _first(reports).notes["variables"]
-    for name in sorted(own.keys() | first.keys()):
-        here, there = own.get(name), first.get(name)
+    variables, first = reports[node].notes["variables"], _first(reports).notes["variables"]
+    for name in sorted(variables.keys() | first.keys()):
+        here, there = variables.get(name), first.get(name)
         if here != there and not name.endswith(("_IFNAME", "VISIBLE_DEVICES")):  # these may differ
             fix = f"unset {name}" if there is None else f"export {name}={there}"
             yield warning(f"{name} is {here or 'not set'}, and {there or 'not set'} on {_first(reports).host}", fix)
 
 
 def _data(node: int, reports: Reports) -> Iterator[Verdict]:
-    own, first = reports[node].notes.get("data"), _first(reports).notes.get("data")
-    if own is not None and first is not None and own != first:
+    here, first = reports[node].notes.get("data"), _first(reports).notes.get("data")
+    if here is not None and first is not None and here != first:
         yield failure(
             f"another data set than on {_first(reports).host}", f"copy that of {_first(reports).host}: rsync -a"
         )

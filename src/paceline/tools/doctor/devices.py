@@ -60,9 +60,9 @@ def is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a product of small integers, which every number format holds, is exact."""
     numbers = torch.arange(256 * 256).view(256, 256)
     a, b = numbers * 7919 % 5 - 2, numbers * 104729 % 3 - 1
-    found = a.to(device, dtype) @ b.to(device, dtype)
+    product = a.to(device, dtype) @ b.to(device, dtype)
     # To 256 a bfloat16 holds each integer; beyond, the right answer is the rounded one.
-    return torch.equal(found.cpu(), (a @ b).to(dtype))
+    return torch.equal(product.cpu(), (a @ b).to(dtype))
 
 
 def _gpu_flops(device: torch.device, dtype: torch.dtype) -> float:

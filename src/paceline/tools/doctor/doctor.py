@@ -89,11 +89,11 @@ def _cluster(reports: Mapping[int, Report]) -> dict[str, float]:
     if len(num_ranks) > 1 or num_ranks == {0}:
         return {}
     links = [link for report in reports.values() for link in report.links.values() if link["bytes_per_s"]]
-    found: dict[str, float] = {"hosts": len(reports), "ranks_per_host": num_ranks.pop()}
+    cluster: dict[str, float] = {"hosts": len(reports), "ranks_per_host": num_ranks.pop()}
     if links:
-        found["link_gbit"] = 8e-9 * min(link["bytes_per_s"] for link in links)
-        found["latency_us"] = max(link["round_trip_us"] for link in links) / 2
-    return found
+        cluster["link_gbit"] = 8e-9 * min(link["bytes_per_s"] for link in links)
+        cluster["latency_us"] = max(link["round_trip_us"] for link in links) / 2
+    return cluster
 
 
 def _examine_alone(place: Place, report: Report) -> None:
@@ -122,8 +122,8 @@ def _own_address(place: Place, env: Environment) -> str:
     """Returns the address at which other hosts reach this one: that of ranks or, if it is loopback, the one that
     leads to rank 0."""
     with contextlib.suppress(OSError, IndexError):  # IndexError: no such interface, which a check reports
-        if not is_loopback(found := transfer_address(place.interface)):
-            return found
+        if not is_loopback(address := transfer_address(place.interface)):
+            return address
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((env.master_addr, env.master_port))
         return str(probe.getsockname()[0])
@@ -135,17 +135,17 @@ def _find_hosts(place: Place, env: Environment, meeting: Meeting, deadline: floa
     store = open_store(env, place.interface, max(1.0, deadline - time.monotonic()))
     board = PrefixStore(f"doctor/{env.attempt}", store)
     post(board, f"{env.rank}", (place.address, meeting.port, env.local_world_size))
-    found: dict[int, tuple[str, int, int]] = {}  # by the host's first rank
-    while sum(num_ranks for _, _, num_ranks in found.values()) < env.world_size:
+    hosts: dict[int, tuple[str, int, int]] = {}  # by the host's first rank
+    while sum(num_ranks for _, _, num_ranks in hosts.values()) < env.world_size:
         for rank in range(env.world_size):
-            if rank not in found and (known := read(board, f"{rank}")):
-                found[rank] = known
+            if rank not in hosts and (known := read(board, f"{rank}")):
+                hosts[rank] = known
         if time.monotonic() > deadline:
             break
         time.sleep(_LOOK_EVERY_S)
-    firsts = sorted(found)
-    meeting.invite([(found[rank][0], found[rank][1]) for rank in firsts], firsts.index(env.rank))
-    if (present := sum(num_ranks for _, _, num_ranks in found.values())) < env.world_size:
+    firsts = sorted(hosts)
+    meeting.invite([(hosts[rank][0], hosts[rank][1]) for rank in firsts], firsts.index(env.rank))
+    if (present := sum(num_ranks for _, _, num_ranks in hosts.values())) < env.world_size:
         yield failure(
             f"hosts with {present} of {env.world_size} ranks came to {env.master_addr}:{env.master_port}",
             "start the same command on the other hosts, each with LOCAL_RANK and LOCAL_WORLD_SIZE",
@@ -207,10 +207,10 @@ def table(findings: Sequence[Finding], num_hosts: int) -> rich.table.Table:
         for (check, seen, fix), hosts in sorted(alike.items(), key=lambda row: checks.index(row[0][0])):
             who = "all" if len(set(hosts)) == num_hosts > 1 else ", ".join(dict.fromkeys(hosts))
             style = _STYLES[level]
-            found = Text(printable(seen), "bold" if level == "failure" else "")
+            cell = Text(printable(seen), "bold" if level == "failure" else "")
             if fix:
-                found.append(f"\nfix: {printable(fix)}", style)
-            made.add_row(Text(check), Text(printable(who)), Text(level, style), found)
+                cell.append(f"\nfix: {printable(fix)}", style)
+            made.add_row(Text(check), Text(printable(who)), Text(level, style), cell)
     return made
 
 

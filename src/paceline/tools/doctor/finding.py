@@ -34,19 +34,19 @@ def failure(seen: str, fix: str) -> Verdict:
 
 def examine(host: str, check: str, limit_s: float, verdicts: Callable[[], Iterable[Verdict]]) -> list[Finding]:
     """Returns what a check yields. An error, or no answer within the limit (a network disk hangs), is a failure."""
-    found: list[Verdict] = []
+    answers: list[Verdict] = []
 
     def collect() -> None:
         for verdict in verdicts():
-            found.append(verdict)  # noqa: PERF402  also what came before an error counts
+            answers.append(verdict)  # noqa: PERF402  also what came before an error counts
 
     try:
         within(limit_s, collect)
     except TimeoutError as error:
-        found.append(failure(str(error), "see whether a disk, a driver or a name server hangs, and fix that first"))
+        answers.append(failure(str(error), "see whether a disk, a driver or a name server hangs, and fix that first"))
     except PacelineError as error:
         seen, _, fix = str(error).rpartition("; ")
-        found.append(failure(seen or fix, fix if seen else ""))
+        answers.append(failure(seen or fix, fix if seen else ""))
     except Exception as error:
-        found.append(failure(f"{type(error).__name__}: {error}", ""))
-    return [Finding(host=host, check=check, level=level, seen=seen, fix=fix) for level, seen, fix in found]
+        answers.append(failure(f"{type(error).__name__}: {error}", ""))
+    return [Finding(host=host, check=check, level=level, seen=seen, fix=fix) for level, seen, fix in answers]

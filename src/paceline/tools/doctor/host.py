@@ -58,11 +58,11 @@ class Place:
 
 
 def versions(place: Place) -> Iterator[Verdict]:
-    found = {"paceline": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    by_name = {"paceline": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    place.notes["versions"] = found
-    yield ok(", ".join(f"{name} {version}" for name, version in found.items()))
+        by_name["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    place.notes["versions"] = by_name
+    yield ok(", ".join(f"{name} {version}" for name, version in by_name.items()))
 
 
 def cores(place: Place) -> Iterator[Verdict]:
@@ -224,12 +224,12 @@ _SECRET = re.compile(r"//[^@/]+@")  # user and password of a proxy
 
 
 def environment(place: Place) -> Iterator[Verdict]:
-    found = place.notes["variables"] = {}
+    variables = place.notes["variables"] = {}
     for name, text in sorted(os.environ.items()):
         value = _SECRET.sub("//...@", text)
         for pattern, what, wrong in _VARIABLES:
             if re.match(pattern, name, re.IGNORECASE) and not _OF_IMAGES.match(name):
-                found[name] = value
+                variables[name] = value
                 if wrong and re.fullmatch(wrong, value, re.IGNORECASE):
                     yield warning(f"{name}={value} {what}", f"unset {name}")
                 else:

@@ -42,10 +42,10 @@ class Report:
     @classmethod
     def read(cls, text: bytes) -> "Report":
         """Raises ValueError, KeyError or TypeError for anything else."""
-        found = json.loads(text)
-        if found["version"] != __version__:
-            raise ValueError(f"paceline {found['version']} answers there, and this is {__version__}")
-        return cls(**{**found, "findings": [Finding(**finding) for finding in found["findings"]]})
+        report = json.loads(text)
+        if report["version"] != __version__:
+            raise ValueError(f"paceline {report['version']} answers there, and this is {__version__}")
+        return cls(**{**report, "findings": [Finding(**finding) for finding in report["findings"]]})
 
 
 class Meeting:

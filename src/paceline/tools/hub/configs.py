@@ -33,13 +33,13 @@ _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
 _FIXED_IN_ALL: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (True,)}
 
 
-def read_config(found: Mapping[str, Any], where: str) -> ModelConfig:
+def read_config(document: Mapping[str, Any], where: str) -> ModelConfig:
     """Returns the model of a config.json, without dropout; `where` names the file in errors. Raises UserError, naming
     setting and value, for an architecture or a setting that we cannot compute."""
-    kind = found.get("model_type")
+    kind = document.get("model_type")
     if not isinstance(kind, str) or kind not in _FIXED:
         raise UserError(f"{where}: model_type is {kind!r}; paceline imports {', '.join(_FIXED)}")
-    config = _read_by_transformers(kind, found, where)
+    config = _read_by_transformers(kind, document, where)
     for name, accepted in {**_FIXED[kind], **_FIXED_IN_ALL}.items():
         value = getattr(config, name, accepted[0])
         if value not in accepted:
@@ -73,14 +73,14 @@ def read_config(found: Mapping[str, Any], where: str) -> ModelConfig:
     return model
 
 
-def _read_by_transformers(kind: str, found: Mapping[str, Any], where: str) -> Any:
+def _read_by_transformers(kind: str, document: Mapping[str, Any], where: str) -> Any:
     """Returns transformers' own config, which has checked the type of each value."""
     try:
         from transformers import CONFIG_MAPPING  # an optional extra, and slow to import
     except ImportError:
         raise UserError(f"transformers reads {where}: pip install 'paceline[hub]'") from None
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(found))
+        return CONFIG_MAPPING[kind].from_dict(dict(document))
     except Exception as error:  # its classes of errors have changed from version to version
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
 

@@ -30,11 +30,11 @@ def export_run(run: Path, out: Path, step: int | None, dtype: Dtype) -> list[str
     be written, or transformers has no such model.
     """
     check_out(out)
-    found = run_folder.find(run)
-    model = load_run(found.config).model
-    tokenizer = Tokenizer.load(found.tokenizer) if found.tokenizer.exists() else None
+    run_path = run_folder.find(run)
+    model = load_run(run_path.config).model
+    tokenizer = Tokenizer.load(run_path.tokenizer) if run_path.tokenizer.exists() else None
     config = write_config(model, tokenizer.end_of_text if tokenizer else None, dtype)
-    weights, problems = load.read_weights(found.checkpoints, step)
+    weights, problems = load.read_weights(run_path.checkpoints, step)
     theirs = _their_tensors(model, weights, getattr(torch, dtype))
     with new_folder(out) as folder:
         folder.mkdir(parents=True)

@@ -79,12 +79,12 @@ def _read_folder(folder: Path) -> Source:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise UserError(f"{path} is not a JSON object")
-    return found
+    return document
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -92,9 +92,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         return _read_safetensors(folder / WEIGHTS)
     if not (folder / _INDEX).is_file():
         pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-        found = f"only {', '.join(pickled)}, which can run code when read" if pickled else "no weights"
+        what = f"only {', '.join(pickled)}, which can run code when read" if pickled else "no weights"
         raise UserError(
-            f"{folder} has {found}; paceline reads {WEIGHTS}. Where the folder is trusted, transformers writes it: "
+            f"{folder} has {what}; paceline reads {WEIGHTS}. Where the folder is trusted, transformers writes it: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
     listed = _read_json(folder / _INDEX).get("weight_map")
@@ -162,8 +162,8 @@ def _fetch(repository: str) -> Path:
 
 
 def _read_nanogpt(path: Path) -> Source:
-    found = _load_restricted(path)
-    arguments, theirs = found.get("model_args"), found.get("model")
+    saved = _load_restricted(path)
+    arguments, theirs = saved.get("model_args"), saved.get("model")
     if not isinstance(arguments, dict) or not isinstance(theirs, dict):
         raise UserError(f"{path} is not nanoGPT's: it has no `model` beside `model_args`")
     if not all(isinstance(tensor, Tensor) for tensor in theirs.values()):
@@ -203,7 +203,7 @@ def _load_restricted(path: Path) -> dict[str, Any]:
     if os.environ.get(_UNRESTRICTED, "").lower() in _YES:
         raise UserError(f"{_UNRESTRICTED} is set: it asks torch to run what files of weights say. Unset it")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL ([\w.]+)", str(error))  # the function that the pickle calls
         named = f" (it names {match[1]})" if match else ""
@@ -214,6 +214,6 @@ def _load_restricted(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file can raise anything
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} cannot be read, and nothing in it was run: {type(error).__name__}: {reason}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not nanoGPT's: it holds a {type(found).__name__}")
-    return found
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} is not nanoGPT's: it holds a {type(saved).__name__}")
+    return saved

@@ -76,19 +76,19 @@ def from_theirs(model: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor]
     Raises UserError, naming tensors, if one is missing, left over, of another shape or not floating-point, or if a tied
     output layer differs from the embedding.
     """
-    found = {name: tensor for name, tensor in theirs.items() if not _CONSTANTS.fullmatch(name)}
-    if model.n_layer > len(found):  # before there is a module for each
-        raise UserError(f"{where} has {len(found)} tensors, too few for the {model.n_layer} layers of its config")
+    weights = {name: tensor for name, tensor in theirs.items() if not _CONSTANTS.fullmatch(name)}
+    if model.n_layer > len(weights):  # before there is a module for each
+        raise UserError(f"{where} has {len(weights)} tensors, too few for the {model.n_layer} layers of its config")
     shapes = parameter_shapes(model)
     if model.tied:
-        found = _without_tied_head(found, layout, where)
+        weights = _without_tied_head(weights, layout, where)
     places = {name: layout(name) for name in shapes}
-    missing = {place.name for place in places.values()} - set(found)
-    left_over = set(found) - {place.name for place in places.values()}
+    missing = {place.name for place in places.values()} - set(weights)
+    left_over = set(weights) - {place.name for place in places.values()}
     for names, what in ((missing, "lacks"), (left_over, "has, and the model that its config describes has not,")):
         if names:
             raise UserError(f"{where} {what} {listed(sorted(names), 5)}; nothing was imported")
-    return {name: _taken(found[place.name], place, shapes[name], where) for name, place in places.items()}
+    return {name: _taken(weights[place.name], place, shapes[name], where) for name, place in places.items()}
 
 
 def to_theirs(weights: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -98,10 +98,10 @@ def to_theirs(weights: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor
         place = layout(name)
         parts.setdefault(place.name, []).append((place, tensor))
     theirs = {}
-    for name, found in parts.items():
-        thirds = [tensor for _, tensor in sorted(found, key=lambda part: part[0].third or 0)]
+    for name, tensors in parts.items():
+        thirds = [tensor for _, tensor in sorted(tensors, key=lambda part: part[0].third or 0)]
         whole = torch.cat(thirds) if len(thirds) > 1 else thirds[0]
-        theirs[name] = whole.t() if found[0][0].is_transposed else whole
+        theirs[name] = whole.t() if tensors[0][0].is_transposed else whole
     return theirs
 
 
@@ -110,15 +110,15 @@ def parameter_shapes(model: ModelConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in GPT(model).named_parameters()}
 
 
-def _without_tied_head(found: dict[str, Tensor], layout: Layout, where: str) -> dict[str, Tensor]:
+def _without_tied_head(weights: dict[str, Tensor], layout: Layout, where: str) -> dict[str, Tensor]:
     """Drops a tied output layer, which some files contain; it must equal the embedding."""
     embedding, head = layout("embed_tokens.weight").name, layout("lm_head.weight").name
-    if head in found and embedding in found and not torch.equal(found[head], found[embedding]):
+    if head in weights and embedding in weights and not torch.equal(weights[head], weights[embedding]):
         raise UserError(
             f"{where}: {head} is not {embedding}, and the config says that they are tied; "
             'if they are not, set "tie_word_embeddings": false in config.json'
         )
-    return {name: tensor for name, tensor in found.items() if name != head}
+    return {name: tensor for name, tensor in weights.items() if name != head}
 
 
 def _taken(tensor: Tensor, place: Place, shape: torch.Size, where: str) -> Tensor:

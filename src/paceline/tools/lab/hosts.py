@@ -94,10 +94,10 @@ def read_rate(text: str) -> int | None:
     """'1gbit', '2.5gbit', '100mbit', '500kbit' -> bits/s; 'unlimited' or '' -> None. Raises UserError."""
     if text in ("", "unlimited"):
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
+    if not match:
         raise UserError(f"'{text}' is not a rate; write it as 1gbit, 2.5gbit, 100mbit, 500kbit or unlimited")
-    rate = round(float(found[1]) * _UNITS[found[2]])
+    rate = round(float(match[1]) * _UNITS[match[2]])
     if not _LEAST_RATE <= rate <= _MOST_RATE:
         raise UserError(f"the rate {text} cannot be kept here; a link has from 100kbit to 400gbit, or unlimited")
     return rate

@@ -34,12 +34,12 @@ class Controller:
     @classmethod
     def find(cls) -> "Controller":
         """Returns version 1's `cpu` controller, else version 2's. Raises UserError if neither is mounted."""
-        found = mounts()
-        for where, kind, options in found:
+        mounted = mounts()
+        for where, kind, options in mounted:
             if kind == "cgroup" and "cpu" in options:
-                own = where / _own_group().lstrip("/")
-                return cls(where, own if own.is_dir() else where, 1)
-        for where, kind, _ in found:
+                group = where / _own_group().lstrip("/")
+                return cls(where, group if group.is_dir() else where, 1)
+        for where, kind, _ in mounted:
             if kind == "cgroup2" and "cpu" in (where / "cgroup.controllers").read_text().split():
                 return cls(where, where, 2)
         raise UserError(
@@ -124,8 +124,8 @@ def _removed(folders: Iterable[Path]) -> bool:
 
 
 def _pids(groups: Iterable[Path]) -> list[int]:
-    found = []
+    pids = []
     for folder in groups:
         with contextlib.suppress(OSError):
-            found += [int(line) for line in (folder / "cgroup.procs").read_text().split()]
-    return found
+            pids += [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+    return pids

@@ -126,7 +126,7 @@ def _sweep() -> list[Path]:
     """Removes cgroups and files, and returns them. The kernel has removed namespaces and links with their processes."""
     files = [path for path in FOLDER.iterdir() if path.name != "lock"]
     groups = _groups() if files else None  # without files a lab had made no group yet
-    found = [groups, *files] if groups is not None and groups.exists() else files
+    paths = [groups, *files] if groups is not None and groups.exists() else files
     if groups is not None:
         remove_groups(groups)
     for path in files:
@@ -134,7 +134,7 @@ def _sweep() -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
-    return [path for path in found if not path.exists()]
+    return [path for path in paths if not path.exists()]
 
 
 def _groups() -> Path | None:

@@ -70,8 +70,8 @@ def inside(pid: int, *command: str) -> tuple[str, ...]:
 
 def mounts() -> list[tuple[Path, str, list[str]]]:
     """Returns (mount point, type, options) of all mounts."""
-    found = []
+    mounted = []
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, options, *_ = line.split()
-        found.append((Path(where), kind, options.split(",")))
-    return found
+        mounted.append((Path(where), kind, options.split(",")))
+    return mounted

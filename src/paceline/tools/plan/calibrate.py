@@ -88,18 +88,18 @@ class _Times(NamedTuple):
     wall: float  # of this measurement
 
 
-def _wall_s(found: Sequence[_Times]) -> float:
-    return sum(each.wall for each in found)
+def _wall_s(times: Sequence[_Times]) -> float:
+    return sum(each.wall for each in times)
 
 
 def _undisturbed(rounds: list[list[_Times]]) -> list[list[_Times]]:
     """Returns the rounds but those that were interrupted."""
     most_s = _MOST_OF_QUICK * np.percentile(list(map(_wall_s, rounds)), 25)
-    return [found for found in rounds if _wall_s(found) <= most_s]
+    return [times for times in rounds if _wall_s(times) <= most_s]
 
 
-def _medians(found: Sequence[_Times]) -> _Times:
-    return _Times(*map(statistics.median, zip(*found, strict=True)))
+def _medians(times: Sequence[_Times]) -> _Times:
+    return _Times(*map(statistics.median, zip(*times, strict=True)))
 
 
 def _divided(shallow: _Times, deep: _Times) -> tuple[_Times, _Times]:
@@ -132,8 +132,8 @@ class _Case:
         step_s, forward_s, backward_s, _ = added
         in_forward = forward_s / (forward_s + backward_s)
         update_s = (few[3] + many[3]) / 2
-        own = [in_forward * step_s, (1 - in_forward) * step_s, update_s, few[0] - step_s - update_s]
-        rows = self._group.share([*own, time.perf_counter() - begun])
+        parts_s = [in_forward * step_s, (1 - in_forward) * step_s, update_s, few[0] - step_s - update_s]
+        rows = self._group.share([*parts_s, time.perf_counter() - begun])
         return _Times(*map(statistics.fmean, zip(*rows, strict=True)))
 
     def _step(self, num_passes: int) -> list[float]:

@@ -53,9 +53,9 @@ class Cluster:
             )
         hosts = num_ranks // per_host
         speeds = tuple(self.speeds[index % len(self.speeds)] for index in range(hosts)) if self.speeds else ()
-        found = replace(self, hosts=hosts, ranks_per_host=per_host, speeds=speeds)
-        found.check()
-        return found
+        cluster = replace(self, hosts=hosts, ranks_per_host=per_host, speeds=speeds)
+        cluster.check()
+        return cluster
 
     def check(self) -> None:
         """Raises UserError for an impossible value."""
@@ -100,8 +100,8 @@ def read(path: Path) -> Cluster:
         if name not in hints:
             raise UserError(f"{path}: a cluster has no field '{raw_name}'{nearest(name, hints)}")
         if name == "speeds":
-            given = value if isinstance(value, list) else [value]
-            values[name] = tuple(checked(where, float, each) for each in given)
+            elements = value if isinstance(value, list) else [value]
+            values[name] = tuple(checked(where, float, each) for each in elements)
         else:
             values[name] = checked(where, hints[name], value)
     cluster = Cluster(**values)

@@ -196,14 +196,14 @@ def calibration(config: Config, num_ranks: int) -> Device:
             "(about 15 seconds for each number of ranks), or describe another device: --cluster FILE.toml"
         )
     measured = max(count for count in known if count <= num_ranks or count == min(known))
-    found, sharing = known[measured], num_ranks / measured
+    device_then, sharing = known[measured], num_ranks / measured
     if sharing <= 1:
-        return found
+        return device_then
     return replace(
-        found.slower(sharing),
-        step_s=found.step_s * sharing,
-        exchange=scaled(found.exchange, sharing),
-        inner_bytes_per_s=found.inner_bytes_per_s / sharing,
-        peak_flops_per_s=found.peak_flops_per_s / sharing,
-        memory_bytes=found.memory_bytes / sharing,
+        device_then.slower(sharing),
+        step_s=device_then.step_s * sharing,
+        exchange=scaled(device_then.exchange, sharing),
+        inner_bytes_per_s=device_then.inner_bytes_per_s / sharing,
+        peak_flops_per_s=device_then.peak_flops_per_s / sharing,
+        memory_bytes=device_then.memory_bytes / sharing,
     )

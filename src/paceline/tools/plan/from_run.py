@@ -56,15 +56,15 @@ def device_of_rank(cluster: Cluster, config: Config) -> Device:
         return devices.calibration(config, cluster.ranks_per_host)
     if cluster.device in devices.device_names() or not Path(cluster.device).is_dir():
         return devices.gpu(cluster.device, compiled=config.train.compile, dtype=config.train.dtype)
-    found = read_run(Path(cluster.device))
+    run = read_run(Path(cluster.device))
     for section, name in (("model", "arch"), ("optim", "name"), ("train", "dtype"), ("train", "compile")):
-        was, wanted = (getattr(getattr(each, section), name) for each in (found.config, config))
+        was, wanted = (getattr(getattr(each, section), name) for each in (run.config, config))
         if wanted not in (was, "auto"):
             raise UserError(
                 f"{cluster.device} trained with {section}.{name} {was}, so its records do not tell how fast its "
                 f"machines are with {wanted}; leave --{section}.{name} out, or name a run that had it"
             )
-    return found.device
+    return run.device
 
 
 @cache
@@ -82,10 +82,10 @@ def read_run(path: Path) -> Machines:
     return _Reader(path, config, steps, names, begun[-1]["devices"]).machines()
 
 
-def _steady(path: Path, found: list[Row | None], start: Row) -> dict[str, Floats]:
+def _steady(path: Path, rows: list[Row | None], start: Row) -> dict[str, Floats]:
     """Returns columns of the last attempt's steps, (rows,) or (rows, ranks), without the first one, which warms up."""
     chosen: deque[Row] = deque(maxlen=_MOST_STEPS)
-    for row in found:
+    for row in rows:
         if row and "loss" in row and step_of(row) > step_of(start) + 1 and not row.get("skipped"):
             chosen.append(row)
     if len(chosen) < _LEAST_STEPS:
@@ -203,10 +203,10 @@ class _Reader:
         rates = shown.forward[model.arch], shown.backward[model.arch]
         shape = replace(shape_of(settings, shown), checkpoint=False)
         sizes = [len(each) * shape.seq_len for each in settings.plan.micro_batches(rank)]
-        found = [work.pass_times(shape, size, *rates) for size in sizes]
-        first, second = sum(each.forward_s for each in found), sum(each.backward_s for each in found)
+        times = [work.pass_times(shape, size, *rates) for size in sizes]
+        first, second = sum(each.forward_s for each in times), sum(each.backward_s for each in times)
         recomputed = model.n_layer * self.config.train.activation_checkpoint
-        again = recomputed * sum(each.forward["block"] for each in found)
+        again = recomputed * sum(each.forward["block"] for each in times)
         update = num_shards * optim_s / update_s(settings, shown)
         who = f"rank {rank} on {self.hosts[rank]}, mean of the middle half of {len(self.steps['step_ms'])} steps"
         traced = (
@@ -233,8 +233,8 @@ class _Reader:
             path = path_for(settings, job, device)
 
             def seconds(rate: float) -> float:
-                found = predict(replace(job, bytes_per_s=rate), path)
-                return found.step_s + waiting_s(cluster, device, found) + device.step_s
+                predicted = predict(replace(job, bytes_per_s=rate), path)
+                return predicted.step_s + waiting_s(cluster, device, predicted) + device.step_s
 
             # Waits for the slowest rank are no longer than what is exposed.
             waited_s = waiting_s(cluster, device, predict(job, path))
@@ -268,7 +268,7 @@ def _rate(seconds: Any, target_s: float) -> float | None:
 def _jitter(passes_s: Floats) -> float:
     """Returns the deviation of ranks' passes, of their medians, without what all ranks have in common."""
     num_ranks = passes_s.shape[1]
-    own = passes_s / np.median(passes_s, axis=0)
-    common = own.mean(axis=1, keepdims=True) if num_ranks > 1 else 1.0
-    low, high = np.percentile(own - common, [16, 84], axis=0)  # one outlier does not count
+    relative = passes_s / np.median(passes_s, axis=0)
+    common = relative.mean(axis=1, keepdims=True) if num_ranks > 1 else 1.0
+    low, high = np.percentile(relative - common, [16, 84], axis=0)  # one outlier does not count
     return float(np.mean(high - low)) / 2 * math.sqrt(num_ranks / max(1, num_ranks - 1))

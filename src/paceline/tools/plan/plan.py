@@ -194,12 +194,12 @@ def job_of(settings: Settings, cluster: Cluster, device: Device) -> Job:
         if settings.plan.shares or rank % cluster.ranks_per_host == 0 or rank == cluster.num_ranks - 1:
             micro_batches = tuple(map(len, settings.plan.micro_batches(rank)))
             sizes[cluster.speed(rank), micro_batches] = None
-    (speed, mine), *others = sizes
-    own = device.slower(1 / speed)
-    reference = pass_times(settings, own, max(mine, default=1))
+    (speed, sizes_here), *others = sizes
+    device_there = device.slower(1 / speed)
+    reference = pass_times(settings, device_there, max(sizes_here, default=1))
     slower = []
     for other_speed, theirs in others:
-        all_s = sum(pass_times(settings, own, size).total_s for size in theirs) * speed / other_speed
+        all_s = sum(pass_times(settings, device_there, size).total_s for size in theirs) * speed / other_speed
         slower.append(Load(len(theirs), all_s / (len(theirs) * reference.total_s) if theirs else 1.0))
     slowest = min(cluster.speeds or (1.0,))
     parallel, is_across = settings.config.parallel, cluster.hosts > 1
@@ -209,7 +209,7 @@ def job_of(settings: Settings, cluster: Cluster, device: Device) -> Job:
     parts = {"blocks": float(settings.config.model.n_layer), "ends": 1.0}
     return Job(
         stages=work.stages(settings.config.model, reference),
-        num_micro_batches=len(mine),
+        num_micro_batches=len(sizes_here),
         update_s=update_s(settings, device) / slowest,
         num_ranks=cluster.num_ranks,
         num_hosts=cluster.hosts if is_across and not is_ring else cluster.num_ranks,
@@ -284,7 +284,7 @@ def _work(settings: Settings, device: Device, tokens: int) -> list[tuple[str, wo
 
 def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waited_s: float) -> str:
     """Returns what takes most of the step, in words: of compute its kind of work, of communication its cause."""
-    found = {
+    shares = {
         "optimizer": parts["optimizer"],
         "slowest rank": waited_s,
         "link": parts["exposed communication"] - waited_s,
@@ -297,9 +297,9 @@ def _bound(parts: Mapping[str, float], settings: Settings, device: Device, waite
             times = settings.config.model.n_layer if part == "block" else 1
             for kind, amount in amounts.items():
                 name = work.KINDS[kind]
-                found[name] = found.get(name, 0.0) + times * amount * rates.get(kind, 0.0)
-    most = max(found, key=lambda name: found[name])
-    return f"{most} {found[most] / sum(parts.values()):.0%}"
+                shares[name] = shares.get(name, 0.0) + times * amount * rates.get(kind, 0.0)
+    most = max(shares, key=lambda name: shares[name])
+    return f"{most} {shares[most] / sum(parts.values()):.0%}"
 
 
 # ---- every number with its inputs ----

@@ -30,19 +30,19 @@ class Stopwatch:
             run()
             stamps.append(self._clock.stamp())
         self._clock.finish()
-        own = [self._clock.ms(a, b) / 1e3 for a, b in itertools.pairwise(stamps)]
-        slowest = [max(values) for values in zip(*self.group.share(own), strict=True)]
+        passed_s = [self._clock.ms(a, b) / 1e3 for a, b in itertools.pairwise(stamps)]
+        slowest = [max(values) for values in zip(*self.group.share(passed_s), strict=True)]
         self.group.take_traffic()  # discard it
         self.spent_s += sum(slowest)
         return slowest
 
     def enough(self, run: Run, enough_s: float) -> list[float]:
         """Returns the times of enough iterations to fill enough_s, at least three, after a warm-up. Collective."""
-        found = self.seconds(run, 1)
-        if found[0] < _WARM_UP_BELOW_S:
-            found = []
-        batch = LEAST_RUNS - len(found)
-        while len(found) < LEAST_RUNS or (sum(found) < enough_s and len(found) < _MOST_RUNS):
-            found += self.seconds(run, batch)
-            batch = len(found)  # doubles: a single time on a busy machine may be ten times too long
-        return found
+        times_s = self.seconds(run, 1)
+        if times_s[0] < _WARM_UP_BELOW_S:
+            times_s = []
+        batch = LEAST_RUNS - len(times_s)
+        while len(times_s) < LEAST_RUNS or (sum(times_s) < enough_s and len(times_s) < _MOST_RUNS):
+            times_s += self.seconds(run, batch)
+            batch = len(times_s)  # doubles: a single time on a busy machine may be ten times too long
+        return times_s

@@ -58,22 +58,22 @@ class Reader:
         """Returns the points after `at`, at most 2 * _MOST, and the position after them; no points: there are no more
         yet. Each is read once, so the caller keeps them until they are sent."""
         after = copy.deepcopy(at)
-        found = self._read_events(after)  # first: a resumed run drops rows before it records that it resumes
+        events = self._read_events(after)  # first: a resumed run drops rows before it records that it resumes
         if after.step < at.step or after.eval_step < at.eval_step:
             self._metrics = Tail(self._folder.metrics)  # the new rows are for the next batch, without this event
         else:
-            found += self._read_rows(after)
-            found.sort(key=lambda each: each[:2])  # stable: a row comes before the events after its step
+            events += self._read_rows(after)
+            events.sort(key=lambda each: each[:2])  # stable: a row comes before the events after its step
         clock = _Clock(after, at.step)
         points = []
-        for step, _, row in found:
+        for step, _, row in events:
             values = _values_of_event(row, after) if "event" in row else _values(row)
             points.append(Point(index=after.index, step=step, time_s=clock.time_s(step, row), values=values, row=row))
             after.index += 1
         return points, after
 
     def _read_events(self, after: Position) -> list[tuple[int, int, Row]]:
-        found = []
+        points = []
         rows = self._events.read(_MOST)[1]
         after.events += len(rows)
         for event in rows:
@@ -86,18 +86,18 @@ class Reader:
                 after.attempts.append((after.event_step, when))
             if begins and self._can_forget:
                 after.step, after.eval_step = min(after.step, after.event_step), min(after.eval_step, after.event_step)
-            found.append((after.event_step, 1, event))
-        return found
+            points.append((after.event_step, 1, event))
+        return points
 
     def _read_rows(self, after: Position) -> list[tuple[int, int, Row]]:
-        found: list[tuple[int, int, Row]] = []
-        while not found and (rows := self._metrics.read(_MOST)[1]):
+        rows_of_steps: list[tuple[int, int, Row]] = []
+        while not rows_of_steps and (rows := self._metrics.read(_MOST)[1]):
             for row in rows:
                 name = "eval_step" if "val_loss" in row else "step"
                 if ("loss" in row or "val_loss" in row) and step_of(row) > getattr(after, name):
                     setattr(after, name, step_of(row))
-                    found.append((step_of(row), 0, row))
-        return found
+                    rows_of_steps.append((step_of(row), 0, row))
+        return rows_of_steps
 
 
 class _Clock:

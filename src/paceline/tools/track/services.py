@@ -60,8 +60,8 @@ class MLflow:
         self._client = MlflowClient()
         mark = known.setdefault("mark", uuid.uuid4().hex)  # finds a run that was made just before a crash
         project = settings.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        known_one = self._client.get_experiment_by_name(project)
+        experiment = known_one.experiment_id if known_one else self._client.create_experiment(project)
         name, tags = settings.name or folder.path.name, {"paceline.mark": mark}
         runs = self._client.search_runs([experiment], f"tags.`paceline.mark` = '{mark}'")
         run = runs[0] if runs else self._client.create_run(experiment, run_name=name, tags=tags)
@@ -98,13 +98,13 @@ class WandB:
     def __init__(self, folder: RunFolder, settings: TrackConfig, known: dict[str, Any]):
         import wandb
 
-        own = folder.path / "track"
+        local = folder.path / "track"
         self._run = wandb.init(
             id=known.setdefault("run", uuid.uuid4().hex[:8]),
             resume="allow",
             project=settings.project or os.environ.get("WANDB_PROJECT", _PROJECT),
             name=settings.name or os.environ.get("WANDB_NAME", folder.path.name),
-            dir=own,
+            dir=local,
             config=read_config(folder.config),
             allow_val_change=True,
             settings=wandb.Settings(
@@ -119,7 +119,7 @@ class WandB:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        stored = [index for path in own.glob("wandb/*run-*/*.wandb") for index, _ in _Log(path).rows()]
+        stored = [index for path in local.glob("wandb/*run-*/*.wandb") for index, _ in _Log(path).rows()]
         self._next = self._run.step if not self._run.offline else max(stored, default=-1) + 1
         self._log = _Log(Path(self._run.settings.sync_file))
 

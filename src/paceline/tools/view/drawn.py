@@ -52,27 +52,27 @@ def curves(run: Run) -> dict[str, dict[str, Any]]:
     if not len(steps):
         return {}
     begins = buckets(len(steps))
-    found = {"steps": _axes(run, last_of(steps, begins))}
+    data = {"steps": _axes(run, last_of(steps, begins))}
     is_exact = len(begins) == len(steps)
     for name in ("loss", "tokens_per_s", "lr", "grad_norm", "comm_ms", "exposed_comm_ms", *run.steps.logged):
         mean, low, high = in_buckets(run.steps[name], begins)
         if np.isfinite(mean).any():
-            found["steps"][name] = {"mean": _listed(mean)}
+            data["steps"][name] = {"mean": _listed(mean)}
             if not is_exact and name in _WITH_BANDS:
-                found["steps"][name] |= {"low": _listed(low), "high": _listed(high)}
-    found["validation"] = _axes(run, evaluations["step"]) | {"loss": {"mean": _listed(evaluations["val_loss"])}}
-    found["validation"] |= {name: {"mean": _listed(evaluations[name])} for name in evaluations.logged}
+                data["steps"][name] |= {"low": _listed(low), "high": _listed(high)}
+    data["validation"] = _axes(run, evaluations["step"]) | {"loss": {"mean": _listed(evaluations["val_loss"])}}
+    data["validation"] |= {name: {"mean": _listed(evaluations[name])} for name in evaluations.logged}
     if parts := _parts(run):
         begins = buckets(len(steps), _PART_POINTS)
-        found["parts"] = _axes(run, last_of(steps, begins))
+        data["parts"] = _axes(run, last_of(steps, begins))
         for part, values in parts.items():
-            found["parts"][part] = {"mean": _listed(np.maximum(in_buckets(values, begins)[0], 0))}
+            data["parts"][part] = {"mean": _listed(np.maximum(in_buckets(values, begins)[0], 0))}
     sequences = [row[:_MOST_LINES] for row in history.sequences()]
     if len({len(row) for row in sequences}) == 1 and any(row != sequences[0] for row in sequences):
-        found["shares"] = _axes(run, np.array(history.steps))
+        data["shares"] = _axes(run, np.array(history.steps))
         for rank, counts in enumerate(zip(*sequences, strict=True)):
-            found["shares"][f"rank {rank}"] = {"mean": _listed(counts)}
-    return found
+            data["shares"][f"rank {rank}"] = {"mean": _listed(counts)}
+    return data
 
 
 def _parts(run: Run) -> dict[str, Floats]:
@@ -100,11 +100,11 @@ def _listed(values: "Floats | Sequence[float]", digits: int = 5) -> list[float]:
 
 def tables(run: Run) -> dict[str, Table]:
     parts, balance, traffic = measures.mean_parts(run), measures.balance_of(run), measures.traffic_of(run)
-    found = {"loss": _loss_table(run)}
+    by_name = {"loss": _loss_table(run)}
     if parts and (step_ms := sum(parts.values())):  # 0 in damaged rows
         rows = [[name, f"{ms:,.4g}", f"{100 * ms / step_ms:.1f}"] for name, ms in [*parts.items(), ("step", step_ms)]]
         about = "Mean step of rank 0, first step of each start left out"
-        found["parts"] = Table(["part", "ms", "% of the step"], rows, about)
+        by_name["parts"] = Table(["part", "ms", "% of the step"], rows, about)
     if balance:
         names = hosts(run.events)
         columns = zip(balance.sequences, balance.tokens_per_s, balance.idle_frac, strict=True)
@@ -113,10 +113,10 @@ def tables(run: Run) -> dict[str, Table]:
             for rank, (count, speed, idle) in enumerate(columns)
         ]
         head = ["rank", f"{run.dealt} a step", f"{run.unit}/s of its own work", "idle"]
-        found["shares"] = Table(head, rows, "Idle: a rank waits for other ranks or the network")
+        by_name["shares"] = Table(head, rows, "Idle: a rank waits for other ranks or the network")
     if traffic:
-        found["traffic"] = Table(["a step of rank 0, median", ""], _traffic_rows(traffic))
-    return found
+        by_name["traffic"] = Table(["a step of rank 0, median", ""], _traffic_rows(traffic))
+    return by_name
 
 
 def _loss_table(run: Run) -> Table:

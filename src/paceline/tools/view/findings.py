@@ -59,16 +59,16 @@ def warning(run: Run) -> str:
 
 def notices(run: Run) -> list[str]:
     """Returns what of the records is missing."""
-    found = []
+    texts = []
     if not len(run.steps):
-        found.append("No step is recorded yet.")
+        texts.append("No step is recorded yet.")
     if run.num_unreadable:
-        found.append(
+        texts.append(
             f"{units.plural(run.num_unreadable, 'line')} of its records could not be read, and count for nothing."
         )
     if not run.config:
-        found.append("Its config.toml could not be read.")
-    return found
+        texts.append("Its config.toml could not be read.")
+    return texts
 
 
 def repairs(events: Sequence[Row]) -> list[float]:

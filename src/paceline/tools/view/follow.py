@@ -51,17 +51,17 @@ class Views:
 
     def update(self) -> list[tuple[int, RunView]]:
         """Reads what is new; returns index and view of the runs that changed."""
-        found = self._found()
-        for path in found:
+        paths = self._paths_of_runs()
+        for path in paths:
             if path not in self._followed:
                 index = len(self._followed)
                 if index == _MOST_RUNS:
-                    gone = next(known for known in self._followed if known not in found)
+                    gone = next(known for known in self._followed if known not in paths)
                     index = self._followed.pop(gone).index
                 self._followed[path] = _Followed(index, Run(path, num_parameters=self._num_parameters))
         return [(each.index, each.view) for each in self._followed.values() if each.update()]
 
-    def _found(self) -> list[Path]:
+    def _paths_of_runs(self) -> list[Path]:
         if self.is_one or _begun_s(self.path):
             return [self.path]
         try:

@@ -140,13 +140,13 @@ def balance_of(run: Run) -> Balance | None:
     for row in newest_rows(run):
         numbers = {name: number(row[name]) for name in ("step_ms", "tokens_per_s")}
         rows.append({name: by_rank(row, name) for name in lists} | numbers)
-    found = None
+    balance = None
     with suppress(ValueError, ArithmeticError):  # rows that are damaged
-        found = speeds(rows)
-    if found is None or len(found.sequences) < 2 or not math.isfinite(found.sum_of_speeds_frac):
+        balance = speeds(rows)
+    if balance is None or len(balance.sequences) < 2 or not math.isfinite(balance.sum_of_speeds_frac):
         return None
-    are_alike = max(found.tokens_per_s) < (1 + _CLEARLY) * min(found.tokens_per_s)
-    return None if are_alike and len(set(found.sequences)) == 1 else found
+    are_alike = max(balance.tokens_per_s) < (1 + _CLEARLY) * min(balance.tokens_per_s)
+    return None if are_alike and len(set(balance.sequences)) == 1 else balance
 
 
 def balance_text(run: Run, balance: Balance) -> str:

@@ -78,8 +78,8 @@ def _logged(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the script's own numbers, by column; a trainer's row has no unit, and none of them."""
     if "unit" not in row:
         return {}
-    own = {name: number(value) for name, value in row.items() if name not in _KNOWN}
-    return {LOGGED + name: value for name, value in own.items() if math.isfinite(value)}
+    logged = {name: number(value) for name, value in row.items() if name not in _KNOWN}
+    return {LOGGED + name: value for name, value in logged.items() if math.isfinite(value)}
 
 
 class Run:

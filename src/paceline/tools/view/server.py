@@ -151,16 +151,16 @@ class _Handler(QuietHandler):
             self.wfile.write(f"data: {body}\n\n".encode())
 
 
-def _is_name_of(given: str, host: str) -> bool:
+def _is_name_of(header: str, host: str) -> bool:
     """Whether a Host header names this server: by an address, by localhost, or as --host does. Other names may be made
     to lead here by whoever owns them. Any port: a tunnel may begin at another one."""
     name = ""
     with contextlib.suppress(ValueError):
-        name = urlsplit(f"//{given}").hostname or ""
+        name = urlsplit(f"//{header}").hostname or ""
         ipaddress.ip_address(name)
         return True
     return name in ("localhost", host.lower())
 
 
-def _equal(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
+def _equal(text: str, expected: str) -> bool:
+    return hmac.compare_digest(text.encode(errors="replace"), expected.encode())

@@ -77,8 +77,8 @@ class RunView:
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as JSON has it: null for NaN."""
-        found: dict[str, Any] = _without_nan(dataclasses.asdict(self))
-        return found
+        document: dict[str, Any] = _without_nan(dataclasses.asdict(self))
+        return document
 
 
 def _without_nan(value: Any) -> Any:
@@ -158,7 +158,7 @@ def _facts(run: Run, state: RunState, left_s: float) -> list[Fact]:
     names = list(dict.fromkeys(hosts(run.events)))
     num_restarts, num_repeated = findings.restarts(run.events)
     left_s = left_s if state.is_running else math.nan
-    found: list[tuple[str, float, Callable[[float], str], str]] = [
+    candidates: list[tuple[str, float, Callable[[float], str], str]] = [
         ("Loss", last("loss"), "{:.3f}".format, "nats a token" if run.unit == "tokens" else ""),
         ("Validation loss", run.evaluations.last("val_loss"), "{:.3f}".format,
          evaluated + (f"; {bits:.3f} bits a byte" if bits > 0 else "")),
@@ -173,7 +173,9 @@ def _facts(run: Run, state: RunState, left_s: float) -> list[Fact]:
         ("Restarts", num_restarts, "{:.0f}".format, f"{num_repeated} steps repeated" if num_repeated else ""),
         ("Stragglers cost", findings.straggler_cost_s(run.events), units.duration, "of waiting"),
     ]  # fmt: skip
-    known = [Fact(label, shown(value), note) for label, value, shown, note in found if value and math.isfinite(value)]
+    known = [
+        Fact(label, shown(value), note) for label, value, shown, note in candidates if value and math.isfinite(value)
+    ]
     logged = {name: run.evaluations.last(name) for name in run.evaluations.logged}
     logged |= {name: last(name) for name in run.steps.logged}
     return known + [Fact(name.removeprefix(LOGGED), f"{value:.4g}") for name, value in logged.items()]
@@ -190,7 +192,7 @@ def _findings(run: Run, stretches: Sequence[findings.Slow]) -> dict[str, str]:
     num_restarts, num_repeated = findings.restarts(run.events)
     counts = [(len(run.events), "event"), (num_restarts, "restart"), (num_repeated, "repeated step")]
     happened = ", ".join(units.plural(count, noun) for count, noun in counts if count)
-    found = {
+    texts = {
         "loss": measures.loss_text(run),
         "rate": measures.rate_text(run),
         "update": measures.update_text(run),
@@ -200,7 +202,7 @@ def _findings(run: Run, stretches: Sequence[findings.Slow]) -> dict[str, str]:
         "traffic": measures.traffic_text(traffic) if traffic else "",
         "events": f"{happened}." if happened else "",
     }
-    return {topic: said for topic, said in found.items() if said}
+    return {topic: said for topic, said in texts.items() if said}
 
 
 # ---- ranks ----
@@ -214,19 +216,19 @@ def _ranks(run: Run, slow: set[int]) -> tuple[list[RankView], str]:
     if not rows:
         return [], ""
     means = {part: _means([row[part] for row in rows]) for part in rows[-1]}
-    names, found = hosts(run.events), []
+    names, ranks = hosts(run.events), []
     for rank in range(min(map(len, means.values()))):
         parts = {part: by_rank[rank] for part, by_rank in means.items()}
         if math.isfinite(sum(parts.values())):
             own_ms = sum(parts.get(part, 0.0) for part in (*WORK, "compute"))
             host = names[rank] if rank < len(names) else ""
-            found.append(RankView(rank=rank, host=host, work_ms=own_ms, parts=parts, is_slow=rank in slow))
-    found.sort(key=lambda each: -each.work_ms)
-    others = [each for each in found[_FEW_RANKS:] if not each.is_slow] if len(found) > _MOST_RANKS else []
+            ranks.append(RankView(rank=rank, host=host, work_ms=own_ms, parts=parts, is_slow=rank in slow))
+    ranks.sort(key=lambda each: -each.work_ms)
+    others = [each for each in ranks[_FEW_RANKS:] if not each.is_slow] if len(ranks) > _MOST_RANKS else []
     if not others:
-        return found, ""
+        return ranks, ""
     span = f"{units.milliseconds(others[-1].work_ms)} to {units.milliseconds(others[0].work_ms)}"
-    return [each for each in found if each not in others], f"and {len(others)} more ranks, which work {span} a step"
+    return [each for each in ranks if each not in others], f"and {len(others)} more ranks, which work {span} a step"
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
