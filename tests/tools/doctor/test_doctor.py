@@ -110,7 +110,7 @@ def test_a_machine_with_everything_wrong(tmp_path: Path) -> None:
     assert "--out elsewhere" in the(found, "run folder", "failure", "needs space for 3")
     assert the(found, "data", "failure", shard.name)
     assert "ps aux" in the(found, "memory", "warning", "little for 2 ranks")
-    assert "a smaller model" in the(found, "config", "failure", "of activations")
+    assert "a smaller model" in the(found, "config", "failure", "of them activations")
     assert "gpu-reset -i 0" in the(found, "driver", "failure", "GPU 0", "2 uncorrected")
     assert the(found, "driver", "warning", "GPU 1", "slowed by heat")
     assert the(found, "driver", "warning", "process 4321 (python, of a user) uses 69000 MiB") == "kill 4321"
