@@ -251,7 +251,7 @@ def test_where_none_is_whole_the_run_stops_with_the_list(tmp_path: Path) -> None
         load.find(tmp_path)
 
 
-def agree_alone(folder: Path, step: int | None) -> load.Found:
+def agree_alone(folder: Path, step: int | None) -> load.Whole:
     return load.agree(LocalGroup(torch.device("cpu")), folder, step, everyone_sees=True)
 
 

@@ -192,7 +192,7 @@ def save(world: World, saver: Saver, step: int) -> str | None:
     return outcome.problem
 
 
-def receive(world: World, answer: load.Found, everyone_sees: bool) -> dict[str, Any]:
+def receive(world: World, answer: load.Whole, everyone_sees: bool) -> dict[str, Any]:
     """Whether this rank got what it wanted, and what all say to what one rank cannot use."""
     folder, manifest, problems = answer
     seen: dict[str, Any] = {"found": (manifest["step"], problems)}

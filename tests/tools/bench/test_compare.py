@@ -11,7 +11,7 @@ from program import run
 
 from paceline.config import Config, load_preset
 from paceline.tools.bench import runs, scaling_show
-from paceline.tools.bench.scaling import Found, Sample, _Bench
+from paceline.tools.bench.scaling import Measurements, Sample, _Bench
 from paceline.tools.bench.scaling_rows import tabulate
 from paceline.tools.bench.worlds import Setup, setup_of_variants
 
@@ -30,7 +30,7 @@ def apart(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     """The steps and the sequences of a step with which each host of a lab trains alone."""
     monkeypatch.setattr(runs, "run_at_once", lambda *_, **__: None)
     with pytest.raises(runs.Failed, match="it left 0 steps"):
-        _Bench(setup, tmp_path, Found())._train_apart(setup.hosts_apart)
+        _Bench(setup, tmp_path, Measurements())._train_apart(setup.hosts_apart)
     found = {path.parent.name: tomllib.loads(path.read_text())["train"] for path in tmp_path.glob("*/*/config.toml")}
     return {host: (found[host]["steps"], found[host]["global_batch_size"]) for host in sorted(found)}
 
@@ -63,7 +63,7 @@ def test_the_ideal_is_that_of_the_same_round() -> None:
     """The machine is half as fast in the second of two rounds."""
     setup = setup_of(shares="auto")
     ideal, _, auto = setup.worlds()
-    found = Found(samples={ideal: [(sample(100), sample(40)), (sample(50), sample(20))]})
+    found = Measurements(samples={ideal: [(sample(100), sample(40)), (sample(50), sample(20))]})
     found.samples[auto] = [(sample(130, (9, 3)),), (sample(65, (8, 4)),)]
     *alone, _, row = tabulate(setup, found)["variants"]
     assert [(each.label, each.tokens_per_s) for each in alone] == [

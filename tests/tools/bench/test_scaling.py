@@ -15,7 +15,7 @@ from paceline.base.errors import UserError
 from paceline.base.process import environment_of_one, environment_of_rank
 from paceline.config import Config, load_preset
 from paceline.tools.bench import runs, scaling_show
-from paceline.tools.bench.scaling import Found, Sample, _Bench
+from paceline.tools.bench.scaling import Measurements, Sample, _Bench
 from paceline.tools.bench.scaling_rows import Row, tabulate
 from paceline.tools.bench.worlds import Setup, World, sequences_of
 
@@ -60,7 +60,7 @@ def test_hosts_without_ranks_of_their_number_here_are_held_against_ranks_apart_a
 def test_a_gpu_beside_the_cores_has_a_row_and_no_ideal() -> None:
     setup = setup_of(has_gpu=True, hosts=0, kinds=("strong",))
     one, gpu = (World(ranks=1, batch=12, device=device) for device in ("cpu", "cuda"))
-    found = Found(samples={one: [(Sample(tokens_per_s=100.0),)], gpu: [(Sample(tokens_per_s=5000.0),)]})
+    found = Measurements(samples={one: [(Sample(tokens_per_s=100.0),)], gpu: [(Sample(tokens_per_s=5000.0),)]})
     rows = {row.label: row for row in tabulate(setup, found)["strong"]}
     assert rows["1 GPU"].tokens_per_s == 5000
     assert rows["1 GPU"].efficiency is None
@@ -75,7 +75,7 @@ def test_what_cpus_are_measured_with_needs_no_gpu(tmp_path: Path, monkeypatch: p
         raise runs.Failed
 
     monkeypatch.setattr(runs, "run_at_once", note)
-    bench = _Bench(setup_of(), tmp_path, Found())
+    bench = _Bench(setup_of(), tmp_path, Measurements())
     assert bench._bandwidth(World(ranks=2, batch=12)) is None
     assert ["--parallel.device cpu" in command for command in asked] == [True, True]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -85,7 +85,7 @@ def test_what_cpus_are_measured_with_needs_no_gpu(tmp_path: Path, monkeypatch: p
 # ---- from figures to rows ----
 
 
-def measured() -> tuple[Setup, Found]:
+def measured() -> tuple[Setup, Measurements]:
     """Two rounds in which the machine slows down by half: alone 100 and 50, together 150 and 75, apart 180 and 90."""
     setup = setup_of(kinds=("strong",), counts=(1, 2, 4))
     by_label = {world.label: world for world in setup.worlds()}
@@ -101,7 +101,7 @@ def measured() -> tuple[Setup, Found]:
             comm_bytes=5e6,
         )
 
-    found = Found(samples={by_label[label]: [(sample(label, 1),), (sample(label, 2),)] for label in rates})
+    found = Measurements(samples={by_label[label]: [(sample(label, 1),), (sample(label, 2),)] for label in rates})
     found.problems[by_label["2 hosts, 1gbit"]] = "no lab here"
     found.links[1, ""] = 1e9
     return setup, found
