@@ -18,8 +18,8 @@ from paceline.config import Config
 from paceline.world.config import ParallelConfig
 from paceline.world.env import Environment
 
-# Rank 1 is slow in every step, so that auto changes the shares.
-SLOW = "rank=1 step=3 phase=data kind=sleep seconds=0.1 times=60"
+# Rank 1 is slow in every step, by more than a busy machine makes rank 0, so that auto changes the shares.
+SLOW = "rank=1 step=3 phase=data kind=sleep seconds=0.3 times=60"
 STEPS, STOP = 50, 30
 
 
