@@ -547,8 +547,8 @@ MUTATIONS = (
     Mutation(
         "the command for several ranks of a script is that of paceline's trainer",
         "cli/resume.py",
-        "--out {shlex.quote(folder)} -- {own}",
-        "--out {shlex.quote(folder)} {own}",
+        "--out {shlex.quote(folder)} -- {script_words}",
+        "--out {shlex.quote(folder)} {script_words}",
         "replica/test_run.py::test_the_folder_is_read_by_the_tools_of_runs",
     ),
     Mutation(

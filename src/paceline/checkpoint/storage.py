@@ -275,9 +275,7 @@ class Storage:
     # ---- sending ----
 
     def _send_always(self) -> None:
-        failing_s = (
-            math.inf
-        )  # when a try at the end failed first: one that fails each time is given up, whatever it sends
+        failing_s = math.inf  # when a try at the end failed first: what fails each time is given up, whatever it sends
         while not (self._is_given_up or self._is_complete or time.monotonic() > failing_s + self._config.retry_s):
             self._wake.wait(None if self._end_by_s is None else _RETRY_S)
             self._wake.clear()

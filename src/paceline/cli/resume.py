@@ -82,9 +82,9 @@ def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> i
         from paceline.record.console import printable  # imports rich
 
         said = f"{folder} is the run of a script; the same command continues it (each rank runs this):\n{command}"
-        _, _, own = command.partition(" ")
-        if own and not own.startswith("-m "):
-            said += f"\non two ranks:\npaceline train --nproc 2 --out {shlex.quote(folder)} -- {own}"
+        _, _, script_words = command.partition(" ")
+        if script_words and not script_words.startswith("-m "):
+            said += f"\non two ranks:\npaceline train --nproc 2 --out {shlex.quote(folder)} -- {script_words}"
         print(printable(said))  # which somebody else may have written
         return EXIT_DONE
     _require_own(Path(folder))

@@ -16,14 +16,14 @@ from paceline.base.process import has_launcher, start_ticks
 JOB = "PACELINE_JOB"
 
 
-def job_name(given: str, command: str) -> str | None:
-    """Returns a name that only the attempts of this command share; None: nobody starts it again. given: the launcher's
-    name for the job (empty: none). command: what its attempts have in common, on all hosts."""
+def job_name(launcher_name: str, command: str) -> str | None:
+    """Returns a name that only the attempts of this command share; None: nobody starts it again. launcher_name: the
+    launcher's name for the job (empty: none). command: what its attempts have in common, on all hosts."""
     if has_launcher():
-        return given
-    if not given and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return launcher_name
+    if not launcher_name and "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return f"{given or _agent()} {hashlib.sha256(command.encode()).hexdigest()[:16]}"
+    return f"{launcher_name or _agent()} {hashlib.sha256(command.encode()).hexdigest()[:16]}"
 
 
 def _agent() -> str:

@@ -101,10 +101,10 @@ class Setup:
 
     def worlds(self) -> list[World]:
         """Returns all worlds to measure, each once: a single rank is the same in both kinds."""
-        found = [world for kind in self.kinds for world in self.table(kind)]
+        every = [world for kind in self.kinds for world in self.table(kind)]
         if self.variants:
-            return [self.hosts_apart, *found]
-        return list(dict.fromkeys([*found, *(self.apart(world.ranks) for world in found if world.ranks > 1)]))
+            return [self.hosts_apart, *every]
+        return list(dict.fromkeys([*every, *(self.apart(world.ranks) for world in every if world.ranks > 1)]))
 
 
 def setup_here(

@@ -154,7 +154,7 @@ def _find_hosts(place: Place, env: Environment, meeting: Meeting, deadline: floa
 
 def _examine_together(place: Place, meeting: Meeting, deadline: float) -> tuple[dict[int, Report], list[Finding]]:
     """Measures clocks and links with the hosts that answer, and returns the reports and the findings of all."""
-    notes, report = place.notes, meeting.own
+    notes, report = place.notes, meeting.report
     ranks_at = notes.get("listens", place.address)
     listener = Listener(ranks_at if is_loopback(ranks_at) == is_loopback(place.address) else place.address)
     notes["listener"] = [listener.address, listener.port]
@@ -182,7 +182,7 @@ def _examine_together(place: Place, meeting: Meeting, deadline: float) -> tuple[
 def _measure(place: Place, meeting: Meeting, nodes: Sequence[int], is_quick: bool) -> None:
     def to(node: int) -> None:
         host, port = meeting.heard[node].notes["listener"]
-        meeting.own.links[str(node)] = asdict(measure(host, port, place.address, is_quick=is_quick))
+        meeting.report.links[str(node)] = asdict(measure(host, port, place.address, is_quick=is_quick))
 
     with ThreadPoolExecutor(_QUICK) as pool:
         list(pool.map(to, filter(meeting.heard.__contains__, nodes)))

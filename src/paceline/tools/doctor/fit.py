@@ -1,5 +1,6 @@
 """Whether a config fits the ranks of all hosts: batch, memory, network."""
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,10 @@ def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
         plan = replace(settings.plan, device_batch_size=size, limits=())
         return memory_bytes(replace(settings, plan=plan), least, len(facts), shards)
 
-    total = sum(needed(micro).values())
+    def total_of(size: int) -> float:
+        return sum(needed(size).values())
+
+    total = total_of(micro)
     seen = (
         f"a rank takes {units.size(total)}, {units.size(needed(micro)['activations'])} of them activations; "
         f"{least.host} has {units.size(least.free_bytes)} for one"
@@ -60,9 +64,8 @@ def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
         return ok(seen)
     if total <= least.free_bytes:
         return warning(f"{seen}: little room", f"--train.device-batch-size {max(1, micro // 2)}")
-    for size in range(micro - 1, 0, -1):
-        if sum(needed(size).values()) <= least.free_bytes:
-            return failure(seen, f"--train.device-batch-size {size}")
+    if size := bisect.bisect_right(range(1, micro), least.free_bytes, key=total_of):  # how many sizes fit: the largest
+        return failure(seen, f"--train.device-batch-size {size}")
     return failure(seen, "a smaller model, more ranks with --parallel.strategy fsdp, or fewer ranks a host")
 
 

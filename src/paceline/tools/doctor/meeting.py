@@ -49,13 +49,13 @@ class Report:
 
 
 class Meeting:
-    def __init__(self, address: Address, own: Report):
-        """Serves `own` at this address only. Raises UserError if this host cannot listen there."""
-        self.own, self.node = own, 0
+    def __init__(self, address: Address, report: Report):
+        """Serves `report` at this address only. Raises UserError if this host cannot listen there."""
+        self.report, self.node = report, 0
         self.heard: dict[int, Report] = {}  # the latest report of each other host
         self.problems: dict[int, str] = {}  # why another one was not heard
         self.addresses: Sequence[Address] = (address,)
-        self._published = json.dumps(asdict(own)).encode()
+        self._published = json.dumps(asdict(report)).encode()
         self._server = Server(address, self._handler())
         self.port = self._server.port
         self._server.begin()
@@ -67,9 +67,9 @@ class Meeting:
     def reach(self, phase: int, wait_s: float = 0.0) -> None:
         """Publishes this host's report in that phase, and returns when all hosts are there. wait_s: for hosts that do
         not answer, in the first phase; those that did have 15 s more, and in later phases only they count."""
-        self.own.phase, self.own.heard = phase, sorted(self.heard)
-        self.own.problems = {str(node): why for node, why in self.problems.items() if node not in self.heard}
-        self._published = json.dumps(asdict(self.own)).encode()
+        self.report.phase, self.report.heard = phase, sorted(self.heard)
+        self.report.problems = {str(node): why for node, why in self.problems.items() if node not in self.heard}
+        self._published = json.dumps(asdict(self.report)).encode()
         missing = {node for node in self.problems if phase == 1 or node in self.heard}
         deadline = time.monotonic() + wait_s
         while missing:

@@ -205,7 +205,9 @@ def rank_parts(row: Row) -> dict[str, list[float]]:
     # A rank that began the step before rank 0 did took longer for it.
     own_ms, step_ms = by_rank(row, "rank_step_ms"), number(row.get("step_ms"))
     own_ms += [step_ms] * (len(sums) - len(own_ms))
-    return parts | {"other": [max(0.0, step_ms - ms, own - ms) for own, ms in zip(own_ms, sums, strict=False)]}
+    return parts | {
+        "other": [max(0.0, step_ms - ms, whole_ms - ms) for whole_ms, ms in zip(own_ms, sums, strict=False)]
+    }
 
 
 def work_ms(row: Row) -> list[float]:
