@@ -42,9 +42,8 @@ class ReplicatedModel:
         rounded_gradients: Collection[str],
     ):
         """See Replica. Collective."""
-        strategy = config.strategy
-        check_strategy(strategy, world.facts, config.wire)
-        self.model, self.optimizers, self.world, self.strategy = model, optimizers, world, strategy
+        self.model, self.optimizers, self.world, self.strategy = model, optimizers, world, config.strategy
+        check_strategy(self.strategy, world.facts, config.wire)
         self.clock = DeviceClock(world.device)
         self.exact_dtype = torch.float64 if has_float64(world.device) else torch.float32
         self.dtype = dtype
@@ -52,35 +51,28 @@ class ReplicatedModel:
 
         earlier = self._release_earlier()
         mistakes.mark_scaled_losses()
-        mistakes.check_model(model, optimizers, strategy, world)
-        if mistakes.is_on_the_host(model, strategy, world) and not isinstance(world.group, DistributedGroup):
+        mistakes.check_model(model, optimizers, self.strategy, world)
+        if mistakes.is_on_the_host(model, self.strategy, world) and not isinstance(world.group, DistributedGroup):
             model.to(world.device)  # in other worlds fully_shard moves its blocks
-        read_as = read_as or {}
-        read_as = {name: read_as[key] for key, name in mistakes.full_names(model, read_as, "read_as").items()}
-        rounded_gradients = mistakes.full_names(model, rounded_gradients, "rounded_gradients").values()
-        if unread := [name for name in rounded_gradients if name not in read_as]:
-            raise mistake(f"rounded_gradients names {unread[0]}, which read_as does not: name it in both")
+        read_as, rounded = _by_full_name(model, read_as or {}, rounded_gradients)
         self.updates = Updates(model, optimizers)
         mistakes.start_alike(model, world)
         self.statistics = RunningStatistics(model, world.group)
         mistakes.warn_of_batch_norm(model, world)
         mistakes.warn_of_prefix(model, world)
-        # NCCL adds in the dtype in which it sends, and several ranks of a host add before they send to another host.
-        hosts = len({facts.host for facts in world.facts})
-        is_direct = all(facts.device == "cpu" for facts in world.facts) and hosts in (1, world.world_size)
-        rounded = rounded_gradients if is_direct else ()
-        whole = self.updates.updated_whole()
-        self.sync = make_strategy(config, model, world.group, whole, blocks, read_as, rounded)
+        whole, sent_rounded = self.updates.updated_whole(), rounded if _adds_in_float32(world) else ()
+        self.sync = make_strategy(config, model, world.group, whole, blocks, read_as, sent_rounded)
         self.gradients = Gradients(model, self.sync)
         world.calls.has_lockstep |= self.sync.shards_weights
         self.updates.adopt(self.sync.slices())
 
-        self.num_steps = 0  # updates made, including those before a restore
-        self.total_before = 1.0  # weight of the last step, or of a row of it (see Step); saved
         self.earlier = earlier  # whose steps this one counts on
-        if earlier is not None:
-            self.num_steps, self.total_before = earlier.num_steps, earlier.total_before
-            self.scaler = earlier.scaler if earlier.scaler.is_dynamic and self.scaler.is_dynamic else self.scaler
+        # Updates made, including those before a restore.
+        self.num_steps: int = 0 if earlier is None else earlier.num_steps
+        # Weight of the last step, or of a row of it (see Step); saved.
+        self.total_before: float = 1.0 if earlier is None else earlier.total_before
+        if earlier is not None and earlier.scaler.is_dynamic and self.scaler.is_dynamic:
+            self.scaler = earlier.scaler
         self.batch_fraction = 1.0 / world.world_size  # this rank's part of the last step's batch
         self.update_ms = 0.0  # of the last step
         self.open_step: Any = None  # the Step that is not finished yet
@@ -94,7 +86,7 @@ class ReplicatedModel:
         self.has_compared = self.has_said_empty = False  # in this process
         self.has_dropped = False  # the step before
         self._ended_at = ""  # where another replica took its place
-        self.has_rounded_gradients = bool(rounded_gradients)
+        self.has_rounded_gradients = bool(rounded)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: int | None = None  # of these, at the end of the last step
         self.waits_at_once = True
@@ -217,6 +209,24 @@ class ReplicatedModel:
         release(self.model.parameters())
         newest = self.world.group.share_integers([max(earlier)])  # a rank's garbage collector may have taken it
         return earlier[newest[0][0]] if newest[0][0] and all(row == newest[0] for row in newest) else None
+
+
+def _by_full_name(
+    model: nn.Module, read_as: Mapping[str, torch.dtype], rounded_gradients: Collection[str]
+) -> tuple[dict[str, torch.dtype], list[str]]:
+    """Returns both with full names of parameters. Raises UserError for rounded gradients that read_as lacks."""
+    dtypes = {name: read_as[key] for key, name in mistakes.full_names(model, read_as, "read_as").items()}
+    rounded = list(mistakes.full_names(model, rounded_gradients, "rounded_gradients").values())
+    if unread := [name for name in rounded if name not in dtypes]:
+        raise mistake(f"rounded_gradients names {unread[0]}, which read_as does not: name it in both")
+    return dtypes, rounded
+
+
+def _adds_in_float32(world: World) -> bool:
+    """Whether gradients that are sent rounded are added as float32: NCCL adds in the dtype in which it sends, and
+    several ranks of a host add before they send to another host."""
+    num_hosts = len({facts.host for facts in world.facts})
+    return all(facts.device == "cpu" for facts in world.facts) and num_hosts in (1, world.world_size)
 
 
 def drop_abandoned_step(world: World) -> None:

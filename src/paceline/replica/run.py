@@ -133,13 +133,19 @@ class Run:
             **objects,
         )
         _OPEN[self.folder.path] = self
+        self._open_records(every)
+        self._peak = peak_of_all_ranks(self.world, self.replica.dtype) if flops_per_sample else None
+        self._begin(config or {})
+        self._follow_saves_and_ends()
+
+    def _open_records(self, every: int) -> None:
         self.folder = self.checkpoints.run_folder  # which it has locked
         run_folder.create(self.folder.path)  # on each host: it may not see rank 0's
         self._console = Console(self.world.rank)
         self._console.open_log(self.folder.rank_log(self.world.rank), takes_output=False)
         self._recorder = StepRecorder(self.world, self.folder, self._console, LogConfig(every=every))
-        self._peak = peak_of_all_ranks(self.world, self.replica.dtype) if flops_per_sample else None
-        self._begin(config or {})
+
+    def _follow_saves_and_ends(self) -> None:
         self.checkpoints.before_save = self._before_save
         self.checkpoints.before_publishing = self.folder.sync
         self.checkpoints.on_outcome = self._recorder.saved

@@ -95,28 +95,9 @@ class FullySharded(Strategy):
                 "them share, or one and the rest of the model: leave these modules out of `blocks`"
             )
         self._gathered: list[FSDPParam] = []  # what torch holds of each parameter
+        dtypes = {parameter: (read_as or {}).get(name) for parameter, name in names.items()}
         for module in self._modules:
-            sharded = cast(FSDPModule, module)
-            sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
-            # A plain sum: Gloo lacks the default, a pre-scaled one.
-            sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_custom_reduce_scatter(ReduceScatter(group, self._own_sums))  # type: ignore[arg-type]  # what it calls is there
-            block = block_of(module)
-            if block is not None:
-                dtypes = {each.sharded_param.dtype for each in block.fsdp_params}
-                if len(dtypes) > 1:
-                    raise mistake(
-                        f"parameters of {listed(sorted(map(str, dtypes)))} are in one of the `blocks`, or in the rest "
-                        "of the model, and fsdp gathers each of these in one dtype: convert them, or take strategy zero"
-                    )
-                send_zeros_for_unused(block)
-                self._gathered += block.fsdp_params
-                order = [each.sharded_param for each in block.fsdp_params]
-                rounded = [(read_as or {}).get(names[parameter]) for parameter in order]
-                sizes = [_edges(parameter.shape, mesh.size())[1] for parameter in order]
-                sharded.set_custom_all_gather(Gather(group, sizes, rounded))  # type: ignore[arg-type]
-            if self._between is not None:
-                sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
+            self._send_by(group, module, mesh.size(), dtypes)
         self._parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -126,6 +107,33 @@ class FullySharded(Strategy):
         self._sharded: dict[torch.Tensor, DTensor] = {}  # by gathered parameter
         self._used: set[torch.Tensor] = set()  # gathered parameters for which this rank had a gradient in this step
         self._sums_of_others: dict[DTensor, torch.Tensor | None] = {}  # for which it had none
+
+    def _send_by(
+        self, group: DistributedGroup, module: nn.Module, num_parts: int, dtypes: Mapping[Any, torch.dtype | None]
+    ) -> None:
+        """Makes the group carry what torch sends of this module. dtypes: of each parameter, that in which it is sent,
+        None for its own. Raises UserError for a module with parameters of several dtypes."""
+        sharded = cast(FSDPModule, module)
+        sharded.set_gradient_divide_factor(1.0)  # gradients are sums, see strategy.py
+        # A plain sum: Gloo lacks the default, a pre-scaled one.
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_custom_reduce_scatter(ReduceScatter(group, self._own_sums))  # type: ignore[arg-type]  # what it calls is there
+        block = block_of(module)
+        if block is not None:
+            held = {each.sharded_param.dtype for each in block.fsdp_params}
+            if len(held) > 1:
+                raise mistake(
+                    f"parameters of {listed(sorted(map(str, held)))} are in one of the `blocks`, or in the rest of the "
+                    "model, and fsdp gathers each of these in one dtype: convert them, or take strategy zero"
+                )
+            send_zeros_for_unused(block)
+            self._gathered += block.fsdp_params
+            order = [each.sharded_param for each in block.fsdp_params]
+            sizes = [_edges(parameter.shape, num_parts)[1] for parameter in order]
+            sent_as = [dtypes[parameter] for parameter in order]
+            sharded.set_custom_all_gather(Gather(group, sizes, sent_as))  # type: ignore[arg-type]
+        if self._between is not None:
+            sharded.set_all_reduce_hook(partial(all_reduce_for_torch, group, process_group=self._between))
 
     def slices(self) -> list[ParamSlice]:
         split = [shard for shard in self._shards if shard.start < shard.stop and shard not in self._whole.shards]
