@@ -1,9 +1,9 @@
-# make setup | train | test | test-long | test-alone | check | docs        PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
+# make setup | train | test | test-long | test-alone | check | docs | dist   PYTHON=python3.12 make setup chooses the interpreter (3.11 to 3.13)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-long test-alone check docs clean
+.PHONY: setup train test test-long test-alone check docs dist clean
 
 setup: $(VENV)/installed
 
@@ -35,6 +35,14 @@ check: setup  ## lint, format, types, import contract
 docs: setup  ## the documentation as a site, in site/; a warning, or a link to nothing, is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
+
+dist: setup  ## what a release uploads, in dist/; installed in an empty environment, and trained with (docs/release.md)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	empty=$$(mktemp -d) && trap 'rm -rf "$$empty"' EXIT && $(PYTHON) -m venv "$$empty/venv" && \
+		"$$empty/venv/bin/python" -m pip install --quiet --disable-pip-version-check dist/*.whl --constraint constraints.txt && \
+		cd "$$empty" && venv/bin/paceline train --preset tiny --nproc 2 --out run && venv/bin/paceline report run
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info src/*.egg-info

@@ -91,7 +91,7 @@ def our_side(world: World, name: str, num_micro_steps: int, bucket_mb: float) ->
         read_as=model.read_as(),
         rounded_gradients=model.rounded_gradients(),
     )
-    batch = [ids] * num_micro_steps
+    batch = [ids.clone() for _ in range(num_micro_steps)]  # each in memory of its own, which a Batch checks
     replica.waits_at_once = False
     num_tokens = MICRO_BATCH * SEQ_LEN * num_micro_steps * world.world_size
 
