@@ -23,7 +23,7 @@ from typing import Any
 
 import paceline
 from paceline.cli.help import field_docs
-from paceline.cli.main import _VERBS
+from paceline.cli.verbs import VERBS
 from paceline.config import Config, preset_names
 from paceline.optim import config as optim_config
 from paceline.world import config as world_config
@@ -47,13 +47,13 @@ def made(page: Path) -> str:
 def verbs() -> str:
     """Returns a section for each verb that `paceline --help` names and each verb of theirs, such as `data prepare`."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
-        helped = dict(zip(_VERBS, pool.map(lambda verb: ask_help(verb), _VERBS), strict=True))
-        inner = [(verb, word) for verb in _VERBS for word in _words_after(verb, helped[verb])]
+        helped = dict(zip(VERBS, pool.map(lambda verb: ask_help(verb), VERBS), strict=True))
+        inner = [(verb, word) for verb in VERBS for word in _words_after(verb, helped[verb])]
         helped |= dict(
             zip((" ".join(pair) for pair in inner), pool.map(lambda pair: ask_help(*pair), inner), strict=True)
         )
     parts = []
-    for verb, says in _VERBS.items():
+    for verb, says in VERBS.items():
         if not helped[verb]:
             raise RuntimeError(f"`paceline {verb} --help` has failed")
         parts.append(f"## paceline {verb}\n\n{says[0].upper()}{says[1:]}.\n\n{_help_block(helped[verb])}")

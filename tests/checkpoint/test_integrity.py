@@ -386,6 +386,22 @@ def test_best_names_none_where_the_best_is_no_longer_kept(tmp_path: Path) -> Non
         assert (tmp_path / "best").exists() == keep_best
 
 
+@pytest.mark.parametrize(
+    "edited",
+    [{"step": "10"}, {"bytes": None}, {"val_loss": "low"}, {"val_loss": [1.0]}, {"due_steps": 3}, {"due_steps": ["x"]}],
+    ids=str,
+)
+def test_a_line_of_the_index_that_somebody_edited_is_made_again(tmp_path: Path, edited: dict[str, Any]) -> None:
+    config, index = CheckpointConfig(keep_best=True), tmp_path / "index.jsonl"
+    for step, loss in ((10, 1.0), (20, 2.0)):
+        save_by(1, tmp_path, step, weights(step), {}, {"val_loss": loss}, config)
+    before = index.read_text().splitlines()
+    index.write_text("\n".join([json.dumps(json.loads(before[0]) | edited), before[1], ""]))
+    save_by(1, tmp_path, 30, weights(30), {}, {"val_loss": 3.0}, config)
+    assert index.read_text().splitlines()[:2] == before
+    assert (tmp_path / "best").read_text() == "step-00000010\n"
+
+
 def test_one_that_stands_for_others_is_kept_where_one_of_those_would_be(tmp_path: Path) -> None:
     """Those of 20, 30 and 40 were due while the disk was busy, and made later."""
     config = CheckpointConfig(keep=2, keep_every=20)

@@ -15,11 +15,12 @@ from saving import OPTIMIZER, WEIGHTS, keep, read
 from whole_runs import events, saved, status_of, tiny
 
 from paceline.base.errors import EXIT_RESUMABLE, RunError, UserError
-from paceline.checkpoint import storage
+from paceline.checkpoint.bring import bring
+from paceline.checkpoint.bucket import IDENTITY, Bucket
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.retention import set_aside
 from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
-from paceline.checkpoint.storage import Bucket, OwnedByOther, Storage, bring
+from paceline.checkpoint.storage import OwnedByOther, Storage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 from in_process import here
@@ -68,7 +69,7 @@ class At:
 @pytest.fixture
 def at(tmp_path: Path) -> Iterator[At]:
     quick = {"_BEAT_S": 0.05, "_SILENT_BEATS": 20, "_RETRY_S": 0.01}
-    with patch.multiple(storage, **quick):
+    with patch.multiple("paceline.checkpoint.storage", **quick):
         yield At(tmp_path)
 
 
@@ -183,6 +184,20 @@ def test_one_process_writes_and_another_that_takes_over_ends_it(at: At) -> None:
     assert at.steps == [1, 2]
 
 
+def test_a_process_of_another_machine_with_this_ones_name_is_not_taken_for_gone(at: At) -> None:
+    at.save(1)
+    at.send()
+    bucket = Bucket(at.url)
+    elsewhere = {**bucket.owner(), "is_over": False, "pid": 1 << 30, "place": "another boot", "token": "another"}
+    bucket.write("owner.json", json.dumps(elsewhere).encode())
+    beat = json.dumps({**elsewhere, "beat": 99}).encode()
+    alive = threading.Timer(0.3, bucket.write, ("owner.json", beat))
+    alive.start()
+    with pytest.raises(OwnedByOther, match="is being written by another process"), at.sending():
+        pass
+    alive.join()
+
+
 def test_another_run_or_an_older_copy_does_not_write_there(at: At, tmp_path: Path) -> None:
     at.save(1, 2)
     at.send()
@@ -190,7 +205,7 @@ def test_another_run_or_an_older_copy_does_not_write_there(at: At, tmp_path: Pat
     copy.url = at.url
     with pytest.raises(OwnedByOther, match="holds another run, up to step 2: continue that by `paceline resume file:"):
         copy.send()
-    (copy.run / storage.IDENTITY).write_bytes((at.run / storage.IDENTITY).read_bytes())
+    (copy.run / IDENTITY).write_bytes((at.run / IDENTITY).read_bytes())
     copy.save(1)
     with pytest.raises(OwnedByOther, match=r"has a checkpoint of step 2, and .* none after step 1"):
         copy.send()
@@ -244,7 +259,7 @@ def test_at_the_end_a_server_that_is_gone_is_given_up(at: At) -> None:
     assert at.steps == []
     with patch.object(Bucket, "read", side_effect=ConnectionError("no route")):
         at.send(retry_s=0.1)  # it begins all the same: it has sent there before
-        (at.run / storage.IDENTITY).unlink()
+        (at.run / IDENTITY).unlink()
         with pytest.raises(UserError, match="cannot be used: no route"):
             at.send()
 

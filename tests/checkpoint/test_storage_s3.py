@@ -16,9 +16,11 @@ import pytest
 from program import TINY, losses, run
 from saving import keep, read
 
+from paceline.checkpoint.bring import bring
+from paceline.checkpoint.bucket import Bucket
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.steps import folder_name, list_steps
-from paceline.checkpoint.storage import Bucket, Storage, bring
+from paceline.checkpoint.storage import Storage
 
 pytestmark = [pytest.mark.long, pytest.mark.nightly]
 s3fs = pytest.importorskip("s3fs")

@@ -11,12 +11,12 @@ import pytest
 from in_process import here
 
 from paceline.cli.completion import commands
-from paceline.cli.main import _VERBS
+from paceline.cli.verbs import VERBS
 
 
 def test_every_verb_tells_what_it_takes_without_torch() -> None:
     named = [kind.__metadata__[0].name for kind in typing.get_args(commands())]
-    assert named == [verb for verb in _VERBS if verb != "completion"]
+    assert named == [verb for verb in VERBS if verb != "completion"]
     code = "import sys; from paceline.cli.completion import commands as c; c(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,9 +8,9 @@ import pytest
 from in_process import here
 
 from paceline.cli.help import EXAMPLES, OFTEN_USED, options_of
-from paceline.cli.main import _GROUPS, _VERBS
 from paceline.cli.resume import ResumeArguments
 from paceline.cli.train import TrainArguments
+from paceline.cli.verbs import GROUPS, VERBS
 from paceline.config import Config, load_preset
 
 OPTIONS = options_of(TrainArguments())
@@ -40,7 +40,7 @@ def test_what_the_screen_names_is_there() -> None:
 
 
 def test_each_verb_is_in_one_group() -> None:
-    assert sorted(verb for verbs in _GROUPS.values() for verb in verbs) == sorted(_VERBS)
+    assert sorted(verb for verbs in GROUPS.values() for verb in verbs) == sorted(VERBS)
 
 
 @pytest.mark.parametrize("verb", ["train", "resume"])

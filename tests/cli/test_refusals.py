@@ -15,6 +15,7 @@ import torch
 from in_process import here
 from program import Ended, run
 
+from paceline.cli.former import FORMER
 from paceline.cli.main import main
 from paceline.config import Config, load_preset, to_toml
 from paceline.world.cores import usable_cores
@@ -63,6 +64,15 @@ def assert_one_message(ended: Ended) -> None:
     assert len(ended.err.strip().splitlines()) == 1, ended.err
     assert "Traceback" not in ended.err
     assert ended.out == ""
+
+
+def test_what_earlier_versions_had_is_refused_with_what_to_do_instead(place: Path) -> None:
+    (place / "run").mkdir()
+    (place / "run" / "config.toml").write_text(to_toml(load_preset("tiny", Config())))
+    for name, instead in FORMER.items():
+        *verb, word = name.split()
+        run_folder = ["run"] if verb == ["resume"] else []
+        refused(place, *verb, *run_folder, word, "x", says=(word, "of earlier versions", instead))
 
 
 def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
@@ -131,6 +141,7 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
         (("plan", "--calibrate", "--ranks", "1,1025"), ("--nproc is '1025'",)),
         (("plan", "--calibrate", "--json", "--explain"), ("--json, --explain show a plan",)),
         (("doctor", "--node-rank", "1"), ("--node-rank needs a list of hosts",)),
+        (("doctor", "--nproc", "100000"), ("--nproc is 100000", "from 1 to 1024")),
         (("train", "--"), ("no option --", "--help all")),  # neither options nor a script
         ((*TRAIN, "--resume", "auto", "--out", "x" * 300), ("cannot use xxx", "File name too long")),
         ((*TRAIN, "--nproc", "-2"), ("-2",)),

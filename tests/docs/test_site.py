@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import paceline
-from paceline.cli.main import _VERBS
+from paceline.cli.verbs import VERBS
 from paceline.config import Config, preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_each_verb_public_name_field_and_preset_has_its_place_in_the_reference(
     site: Path, pages: dict[str, Html]
 ) -> None:
     cli = (site / "reference" / "cli.html").read_text()
-    for verb in _VERBS:
+    for verb in VERBS:
         assert f"paceline-{verb}" in pages["reference/cli.html"].ids
         assert f"paceline {verb}" in cli
     for words in ("data prepare", "data info", "bench link", "bench scaling", "lab set"):

@@ -14,7 +14,7 @@ import pytest
 from blocks import run_blocks, runnable_blocks
 from program import TORCHRUN, Program
 
-from paceline.cli.main import _VERBS
+from paceline.cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -165,7 +165,7 @@ def test_files_and_verbs_that_the_documents_name_exist() -> None:
         for name in re.findall(r"`((?:src/|tests/|docs/|bench/|examples/)[\w./-]+)`", text):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
         for verb in re.findall(r"`paceline (\w+)", text):
-            assert verb in _VERBS, f"{document.name} names the verb {verb}"
+            assert verb in VERBS, f"{document.name} names the verb {verb}"
 
 
 def test_the_architecture_names_files_that_exist_in_the_package() -> None:

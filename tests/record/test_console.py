@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.record.console import Console, facts, print_error, printable, table
+from paceline.record.console import Console, facts, table
+from paceline.record.output import print_error, printable
 
 ALL = "".join(map(chr, range(0x180)))
 

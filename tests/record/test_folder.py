@@ -333,6 +333,8 @@ def test_a_folder_that_cannot_be_written_is_refused_also_for_root(tmp_path: Path
         for path in (disk, disk / "run"):
             with pytest.raises(UserError, match=f"cannot write to {disk}.*[Rr]ead-only"):
                 check_new(path)
+        with pytest.raises(UserError, match=f"cannot write to {disk}: .*make it writable, or resume a copy"):
+            check_writable(disk, is_begun=True)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -79,10 +79,12 @@ def test_a_later_process_with_the_same_pid_is_not_the_run(tmp_path: Path) -> Non
     folder.close()
 
 
-def test_of_a_run_on_another_host_only_the_age_of_its_records_is_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [f"not-{socket.gethostname()}, pid 1", f"{socket.gethostname()}, pid 1\nanother boot"])
+def test_of_a_run_on_another_host_only_the_age_of_its_records_is_known(tmp_path: Path, host: str) -> None:
+    """Finds: a machine with this one's name is taken for it."""
     folder = run_with(tmp_path / "run", {"event": "start"})
     holder = folder.path / "lock.holder"
-    holder.write_text(f"host not-{socket.gethostname()}, pid 1\n")
+    holder.write_text(f"host {host}\n")
     assert read_state(folder).kind == "running"
     for path in (holder, folder.metrics, folder.events):
         os.utime(path, (0, time.time() - 300))

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -123,6 +124,17 @@ def start_ticks(pid: int) -> int:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # starttime, proc(5)
     return 0
+
+
+def namespace(kind: str) -> str:
+    """Returns this kernel's boot and this process's namespace of a kind (`pid`, `net`): two machines may have one name,
+    and containers of one machine share the boot, but not always pids or loopback. The host's name, if the system does
+    not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
+    except OSError:
+        return socket.gethostname()
 
 
 # ---- the end of a rank ----

@@ -122,8 +122,7 @@ def _point_to_best(checkpoints: Path, index: Mapping[int, Row]) -> int | None:
 def _index(checkpoints: Path, but: int | None = None) -> dict[int, Row]:
     """Returns step -> line of the checkpoints that are there. Reads the manifest of one that has no line: it was copied
     here, or an earlier version saved it. Damaged ones have none. but: a step to leave out."""
-    names = {"step", "bytes", "val_loss", "due_steps"}
-    lines = {line["step"]: line for line in rows(checkpoints / _INDEX) if line is not None and names <= line.keys()}
+    lines = {line["step"]: line for line in rows(checkpoints / _INDEX) if line is not None and _is_line(line)}
     index = {}
     for step in list_steps(checkpoints):
         if step == but:
@@ -141,6 +140,14 @@ def _index(checkpoints: Path, but: int | None = None) -> dict[int, Row]:
 def _line(manifest: Mapping[str, Any]) -> Row:
     facts = {"val_loss": manifest.get("val_loss"), "due_steps": manifest.get("due_steps", [])}
     return {"step": manifest["step"], "bytes": mf.num_bytes(manifest), **facts}
+
+
+def _is_line(line: Row) -> bool:
+    """Whether a line is as `_line` makes it; a person may have edited the file."""
+    loss, due_steps = line.get("val_loss", ""), line.get("due_steps")
+    if not isinstance(due_steps, list) or not (loss is None or isinstance(loss, int | float)):
+        return False
+    return all(isinstance(number, int) for number in (line.get("step"), line.get("bytes"), *due_steps))
 
 
 def _write(checkpoints: Path, index: Mapping[int, Row]) -> None:

@@ -1,140 +1,39 @@
-"""A run on object storage (`checkpoint.to`): `Storage` copies each complete checkpoint there, `bring` fetches them.
+"""A run on object storage (bucket.py): a thread of rank 0 sends each complete checkpoint, and what comes with it.
 
-URL/owner.json                     the process that writes here, and a number that it raises every 10 s
-URL/config.toml, events.jsonl ...  the records, as of the last checkpoint that was sent
-URL/checkpoints/step-00000500/     its files, then its manifest: without that it does not count
-
-A thread of rank 0 sends; training never waits for it, except at the end. What fails is tried again after the next
-save. Retention removes what it removes here. The run folder stays the one that training reads.
+Training never waits for it, except at the end. What fails is tried again after the next save. Retention removes what it
+removes here. The run folder stays the one that training reads.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import secrets
-import shutil
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import filelock
 import psutil
 
-from paceline.base.errors import PacelineError, RunError, UserError
-from paceline.base.files import replace, sync
+from paceline.base.errors import PacelineError, UserError
+from paceline.base.files import replace
+from paceline.base.process import namespace
+from paceline.checkpoint.bring import bring
+from paceline.checkpoint.bucket import BEST, IDENTITY, OWNER, RECORDS, Bucket, identity, text_of
 from paceline.checkpoint.config import CheckpointConfig
-from paceline.checkpoint.steps import MANIFEST, STEP, folder_name, is_whole, list_steps
+from paceline.checkpoint.steps import MANIFEST, folder_name, is_whole, list_steps
 
-RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl")
-IDENTITY = "storage.json"  # in the run folder: the address, and the id by which its owner.json names this run
-_OWNER, _BEST = "owner.json", "checkpoints/best"
 _BEAT_S = 10.0
 _SILENT_BEATS = 3  # an owner that is silent for so long is gone
 _RETRY_S = 5.0  # at the end of a run
-_CHUNK_BYTES = 8 << 20
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 
 
 class OwnedByOther(UserError):
     """Another run, or another process of this one, writes to this address."""
-
-
-class Bucket:
-    """The few operations on an address that are needed, by fsspec. Names are relative to it."""
-
-    def __init__(self, url: str):
-        """Raises UserError for an address of another form, or if its library is not installed."""
-        protocol, _, path = url.partition("://")
-        if protocol not in _PACKAGES or not path.strip("/"):
-            raise UserError(f"checkpoint.to is {url!r}; it is s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN")
-        self._is_local = protocol == "file"
-        options = {"auto_mkdir": True} if self._is_local else {}
-        try:
-            import fsspec  # only for those who use it, as is what it imports
-
-            self._files = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
-        except ImportError:
-            raise UserError(f"{url} needs the package {_PACKAGES[protocol]}: pip install 'paceline[storage]'") from None
-        self.url, self._root = url.rstrip("/"), self._files._strip_protocol(url).rstrip("/")
-
-    def read(self, name: str) -> bytes | None:
-        """Returns a small object; None if there is none."""
-        try:
-            data: bytes = self._files.cat_file(f"{self._root}/{name}")
-        except FileNotFoundError:
-            return None
-        return data
-
-    def write(self, name: str, data: bytes) -> None:
-        """Writes a small object, at once."""
-        with self._complete(name) as path:
-            self._files.pipe_file(path, data)
-
-    def send(self, file: Path, name: str, progress: Callable[[], object]) -> None:
-        from fsspec.callbacks import Callback
-
-        callback = Callback(hooks={"progress": lambda size, value, **_: progress()})
-        with self._complete(name) as path:
-            if self._is_local:  # fsspec would call nobody before it is over
-                with file.open("rb") as source, self._files.open(path, "wb") as target:
-                    _copy(source, target, progress)
-            else:
-                self._files.put_file(str(file), path, callback=callback)
-        progress()
-
-    @contextlib.contextmanager
-    def _complete(self, name: str) -> Iterator[str]:
-        """Yields where to write an object that must never be seen in part: a bucket shows none before it is whole."""
-        path = f"{self._root}/{name}"
-        aside = f"{path}.new" if self._is_local else path
-        yield aside
-        if self._is_local:
-            self._files.mv(aside, path)
-
-    def fetch(self, name: str, path: Path, progress: Callable[[], object]) -> str | None:
-        """Writes an object to a new file. Returns its sha256; None if there is no object."""
-        try:
-            with self._files.open(f"{self._root}/{name}", "rb", block_size=_CHUNK_BYTES) as source:
-                with open(path, "xb", opener=partial(os.open, mode=0o600)) as target:
-                    sha256 = _copy(source, target, progress)
-                sync(path)
-        except FileNotFoundError:
-            return None
-        return sha256
-
-    def rename(self, name: str, target: str) -> None:
-        """Renames a checkpoint's folder, its manifest first: complete or absent. There may be none."""
-        paths = self._files.find(f"{self._root}/{name}")
-        for path in sorted(paths, key=lambda path: not path.endswith(MANIFEST)):
-            self._files.mv(path, f"{self._root}/{target}/{path.rpartition('/')[2]}")
-        self.remove(name)
-
-    def remove(self, name: str) -> None:
-        """Removes an object, or all below a folder; there may be none."""
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm(f"{self._root}/{name}", recursive=True)
-
-    def steps(self) -> list[int]:
-        """Returns the steps that have a folder, complete or not."""
-        try:
-            paths = self._files.ls(f"{self._root}/checkpoints", detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(int(match[1]) for path in paths if (match := STEP.fullmatch(path.rstrip("/").rpartition("/")[2])))
-
-    def manifest(self, step: int) -> bytes | None:
-        return self.read(f"checkpoints/{folder_name(step)}/{MANIFEST}")
-
-    def owner(self) -> dict[str, Any]:
-        """Returns what owner.json says; an empty dict if there is none, or it is no such object."""
-        return _object(self.read(_OWNER))
 
 
 class Storage:
@@ -165,14 +64,14 @@ class Storage:
             if brings and not list_steps(self._checkpoints):
                 bring(self.url, self._folder, progress=progress, must_exist=False)
                 self._identity = identity(self._folder)
-            self._owner |= {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
+            self._owner |= {"host": socket.gethostname(), "place": namespace("pid"), "pid": os.getpid(), "beat": 0}
             self._owner["id"] = self._identity.get("id", secrets.token_hex(8))
             self._claim()
         except PacelineError:
             raise
         except Exception as error:
             if self._identity.get("to") != self.url:
-                raise UserError(f"checkpoint.to {self.url} cannot be used: {_text(error)}") from None
+                raise UserError(f"checkpoint.to {self.url} cannot be used: {text_of(error)}") from None
         content = {"to": self.url, "id": self._owner["id"]}
         replace(self._folder / IDENTITY, json.dumps(content).encode(), 0o600)
         self._wake.set()
@@ -208,7 +107,7 @@ class Storage:
         def send() -> None:
             with contextlib.suppress(Exception):
                 self._send_records()
-                self._bucket.write(_OWNER, json.dumps({**self._owner, "is_over": True}).encode())
+                self._bucket.write(OWNER, json.dumps({**self._owner, "is_over": True}).encode())
 
         if self._is_complete:
             self._is_complete = False
@@ -243,7 +142,7 @@ class Storage:
                     f"{owner.get('pid')}): wait for it or stop it first"
                 )
         # Of two that come at once the later one has it, and the other finds that before it completes a checkpoint.
-        self._bucket.write(_OWNER, json.dumps(self._owner).encode())
+        self._bucket.write(OWNER, json.dumps(self._owner).encode())
         self._is_owner = True
         for step in later:
             self._set_aside(step)
@@ -270,7 +169,7 @@ class Storage:
                 with contextlib.suppress(Exception):  # the sending thread finds the same, and reports it
                     self._require_owner()
                     self._owner["beat"] += 1
-                    self._bucket.write(_OWNER, json.dumps(self._owner).encode())
+                    self._bucket.write(OWNER, json.dumps(self._owner).encode())
 
     # ---- sending ----
 
@@ -287,7 +186,7 @@ class Storage:
                     self._claim()
                 self._send_all()
             except Exception as error:  # each library has its own
-                problem = _text(error)
+                problem = text_of(error)
                 self._is_given_up |= self._is_owner and isinstance(error, OwnedByOther)
                 failing_s = min(failing_s, time.monotonic()) if is_last else failing_s
             self._is_complete, self.sending = is_last and not (problem or self._wake.is_set()), None
@@ -360,7 +259,7 @@ class Storage:
         self._tell("", "checkpoint sent", step=step, seconds=seconds, bytes=num_bytes)
 
     def _send_records(self) -> None:
-        for name in (*RECORDS, _BEST):
+        for name in (*RECORDS, BEST):
             if (self._folder / name).exists():
                 self._bucket.send(self._folder / name, name, self._progress)
 
@@ -368,7 +267,7 @@ class Storage:
         """Whether retention keeps a checkpoint that is only there: after `bring` the run folder has one or two."""
         if sum(other > step for other in self._sent) < self._config.keep:
             return True
-        best, manifest = self._bucket.read(_BEST) or b"", self._bucket.manifest(step)
+        best, manifest = self._bucket.read(BEST) or b"", self._bucket.manifest(step)
         if manifest is None:
             return False
         steps, every = [step, *json.loads(manifest).get("due_steps", ())], self._config.keep_every
@@ -380,134 +279,7 @@ class Storage:
         self._sent.discard(step)
 
 
-def identity(folder: Path) -> dict[str, Any]:
-    """Returns what the run folder says of its address: `to`, `id`, `is_brought` if its records came from there."""
-    try:
-        return _object((folder / IDENTITY).read_bytes())
-    except OSError:
-        return {}
-
-
-def bring(
-    url: str,
-    folder: Path,
-    step: int | None = None,
-    progress: Callable[[], object] = lambda: None,
-    must_exist: bool = True,
-) -> list[str]:
-    """Brings the newest complete checkpoint (or that of `step`), the best one and the records to a run folder on this
-    disk, unless it has them. Returns what is wrong with newer ones. All bytes are compared with the manifest.
-
-    Safe if several processes do it at once. Raises UserError if there is no run (unless it need not exist), or the
-    folder holds another one, RunError if no checkpoint is complete.
-    """
-    bucket = Bucket(url)
-    try:
-        if not (must_exist or bucket.steps()):
-            return []
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
-            return _bring(bucket, folder, step, progress)
-    except PacelineError:
-        raise
-    except Exception as error:  # each library has its own
-        raise UserError(f"{url} cannot be brought to {folder}: {_text(error)}") from None
-
-
-def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[], object]) -> list[str]:
-    from paceline.checkpoint.manifest import Damaged  # imports torch: seconds
-
-    checkpoints, steps, run = folder / "checkpoints", bucket.steps(), bucket.owner().get("id")
-    if not steps or (step is not None and step not in steps):
-        which = "" if step is None else f" of step {step}; it has {steps or 'none'}"
-        raise UserError(f"{bucket.url} holds no checkpoint{which}: give the address that was checkpoint.to of a run")
-    is_taken = bool(list_steps(checkpoints)) or (folder / "config.toml").exists()
-    if is_taken and identity(folder).get("id") != run:
-        raise UserError(f"{folder} is there, and is not the run of {bucket.url}: rename it, or start elsewhere")
-    folder.mkdir(exist_ok=True, mode=0o700)
-    checkpoints.mkdir(exist_ok=True, mode=0o700)
-    here = [number for number in list_steps(checkpoints) if is_whole(checkpoints / folder_name(number))]
-    problems: list[str] = []
-    if (step or max(steps)) in here or (step is None and here and max(here) > max(steps)):
-        return problems  # this folder is where the run was last
-    facts = {"to": bucket.url, "id": run, "is_brought": True}
-    replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
-    for name in RECORDS:  # first: a resume drops rows of later steps, and needs those before
-        aside = folder / f".{name}.new"
-        aside.unlink(missing_ok=True)
-        if bucket.fetch(name, aside, progress):
-            os.replace(aside, folder / name)
-    best = STEP.fullmatch((bucket.read(_BEST) or b"").decode(errors="replace").strip())
-    for wanted in reversed(steps if step is None else [step]):
-        try:
-            _fetch(bucket, checkpoints, wanted, progress)
-        except Damaged as damage:
-            problems.append(str(damage))
-            continue
-        if best and int(best[1]) in steps and int(best[1]) < wanted:
-            with contextlib.suppress(Damaged):
-                _fetch(bucket, checkpoints, int(best[1]), progress)
-                replace(folder / _BEST, f"{best[0]}\n".encode(), 0o600)
-        # The run continues from this one: `Storage` sets later ones aside at the address.
-        facts["later"] = [later for later in steps if later > wanted]
-        replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
-        return problems
-    raise RunError(f"no checkpoint of {bucket.url} is complete:\n  " + "\n  ".join(problems))
-
-
-def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], object]) -> None:
-    """Brings a checkpoint unless it is here: complete in its place, or absent. Raises Damaged if it is not as its
-    manifest says."""
-    from paceline.checkpoint import manifest as mf  # imports torch: seconds
-    from paceline.checkpoint.retention import hide
-
-    name = folder_name(step)
-    if is_whole(checkpoints / name):
-        return
-    folder = checkpoints / f".{name}.brought.unfinished"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    try:
-        raw = bucket.manifest(step)
-        if raw is None:
-            raise mf.Damaged(f"{name}: no {MANIFEST}: it was not sent completely")
-        for file, facts in mf.parse(raw, name)["files"].items():  # only names of a checkpoint's files
-            sha256 = bucket.fetch(f"checkpoints/{name}/{file}", folder / file, progress)
-            if sha256 != facts["sha256"]:
-                what = "is not there" if sha256 is None else "has other bytes than were written (sha256 differs)"
-                raise mf.Damaged(f"{name}: {file} {what}")
-        replace(folder / MANIFEST, raw, 0o600)
-        sync(folder)
-        if (checkpoints / name).exists():  # a damaged one
-            hide(checkpoints / name)
-        os.rename(folder, checkpoints / name)
-        sync(checkpoints)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _copy(source: BinaryIO, target: BinaryIO, progress: Callable[[], object]) -> str:
-    """Copies the rest of a file, and returns its sha256."""
-    digest = hashlib.sha256()
-    while chunk := source.read(_CHUNK_BYTES):
-        digest.update(chunk)
-        target.write(chunk)
-        progress()
-    return digest.hexdigest()
-
-
-def _object(raw: bytes | None) -> dict[str, Any]:
-    """Returns a JSON object; an empty one if it is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        content = json.loads(raw or b"{}")
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether the process was of this host, and has ended."""
-    return owner.get("host") == socket.gethostname() and not psutil.pid_exists(int(owner.get("pid", 0)))
-
-
-def _text(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition("\n")[0]
+    """Whether the process was of this host, and has ended. Two machines may have one name."""
+    is_here = owner.get("host") == socket.gethostname() and owner.get("place") == namespace("pid")
+    return is_here and not psutil.pid_exists(int(owner.get("pid", 0)))

@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 from paceline.base.errors import UserError
 from paceline.cli.flags import ModelFlags, base_config, check_files, parse, run_verb, variant, with_preset
-from paceline.cli.start import find_world, start_without_run
-from paceline.tools.lab.hosts import MOST_HOSTS, read_rate
+from paceline.cli.start import MOST_RANKS, find_world, start_without_run
+from paceline.record.console import Console
+from paceline.tools.bench.runs import only_steps
+from paceline.tools.lab.hosts import MOST_HOSTS, lay_out, read_rate
+from paceline.tools.lab.system import check_machine
 
 _USAGE = """paceline bench link [--nproc N]         latency and bandwidth between ranks, and a model's all-reduce time
 paceline bench scaling [--preset NAME]  tokens/s and efficiency from one process to several hosts
@@ -66,14 +69,12 @@ def _link(arguments: list[str]) -> int:
             "bench link measures between ranks, and here is one: `paceline bench link --nproc 2` for two on this "
             "machine, torchrun for several hosts, `paceline lab --hosts 2 --rate 1gbit -- bench link` to try it"
         )
-    from paceline.record.console import Console
-    from paceline.tools.bench.link import measure  # imports torch: seconds
-    from paceline.tools.bench.link_show import show
+    from paceline.tools.bench import link, link_show  # imports torch: seconds
     from paceline.world.runtime import open_world
 
     console = Console(env.rank)
     with open_world(config.parallel, env) as world, console.progress(None, transient=True):
-        report = measure(
+        report = link.measure(
             world,
             config,
             max_bytes=parsed.max_bytes,
@@ -82,7 +83,7 @@ def _link(arguments: list[str]) -> int:
             say=lambda what: console.advance(0, "measuring", what),
         )
     if env.rank == 0:
-        show(report, console)
+        link_show.show(report, console)
         if parsed.json:
             Path(parsed.json).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
     return 0
@@ -128,14 +129,11 @@ def _scaling(arguments: list[str]) -> int:
     rates = tuple(rate.strip() for rate in parsed.rate.split(","))
     _check_scaling(parsed, rates)
     from paceline.data.cache import inspect_data
-    from paceline.tools.bench.runs import only_steps
 
     config = only_steps(parsed.settings, parsed.steps)
     config.check()
     inspect_data(config.data, config.model.vocab_size)
-    from paceline.record.console import Console
-    from paceline.tools.bench import scaling, scaling_show, worlds  # imports torch: seconds
-    from paceline.tools.bench.scaling_rows import tabulate
+    from paceline.tools.bench import scaling, scaling_rows, scaling_show, worlds  # imports torch: seconds
     from paceline.tools.doctor.host import say_load
 
     how_often: dict[str, Any] = {"steps": parsed.steps, "rounds": parsed.rounds}
@@ -152,7 +150,7 @@ def _scaling(arguments: list[str]) -> int:
     console = Console(0)
     say_load(console)
     measured = scaling.measure(setup, console)
-    tables = tabulate(setup, measured)
+    tables = scaling_rows.tabulate(setup, measured)
     for remark in scaling_show.remarks(setup, tables):
         console.say(remark, style="bold")
     for kind, rows in tables.items():
@@ -168,9 +166,6 @@ def _scaling(arguments: list[str]) -> int:
 def _check_lab(parsed: ScalingArguments) -> tuple[str, ...]:
     """Returns the share of a core of each host, as --cpu names them. Raises UserError if this machine is too small for
     such a lab, or makes none."""
-    from paceline.tools.lab.hosts import lay_out
-    from paceline.tools.lab.system import check_machine
-
     check_machine()
     shares = tuple(share.strip() for share in parsed.cpu.split(",")) if parsed.cpu else ()
     layout = lay_out(len(shares) or parsed.hosts, 1, parsed.rate, ",".join(shares))
@@ -185,7 +180,7 @@ def _check_lab(parsed: ScalingArguments) -> tuple[str, ...]:
 
 def _check_scaling(parsed: ScalingArguments, rates: tuple[str, ...]) -> None:
     for name, least in (("steps", 5), ("rounds", 1), ("max-ranks", 0), ("hosts", 0)):  # 3 of warm-up, 2 to measure
-        value, most = getattr(parsed, name.replace("-", "_")), MOST_HOSTS if name == "hosts" else 1024
+        value, most = getattr(parsed, name.replace("-", "_")), MOST_HOSTS if name == "hosts" else MOST_RANKS
         if not least <= value <= most:
             raise UserError(f"--{name} is {value}; it lies between {least} and {most}")
     check_files(json=parsed.json, markdown=parsed.markdown)

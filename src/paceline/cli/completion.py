@@ -12,6 +12,7 @@ import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError
 from paceline.cli.flags import TELL_KNOWN, Known, run_verb
+from paceline.cli.verbs import VERBS, find_verb
 
 _USAGE = """paceline completion bash|zsh: what makes a shell complete verbs, options and values. Where it looks:
 
@@ -35,9 +36,7 @@ def _print(shell: str, _: list[str]) -> int:
 
 def commands() -> Any:
     """Returns the whole command line as tyro takes it: the union of what each verb parses."""
-    from paceline.cli.main import _VERBS, find_main
-
-    return _union({verb: _command(find_main(verb)) for verb in _VERBS if verb != "completion"})
+    return _union({verb: _command(find_verb(verb)) for verb in VERBS if verb != "completion"})
 
 
 def _command(main: Callable[[list[str]], int]) -> tuple[Any, Any]:

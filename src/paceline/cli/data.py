@@ -13,6 +13,8 @@ from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.cli.flags import parse, run_verb
 from paceline.data.config import Recipe, Share
+from paceline.record.console import Console, facts, table
+from paceline.world.cores import usable_cores
 
 if TYPE_CHECKING:
     from paceline.data.dataset import Dataset
@@ -81,8 +83,6 @@ def _prepare(arguments: list[str]) -> int:
     from paceline.data.dataset import Dataset
     from paceline.data.prepare import prepare
     from paceline.data.split import gather
-    from paceline.record.console import Console
-    from paceline.world.cores import usable_cores
 
     folder = Path(os.path.expanduser(parsed.out))
     sources = gather(parsed.sources, parsed.validation, parsed.recipe)
@@ -125,7 +125,6 @@ def _info(arguments: list[str]) -> int:
     if not parsed.folder:
         raise UserError("no dataset is given: paceline data info DIR")
     from paceline.data.dataset import Dataset, is_dataset
-    from paceline.record.console import Console
 
     if not is_dataset(parsed.folder):
         raise UserError(
@@ -185,8 +184,6 @@ def facts_of(dataset: "Dataset") -> dict[str, Any]:
 
 
 def _print(described: dict[str, Any]) -> None:
-    from paceline.record.console import Console, facts, table
-
     console, origin = Console(0), described["origin"] or {}
     sha256 = described["tokenizer_sha256"]
     rows = {

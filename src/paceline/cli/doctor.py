@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.cli.flags import ModelFlags, base_config, parse
+from paceline.cli.start import MOST_RANKS
 from paceline.config import Config
 from paceline.launch.options import own_place, read_names
 from paceline.world.env import detect, interface_of
@@ -40,7 +41,9 @@ class DoctorArguments(ModelFlags):
 
 def main(arguments: list[str]) -> int:
     parsed = parse(DoctorArguments, DoctorArguments(settings=base_config(arguments)), arguments, "doctor")
-    require_at_least(parsed, "--", nproc=1, wait_s=1)
+    require_at_least(parsed, "--", wait_s=1)
+    if not 1 <= parsed.nproc <= MOST_RANKS:
+        raise UserError(f"--nproc is {parsed.nproc}; it must be a number of ranks from 1 to {MOST_RANKS}")
     config = parsed.settings
     has_config = dataclasses.replace(config, parallel=Config().parallel) != Config()
     if not config.train.horizons:
@@ -59,13 +62,12 @@ def main(arguments: list[str]) -> int:
     ranks = [int(host.num_ranks) if host.num_ranks.isdecimal() else 1 for host in hosts]
     num_ranks = ranks[node] if hosts else env.local_world_size if env.is_distributed else parsed.nproc
     num_hosts = len(hosts) or -(-env.world_size // env.local_world_size)
-    from paceline.tools.doctor.doctor import doctor  # imports torch: seconds
-    from paceline.tools.doctor.host import Place
+    from paceline.tools.doctor import doctor, host  # imports torch: seconds
 
     address = socket.gethostbyname(addresses[node][0]) if addresses else ""
     if addresses and not config.parallel.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         config = config.replace("parallel", interface=interface_of(address))  # as the agents of launch do
-    place = Place(
+    place = host.Place(
         host=socket.gethostname(),
         config=config,
         has_config=has_config,
@@ -75,4 +77,4 @@ def main(arguments: list[str]) -> int:
         num_hosts=num_hosts,
         address=address,
     )
-    return doctor(place, env, (addresses, node) if addresses else None, parsed.wait_s, parsed.json)
+    return doctor.doctor(place, env, (addresses, node) if addresses else None, parsed.wait_s, parsed.json)

@@ -7,13 +7,14 @@ import itertools
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from paceline.base.errors import EXIT_DONE, EXIT_USER, UserError, nearest
+from paceline.cli.former import FORMER
 from paceline.cli.help import help_text, options_of
 from paceline.config import ALTERNATIVES, SIZE_FIELDS, Config, checked, load_file, load_preset, supersede
 
@@ -70,6 +71,8 @@ def run_verb(verb: str, verbs: Mapping[str, Callable[[list[str]], int]], argumen
         print(usage, end="")
         return EXIT_DONE if arguments else EXIT_USER
     word, *rest = arguments
+    if instead := FORMER.get(f"{verb} {word}"):
+        raise UserError(f"`paceline {verb} {word}` was a verb of earlier versions; {instead}")
     if word not in verbs:
         raise UserError(f"there is no `paceline {verb} {word}`{nearest(word, verbs)}; there are: {', '.join(verbs)}")
     return verbs[word](rest)
@@ -86,10 +89,7 @@ def _tied(arguments: Sequence[str], flags: dict[str, Any], verb: str) -> list[st
             tied.append(word)
             continue
         if flag not in flags:
-            raise UserError(
-                f"no option {word.split('=', 1)[0]}{nearest(flag, flags)}; "
-                f"`paceline {verb} --help all` lists all, with what they do"
-            )
+            raise _unknown(verb, word.split("=", 1)[0], flags)
         hint = flags[flag]
         if hint is not bool and "=" not in word:
             is_list = typing.get_origin(hint) is tuple  # may have many values, which tyro parses
@@ -105,6 +105,15 @@ def _tied(arguments: Sequence[str], flags: dict[str, Any], verb: str) -> list[st
             checked(flag, hint, value)
         tied.append(word)
     return tied
+
+
+def _unknown(verb: str, word: str, flags: Iterable[str]) -> UserError:
+    """Returns the error for an option that the verb does not have: what to do instead, or the nearest one."""
+    if instead := FORMER.get(f"{verb} {flag_of(word)}"):
+        return UserError(f"{word} was an option of earlier versions; {instead}")
+    return UserError(
+        f"no option {word}{nearest(flag_of(word), flags)}; `paceline {verb} --help all` lists all, with what they do"
+    )
 
 
 def flag_of(word: str) -> str:

@@ -4,15 +4,19 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from paceline.base import units
 from paceline.base.errors import UserError, nearest
 from paceline.base.process import say
 from paceline.cli.flags import divided, parse
-
-if TYPE_CHECKING:
-    from paceline.tools.lab.hosts import Layout
+from paceline.cli.verbs import VERBS, find_verb
+from paceline.launch.signals import StopSignals
+from paceline.record.console import plain, table
+from paceline.tools.lab.change import Change, change_lab
+from paceline.tools.lab.hosts import Layout, lay_out, rate_text
+from paceline.tools.lab.running import run_lab
+from paceline.tools.lab.state import clean_up
+from paceline.tools.lab.system import check_machine
 
 _USAGE = """paceline lab [--hosts N] [options] -- VERB ...   several hosts on this machine, VERB run as all their ranks
 paceline lab [options] -- exec PROGRAM ...       the same with any program, one process a host
@@ -57,10 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from paceline.cli.main import _VERBS
-    from paceline.cli.main import main as paceline
-
-    verbs = [*(verb for verb in _VERBS if verb != "lab"), "exec"]
+    verbs = [*(verb for verb in VERBS if verb != "lab"), "exec"]
     of_lab, command = divided(arguments)
     if verb := next((word for word in of_lab if word in verbs), ""):  # no option of a lab has such a value
         raise UserError(f"what the hosts are to run comes after `--`: paceline lab ... -- {verb} ...")
@@ -70,14 +71,9 @@ def _run(arguments: list[str]) -> int:
     line = _command(command, verbs)
     is_program = command[0] == "exec"
     if not is_program and not {"-h", "--help"}.isdisjoint(command):
-        return paceline(command)  # here, because every rank would print it, and it needs no lab
+        return find_verb(command[0])(command[1:])  # here, because every rank would print it, and it needs no lab
     if "RANK" in os.environ:
         raise UserError("a lab inside a world that a launcher made already; start it from a plain shell")
-    from paceline.launch.signals import StopSignals
-    from paceline.tools.lab.hosts import lay_out
-    from paceline.tools.lab.running import run_lab
-    from paceline.tools.lab.system import check_machine
-
     check_machine()
     if is_program and parsed.nproc != 1:
         raise UserError(f"--nproc is {parsed.nproc}, and exec runs one process a host; leave it out")
@@ -101,11 +97,8 @@ def _command(words: list[str], verbs: list[str]) -> list[str]:
     return words[1:]
 
 
-def _announce(layout: "Layout") -> None:
+def _announce(layout: Layout) -> None:
     """Prints the hosts on standard error; standard output is rank 0's."""
-    from paceline.record.console import plain, table
-    from paceline.tools.lab.hosts import rate_text
-
     rows = [
         [
             host.name,
@@ -124,9 +117,6 @@ def _announce(layout: "Layout") -> None:
 
 
 def _set(arguments: list[str]) -> int:
-    from paceline.tools.lab.change import Change, change_lab
-    from paceline.tools.lab.system import check_machine
-
     change = parse(Change, Change(), arguments, "lab set")
     if not change.host:
         raise UserError("which host? as in: paceline lab set --host b --rate 100mbit")
@@ -140,9 +130,6 @@ def _set(arguments: list[str]) -> int:
 def _clean(arguments: list[str]) -> int:
     if arguments:
         raise UserError(f"paceline lab clean takes no options, and '{arguments[0]}' is one")
-    from paceline.tools.lab.state import clean_up
-    from paceline.tools.lab.system import check_machine
-
     check_machine()
     removed = clean_up()
     print(f"removed {', '.join(map(str, removed))}" if removed else "nothing was left of a lab")

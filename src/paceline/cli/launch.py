@@ -4,15 +4,16 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.base.errors import UserError
 from paceline.base.units import plural
 from paceline.cli.flags import divided, flag_of, parse, shell_words
+from paceline.cli.resume import ResumeArguments
+from paceline.cli.train import checked_arguments
+from paceline.launch.coordinator import Job, launch
 from paceline.launch.options import read_names
-
-if TYPE_CHECKING:
-    from paceline.launch.coordinator import Job
+from paceline.launch.ssh import Ssh
 
 _EXAMPLE = "paceline launch --hosts a:2,b:2 -- train --preset demo --out runs/x"
 
@@ -50,16 +51,11 @@ def main(arguments: list[str]) -> int:
     job = _job(command, parsed.min_hosts or len(hosts), len(hosts))
     if "RANK" in os.environ:
         raise UserError("launch inside a world that a launcher made already; start it from a plain shell")
-    from paceline.launch.coordinator import launch
-    from paceline.launch.ssh import Ssh
-
     return launch(hosts, job, Ssh(parsed.ssh, parsed.python or sys.executable, parsed.chdir or os.getcwd()))
 
 
-def _job(command: list[str], least: int, num_hosts: int) -> "Job":
+def _job(command: list[str], least: int, num_hosts: int) -> Job:
     """Returns what the hosts are to run. Raises UserError for a command that cannot be started on other hosts."""
-    from paceline.launch.coordinator import Job
-
     if command[:1] not in (["train"], ["resume"]):
         raise UserError(
             f"what the hosts are to run comes after `--`, train or resume: {_EXAMPLE}; or a script of yours: "
@@ -68,15 +64,11 @@ def _job(command: list[str], least: int, num_hosts: int) -> "Job":
     if "--nproc" in map(flag_of, divided(command)[0]):
         raise UserError("--nproc after `--`: `launch` gives each host its number of ranks, as in --hosts a:2,b:2")
     if command[0] == "train":
-        from paceline.cli.train import checked_arguments
-
         parsed: Any = checked_arguments(command[1:])
         run, step = parsed.out, None
         if not run:
             raise UserError(f"there is no run folder: give --out, as in: {_EXAMPLE}")
     else:
-        from paceline.cli.resume import ResumeArguments
-
         # The run's config is on the hosts: times that are longer than the defaults are given again.
         parsed = parse(ResumeArguments, ResumeArguments(folder=""), command[1:], "resume")
         run, step = parsed.folder, parsed.step if parsed.step >= 0 else None

@@ -1,54 +1,19 @@
 """`paceline VERB`: finds the verb, runs it, and turns every error into one message and an exit status."""
 
 import errno
-import importlib
 import io
-import keyword
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 
+from paceline import __version__
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
 from paceline.base.process import EXIT_INTERRUPTED, discard_output, end_on_signals_no_more, has_launcher, record_status
+from paceline.cli.verbs import GROUPS, VERBS, find_verb
+from paceline.record.output import own_log, print_error
 
-# In the order in which they are printed.
-_GROUPS = {
-    "train": {
-        "train": "train a model, on one rank or many",
-        "resume": "resume a run from its newest complete checkpoint, on any number of ranks",
-        "sample": "write text from a run's newest checkpoint, also while it trains",
-    },
-    "data and models": {
-        "data": "documents to token shards (data prepare), what a data set holds (data info)",
-        "import": "make a run folder of a model of transformers or nanoGPT, to sample from or to fine-tune",
-        "export": "write a run's model as a folder that transformers loads",
-    },
-    "more machines": {
-        "slurm": "print a batch script with which Slurm trains, and queues the job again until it is done",
-        "launch": "train on several hosts by ssh, from one terminal",
-        "kubernetes": "print a job whose pods train, and are started again until it is done",
-        "lab": "several hosts on this machine, with their own links and processors, to try all of this",
-    },
-    "know before": {
-        "bench": "measure the network (bench link), scaling (bench scaling)",
-        "learn": "watch an all-reduce step by step, between real processes (learn ring)",
-        "plan": "predict memory, time and price of a run on this machine or a described cluster",
-        "doctor": "find what is wrong with a machine or all hosts of a job, and what fixes it",
-        "verify": "prove on these machines that replicas stay equal, curves agree and resume is exact",
-    },
-    "look at runs": {
-        "runs": "a table of the runs in a folder: state, step, loss, rate, and how their configs differ",
-        "track": "send a run to TensorBoard, Weights & Biases, trackio, MLflow or Prometheus",
-        "watch": "show a run while it trains: in the terminal, or as a live page (--page); several runs side by side",
-        "report": "one self-contained HTML page with plots of one or several runs",
-    },
-    "shell": {
-        "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
-    },
-}
-_VERBS = {verb: text for verbs in _GROUPS.values() for verb, text in verbs.items()}
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 
@@ -92,17 +57,15 @@ def _prepare_streams() -> None:
 def _find(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     """Returns what runs, and its arguments. Raises UserError if there is no such verb, naming the nearest."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE.format(verbs="\n".join(map(_group, _GROUPS))), end="")
+        print(_USAGE.format(verbs="\n".join(map(_group, GROUPS))), end="")
         return (lambda _: EXIT_DONE if arguments else EXIT_USER), []
     if arguments[0] == "--version":
-        from paceline import __version__
-
         print(__version__)
         return (lambda _: EXIT_DONE), []
     verb, *rest = arguments
-    if verb not in _VERBS:
-        raise UserError(f"there is no verb '{verb}'{nearest(verb, _VERBS)}; there are: {', '.join(_VERBS)}")
-    return find_main(verb), rest
+    if verb not in VERBS:
+        raise UserError(f"there is no verb '{verb}'{nearest(verb, VERBS)}; there are: {', '.join(VERBS)}")
+    return find_verb(verb), rest
 
 
 def _end_by(error: BaseException) -> int:
@@ -123,18 +86,10 @@ def _end_by(error: BaseException) -> int:
 
 
 def _group(title: str) -> str:
-    return "\n".join([title, *(f"  {verb:<11} {text}" for verb, text in _GROUPS[title].items())])
-
-
-def find_main(verb: str) -> Callable[[list[str]], int]:
-    module = importlib.import_module(f"paceline.cli.{verb}" + ("_" if keyword.iskeyword(verb) else ""))
-    main: Callable[[list[str]], int] = module.main
-    return main
+    return "\n".join([title, *(f"  {verb:<11} {text}" for verb, text in GROUPS[title].items())])
 
 
 def _unforeseen(error: BaseException) -> tuple[str, int]:
-    from paceline.record.console import own_log  # imports rich
-
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a user gave the path, whichever it is
         return f"{_rank_prefix()}error: {error.filename}: {error.strerror}; give a shorter one", EXIT_USER
     log = own_log()
@@ -143,8 +98,6 @@ def _unforeseen(error: BaseException) -> tuple[str, int]:
 
 
 def _end_with(error: PacelineError) -> int:
-    from paceline.record.console import own_log, print_error  # imports rich
-
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     if error.reach == "host" and os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 prints it
         status = record_status(error.exit_status)
@@ -173,8 +126,6 @@ def _tell_other_hosts(error: PacelineError) -> None:
 
 def _end(message: str, status: int) -> int:
     if message:
-        from paceline.record.console import print_error  # imports rich
-
         print_error(message)
     return record_status(status)
 

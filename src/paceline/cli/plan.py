@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.base import units
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
@@ -21,13 +20,15 @@ from paceline.cli.flags import (
 )
 from paceline.cli.start import find_world, start_without_run
 from paceline.config import Config
+from paceline.record.console import Console
 from paceline.record.folder import find
+from paceline.tools.plan import devices
+from paceline.tools.plan.cluster import Cluster, read
+from paceline.tools.plan.devices import stored
+from paceline.tools.plan.plan import Plan, plan
+from paceline.tools.plan.show import as_json, ranked, show
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
-
-if TYPE_CHECKING:
-    from paceline.tools.plan.cluster import Cluster
-    from paceline.tools.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +83,6 @@ def main(arguments: list[str]) -> int:
     is_here = not (parsed.cluster or parsed.json)
     if is_here and (status := _measure_unknown(arguments, list(variants.values()), counts)):
         return status
-    from paceline.record.console import Console
-    from paceline.tools.plan.show import as_json, ranked, show
-
     plans, refused = _planned(_clusters(parsed, counts), variants)
     if parsed.json:
         reasons = [{"label": label, "why": str(error)} for label, error in refused.items()]
@@ -97,11 +95,10 @@ def main(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
-def _planned(clusters: "list[Cluster]", variants: Mapping[str, Config]) -> "tuple[list[Plan], dict[str, UserError]]":
+def _planned(clusters: list[Cluster], variants: Mapping[str, Config]) -> tuple[list[Plan], dict[str, UserError]]:
     """Returns the plans, and by label those that a start of the run would refuse. Raises UserError if it would refuse
     all of them."""
     from paceline.tools.plan.from_run import device_of_rank
-    from paceline.tools.plan.plan import plan
 
     links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
     plans, refused = [], {}
@@ -136,8 +133,7 @@ def _counts(text: str) -> list[int]:
     return list(map(int, parts))
 
 
-def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
-    from paceline.tools.plan.cluster import Cluster, read
+def _clusters(parsed: PlanArguments, counts: list[int]) -> list[Cluster]:
     from paceline.tools.plan.from_run import read_run
 
     if parsed.cluster:
@@ -162,8 +158,6 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> "list[Cluster]":
 
 def _measure_unknown(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
     """Calibrates this machine, unless each config has been measured here. Returns an exit status."""
-    from paceline.tools.plan.devices import stored
-
     unknown = [config for config in configs if not stored(config)]
     if not unknown:
         return EXIT_DONE
@@ -194,7 +188,6 @@ def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -
     if not env.is_distributed:
         for count in counts:
             find_world(str(count), ParallelConfig())  # refuses more ranks than the memory here holds
-        from paceline.record.console import Console
         from paceline.tools.doctor.host import say_load
 
         say_load(Console(0))
@@ -202,8 +195,6 @@ def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -
             if status := start_without_run(count, ["plan", *arguments], ParallelConfig()):
                 return status
         return EXIT_DONE
-    from paceline.record.console import Console
-    from paceline.tools.plan import devices  # imports torch: seconds
     from paceline.tools.plan.calibrate import measure
     from paceline.world.runtime import open_world
 

@@ -1,14 +1,19 @@
 """paceline report"""
 
 import sys
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from paceline.base import units
 from paceline.base.errors import UserError
+from paceline.base.files import replace
 from paceline.cli.flags import parse
+from paceline.config import load_run
+from paceline.model import cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,6 @@ def main(arguments: list[str]) -> int:
     if out.is_dir() or (not out.parent.is_dir() and out.parent not in paths):
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise UserError(f"--out is {out}, which {what}; name a file to write")
-    from paceline.base import units
-    from paceline.base.files import replace
     from paceline.tools.view.report import make_page
 
     page = make_page(paths, num_parameters)
@@ -49,17 +52,12 @@ def main(arguments: list[str]) -> int:
 
 def num_parameters(run: Path) -> int:
     """Returns the number of a run's parameters; 0 if its config does not say it."""
-    from paceline.config import load_run
-    from paceline.model.cost import num_parameters
-
     try:
-        return num_parameters(load_run(run / "config.toml").model).total
+        return cost.num_parameters(load_run(run / "config.toml").model).total
     except (UserError, ValueError, ArithmeticError):
         return 0
 
 
 def _show(page: Path) -> None:
-    import webbrowser
-
     if not webbrowser.open(page.as_uri()):
         print("there is no browser here that could be started; open the file yourself", file=sys.stderr)

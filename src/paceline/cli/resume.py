@@ -12,10 +12,13 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
+from paceline.checkpoint.bucket import identity
 from paceline.cli.flags import parse
 from paceline.cli.start import RankFlags, start
 from paceline.config import CONFIG_IS_KEPT, Config, load_run
 from paceline.record import folder as run_folder
+from paceline.record.console import Console
+from paceline.record.output import printable
 from paceline.train.changes import changes, makes_another_run
 from paceline.train.request import Request
 
@@ -53,8 +56,7 @@ def main(arguments: list[str]) -> int:
 
 def _brought(arguments: list[str]) -> list[str]:
     """Brings the run at an address to this disk. Returns the arguments that resume it here, and send there again."""
-    from paceline.checkpoint.storage import bring  # imports psutil and filelock
-    from paceline.record.console import Console  # imports rich
+    from paceline.checkpoint.bring import bring
 
     url, options = arguments[0].rstrip("/"), arguments[1:]
     parsed = parse(ResumeArguments, ResumeArguments(folder=url), arguments, "resume")
@@ -79,8 +81,6 @@ def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> i
     if not isinstance(command, str) or not command:
         raise UserError(f"{folder} is the run of a notebook or a prompt, so it has no command: run the cell again")
     if not options:
-        from paceline.record.console import printable  # imports rich
-
         said = f"{folder} is the run of a script; the same command continues it (each rank runs this):\n{command}"
         _, _, script_words = command.partition(" ")
         if script_words and not script_words.startswith("-m "):
@@ -98,8 +98,6 @@ def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> i
 
 def _require_own(folder: Path) -> None:
     """Raises UserError if somebody else may have written the command."""
-    from paceline.checkpoint.storage import identity  # imports psutil and filelock
-
     if identity(folder).get("is_brought"):
         raise UserError(
             f"{folder} came from a bucket, so its command may not be yours: read it by `paceline resume "

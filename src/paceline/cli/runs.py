@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
+from rich.markup import escape
 
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.cli.flags import parse
+from paceline.record.console import table
 from paceline.record.folder import RunFolder
+from paceline.record.output import printable
 from paceline.record.read import number
 from paceline.record.state import RunState, read_config, read_state
 
@@ -46,11 +50,6 @@ def main(arguments: list[str]) -> int:
     if parsed.json:
         print(json.dumps([_as_json(path, states[path], settings[path]) for path in paths], indent=2))
         return 0
-    from rich.console import Console
-    from rich.markup import escape
-
-    from paceline.record.console import printable, table
-
     columns = ["run", "state", "step", "loss", "val loss", "tokens/s", "age"]
     shown = table("", columns, [[escape(printable(path.name)), *_cells(states[path])] for path in paths])
     shown.columns[0].overflow = "fold"  # a name is never cut

@@ -11,6 +11,7 @@ from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
 from paceline.config import load_run
 from paceline.record import folder as run_folder
+from paceline.record.output import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,7 @@ def main(arguments: list[str]) -> int:
 
     from paceline.checkpoint import load
     from paceline.data.tokenizer import Tokenizer
-    from paceline.model.generate import generate
-    from paceline.model.gpt import build
-    from paceline.record.console import printable
+    from paceline.model import generate, gpt
 
     weights, problems = load.read_weights(run.checkpoints, parsed.step if parsed.step >= 0 else None)
     for problem in problems:
@@ -58,14 +57,14 @@ def main(arguments: list[str]) -> int:
     if not run.tokenizer.exists():
         raise UserError(f"{run.path} has no tokenizer.json: its data came without one, so ids cannot become text")
     tokenizer = Tokenizer.load(run.tokenizer)
-    model = build(config.model, config.train.seed, "cpu")
+    model = gpt.build(config.model, config.train.seed, "cpu")
     model.load_state_dict(weights)
     model.eval()
     prompt = tokenizer.prompt(parsed.prompt)
     if not prompt:
         raise UserError("this tokenizer has no token that begins a document; give a --prompt to continue")
     generator = torch.Generator().manual_seed(parsed.seed)
-    ids = generate(
+    ids = generate.generate(
         model,
         prompt,
         parsed.tokens,

@@ -17,12 +17,15 @@ from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.net import LOOPBACK, listen
 from paceline.base.process import die_with_parent, has_launcher
+from paceline.checkpoint.bucket import Bucket
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
 from paceline.config import Config, flatten
 from paceline.launch import agent
 from paceline.launch.job import JOB, job_name
+from paceline.launch.local import one_host, one_of_many, open_ranks
 from paceline.record import folder as run_folder
+from paceline.record.console import Console
 from paceline.train.request import Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import free_memory, usable_cores
@@ -30,6 +33,7 @@ from paceline.world.env import Environment, check_interface, check_size, detect,
 from paceline.world.schedulers import Pod, read_pod
 
 _MOST_AUTOMATIC_RANKS = 4
+MOST_RANKS = 1024  # of one machine
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux
 _RUNS = Path("runs")
 _PRELOAD = ("paceline.train.loop",)  # what a rank imports
@@ -57,7 +61,6 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     config = request.config
     env, num_ranks, others = _place_in_world(request, flags)
     from paceline.data.cache import inspect_data  # imports numpy and tokenizers: a quarter second
-    from paceline.record.console import Console  # imports rich
 
     inspect_data(config.data, config.model.vocab_size)
     request, over = for_this_attempt(request, env)
@@ -71,8 +74,6 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
     if env.rank == 0:
         _check_folder(request)
     if config.checkpoint.to:
-        from paceline.checkpoint.storage import Bucket  # imports psutil and filelock
-
         Bucket(config.checkpoint.to)  # refuses a wrong address, or a missing library
     if num_ranks > usable_cores():
         cores = f"there are {usable_cores()} cores"
@@ -151,8 +152,6 @@ def _start_ranks(
     request: Request, num_ranks: int, flags: RankFlags, others: agent.Coordinator | Pod | None, command: tuple[str, ...]
 ) -> int:
     """Starts the ranks of this host. others: who knows the other hosts; None: there are none."""
-    from paceline.launch.local import one_host, one_of_many, open_ranks
-
     out, config = request.out, request.config
     assert out is not None
     is_warm = flags.start == "warm" or (flags.start == "auto" and not _NVIDIA.exists())
@@ -192,8 +191,6 @@ def find_world(
 
 def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelConfig) -> int:
     """Runs the command line `arguments`, which makes no run folder, as local ranks; returns the exit status."""
-    from paceline.launch.local import one_host, open_ranks
-
     command = (sys.executable, "-m", "paceline", *without(arguments, "--nproc"))
     # A launcher looks for its run's records.
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder, open_ranks(command, Path(folder)) as ranks:
@@ -217,8 +214,8 @@ def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> 
 
         num_gpus = count_gpus() if device in ("auto", "cuda") else 0
         return num_gpus or min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
-    if not nproc.isdecimal() or not 1 <= int(nproc) <= 1024:
-        raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to 1024, or auto")
+    if not nproc.isdecimal() or not 1 <= int(nproc) <= MOST_RANKS:
+        raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to {MOST_RANKS}, or auto")
     if int(nproc) > most:
         raise UserError(
             f"--nproc is {nproc}: a rank needs at least {units.size(_RANK_BYTES)} of memory, and this machine has "
@@ -265,7 +262,7 @@ def _common_text(config: Config) -> str:
 def _check_folder(request: Request) -> None:
     """Raises UserError if rank 0 could not write the run, or would have nothing left to do."""
     if request.out is None or request.resume or request.is_restart:
-        run_folder.check_writable(request.out or _RUNS)
+        run_folder.check_writable(request.out or _RUNS, is_begun=request.resume)
     else:
         run_folder.check_new(request.out)
     if request.out is not None and request.resume and not request.is_restart:

@@ -15,6 +15,7 @@ from paceline.cli.flags import parse
 from paceline.record import folder as run_folder
 from paceline.record.config import TrackConfig
 from paceline.record.state import is_running
+from paceline.tools.track.follow import follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,6 @@ def main(arguments: list[str]) -> int:
     folder = run_folder.find(Path(parsed.run))
     if not parsed.trackers:
         raise UserError(f"name the trackers: paceline track {parsed.run} --to tensorboard")
-    from paceline.tools.track.follow import follow
-
     if is_running(folder):
         _give_way()
     try:

@@ -102,7 +102,7 @@ def _continued(request: Request) -> Request:
     if request.out is None:
         raise UserError("--resume auto needs --out, the run folder, by which the same command finds its run again")
     if (to := request.config.checkpoint.to) and not has_begun(request.out):
-        from paceline.checkpoint.storage import bring  # imports psutil and filelock
+        from paceline.checkpoint.bring import bring
 
         bring(to, request.out, must_exist=False)
     if not has_begun(request.out):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from paceline.cli.flags import ModelFlags, base_config, parse, with_preset
 from paceline.cli.start import find_world, start_without_run
+from paceline.record.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,6 @@ def main(arguments: list[str]) -> int:
     parsed = parse(VerifyArguments, VerifyArguments(settings=base_config(arguments)), arguments, "verify")
     env, num_ranks = find_world(parsed.nproc, parsed.settings.parallel)
     from paceline.data.cache import inspect_data
-    from paceline.record.console import Console
     from paceline.tools.bench.verify import config_of, verify  # imports torch: seconds
 
     config = config_of(parsed.settings)

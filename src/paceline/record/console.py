@@ -20,36 +20,10 @@ from rich.text import Text
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.process import discard_output
+from paceline.record import output
+from paceline.record.output import printable
 
 PLAIN_WIDTH = 100  # of files, pipes and logs
-_terminal_fd = 2  # the terminal, also after a rank's stderr was redirected to its log
-_own_log: Path | None = None
-
-
-def own_log() -> Path | None:
-    """Returns the path of this rank's log; None before it is open."""
-    return _own_log
-
-
-# C0 and C1 controls and DEL, which a terminal acts on, without newline and tab; and lone surrogates, which also
-# stand for bytes of a path that are not UTF-8.
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-_ESCAPES |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}
-
-
-def printable(text: str) -> str:
-    """Returns the text with what no terminal should get as escapes: control characters, except newline and tab, which
-    could move the cursor, and bytes that are not UTF-8."""
-    return text.translate(_ESCAPES)
-
-
-def print_error(text: str) -> None:
-    """Writes an error to the terminal, from any rank, in one write, so that lines of ranks do not mix."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
-            stream.flush()
-    with contextlib.suppress(OSError):
-        os.write(_terminal_fd, (printable(text).rstrip("\n") + "\n").encode(errors="backslashreplace"))
 
 
 class _Terminal(rich.console.Console):
@@ -88,14 +62,9 @@ class Console:
             raise UserError(
                 f"cannot write the log of this rank, {path}: {error.strerror}; make room for it", reach="rank"
             ) from None
-        global _terminal_fd, _own_log
-        _own_log = path
+        output.has_log(path)
         if takes_output and self.rank != 0:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            _terminal_fd = os.dup(2)
-            os.dup2(self.log_file.fileno(), 1)
-            os.dup2(self.log_file.fileno(), 2)
+            output.redirect(self.log_file.fileno())
 
     def say(self, text: str | rich.table.Table = "", style: str = "") -> None:
         """Prints on rank 0, and writes to every rank's log. Brackets are no markup; control characters are escaped."""

@@ -10,9 +10,9 @@ RUN/
   ranks/rank-00003.log    the output of that rank
   ranks/rank-00003.end    how it ended, if a launcher started it (base/process.py)
   checkpoints/            step-00000500/ ..., `latest`
-  lock, lock.holder       held by rank 0 while it runs; its host and pid. An empty `lock` stays
+  lock, lock.holder       held by rank 0 while it runs; its host, pid and boot. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it
-  storage.json            the address of its copy (checkpoint/storage.py), if it has one
+  storage.json            the address of its copy (checkpoint/bucket.py), if it has one
   track/, tensorboard/    what trackers have, and TensorBoard's files; written by `paceline track`
 """
 
@@ -35,6 +35,7 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace, set_mode, sync
 from paceline.base.jsonl import Row, end_of_step, open_at_line_end, rows
+from paceline.base.process import namespace
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
 _OWN = 0o600  # only the run's user may read its files
@@ -86,14 +87,15 @@ class RunFolder:
         except filelock.Timeout:
             holder = ""
             with contextlib.suppress(OSError):
-                holder = (self.path / "lock.holder").read_text().strip()
+                holder = (self.path / "lock.holder").read_text().partition("\n")[0]
             raise UserError(
                 f"{self.path} is being written by another process ({holder or 'unknown'}); wait for it or stop it first"
             ) from None
         except (OSError, NotImplementedError) as error:
             raise UserError(f"{self.path} cannot be locked ({error}); choose a folder on another disk") from None
         self._lock = lock
-        replace(self.path / "lock.holder", f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), _OWN)
+        holder = f"host {socket.gethostname()}, pid {os.getpid()}\n{namespace('pid')}\n"
+        replace(self.path / "lock.holder", holder.encode(), _OWN)
         self.record_job(job)
 
     def record_job(self, job: str | None) -> None:
@@ -319,8 +321,9 @@ def _has_rows(path: Path) -> bool:
     return metrics.exists() and metrics.stat().st_size > 0
 
 
-def check_writable(path: Path) -> None:
-    """Raises UserError if files cannot be written in this folder, or at its future place, or `ranks` is a file."""
+def check_writable(path: Path, is_begun: bool = False) -> None:
+    """Raises UserError if files cannot be written in this folder, or at its future place, or `ranks` is a file.
+    is_begun: it is the folder of a run that is to continue."""
     existing = path.absolute()
     with _as_user_error(path):
         while not existing.exists():
@@ -338,9 +341,9 @@ def check_writable(path: Path) -> None:
             probe.write(b"x" * 4096)
             probe.flush()
     except OSError as error:
-        raise UserError(
-            f"cannot write to {existing} (for --out {path}): {error.strerror}; choose another folder"
-        ) from None
+        instead = "make it writable, or resume a copy of the folder" if is_begun else "choose another folder"
+        name = existing if is_begun else f"{existing} (for --out {path})"
+        raise UserError(f"cannot write to {name}: {error.strerror}; {instead}") from None
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
         raise UserError(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from paceline.base.jsonl import Row, last_rows
+from paceline.base.process import namespace
 from paceline.record.events import ending
 from paceline.record.folder import RunFolder
 from paceline.record.rate import Rate, rate_of
@@ -66,13 +67,14 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
     is known, whether it has written a record in the last fresh_s seconds."""
     holder = folder.path / "lock.holder"
     try:
-        match = re.fullmatch(r"host (.*), pid (\d+)", holder.read_text(errors="replace").strip())
+        name, _, place = holder.read_text(errors="replace").strip().partition("\n")
         taken_s = holder.stat().st_mtime
     except OSError:
         return False
-    if match is None:
+    if (match := re.fullmatch(r"host (.*), pid (\d+)", name)) is None:
         return False
-    if match[1] != socket.gethostname():
+    # Two machines may have one name; of a run of an earlier version the name is all that is known.
+    if match[1] != socket.gethostname() or place not in ("", namespace("pid")):
         return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < fresh_s
     try:
         process = psutil.Process(int(match[2]))

@@ -25,8 +25,8 @@ from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.save import Outcome
 from paceline.checkpoint.steps import folder_name, list_steps
-from paceline.record.console import print_error
 from paceline.record.folder import RunFolder
+from paceline.record.output import print_error
 from paceline.replica import contents
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.joining import at_leaving

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, PacelineError
 from paceline.base.process import EXIT_INTERRUPTED, has_launcher, record_status
-from paceline.record.console import print_error
+from paceline.record.output import print_error
 from paceline.world.calls import LEAVE, mistake
 from paceline.world.config import ParallelConfig
 from paceline.world.group import SPEAKS_FIRST_S, PeerLost

@@ -21,8 +21,9 @@ from paceline.model import cost
 from paceline.model.gpt import build
 from paceline.optim.optimizer import make_optimizers
 from paceline.record import folder as run_folder
-from paceline.record.console import Console, print_error
+from paceline.record.console import Console
 from paceline.record.folder import RunFolder
+from paceline.record.output import print_error
 from paceline.replica.folder import CheckpointFolder
 from paceline.replica.recorder import peak_of_all_ranks
 from paceline.replica.replica import Replica

@@ -4,12 +4,11 @@ import math
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from paceline.base.cores import physical_cores
-from paceline.base.process import start_ticks
+from paceline.base.process import namespace, start_ticks
 from paceline.world.cores import cgroup_quota
 from paceline.world.env import Environment
 
@@ -40,7 +39,7 @@ class Peer:
             is_there = psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
-        return is_there and self.boot_id == _namespace("pid") and self.born_ticks == start_ticks(self.pid)
+        return is_there and self.boot_id == namespace("pid") and self.born_ticks == start_ticks(self.pid)
 
 
 def this_process(env: Environment) -> Peer:
@@ -49,7 +48,7 @@ def this_process(env: Environment) -> Peer:
         host=socket.gethostname(),
         pid=os.getpid(),
         local_rank=env.local_rank,
-        boot_id=_namespace("pid"),
+        boot_id=namespace("pid"),
         cores=_cores(),
         born_ticks=start_ticks(os.getpid()),
     )
@@ -58,20 +57,10 @@ def this_process(env: Environment) -> Peer:
 def _cores() -> str:
     """Names this process's processors. Containers with a quota have processors of their own; without one they share the
     machine's."""
-    machine = _namespace("pid") if math.isfinite(cgroup_quota()) else _namespace("pid").split()[0]
+    machine = namespace("pid") if math.isfinite(cgroup_quota()) else namespace("pid").split()[0]
     return f"{machine} {sum(1 << core for core in physical_cores()):x}"
 
 
 def network_id() -> str:
     """Returns a text that is equal for processes that share loopback."""
-    return _namespace("net")
-
-
-def _namespace(kind: str) -> str:
-    """This kernel's boot and this process's namespace: containers of one machine share the boot id, but not always pids
-    or loopback."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
-    except OSError:
-        return socket.gethostname()
+    return namespace("net")

@@ -17,7 +17,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.base import units
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED
-from paceline.record.console import Console, printable
+from paceline.record.console import Console
+from paceline.record.output import printable
 from paceline.tools.doctor import devices, files
 from paceline.tools.doctor.compare import compare, host_names
 from paceline.tools.doctor.finding import Finding, Level, Verdict, examine, failure

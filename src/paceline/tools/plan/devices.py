@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.base.cache import cache_dir
 from paceline.base.cores import cpu_name
 from paceline.base.errors import UserError, nearest
 from paceline.base.files import replace as replace_file
@@ -132,7 +133,6 @@ def _path(config: Config) -> Path:
     """The file of this machine and this config: its name has everything that was measured, but the number of blocks."""
     import torch  # takes a second, and planning for other machines does without
 
-    from paceline.base.cache import cache_dir
     from paceline.world.device import choose_dtype
 
     model, train = config.model, config.train

@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from paceline.base import units
-from paceline.record.console import PLAIN_WIDTH, printable, table, without_trailing_blanks
+from paceline.record.console import PLAIN_WIDTH, table, without_trailing_blanks
+from paceline.record.output import printable
 from paceline.tools.view.follow import Views
 from paceline.tools.view.view import RankView, RunView
 

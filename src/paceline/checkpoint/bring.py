@@ -1,0 +1,110 @@
+"""Brings a run from object storage (bucket.py) to a folder on this disk."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+
+from paceline.base.errors import PacelineError, RunError, UserError
+from paceline.base.files import replace, sync
+from paceline.checkpoint import manifest as mf
+from paceline.checkpoint.bucket import BEST, IDENTITY, RECORDS, Bucket, identity, text_of
+from paceline.checkpoint.retention import hide
+from paceline.checkpoint.steps import MANIFEST, STEP, folder_name, is_whole, list_steps
+
+
+def bring(
+    url: str,
+    folder: Path,
+    step: int | None = None,
+    progress: Callable[[], object] = lambda: None,
+    must_exist: bool = True,
+) -> list[str]:
+    """Brings the newest complete checkpoint (or that of `step`), the best one and the records to a run folder on this
+    disk, unless it has them. Returns what is wrong with newer ones. All bytes are compared with the manifest.
+
+    Safe if several processes do it at once. Raises UserError if there is no run (unless it need not exist), or the
+    folder holds another one, RunError if no checkpoint is complete.
+    """
+    bucket = Bucket(url)
+    try:
+        if not (must_exist or bucket.steps()):
+            return []
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
+            return _bring(bucket, folder, step, progress)
+    except PacelineError:
+        raise
+    except Exception as error:  # each library has its own
+        raise UserError(f"{url} cannot be brought to {folder}: {text_of(error)}") from None
+
+
+def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[], object]) -> list[str]:
+    checkpoints, steps, run = folder / "checkpoints", bucket.steps(), bucket.owner().get("id")
+    if not steps or (step is not None and step not in steps):
+        which = "" if step is None else f" of step {step}; it has {steps or 'none'}"
+        raise UserError(f"{bucket.url} holds no checkpoint{which}: give the address that was checkpoint.to of a run")
+    is_taken = bool(list_steps(checkpoints)) or (folder / "config.toml").exists()
+    if is_taken and identity(folder).get("id") != run:
+        raise UserError(f"{folder} is there, and is not the run of {bucket.url}: rename it, or start elsewhere")
+    folder.mkdir(exist_ok=True, mode=0o700)
+    checkpoints.mkdir(exist_ok=True, mode=0o700)
+    here = [number for number in list_steps(checkpoints) if is_whole(checkpoints / folder_name(number))]
+    problems: list[str] = []
+    if (step or max(steps)) in here or (step is None and here and max(here) > max(steps)):
+        return problems  # this folder is where the run was last
+    facts = {"to": bucket.url, "id": run, "is_brought": True}
+    replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
+    for name in RECORDS:  # first: a resume drops rows of later steps, and needs those before
+        aside = folder / f".{name}.new"
+        aside.unlink(missing_ok=True)
+        if bucket.fetch(name, aside, progress):
+            os.replace(aside, folder / name)
+    best = STEP.fullmatch((bucket.read(BEST) or b"").decode(errors="replace").strip())
+    for wanted in reversed(steps if step is None else [step]):
+        try:
+            _fetch(bucket, checkpoints, wanted, progress)
+        except mf.Damaged as damage:
+            problems.append(str(damage))
+            continue
+        if best and int(best[1]) in steps and int(best[1]) < wanted:
+            with contextlib.suppress(mf.Damaged):
+                _fetch(bucket, checkpoints, int(best[1]), progress)
+                replace(folder / BEST, f"{best[0]}\n".encode(), 0o600)
+        # The run continues from this one: `Storage` sets later ones aside at the address.
+        facts["later"] = [later for later in steps if later > wanted]
+        replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
+        return problems
+    raise RunError(f"no checkpoint of {bucket.url} is complete:\n  " + "\n  ".join(problems))
+
+
+def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], object]) -> None:
+    """Brings a checkpoint unless it is here: complete in its place, or absent. Raises Damaged if it is not as its
+    manifest says."""
+    name = folder_name(step)
+    if is_whole(checkpoints / name):
+        return
+    folder = checkpoints / f".{name}.brought.unfinished"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        raw = bucket.manifest(step)
+        if raw is None:
+            raise mf.Damaged(f"{name}: no {MANIFEST}: it was not sent completely")
+        for file, facts in mf.parse(raw, name)["files"].items():  # only names of a checkpoint's files
+            sha256 = bucket.fetch(f"checkpoints/{name}/{file}", folder / file, progress)
+            if sha256 != facts["sha256"]:
+                what = "is not there" if sha256 is None else "has other bytes than were written (sha256 differs)"
+                raise mf.Damaged(f"{name}: {file} {what}")
+        replace(folder / MANIFEST, raw, 0o600)
+        sync(folder)
+        if (checkpoints / name).exists():  # a damaged one
+            hide(checkpoints / name)
+        os.rename(folder, checkpoints / name)
+        sync(checkpoints)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
