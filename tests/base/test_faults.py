@@ -46,6 +46,13 @@ def test_a_fault_strikes_once_at_its_phase_of_its_step() -> None:
     assert struck == [("backward", 2)]
 
 
+def test_several_faults_of_one_phase_all_strike() -> None:
+    """Finds: of a sleep and what follows it only the sleep."""
+    faults.install(0, 1, 0, "rank=0 step=1 phase=data kind=sleep seconds=0; rank=0 step=1 phase=data kind=raise")
+    with pytest.raises(faults.Injected):
+        faults.strike("data", 1)
+
+
 def test_the_exceptions_that_faults_raise() -> None:
     faults.install(0, 1, 0, "rank=0 step=1 phase=forward kind=raise; rank=0 step=1 phase=save.sync kind=full")
     with pytest.raises(faults.Injected, match="forward of step 1"):

@@ -1,7 +1,9 @@
 """A host at the other end of a connection, with a shell in place of ssh and its agent."""
 
+import os
 import re
 import sys
+import threading
 import time
 
 import pytest
@@ -30,6 +32,7 @@ def test_an_agent_of_another_version_is_known_by_its_version() -> None:
     [
         (f"{sys.executable} -I -S", r".*No module named 'paceline.*; install the same paceline there"),
         ("/nonexistent", ".*/nonexistent: .*; name the interpreter"),
+        (__file__, ".*Permission denied; name an interpreter that you may run there by --python"),
     ],
 )
 def test_a_host_without_this_paceline_is_told_what_to_do(python: str, says: str) -> None:
@@ -50,6 +53,22 @@ def test_one_host_needs_no_ipv4_address() -> None:
 
 def test_what_a_command_leaves_behind_does_not_hold_the_launcher() -> None:
     assert ended(f"{GREETING} setsid sleep 600 & exit 0").status() == 0
+
+
+def test_a_terminal_that_is_stopped_is_no_silence_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: Ctrl-S, or a pager that nobody scrolls, for 14 s, and all hosts are lost."""
+    goes_on, kept = threading.Event(), os.write
+    monkeypatch.setattr(ssh.os, "write", lambda fd, data: goes_on.wait(60) if fd == 1 else kept(fd, data))
+    host = ssh.Connection("a", ["bash", "-c", f"{GREETING} echo 'step 1'; sleep 600"], ssh.Output())
+    while not host._prints:
+        time.sleep(0.01)
+    host.silence.most_s = 0.0
+    assert not host.is_lost()
+    goes_on.set()
+    while host._prints:
+        time.sleep(0.01)
+    assert host.is_lost()  # its silence counts from here
+    host.cut()
 
 
 def test_what_two_hosts_say_at_one_time_is_printed_once(

@@ -4,14 +4,21 @@ import fcntl
 import io
 import json
 import tarfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from paceline.checkpoint import load
 from paceline.checkpoint.writers import save_complete
-from paceline.launch import copies
+from paceline.launch import copies, nodes
+from paceline.launch.agent import State
+from paceline.launch.options import NamedHost
+from paceline.launch.signals import StopSignals
+from paceline.launch.ssh import Connection, Ssh
 
 
 def saved(run: Path, step: int) -> Path:
@@ -50,6 +57,20 @@ def test_a_copy_is_the_checkpoint_and_follows_what_the_sender_keeps(tmp_path: Pa
     assert checkpoints(target) == {*names, "index.jsonl", "latest", "best"}
     assert (target / "checkpoints" / "best").read_text() == "step-00000020\n"
     assert (target / "metrics.jsonl").stat().st_mode & 0o77 == 0
+
+
+def test_a_copy_that_was_cut_short_before_latest_is_finished(tmp_path: Path) -> None:
+    """Finds: a host whose power failed between the two is sent the same checkpoint for ever."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    for step in (10, 20):
+        saved(source, step)
+        copies.receive(target, step, io.BytesIO(sent(source, step)))
+    latest = target / "checkpoints" / "latest"
+    latest.write_text("step-00000010\n")
+    copies.receive(target, 20, io.BytesIO(sent(source, 20)))
+    assert latest.read_text() == "step-00000020\n"
+    copies.receive(target, 10, io.BytesIO(sent(source, 10)))
+    assert latest.read_text() == "step-00000020\n"
 
 
 def test_a_damaged_or_unfinished_copy_is_absent(tmp_path: Path) -> None:
@@ -91,3 +112,48 @@ def test_a_folder_that_rank_0_writes_is_left_alone(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         copies.receive(tmp_path / "b", 7, io.BytesIO(sent(tmp_path / "a", 7)))
     assert not checkpoints(tmp_path / "b")
+
+
+@pytest.fixture
+def copier(tmp_path: Path) -> tuple[nodes.Copier, list[nodes.Node], Path]:
+    """Copies from host a to b by an ssh that notes what it is to run, and succeeds."""
+    calls, ssh = tmp_path / "calls", tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nfor last; do :; done; echo "$last" >> {calls}\n')
+    ssh.chmod(0o755)
+    hosts = [nodes.Node(NamedHost(name, "1")) for name in "ab"]
+    for host, newest in zip(hosts, (20, 10), strict=True):
+        state = State(num_ranks=1, newest=newest)
+        host.connection = cast(Connection, SimpleNamespace(state=state, is_lost=lambda: False))
+    return nodes.Copier(Ssh(str(ssh), "venv/bin/python", "/data"), Path("runs/x")), hosts, calls
+
+
+def test_a_copy_runs_in_the_folder_of_the_login_and_once(
+    copier: tuple[nodes.Copier, list[nodes.Node], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: an interpreter that is named from the login's folder looked for in that of the run; a checkpoint that is
+    sent again before the host has said that it is there."""
+    copying, hosts, calls = copier
+    monkeypatch.setattr(nodes, "_REPORTED_S", 60.0)
+    copying.look(hosts, hosts[0])
+    while copying._processes:
+        copying.look(hosts, hosts[0])
+        time.sleep(0.01)
+    copying.look(hosts, hosts[0])
+    assert not copying._processes
+    verbs = {f"exec venv/bin/python -m paceline.launch.copies {verb} /data/runs/x 20" for verb in ("send", "receive")}
+    assert {line.partition("python")[2] for line in calls.read_text().splitlines()} == {
+        line.partition("python")[2] for line in verbs
+    }
+
+
+def test_the_last_checkpoint_that_never_arrives_is_given_up(
+    copier: tuple[nodes.Copier, list[nodes.Node], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Finds: copies that succeed, and leave nothing, are made for ever."""
+    copying, hosts, _ = copier
+    monkeypatch.setattr(nodes, "_REPORTED_S", 0.0)
+    copying.copy_the_last(hosts, hosts[0], cast(StopSignals, SimpleNamespace(is_urgent=False)))
+    copying.stop()
+    assert "b: the run folder may lack the last checkpoint; a has it" in capfd.readouterr().err

@@ -1,11 +1,16 @@
 """From the ends of ranks to the end of an attempt: the whole table, without a process."""
 
+import json
 import signal
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.base.process import Status
+from paceline.launch import agent
+from paceline.launch.agent import HostRanks
 from paceline.launch.ends import Ended, Ends, how_it_ended
 
 DONE, SAVED, FAILED, REFUSED = Status(0), Status(75), Status(1), Status(2)
@@ -83,7 +88,25 @@ def test_the_end_of_an_attempt_follows_from_those_of_its_ranks(case: str) -> Non
     assert how_it_ended(ends) == answer
 
 
+def test_an_attempt_whose_hosts_are_all_lost_has_failed() -> None:
+    """Finds: `max` of nothing, where the only host of `launch` is lost."""
+    assert how_it_ended(Ends(ranks=range(0), reports={}, exits={}, lost=("a",))) == Ended(status=1)
+
+
 def test_ranks_of_a_host_that_is_lost_are_not_taken_for_killed() -> None:
     """Nobody knows how they ended."""
     known = Ends(ranks=range(2), reports={0: SAVED}, exits={0: 0}, stop=signal.SIGTERM, lost=("b",))
     assert known.killed == []
+
+
+def test_how_the_last_attempt_failed_is_recorded_when_the_end_comes_with_it(tmp_path: Path) -> None:
+    """Finds: events without a failure, so that `runs` calls the run stale."""
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "step": 0}\n')
+    failed = ("rank 1 was killed by SIGKILL", False)
+    told = SimpleNamespace(
+        closing=failed, end=1, is_gone=False, place=None, address="127.0.0.1", post=lambda *_, **__: 0
+    )
+    ranks = cast(HostRanks, SimpleNamespace(folder=tmp_path))
+    assert agent.serve(cast(agent.Coordinator, told), ranks, num_ranks=1, port=0) == 1
+    event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["error"], event["by"]) == ("failed", failed[0], "launcher")

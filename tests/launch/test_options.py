@@ -16,7 +16,7 @@ from paceline.launch.options import own_place, read_names
         ("127.0.0.1", 0, "two or more hosts"),
         ("127.0.0.1,127.0.0.2", -1, "several are an address.*--node-rank"),
         ("203.0.113.1,203.0.113.2", -1, "none is an address"),
-        ("127.0.0.1,127.0.0.2", 2, "from 0 to 1"),
+        ("127.0.0.1,127.0.0.2", 2, "--node-rank is 2; the list of hosts has places 0 to 1"),
         ("0.0.0.0,127.0.0.1", 0, "name the address at which the other hosts reach it"),
         ("127.0.0.1,203.0.113.2", 0, "name the address at which the other hosts reach it"),
     ],

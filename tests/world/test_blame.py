@@ -56,3 +56,24 @@ def test_the_first_answer_that_applies_is_given(known: Known, named: list[int | 
     found = find_blame(known, SILENT_S, STILL_S)
     assert [rank for rank, _ in found] == named
     assert not said or said in found[0][1]
+
+
+def test_of_many_ranks_the_one_that_called_something_else_is_named_first() -> None:
+    """Finds: the line of rank 3, whose call it was, left out, and `and ranks None` in its place."""
+    usual = [beat(rank, calls=[(1, "Replica.step", "a.py:1")]) for rank in range(6)]
+    usual[3] = beat(3, calls=[(1, "World.mean", "a.py:2")])
+    blame = find_blame(known_of(*usual), SILENT_S, STILL_S)
+    assert [text for _, text in blame[1:]] == [
+        "rank 3 (h3, pid 1) called World.mean at a.py:2",
+        "rank 0 (h0, pid 1), rank 1 (h1, pid 1), rank 2 (h2, pid 1) and 2 more called Replica.step at a.py:1",
+    ]
+
+
+def test_ranks_in_as_many_collectives_are_told_by_where_they_are() -> None:
+    known = known_of(WAITS, WAITS, beat(2, waits_for="a barrier"), beat(3, waits_for="a barrier"))
+    texts = [text for _, text in find_blame(known, SILENT_S, STILL_S)]
+    assert texts[0] == "ranks wait in different collectives"
+    assert [text.split(" in ")[0] for text in texts[1:]] == [
+        "rank 0 (h0, pid 1), rank 1 (h1, pid 1)",
+        "rank 2 (h2, pid 1), rank 3 (h3, pid 1)",
+    ]

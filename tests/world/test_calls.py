@@ -98,3 +98,10 @@ def test_a_frame_is_looked_up_without_a_garbage_collection(monkeypatch: pytest.M
     assert frame_of(0) is None
     assert was_enabled == [False, False]
     assert gc.isenabled()
+
+
+def test_what_runs_a_script_is_no_line_of_it() -> None:
+    """Finds: `<frozen runpy>:88` where a script that `paceline train -- script.py` runs has ended."""
+    scope = {"place": place}
+    exec(compile("where = place()", "<frozen runpy>", "exec"), scope)
+    assert str(scope["where"]).startswith("test_calls.py:")

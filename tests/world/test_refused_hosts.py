@@ -5,7 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from program import COLD, Ended, Program
+
+from paceline.base.errors import RunError, UserError
+from paceline.world import rendezvous
 
 DEADLINE_S = 150.0  # half of parallel.timeout-s, on a machine that may be busy
 SCRIPT = """
@@ -65,3 +69,27 @@ def test_a_script_is_told_as_training_is(tmp_path: Path) -> None:
     )  # a fork has no excepthook
     assert "error: parallel.interface is 'nonesuch'" in one.require(2).err
     assert "cannot train: parallel.interface is 'nonesuch'" in zero.require(2).err
+
+
+def test_in_a_group_that_the_script_opened_nobody_is_told_by_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a mistake of one rank waits half a minute for a rank 0 that has met it already, and does not listen."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    opened: list[object] = []
+
+    def open_store(*arguments: object) -> None:
+        opened.append(arguments)
+        raise RunError("there is no store")
+
+    monkeypatch.setattr(rendezvous, "open_store", open_store)
+    monkeypatch.setattr(rendezvous, "_has_met", False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        rendezvous.tell_others(UserError("the loss has another shape"))
+    finally:
+        dist.destroy_process_group()
+    assert not opened
+    rendezvous.tell_others(UserError("the same, before any group"))
+    assert opened

@@ -69,12 +69,13 @@ def install(rank: int, world_size: int, attempt: int, text: str | None = None) -
 
 def strike(phase: str, step: int) -> str | None:
     """Causes the fault due at a phase of a step (from 1). Returns its kind if the caller must cause it, else None."""
+    caused = None
     for fault in _pending:
         is_due = fault.step <= step < fault.step + fault.times and step > fault.last_struck
         if is_due and fault.phase == phase:
             fault.last_struck = step
-            return _do(fault)
-    return None
+            caused = _do(fault) or caused
+    return caused
 
 
 def _do(fault: Fault) -> str | None:

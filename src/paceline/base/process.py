@@ -71,7 +71,7 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType
 
 def end_on_signals() -> None:
     """Makes stop signals end this process at once, as long as there is nothing to save. The handler raises nothing,
-    because an import may swallow an exception. An ignored SIGHUP (nohup) stays ignored."""
+    because an import may swallow an exception. Signals that are ignored stay ignored (nohup)."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)

@@ -177,10 +177,11 @@ def serve(coordinator: Coordinator, ranks: HostRanks, num_ranks: int, port: int)
         listener = listener or listen(coordinator.address, port)
         coordinator.post(records, num_ranks=num_ranks, port=listener.getsockname()[1], is_running=False)
         while coordinator.place is None:
-            if coordinator.end is not None or coordinator.is_gone:
+            is_over = coordinator.end is not None or coordinator.is_gone  # read first: what it closes came before
+            _close_records(coordinator, records)
+            if is_over:
                 listener.close()
                 return EXIT_RESUMABLE if coordinator.end is None else coordinator.end
-            _close_records(coordinator, records)
             time.sleep(_LOOK_EVERY_S)
         _close_records(coordinator, records)
         message, coordinator.place = coordinator.place, None
@@ -214,9 +215,9 @@ def _order(coordinator: Coordinator, ranks: HostRanks) -> Order:
 
 def _wait_for_writer(run: Path) -> None:
     """Returns when no copy of a checkpoint is being received into this folder any more (copies.py), or after some
-    seconds: then another run writes there, and rank 0 says which."""
+    seconds: then another run writes there, and rank 0 says which, as it does of a lock that cannot be taken."""
     until_s = time.monotonic() + _COPY_ENDS_S
-    with contextlib.suppress(FileNotFoundError), (run / "lock").open("rb+") as file:
+    with contextlib.suppress(OSError), (run / "lock").open("rb+") as file:
         while time.monotonic() < until_s:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

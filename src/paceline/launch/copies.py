@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.base.files import replace, sync
+from paceline.base.files import replace, sha256_of, sync
 from paceline.base.process import say
+from paceline.launch.restarts import Records
 
 _RECORDS = ("config.toml", "tokenizer.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl", "job", "storage.json")
 _MANIFEST = "manifest.json"
@@ -69,6 +70,9 @@ def receive(run: Path, step: int, stream: IO[bytes]) -> None:
         except BlockingIOError:
             return
         if (checkpoints / name).exists():
+            newest = Records(run).newest_checkpoint()
+            if newest is None or newest < step:  # an earlier copy was cut short before this
+                replace(checkpoints / "latest", f"{name}\n".encode(), 0o600)
             return
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
@@ -126,9 +130,8 @@ def _check(folder: Path) -> None:
         path = folder / name
         if not path.exists() or path.stat().st_size != facts["bytes"]:
             raise Damaged(f"{folder.name}: {name} did not arrive whole")
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                raise Damaged(f"{folder.name}: {name} did not arrive as it was written (sha256 differs)")
+        if sha256_of(path) != facts["sha256"]:
+            raise Damaged(f"{folder.name}: {name} did not arrive as it was written (sha256 differs)")
 
 
 def _prune(run: Path, name: str, kept: Sequence[str]) -> None:

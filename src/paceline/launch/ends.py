@@ -64,7 +64,8 @@ def how_it_ended(ends: Ends) -> Ended:
     for rule in (_refused, _early, _died, _failed, _lost_others, _hung):
         if (ended := rule(ends)) is not None:
             return ended
-    return Ended(status=max(report.code for report in ends.reports.values()))
+    # No report: all hosts were lost at once.
+    return Ended(status=max((report.code for report in ends.reports.values()), default=EXIT_FAILED))
 
 
 def _refused(ends: Ends) -> Ended | None:

@@ -19,6 +19,7 @@ from paceline.launch.ssh import Connection, Ssh
 
 _TRY_AGAIN_S = 3.0  # after a copy failed
 _LAST_TRIES = 3  # to copy the last checkpoint
+_REPORTED_S = 2.0  # a host that has received a checkpoint says so within this time
 _LOOK_EVERY_S = 0.05
 
 
@@ -114,19 +115,32 @@ class Copier:
 
     def __init__(self, ssh: Ssh, run: Path):
         self._num_failed = 0
-        self._ssh, self._run = ssh, str(run)
+        self._ssh, self._run = ssh, os.path.join(ssh.folder, run)
         self._processes: list[subprocess.Popen[bytes]] = []  # of the copy that is under way: sender and receiver
         self._what = ""  # it copies, and where to
         self._failed_s = float("-inf")  # monotonic
         self._complaint = ""
+        self._copied: dict[str, tuple[int, float]] = {}  # by host: the step of its last copy, and when it was complete
+        self._target: tuple[str, int] = ("", 0)  # host and step of the copy that is under way
 
     def look(self, nodes: Sequence[Node], source: Node) -> None:
         """Ends a copy that is complete or has failed; begins the next one."""
         if self._processes:
             self._end_copy(*self._processes)
         elif source.connection and time.monotonic() - self._failed_s > _TRY_AGAIN_S:
-            for target in lacking(nodes, source)[:1]:
+            for target in self._waiting(nodes, source)[:1]:
                 self._start(source, target)
+
+    def _waiting(self, nodes: Sequence[Node], source: Node) -> list[Node]:
+        """Returns the hosts that lack the newest checkpoint, but those that have just received it: they say it soon."""
+        now_s, waiting = time.monotonic(), []
+        for node in lacking(nodes, source):
+            step, copied_s = self._copied.get(node.name, (-1, 0.0))
+            if step == source.newest and now_s - copied_s < _REPORTED_S:
+                continue
+            self._num_failed += step == source.newest  # it was copied, and is not there
+            waiting.append(node)
+        return waiting
 
     def copy_the_last(self, nodes: Sequence[Node], source: Node, signals: StopSignals) -> None:
         """Returns when each host that is here has the last checkpoint, or does not get it."""
@@ -156,6 +170,8 @@ class Copier:
         failed = receiver if sender.poll() in (None, 0) else sender  # the cause, if both have
         self.stop()
         if receiver.returncode == 0:
+            host, step = self._target
+            self._copied[host] = step, time.monotonic()
             return
         self._failed_s, self._num_failed = time.monotonic(), self._num_failed + 1
         assert failed.stderr
@@ -166,11 +182,12 @@ class Copier:
             say(f"{self._what}: {problem}; trying again")
 
     def _start(self, source: Node, target: Node) -> None:
+        self._target = target.name, source.newest
         self._what = f"step {source.newest} cannot be copied to {target.name}"
         stream: int | IO[bytes] = subprocess.DEVNULL
         for node, verb in ((source, "send"), (target, "receive")):
             process = subprocess.Popen(
-                self._ssh.line(node.name, "paceline.launch.copies", verb, self._run, str(source.newest), is_there=True),
+                self._ssh.line(node.name, "paceline.launch.copies", verb, self._run, str(source.newest)),
                 stdin=stream,
                 stdout=subprocess.PIPE if verb == "send" else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -53,8 +53,10 @@ def own_place(names: Sequence[str], node: int) -> int:
     -1: found by its addresses. Raises UserError if it is none, or the others cannot reach it."""
     if len(names) < 2:
         raise UserError(f"--hosts is '{names[0]}'; it lists two or more hosts, each once")
+    if node >= len(names):
+        raise UserError(f"--node-rank is {node}; the list of hosts has places 0 to {len(names) - 1}")
     numbers = [number for number, name in enumerate(names) if _is_own(name)]
-    if node >= len(names) or (node < 0 and len(numbers) != 1):
+    if node < 0 and len(numbers) != 1:
         which = "several are" if numbers else "none is"
         raise UserError(
             f"--hosts is '{','.join(names)}', and {which} an address of this machine ({socket.gethostname()}); tell it "

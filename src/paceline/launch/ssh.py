@@ -29,7 +29,8 @@ _OUTPUT_S = 2.0  # for the rest of a command's output, after its end
 _SAME_S = 5.0  # a line that another host prints later is news of that host
 # What ssh or a remote shell prints, and what helps.
 _ADVICE = {
-    "Permission denied": "put your public key there (ssh-copy-id {name}), or load it here (ssh-add)",
+    "Permission denied (": "put your public key there (ssh-copy-id {name}), or load it here (ssh-add)",  # (publickey)
+    "Permission denied": "name an interpreter that you may run there by --python",
     "Host key verification failed": "connect once by hand (ssh {name}) and compare the key's fingerprint",
     "Could not resolve hostname": "correct the name, or give it a HostName in ~/.ssh/config",
     "Connection refused": "start sshd there, or set its Port in ~/.ssh/config",
@@ -47,15 +48,14 @@ class Ssh:
     python: str
     folder: str
 
-    def line(self, name: str, *module: str, is_there: bool = False) -> list[str]:
-        """Returns the command line that runs a module on a host, with arguments. is_there: in the folder."""
+    def line(self, name: str, *module: str) -> list[str]:
+        """Returns the command line that runs a module on a host, with arguments, in the folder of the login."""
         options = [word for option in _OPTIONS for word in ("-o", option)]
         # Python needs it before it can read anything. The task has the rest: others can see command lines.
         path = os.environ.get("PYTHONPATH")
         environment = ["env", f"PYTHONPATH={path}"] if path else []
         words = shlex.join(["exec", *environment, self.python, "-m", *module])
-        move = f"cd {shlex.quote(self.folder)} && " if is_there else ""
-        return [*shlex.split(self.command), *options, "--", name, move + words]
+        return [*shlex.split(self.command), *options, "--", name, words]
 
 
 class Output:
@@ -83,6 +83,7 @@ class Connection:
         self.state: State | None = None
         self.complaint = ""  # the last line on standard error before the greeting
         self.silence = Silence(START_S)
+        self._prints = False
         self._ended_s: float | None = None  # monotonic
         self._lock = threading.Lock()
         try:
@@ -114,7 +115,9 @@ class Connection:
 
     def is_lost(self) -> bool:
         """Whether the connection has ended, or nothing comes from the agent any more. Ask it every second."""
-        return self.silence.is_too_long() or self._process.poll() is not None
+        # While a terminal is stopped, nobody reads what the agent says.
+        is_silent = self.silence.is_too_long() and not self._prints
+        return is_silent or self._process.poll() is not None
 
     def send(self, message: dict[str, Any] | None = None) -> None:
         """Sends a message, or a sign of life."""
@@ -164,8 +167,11 @@ class Connection:
                 with contextlib.suppress(ValueError, TypeError, AttributeError):
                     self._take(json.loads(line.removeprefix(PREFIX)))
             elif self.greeting:
+                self._prints = True
                 with contextlib.suppress(OSError):  # a closed terminal does not end the run
                     os.write(1, line)
+                self.silence.heard()
+                self._prints = False
 
     def _take(self, message: dict[str, Any]) -> None:
         self.silence.heard()

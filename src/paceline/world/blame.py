@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from paceline.base.units import listed
 from paceline.world.beats import Beat
 from paceline.world.calls import LEAVE, first_difference
 from paceline.world.peer import Peer
@@ -98,9 +99,12 @@ def different_calls(known: Known) -> Blame:
         return []
     number, called = difference
     blame: Blame = [(None, f"ranks called different verbs, and would wait for each other for ever (call {number})")]
-    for rank, (verb, where) in called.items():
+    ranks_of: dict[tuple[str, str], list[str]] = {}
+    for rank, call in called.items():
+        ranks_of.setdefault(call, []).append(known.peers[rank].shown)
+    for (verb, where), ranks in sorted(ranks_of.items(), key=lambda item: len(item[1])):  # those that differ first
         what = f"came to {where}" if verb == LEAVE else f"called {verb} at {where}"
-        blame.append((None, f"{known.peers[rank].shown} {what}"))
+        blame.append((None, f"{listed(ranks)} {what}"))
     return blame
 
 
@@ -147,13 +151,21 @@ def _in_different_collectives(known: Known, still_s: float) -> Blame:
     beats = dict(sorted(known.beats.items()))
     if any(beat.state != "runs" or beat.waits_for is None or beat.still_s < still_s for beat in beats.values()):
         return []
-    (most, count), *rest = Counter(beat.where for beat in beats.values()).most_common()
+    places = Counter(beat.where for beat in beats.values())
+    (most, count), *rest = places.most_common()
     if not rest:
         return [(None, f"all ranks stand still in {most}: the network between them fails, or is very slow")]
-    texts = {rank: f"{known.peers[rank].shown} is in {beat.where}" for rank, beat in beats.items()}
     if 2 * count <= len(beats):
-        return [(None, "ranks wait in different collectives"), *((None, text) for text in texts.values())]
-    return [(rank, f"{texts[rank]}, and most ranks in {most}") for rank in beats if beats[rank].where != most]
+        blame: Blame = [(None, "ranks wait in different collectives")]
+        for where in places:
+            ranks = [known.peers[rank].shown for rank in beats if beats[rank].where == where]
+            blame.append((None, f"{listed(ranks)} in {where}"))
+        return blame
+    return [
+        (rank, f"{known.peers[rank].shown} is in {beat.where}, and most ranks in {most}")
+        for rank, beat in beats.items()
+        if beat.where != most
+    ]
 
 
 def _is_stopped(peer: Peer) -> bool:

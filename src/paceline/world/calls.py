@@ -22,6 +22,7 @@ _KEPT = 8  # nearly all verbs wait for the others, so a rank is rarely more than
 _LIBRARIES = (
     *(f"{Path(module).parent}{os.sep}" for module in (Path(__file__).parent, str(torch.__file__))),
     str(contextlib.__file__),  # calls a context manager of ours
+    "<frozen ",  # runpy, which runs a script
 )
 
 

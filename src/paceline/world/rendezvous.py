@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.base.clock import within
@@ -82,7 +83,8 @@ def tell_others(error: PacelineError) -> None:
     where the launcher ends all ranks."""
     with contextlib.suppress(PacelineError, RuntimeError, OSError, TimeoutError):
         env = detect()
-        if _has_met or not isinstance(error, UserError) or error.reach == "world" or not env.spans_hosts:
+        has_met = _has_met or dist.is_initialized()  # in a group that the script opened they have met, too
+        if has_met or not isinstance(error, UserError) or error.reach == "world" or not env.spans_hosts:
             return
 
         def tell() -> None:

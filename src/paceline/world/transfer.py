@@ -128,7 +128,7 @@ class Phase:
     then: list[Callable[[], None]] = field(default_factory=list)
 
     def add_up(self, ranks: Sequence[int], rank: int, part: torch.Tensor) -> None:
-        """Receives a tensor like `mine` from each other rank, then replaces `mine` by the sum in the order of ranks."""
+        """Receives a tensor like `part` from each other rank, then replaces `part` by the sum in the order of ranks."""
         arriving = {other: torch.empty_like(part) for other in ranks if other != rank}
         self.receives += arriving.items()
         part = part.data  # keeps the version that autograd checks

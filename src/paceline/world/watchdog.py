@@ -245,8 +245,8 @@ class Watchdog:
         if not blamed:
             return None
         parts = [text for _, text in blamed[:_SHOWN]]
-        if len(blamed) > _SHOWN:
-            parts.append("and ranks " + ", ".join(str(rank) for rank, _ in blamed[_SHOWN:]))
+        if more := [str(rank) for rank, _ in blamed[_SHOWN:] if rank is not None]:
+            parts.append(f"and ranks {', '.join(more)}")
         parts.append(f"noticed by {self._peers[self._me].shown}, in {self._beat().where}")
         culprits = tuple(rank for rank, _ in blamed if rank is not None)
         beats = {rank: beat for rank, (beat, _) in dict(self._beats.beats).items()}
