@@ -366,6 +366,41 @@ MUTATIONS = (
         "np.load(path, allow_pickle=True)",
         "data/test_dataset.py::test_a_list_of_documents_that_is_a_pickle_runs_nothing",
     ),
+    Mutation(
+        "a share that waits for the shards fails when another has made them",
+        "data/prepare.py",
+        "isinstance(error, FileNotFoundError) and is_complete(self.folder)",
+        "False",
+        "data/test_prepare.py::test_a_share_that_waits_for_the_shards_is_done_when_another_has_made_them",
+    ),
+    Mutation(
+        "processes that divide the parts otherwise write the same files",
+        "data/prepare.py",
+        "if restart or not self.share.only_finishes:",
+        "if False:",
+        "data/test_prepare.py::test_processes_that_divide_the_parts_otherwise_are_refused",
+    ),
+    Mutation(
+        "a restart deletes the parts that shares are making",
+        "data/prepare.py",
+        'path.name in (share.lock, "lock-begin", "lock-end")',
+        'restart or path.name in (share.lock, "lock-begin", "lock-end")',
+        "data/test_prepare.py::test_processes_that_divide_the_parts_otherwise_are_refused",
+    ),
+    Mutation(
+        "a part's file that is too short makes a shard",
+        "data/shard.py",
+        "if values.size < count:",
+        "if False:",
+        "data/test_shard.py::test_a_part_s_file_that_is_too_short_makes_no_shard",
+    ),
+    Mutation(
+        "a complete dataset is taken for that of another standard input",
+        "data/prepare.py",
+        "if recorded != self.input_sha256:",
+        "if False:",
+        "data/test_prepare.py::test_a_complete_dataset_is_not_that_of_another_standard_input",
+    ),
     # ---- model: forward, loss, what it costs ----
     Mutation(
         "a chunk's weight gradient is not scaled",

@@ -11,11 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -424,6 +427,16 @@ def test_standard_input_on_resume_is_the_same(piped: Callable[..., Index], tmp_p
     assert sorted(found["train"] + found["validation"]) == sorted([*texts[:-1], texts[-1][:-1] + "!"])
 
 
+def test_a_complete_dataset_is_not_that_of_another_standard_input(piped: Callable[..., Index], tmp_path: Path) -> None:
+    """Any was taken for the first, as a pipe has no name and no size."""
+    content, other = (lines_of([f"{what} {i}" for i in range(200)]) for what in ("tale", "song"))
+    made = piped(content, tmp_path / "out")
+    assert made.origin["standard_input"] == hashlib.sha256(content).hexdigest()
+    assert piped(content, tmp_path / "out") == made
+    with pytest.raises(UserError, match="was made of another standard input; give another --out"):
+        piped(other, tmp_path / "out")
+
+
 def test_standard_input_for_validation_on_resume_is_the_same(piped: Callable[..., Index], tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("a line of text\n" * 1000)
     out, beside, texts = tmp_path / "out", tmp_path / "train.txt", [f"document {i} " * 200 for i in range(80)]
@@ -517,6 +530,56 @@ def test_shares_of_several_hosts_give_the_bytes_of_one(corpus: Path, tmp_path: P
     assert [index is not None for index in made] == [False, False, False, False, True]
     prepare(sources, recipe, tmp_path / "other", Quiet(), num_workers=1)
     assert bytes_of(out) == bytes_of(tmp_path / "other")
+
+
+def test_a_share_that_waits_for_the_shards_is_done_when_another_has_made_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for a lock in a folder that the other share removed."""
+    recipe, out = Recipe(tokenizer="bytes"), tmp_path / "out"
+    sources = gather([str(corpus / "a.jsonl")], [], recipe)
+    whole = prepare(sources, recipe, tmp_path / "whole", Quiet(), num_workers=1)
+
+    def die(*_: Any) -> None:
+        raise MemoryError
+
+    prepare(sources, recipe, out, Quiet(), num_workers=1, share=Share(1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.data.prepare._require_both", die)
+        with pytest.raises(MemoryError):
+            prepare(sources, recipe, out, Quiet(), num_workers=1, share=Share(2, 2))
+    encodes, report = threading.Event(), Quiet()
+    report.say = lambda _: encodes.set()  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        with filelock.FileLock(out / ".preparing" / "lock-end"):
+            waits = threads.submit(prepare, sources, recipe, out, report, num_workers=1, share=Share(2, 2))
+            assert encodes.wait(60)
+            time.sleep(0.3)  # it has nothing to encode, and waits
+            for path in (tmp_path / "whole").iterdir():
+                path.rename(out / path.name)
+            shutil.rmtree(out / ".preparing")
+        assert waits.result(60) == whole
+
+
+@pytest.mark.parametrize(
+    ("running", "share", "restart"),
+    [((), Share(2, 2), False), ((2, 2), Share(), False), ((1, 3), Share(1, 2), False), ((1, 2), Share(), True)],
+)
+def test_processes_that_divide_the_parts_otherwise_are_refused(
+    corpus: Path, tmp_path: Path, running: tuple[int, ...], share: Share, restart: bool
+) -> None:
+    """They would write the same files (mutation: each looks at its own lock only)."""
+    out, recipe = tmp_path / "out", Recipe(tokenizer="bytes")
+    sources = gather([str(corpus)], [], recipe)
+    with child(corpus, out, {"tokenizer": "bytes"}, 1, stops=True, share=running) as first:
+        try:
+            assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
+            with pytest.raises(UserError, match="divides the parts otherwise"):
+                prepare(sources, recipe, out, Quiet(), num_workers=1, share=share, restart=restart)
+        finally:
+            first.kill()
+    assert done(out)
+    assert prepare(sources, recipe, out, Quiet(), num_workers=1) is not None  # what they left is no lock
 
 
 def test_two_processes_do_not_write_one_folder(corpus: Path, tmp_path: Path) -> None:

@@ -54,6 +54,15 @@ def test_shards_do_not_depend_on_how_the_tokens_were_cut_into_parts(tmp_path: Pa
     assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.parametrize("kept_bytes", [60, 45])
+def test_a_part_s_file_that_is_too_short_makes_no_shard(tmp_path: Path, kept_bytes: int) -> None:
+    """25 ids and the places of two documents; numpy reads what is there."""
+    path = tmp_path / "part"
+    path.write_bytes((np.arange(25, dtype="<u2").tobytes() + np.array([0, 7], dtype="<i8").tobytes())[:kept_bytes])
+    with pytest.raises(UserError, match="part is shorter than its record says"):
+        Shards("train", (Written(path, 25, 2),), 300).write_all(tmp_path, tmp_path, 1)
+
+
 def test_a_closed_shard_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, sync = [], os.fsync
 

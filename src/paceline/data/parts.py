@@ -8,7 +8,7 @@ processes on any number of hosts give the same tokens.
     .preparing/parts/KEY.validation    them, int64; KEY is a hash of all that the tokens depend on
     .preparing/parts/KEY.json          the record, written last
 
-So with three files of 10, 40 and 1 MB there are four parts: a.jsonl; bytes 0 to 16 MiB, 16 to 32 MiB and the rest of
+So with three files of 10, 40 and 1 MB there are five parts: a.jsonl; bytes 0 to 16 MiB, 16 to 32 MiB and the rest of
 b.jsonl; c.txt. If b.jsonl is mended, a.jsonl's and c.txt's are kept.
 """
 
@@ -90,11 +90,12 @@ class Job:
         """Returns the name of each part's files."""
         tokens = hashlib.sha256(self.tokenizer_json.encode()).hexdigest()
         how = [tokens, self.validation_below, self.recipe.text_key, self.recipe.separator]
-        return [_hash([*how, [[*asdict(of.file).values(), of.start, of.stop] for of in part]]) for part in parts]
+        return [hash_of([*how, [[*asdict(of.file).values(), of.start, of.stop] for of in part]])[:32] for part in parts]
 
 
-def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+def hash_of(content: Any) -> str:
+    """Returns the sha256 hex of content as JSON."""
+    return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass

@@ -11,10 +11,12 @@ import errno
 import hashlib
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,11 @@ import filelock
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
-from paceline.base.files import sync
+from paceline.base.files import sha256_of, sync
 from paceline.data.config import ALL_PARTS, Recipe, Report, Share
 from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
-from paceline.data.parts import Job, Part, Record, cut, encode_all, record_of
+from paceline.data.parts import Job, Part, Record, cut, encode_all, hash_of, record_of
 from paceline.data.sample import make_tokenizer
 from paceline.data.shard import (
     FORMAT_VERSION,
@@ -49,6 +51,7 @@ from paceline.data.tokenizer import FILE, Tokenizer
 SKIPPED = "skipped.jsonl"  # what was left out, with --on-error skip: {"source": ..., "why": ...} a line
 _BEGUN = "begun.json"  # the request, the tokenizer's sha256, and the limit of the validation split
 _PARTS = "parts"
+_INPUT = "standard_input"  # in the index: its sha256
 _NUM_PLACES = 5  # of skipped records, to look at in the index
 
 
@@ -79,26 +82,32 @@ class _Preparation:
     report: Report
     num_workers: int
     share: Share
+    input_sha256: str = ""  # of standard input, once it was read
 
     @property
     def work(self) -> Path:
         return self.folder / WORK
 
-    @property
+    @cached_property
+    def is_piped(self) -> bool:
+        """Whether standard input is among the sources."""
+        return any(file.path == STANDARD_INPUT for file in self.sources.files)
+
+    @cached_property
     def request(self) -> dict[str, Any]:
         return _request(self.sources, self.recipe)
 
     def run(self, restart: bool) -> Index | None:
         """Returns what `prepare` does."""
         if is_complete(self.folder):
-            complete = _same(self.folder, self.request)
+            complete = self._complete()
             self.report.say(f"data: {self.folder} is prepared already, from sources of the same names and sizes")
             shutil.rmtree(self.work, ignore_errors=True)  # of a process killed just after it wrote the index
             return complete
         try:
             with _locked(self.folder, self.share):
                 if is_complete(self.folder):  # another process was faster
-                    return _same(self.folder, self.request)
+                    return self._complete()
                 for line in [*describe_left_out(self.sources), *_without_effect(self.sources, self.recipe)]:
                     self.report.say(f"data: {line}")
                 index = self._make(restart)
@@ -107,29 +116,44 @@ class _Preparation:
                 sync(self.folder)
             return index
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and is_complete(self.folder):
+                return self._complete()  # another share made it, and removed what this one was waiting for
             raise UserError(_disk_message(self.folder, error)) from error
 
     def _make(self, restart: bool) -> Index | None:
         """Returns the index, which is the last file written; None if parts of other shares are missing."""
-        request = self.request
         with filelock.FileLock(self.work / "lock-begin"):  # one share makes the tokenizer, the others wait for it
-            job = self._begin(request, restart)
+            if restart or not self.share.only_finishes:
+                _require_one_division(self.work, self.share, restart)
+            job = self._begin(restart)
         parts = list(cut(self.sources.files, self.recipe))
         keys = job.keys(parts)
         self._encode(job, keys, parts)
         with filelock.FileLock(self.work / "lock-end"):  # the last share makes the shards
             if is_complete(self.folder):
-                return _same(self.folder, request)
+                return self._complete()
             records = [record for key in keys if (record := record_of(job, key))]
             if len(records) == len(keys):
-                return self._finish(request, job, keys, records)
+                return self._finish(job, keys, records)
         there = f"{len(records)} of {len(keys)} parts are there"
         self.report.say(f"data: {there}; the last share makes the dataset of them, or this command with --finish")
         return None
 
-    def _begin(self, request: dict[str, Any], restart: bool) -> Job:
+    def _complete(self) -> Index:
+        """Returns the index of the folder. Raises UserError if it is of another recipe, sources, or standard input."""
+        index = _same(self.folder, self.request)
+        recorded = index.origin.get(_INPUT)  # earlier versions have none
+        if self.is_piped and recorded:
+            if not self.input_sha256:
+                stream: Any = sys.stdin.buffer  # typed without its readinto
+                self.input_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            if recorded != self.input_sha256:
+                raise UserError(f"{self.folder} was made of another standard input; give another --out")
+        return index
+
+    def _begin(self, restart: bool) -> Job:
         """Returns what is the same for all parts: as it was begun, or made anew. Standard input becomes a file."""
-        is_piped = any(file.path == STANDARD_INPUT for file in self.sources.files)
+        request, is_piped = self.request, self.is_piped  # before the kept file stands for standard input
         begun = None if restart else _begun(request, self.folder)
         if begun is None or (is_piped and not _has_parts(self.work)):  # perhaps the tokenizer is another stream's
             begun = None
@@ -138,6 +162,7 @@ class _Preparation:
             kept = self.work / "input"
             self.report.say(f"data: keeping standard input on the disk, as {kept}, while the dataset is made")
             self.sources = kept_input(self.sources, kept, is_begun=begun is not None)
+            self.input_sha256 = sha256_of(kept)
         if begun is None:
             below = validation_below(self.sources, self.recipe)
             tokenizer = make_tokenizer(self.sources, self.recipe, self.folder, self.report)
@@ -161,7 +186,7 @@ class _Preparation:
             num_tokens += sum(record.tokens)
             self.report.advance(done, total, f"{units.count(num_tokens)} tokens")
 
-    def _finish(self, request: dict[str, Any], job: Job, keys: Sequence[str], records: Sequence[Record]) -> Index:
+    def _finish(self, job: Job, keys: Sequence[str], records: Sequence[Record]) -> Index:
         """Makes the shards of all parts, and the index, which is written last."""
         _require_both(records, self.recipe)
         tokenizer = Tokenizer(job.tokenizer_json)
@@ -179,7 +204,9 @@ class _Preparation:
             replace_file(self.folder / SKIPPED, "".join(lines).encode())
         assert tokenizer.end_of_text is not None  # make_tokenizer requires it
         listed = TokenizerRecord(FILE, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_text)
-        origin = {**_origin(self.sources, records, skipped), **request}
+        origin = {**_origin(self.sources, records, skipped), **self.request}
+        if self.input_sha256:
+            origin[_INPUT] = self.input_sha256
         index = Index(self.sources.name, tokenizer.vocab_size, splits, listed, TOKEN_BYTES, origin)
         sync(self.folder)
         write_index(self.folder, index)
@@ -203,11 +230,7 @@ def _without_effect(sources: Sources, recipe: Recipe) -> Iterator[str]:
 def _request(sources: Sources, recipe: Recipe) -> dict[str, Any]:
     files = [[f.name, f.format, f.compression, f.num_bytes, f.start, f.stop, f.split] for f in sources.files]
     settings = {name: value for name, value in asdict(recipe).items() if name != "on_error"}  # may change at a resume
-    return {"format": FORMAT_VERSION, "recipe": settings, "sources": _hash(files)}
-
-
-def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
+    return {"format": FORMAT_VERSION, "recipe": settings, "sources": hash_of(files)}
 
 
 def _same(folder: Path, request: dict[str, Any]) -> Index:
@@ -248,6 +271,23 @@ def _locked(folder: Path, share: Share) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _require_one_division(work: Path, share: Share, restart: bool) -> None:
+    """Raises UserError while a process makes parts that this one would make, too, or delete: one with another N of
+    --part-of, or any other one at a restart. Called under lock-begin, so no two processes try the locks at once."""
+    for path in work.glob("lock*"):
+        is_beside = path.name == "lock-finish" or (share.of > 1 and path.name.endswith(f"-of-{share.of}"))
+        if path.name in (share.lock, "lock-begin", "lock-end") or (is_beside and not restart):
+            continue
+        try:
+            with filelock.FileLock(path, timeout=0):
+                pass
+        except filelock.Timeout:
+            raise UserError(
+                f"another process is preparing {work.parent} and divides the parts otherwise ({path.name}); wait for "
+                "it, or give the same N of --part-of I/N to all"
+            ) from None
 
 
 def _disk_message(folder: Path, error: OSError) -> str:

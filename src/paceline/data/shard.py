@@ -126,11 +126,18 @@ class Written:
     documents: int
 
     def ids(self, first: int, last: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Returns the ids first..last-1."""
-        return np.fromfile(self.path, dtype, last - first, offset=first * dtype.itemsize)
+        """Returns the ids first..last-1. Raises UserError if the file ends before."""
+        return self._read(dtype, last - first, first * dtype.itemsize)
 
     def starts(self, dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
-        return np.fromfile(self.path, "<i8", self.documents, offset=self.tokens * dtype.itemsize)
+        """Returns where documents begin. Raises UserError if the file ends before."""
+        return self._read(np.dtype("<i8"), self.documents, self.tokens * dtype.itemsize)
+
+    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
+        values = np.fromfile(self.path, dtype, count, offset=offset)
+        if values.size < count:  # fromfile does not say so
+            raise UserError(f"{self.path} is shorter than its record says; --restart begins anew")
+        return values
 
 
 @dataclass(frozen=True)
