@@ -13,6 +13,7 @@ from small_data import bytes_of
 
 from paceline.base.errors import UserError
 from paceline.data import cache as cache_module
+from paceline.data import parts as parts_module
 from paceline.data.cache import ensure_datasets, inspect_data
 from paceline.data.config import DataConfig, Quiet
 from paceline.data.dataset import Dataset
@@ -196,6 +197,36 @@ def test_what_another_user_left_unfinished_stops_nobody(tmp_path: Path, cache: P
     (tmp_path / "one.txt").write_text("other text\n" * 100)
     made = ensure(DataConfig(path=str(tmp_path / "one.txt"), tokenizer_vocab=300))
     assert folders(cache) == sorted([made.name, "theirs"])
+
+
+def test_what_is_found_in_another_way_has_its_own_split(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files by a pattern have other names, and names decide the split (mutation: paths alone are known)."""
+    whole, some = str(text), f"{text.parent}/tex*/*"
+    made = [ensure(DataConfig(path=path, tokenizer_vocab=300)) for path in (whole, some)]
+    monkeypatch.setenv("PACELINE_CACHE", f"{cache}-alone")
+    alone = ensure(DataConfig(path=some, tokenizer_vocab=300))
+    assert bytes_of(made[1]) == bytes_of(alone)
+
+
+def test_a_file_that_can_not_be_read_leaves_the_work_on_the_others(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's error comes without its cause (mutation: the cause alone is looked at)."""
+    monkeypatch.setattr(cache_module, "_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1 << 14)
+    last = max(text.iterdir())
+
+    class Meddler(Quiet):
+        def say(self, line: str) -> None:
+            if "characters are read" in line:
+                last.unlink()
+
+    with pytest.raises(UserError, match="can not be read: No such file"):
+        ensure_datasets(DataConfig(path=str(text), tokenizer_vocab=300), Meddler(), 2)
+    (name,) = folders(cache)
+    assert list((cache / name / ".preparing" / "parts").glob("*.json"))
 
 
 def test_changed_text_or_vocabulary_gives_another_data_set(text: Path, cache: Path) -> None:

@@ -20,7 +20,7 @@ from small_data import flat, prepare_small
 from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
 from paceline.data import stream as stream_module
-from paceline.data.dataset import Dataset, is_dataset
+from paceline.data.dataset import Dataset, is_dataset, tokenizer_json_of
 from paceline.data.shard import header
 from paceline.data.stream import Shard, TokenStream
 
@@ -351,3 +351,10 @@ def test_sequences_are_counted_with_their_last_target(folder: Path) -> None:
     assert [dataset.validation.num_sequences(seq_len) for seq_len in (1, 2, 3, 4, 5)] == [5, 2, 1, 1, 1]
     with pytest.raises(UserError, match=r"validation split has 6 tokens.*data.seq-len 6"):
         dataset.validation.num_sequences(6)
+
+
+def test_a_tokenizer_that_is_no_text_is_named(folder: Path) -> None:
+    """As it is read for --init-from, before the rest is checked."""
+    (folder / "tokenizer.json").write_bytes(b"\xff{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged: .*copy it again"):
+        tokenizer_json_of(folder)

@@ -279,6 +279,14 @@ def test_megatron_and_datatrove_with_their_documents(tmp_path: Path, write: Any,
         dataset.verify()
 
 
+def test_a_link_to_tokens_that_are_gone_is_named(tmp_path: Path) -> None:
+    megatron(tmp_path / "text_document", DOCUMENTS)
+    (tmp_path / "text_document.bin").rename(tmp_path / "elsewhere")
+    (tmp_path / "text_document.bin").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"text_document\.bin can not be read: No such file"):
+        Dataset.open(tmp_path, 100)
+
+
 @pytest.mark.parametrize(
     ("at", "value", "says"),
     [
@@ -286,6 +294,7 @@ def test_megatron_and_datatrove_with_their_documents(tmp_path: Path, write: Any,
         (17, b"\x05", "its tokens have type 5; known are 4"),
         (34, b"\x09", "has 126 tokens, and text_document.idx ends at 131: copy both again"),
         (-8, b"\x01", "its documents are not ascending"),
+        (25, b"\x80", "can not be read as Megatron's index: .*int"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, at: int, value: bytes, says: str) -> None:

@@ -8,6 +8,7 @@ import string
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -236,6 +237,27 @@ def no_text() -> Iterator[str]:
     raise AssertionError("nothing is to be trained")
 
 
+def test_the_characters_of_a_text_are_taken_one_document_at_a_time() -> None:
+    """(mutation: all texts are in memory, as arguments of a call)"""
+
+    class Text(str):
+        __slots__ = ("__weakref__",)
+
+    texts = weakref.WeakSet[Text]()
+    most = 0
+
+    def documents() -> Iterator[str]:
+        nonlocal most
+        for letter in string.ascii_letters:
+            text = Text(letter * 100)
+            texts.add(text)
+            most = max(most, sum(1 for _ in texts))
+            yield text
+
+    assert resolve("chars", documents).vocab_size == len(string.ascii_letters) + 1
+    assert most <= 2
+
+
 def test_resolve(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("bytes", no_text).json == bytes_tokenizer().json
     assert resolve("train:400", lambda: iter([TEXT])).json == tokenizer.json
@@ -262,6 +284,7 @@ def test_resolve(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.Monke
         ("a/b/c", "not a file or folder"),
         ("../x", "not a file or folder"),
         ("", "not a file or folder"),
+        ("x" * 300, "tokenizer 'x{80}' can not be read: File name too long"),
     ],
 )
 def test_what_can_not_be_resolved(spec: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

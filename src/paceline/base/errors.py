@@ -22,6 +22,7 @@ class PacelineError(Exception):
 
     exit_status = EXIT_FAILED
     is_consequence = False  # the error follows from another rank's end, which is the cause to report
+    is_of_system = False  # a disk or network failed: the same may work later, and what was made is kept
 
     def __init__(self, message: str, reach: Reach = "rank"):
         super().__init__(message)

@@ -100,7 +100,8 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
     try:
         index = prepare(replace(sources, files=unstamped), recipe, final, report, num_workers=workers)
     except UserError as error:
-        if not isinstance(error.__cause__, OSError):  # after a full disk the same text can resume
+        # After a full disk, or one that could not be read, the same text can resume.
+        if not (error.is_of_system or isinstance(error.__cause__, OSError)):
             shutil.rmtree(final, ignore_errors=True)
         raise
     if not final.name.endswith(_content_hash(sources, vocab_size)):  # the content changed meanwhile
@@ -115,8 +116,10 @@ def _make(sources: Sources, vocab_size: int, final: Path, report: Report, num_wo
 
 def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
     """Returns the folder's name: corpus, vocabulary, and a hash of everything that the tokens depend on. Hashing
-    gigabytes takes seconds, so the result is cached under a hash of the files' names and stamps."""
-    stamps = [f"{file.path}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files]
+    gigabytes takes seconds, so the result is cached under a hash of the files' paths, names, splits and stamps."""
+    stamps = [
+        f"{file.path}\0{file.name}\0{file.split}\0{file.start}\0{file.stop}\0{file.stamp}" for file in sources.files
+    ]
     known = cache / ".known" / _hash(vocab_size, *stamps)
     if (name := _known_name(known)) is not None:
         return name

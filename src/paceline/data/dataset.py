@@ -19,6 +19,7 @@ from paceline.base.errors import UserError
 from paceline.base.files import sha256_of
 from paceline.data import foreign
 from paceline.data.shard import (
+    AGAIN,
     DTYPES,
     HEADER_BYTES,
     INDEX,
@@ -38,6 +39,7 @@ from paceline.data.tokenizer import Tokenizer
 Progress = Callable[[int], None]  # called with the number of bytes read since the last call
 
 _VERIFIED_BYTES = 4 << 20  # read at once
+_SEARCHED_TOKENS = 4 << 20  # at once, 32 MB as int64
 _SAMPLE_BYTES = 16 << 10  # of a prepared shard's beginning, middle and end
 
 
@@ -64,8 +66,11 @@ def tokenizer_json_of(folder: Path | str) -> str | None:
     listed = read_index(root).tokenizer if is_complete(root) else None
     if listed is None:
         return None
-    with reading(root / listed.file):
-        return (root / listed.file).read_text(encoding="utf-8")
+    try:
+        with reading(root / listed.file):
+            return (root / listed.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{root / listed.file} is damaged: {error}; {AGAIN}") from error
 
 
 class Dataset:
@@ -213,8 +218,8 @@ class Dataset:
                 f"documents by `paceline data prepare`"
             )
         begins = [np.zeros(1, np.int64)]  # the first may lack it
-        for start in range(0, stream.num_tokens, _VERIFIED_BYTES):
-            ids = stream.read(start, min(_VERIFIED_BYTES, stream.num_tokens - start))
+        for start in range(0, stream.num_tokens, _SEARCHED_TOKENS):
+            ids = stream.read(start, min(_SEARCHED_TOKENS, stream.num_tokens - start))
             begins.append(np.flatnonzero(ids == self._document_token) + start)
         return np.unique(np.concatenate(begins))
 

@@ -80,8 +80,9 @@ def read(part: Range, recipe: Recipe, skipped: list[Skipped]) -> Iterator[Docume
         with open_stored(part.file) as stored:
             yield from _read(part, stored, recipe, skipped)
     except UserError as error:
-        is_of_system = getattr(error.__cause__, "errno", None) is not None or hub.is_hub(part.file.path)
-        if recipe.on_error == "stop" or is_of_system:  # a disk or network may work again: nothing is left out
+        # Kept in the error itself, as a worker's comes to the parent without its cause.
+        error.is_of_system = getattr(error.__cause__, "errno", None) is not None or hub.is_hub(part.file.path)
+        if recipe.on_error == "stop" or error.is_of_system:  # it may work again: nothing is left out
             raise
         skipped.append(Skipped(part.file.where, str(error)))
 

@@ -139,11 +139,13 @@ def _megatron(path: Path) -> tuple[np.dtype[Any], Int64s]:
         documents = np.frombuffer(content, "<i8", num_documents, offset=34 + 12 * num_sequences)
         if (lengths < 0).any() or documents[0] != 0 or documents[-1] != num_sequences or (np.diff(documents) < 0).any():
             raise ValueError("its documents are not ascending")
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"{index} can not be read as Megatron's index: {error}; copy it again") from error
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[documents[1:]]
     dtype = _MEGATRON_DTYPES[code]
-    return dtype, _fitting(path, index, ends, path.stat().st_size // dtype.itemsize)
+    with reading(path):
+        num_bytes = path.stat().st_size
+    return dtype, _fitting(path, index, ends, num_bytes // dtype.itemsize)
 
 
 def _datatrove(path: Path) -> tuple[np.dtype[Any], Int64s]:

@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from paceline.base.errors import UserError, nearest
 from paceline.data import hub
 from paceline.data.config import MAX_VOCAB, MIN_VOCAB
+from paceline.data.shard import reading
 
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<|bos|>", "<s>")
@@ -256,7 +257,10 @@ def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
     if spec == "bytes":
         return bytes_tokenizer()
     if spec == "chars":
-        return character_tokenizer(dict(enumerate(sorted(set[str]().union(*sample())))), END_OF_TEXT)
+        characters = set[str]()
+        for text in sample():  # one at a time: arguments of `union` would all be in memory
+            characters.update(text)
+        return character_tokenizer(dict(enumerate(sorted(characters))), END_OF_TEXT)
     kind, _, size = spec.partition(":")
     if kind == "train":
         if not (size.isascii() and size.isdigit() and MIN_VOCAB <= int(size[:9]) <= MAX_VOCAB):
@@ -266,9 +270,11 @@ def _resolve(spec: str, sample: Callable[[], Iterator[str]]) -> Tokenizer:
             )
         return Tokenizer(train(sample(), int(size)))
     path = Path(os.path.expanduser(spec))
-    if path.is_dir():
-        path /= FILE
-    if path.exists():
+    with reading(f"tokenizer {spec[:80]!r}"):  # a long name, or a folder that may not be entered
+        if path.is_dir():
+            path /= FILE
+        is_there = path.exists()
+    if is_there:
         return Tokenizer.load(path)
     if spec == "gpt2" or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.json)", spec):
         return Tokenizer.load(_from_hub(_GPT2 if spec == "gpt2" else spec, spec))
