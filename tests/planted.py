@@ -1245,6 +1245,20 @@ MUTATIONS = (
         "return max(by_data, 2 * progress.elapsed_s / self.config.train.time_budget)",
         "train/test_switches.py::test_a_time_budget_ends_by_the_clock_and_the_rate_follows_it",
     ),
+    Mutation(
+        "a second host's full disk ends with a traceback",
+        "train/meet.py",
+        "        with _writing_to(folder.path):",
+        "        if True:",
+        "train/test_ends.py::test_a_second_host_whose_disk_is_full_says_so",
+    ),
+    Mutation(
+        "writing a trace counts as training",
+        "train/loop.py",
+        "                    self.stopwatch.pause()  # inside",
+        "                self.stopwatch.pause()  # inside",
+        "train/test_ends.py::test_writing_a_trace_is_no_training_time",
+    ),
     # ---- config: what was asked for ----
     Mutation(
         "a preset's time budget stays beside the steps that are given",
@@ -1280,6 +1294,20 @@ MUTATIONS = (
         "max(1, round(tokens / self.data.seq_len))",
         "max(1, tokens)",
         "cli/test_resume_auto.py::test_the_same_command_with_a_batch_in_tokens_continues_and_the_horizon_may_have_another_unit",
+    ),
+    Mutation(
+        "a number of thousands of digits ends with a traceback",
+        "config.py",
+        "    except ValueError:  # Python writes",
+        "    except ZeroDivisionError:  # Python writes",
+        "config/test_whole_config.py::test_what_windows_and_generators_write_is_read_or_refused",
+    ),
+    Mutation(
+        "a horizon may be more tokens than a number holds",
+        "config.py",
+        "if self.tokens_per_param > _MOST_TOKENS_PER_PARAM:",
+        "if False:",
+        "train/test_resolve.py::test_a_horizon_that_no_number_holds_is_refused",
     ),
     # ---- cli: flags and exit statuses ----
     Mutation(

@@ -29,6 +29,7 @@ ALTERNATIVES = (HORIZONS, ("global_batch_size", "global_batch_tokens"))
 SIZE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "global_batch_size", "global_batch_tokens")
 MOST_SEQUENCES = 1 << 20  # of a step or an evaluation: each micro-batch is an object in memory
 _ABOVE_ALL = 10**100  # whole numbers; a float holds none of 400 digits
+_MOST_TOKENS_PER_PARAM = 1e15  # times the parameters of any model it is a finite number of tokens
 _AT_LEAST_1 = ("eval_sequences", "layered_micro_batches", "max_skips")  # of TrainConfig; others may be 0
 
 
@@ -102,6 +103,10 @@ class TrainConfig:
             least = -1 if item.name == "eval_every" else int(item.name in _AT_LEAST_1)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
                 raise UserError(f"train.{item.name.replace('_', '-')} is {value}; it must be at least {least}")
+        if self.tokens_per_param > _MOST_TOKENS_PER_PARAM:
+            raise UserError(
+                f"train.tokens-per-param is {self.tokens_per_param}; it must be at most {_MOST_TOKENS_PER_PARAM:g}"
+            )
         if self.eval_sequences > MOST_SEQUENCES:
             raise UserError(f"train.eval-sequences is {self.eval_sequences}; it must be at most {MOST_SEQUENCES}")
         if len(self.horizons) != 1:
@@ -270,6 +275,10 @@ def from_toml(text: str, where: str, base: Config) -> Config:
 
 def checked(where: str, kind: Any, value: Any) -> Any:
     """Returns the value as the wanted type. Raises UserError, naming its place `where`, for any other type."""
+    try:
+        repr(value)  # of which most messages show it
+    except ValueError:  # Python writes no number of thousands of digits, also not one within a list
+        raise UserError(f"{where} has more than 100 digits, more than a number here can have") from None
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise UserError(f"{where} is {value!r}; it must be a list of strings")
@@ -281,7 +290,7 @@ def checked(where: str, kind: Any, value: Any) -> Any:
             raise UserError(f"{where} is {value!r}{near}; it must be one of {', '.join(map(str, choices))}")
         return value
     if isinstance(value, int) and abs(value) >= _ABOVE_ALL:
-        raise UserError(f"{where} has {len(str(value))} digits, more than a number here can have")
+        raise UserError(f"{where} has more than 100 digits, more than a number here can have")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

@@ -221,8 +221,11 @@ def test_what_windows_and_generators_write_is_read_or_refused(tmp_path: Path) ->
     path.write_bytes("\ufeff[train]\nsteps = 7\n".encode())
     assert load_file(path, Config()).train.steps == 7
     for text, says in (
-        (f"[optim]\nlr = 1{'0' * 400}", "optim.lr has 401 digits"),
-        (f"[train]\ntokens = 1{'0' * 400}", "train.tokens has 401 digits"),
+        (f"[optim]\nlr = 1{'0' * 400}", "optim.lr has more than 100 digits"),
+        (f"[train]\ntokens = 1{'0' * 400}", "train.tokens has more than 100 digits"),
+        (f"[train]\nseed = 0x{'f' * 5000}", "train.seed has more than 100 digits"),
+        (f"[train]\ndtype = 0x{'f' * 5000}", "train.dtype has more than 100 digits"),
+        (f"[data]\nmix = [0x{'f' * 5000}]", "data.mix has more than 100 digits"),
         (f"[optim]\nlr = 1{'0' * 5000}", "is not TOML"),
         ("[model]\nn-layer = 2\nn_layer = 3", "model has the field n_layer twice"),
     ):

@@ -1,6 +1,7 @@
 """How runs end: stopped, crashed, in an evaluation. What is saved by then, and what is said."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,12 +20,14 @@ from ranks import run_ranks
 from whole_runs import SEQ_LEN, STEPS, evaluations, events, former_manifest, saved, status_of, tiny, words
 
 from paceline.base import faults
+from paceline.base.clock import Stopwatch
 from paceline.base.errors import RunError, Stopped, UserError
 from paceline.base.faults import Injected
 from paceline.base.process import stopped_early
 from paceline.checkpoint import manifest as mf
 from paceline.config import Config, to_toml
 from paceline.launch.signals import has_handler
+from paceline.record.folder import RunFolder
 from paceline.train import evaluate as evaluate_module
 from paceline.train import loop as loop_module
 from paceline.train import meet as meet_module
@@ -422,7 +426,38 @@ def test_a_seed_may_have_more_than_64_bits(tmp_path: Path, capsys: pytest.Captur
     assert "A sample (temperature" in capsys.readouterr().out
 
 
+def test_a_second_host_whose_disk_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of its own disk; rank 0 has made its folder."""
+    answer = {"path": str(tmp_path / "run"), "is_new": True, "request": [False, None]}
+    monkeypatch.setattr(meet_module, "from_rank_0", lambda *_: answer)
+    monkeypatch.setattr(RunFolder, "write_setup", fail(OSError(errno.ENOSPC, "No space left on device")))
+    world: Any = SimpleNamespace(group=None, is_main=False, local_rank=0)
+    blend: Any = SimpleNamespace(first=SimpleNamespace(tokenizer_json=None))
+    with pytest.raises(UserError, match=r"cannot write to the run folder .*run: No space left"):
+        meet_module.open_folder(Request(tiny(), tmp_path / "run"), world, tiny(), blend)
+
+
 # ---- slow, and no hang ----
+
+
+def test_writing_a_trace_is_no_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watches, passed = list[Stopwatch](), list[bool]()
+
+    class Noted(Stopwatch):
+        def __init__(self, elapsed_s: float) -> None:
+            super().__init__(elapsed_s)
+            watches.append(self)
+
+    def export(*_: object) -> None:
+        before = watches[0].elapsed_s
+        time.sleep(0.01)
+        passed.append(watches[0].elapsed_s > before)
+
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # which a traced step sets
+    monkeypatch.setattr(loop_module, "Stopwatch", Noted)
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    status_of(tmp_path / "run", tiny(train__profile=2, train__eval_every=-1))
+    assert passed == [False]
 
 
 def slow_sample(_: ParallelConfig, env: Environment, folder: Path) -> int:

@@ -56,6 +56,14 @@ def test_a_horizon_in_tokens_a_parameter_counts_those_outside_the_embeddings() -
     assert settings.num_steps == math.ceil(2.0 * outside / settings.tokens_per_step)
 
 
+def test_a_horizon_that_no_number_holds_is_refused() -> None:
+    """It was an OverflowError on every rank."""
+    config = Config().replace("train", steps=0, tokens_per_param=1e305)
+    with pytest.raises(UserError, match=r"train.tokens-per-param is 1e\+305; it must be at most 1e\+15"):
+        config.check()
+    settings_of([1e9], train__steps=0, train__tokens_per_param=1e15)
+
+
 def test_a_batch_given_in_tokens_is_that_many_sequences() -> None:
     for tokens, sequences in ((12 * SEQ_LEN, 12), (12 * SEQ_LEN - 1, 12)):
         plan = settings_of([1e9], train__global_batch_size=0, train__global_batch_tokens=tokens).plan

@@ -57,7 +57,7 @@ def train(request: Request, env: Environment) -> int:
     stopping = StopRequest(request.config.train.stop_after, is_training=False)
     with stopping as stop, following(request.config.track, console) as follower:
         with console.reading() as report:
-            is_first = env.local_rank == 0  # of its host: it says what is prepared, and checks the files
+            is_first = env.local_rank == 0  # of its host: it checks files, and says what it prepares itself
             data = open_data(request.config, report if is_first else Quiet(), checks=is_first)
 
         # ---- meet ----
@@ -136,7 +136,7 @@ class Training:
                 lr = setup.settings.lr * lr_factor(config.optim, progress.step, done)
                 with setup.recorder.profiled(progress.step + 1):
                     result = self._step(loader, lr)
-                self.stopwatch.pause()
+                    self.stopwatch.pause()  # inside: writing a trace is no training time
                 self._advance(result, lr)
                 self._tighten_timeouts(result.times.step_ms / 1e3)
                 if progress.skips_in_row >= config.train.max_skips:

@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     """Returns rank 0's request, the run's folder, and whether nothing was saved in it yet.
 
     Rank 0 makes and locks the folder. A host that does not see it keeps its ranks' logs in a folder of its own; without
-    --out on that host, at rank 0's path. Collective; raises rank 0's UserError on all ranks.
+    --out on that host, at rank 0's path. Collective; raises rank 0's UserError on all ranks, and on a rank alone if it
+    cannot write to its own folder.
     """
     path = request.out or Path("runs") / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(path)
@@ -165,26 +167,34 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     def make() -> dict[str, Any]:
         nonlocal folder
         resumes = request.resume or request.is_restart
-        try:
+        with _writing_to(path):
             if not resumes:
                 run_folder.check_new(path)
                 folder = run_folder.create(path)
             folder.lock(request.job)
             if not resumes:  # a resumed run may turn out to have other data: write nothing before that is checked
                 folder.write_setup(to_toml(config), blend.first.tokenizer_json)
-        except OSError as error:
-            raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
         is_new = not list_steps(folder.checkpoints)
         return {"path": str(path), "is_new": is_new, "request": [request.is_restart, request.resume_step]}
 
     answer = from_rank_0(world.group, make)
     if not world.is_main:
         folder = run_folder.create(request.out or Path(answer["path"]))
-        if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
-            folder.write_setup(to_toml(config), blend.first.tokenizer_json)
-            folder.record_job(request.job)  # this host may have rank 0 in a later attempt
+        with _writing_to(folder.path):
+            if world.local_rank == 0 and not folder.config.exists():  # another host, with a disk of its own
+                folder.write_setup(to_toml(config), blend.first.tokenizer_json)
+                folder.record_job(request.job)  # this host may have rank 0 in a later attempt
     is_restart, resume_step = answer["request"]
     return replace(request, is_restart=is_restart, resume_step=resume_step), folder, answer["is_new"]
+
+
+@contextmanager
+def _writing_to(path: Path) -> Iterator[None]:
+    """Turns an OSError inside into a UserError: the run folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {path}: {error.strerror}") from None
 
 
 def make_watchdog(
