@@ -23,9 +23,7 @@ from paceline.base.errors import UserError
 from paceline.data.dataset import Dataset
 from paceline.data.order import ids_at, source_seed
 from paceline.data.packing import PackedRows, ensure_packing
-from paceline.data.stream import Windows
-
-Int64s = npt.NDArray[np.int64]
+from paceline.data.stream import Int64s, Windows
 
 # Shares are integers in units of 2**-30, so that all products below fit in 63 bits. This changes a count by n * 2**-31.
 _BITS = 30

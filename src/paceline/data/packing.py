@@ -22,9 +22,7 @@ import numpy.typing as npt
 from paceline.base.errors import UserError
 from paceline.base.files import sync
 from paceline.data.dataset import Dataset
-from paceline.data.stream import Tokens, TokenStream
-
-Int64s = npt.NDArray[np.int64]
+from paceline.data.stream import Int64s, Tokens, TokenStream
 
 _VERSION = 1  # of the folder's files and of the result of `pack`
 _GROUP = 1 << 19  # documents packed together, using 50 MB

@@ -42,7 +42,7 @@ def initial_model(source: Path) -> ModelConfig:
 
 
 def require_same_shape(source: Path, asked: ModelConfig) -> ModelConfig:
-    """Returns the model config of `source` with the dropout of `given`. Raises UserError, naming the field and both
+    """Returns the model config of `source` with the dropout of `asked`. Raises UserError, naming the field and both
     values, if `asked` has another shape."""
     model = initial_model(source)
     for field in dataclasses.fields(ModelConfig):
