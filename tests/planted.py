@@ -919,6 +919,41 @@ MUTATIONS = (
         'if identity(folder).get("brought"):',
         "checkpoint/test_storage.py::test_a_command_from_a_bucket_is_shown_and_not_executed",
     ),
+    Mutation(
+        "of two addresses a resume sends to the one from which the run came",
+        "cli/resume.py",
+        '[str(folder), *([] if is_script else ["--checkpoint.to", url]), *options]',
+        '[str(folder), *options, *([] if is_script else ["--checkpoint.to", url])]',
+        "checkpoint/test_storage.py::test_a_resume_sends_where_the_user_says",
+    ),
+    Mutation(
+        "an address without a readable owner is brought over another run's folder",
+        "checkpoint/bring.py",
+        ' or (run is None and known.get("to") != bucket.url)',
+        "",
+        "checkpoint/test_storage.py::test_a_folder_of_another_run_is_not_overwritten_by_one_without_an_owner",
+    ),
+    Mutation(
+        "an address with * removes other runs' checkpoints",
+        "checkpoint/bucket.py",
+        'for character in "*?["',
+        'for character in ""',
+        "checkpoint/test_storage.py::test_what_cannot_be_an_address_is_refused",
+    ),
+    Mutation(
+        "an earlier step that is here leaves later ones at the address",
+        "checkpoint/bring.py",
+        "later > wanted and (newest not in here or later not in here)",
+        "later > wanted and newest not in here",
+        "checkpoint/test_storage.py::test_an_earlier_step_is_gone_on_with_where_the_run_was_first",
+    ),
+    Mutation(
+        "after an interrupt the best checkpoint is not brought",
+        "checkpoint/bring.py",
+        "here and max(here) > newest:",
+        "here and max(here) >= newest:",
+        "checkpoint/test_storage.py::test_the_best_one_comes_also_after_an_interrupt",
+    ),
     # ---- record: rows, rates, stragglers ----
     Mutation(
         "of two ranks the slower one is the measure",
@@ -1470,6 +1505,13 @@ MUTATIONS = (
         "math.ceil(max(1, train.device_batch_size) / num_ranks)",
         "1",
         "train/test_resolve.py::test_size_auto_grows_with_what_the_machine_computes_in_the_time",
+    ),
+    Mutation(
+        "launch copies from a folder with the name of an address",
+        "cli/launch.py",
+        "folder_of(parsed.folder), parsed",
+        "Path(parsed.folder), parsed",
+        "cli/test_launch.py::test_ranks_that_resume_an_address_write_the_folder_to_which_it_is_brought",
     ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----
     Mutation(

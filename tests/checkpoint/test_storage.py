@@ -21,6 +21,8 @@ from paceline.checkpoint.config import CheckpointConfig
 from paceline.checkpoint.retention import set_aside
 from paceline.checkpoint.steps import MANIFEST, folder_name, list_steps
 from paceline.checkpoint.storage import OwnedByOther, Storage
+from paceline.cli.flags import parse
+from paceline.cli.resume import ResumeArguments, _brought
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 from in_process import here
@@ -146,6 +148,87 @@ def test_a_folder_from_which_the_run_moved_away_gets_what_it_lacks(at: At) -> No
         assert bring(at.url, first) == []
         assert list_steps(first / "checkpoints") == [2, 4, 6]
         read(first / "checkpoints" / folder_name(6))
+
+
+def test_an_earlier_step_is_gone_on_with_where_the_run_was_first(at: At) -> None:
+    """Finds: a refusal for ever, because the later steps of another machine were not set aside at the address."""
+    at.save(2, 4)
+    at.send()
+    first, at.run = at.run, at.run.parent / "other"
+    bring(at.url, at.run)
+    at.save(6)
+    at.send()
+    assert bring(at.url, first, step=4) == []
+    assert json.loads((first / "metrics.jsonl").read_text()) == {"step": 4}, "it has its own rows"
+    at.run = first
+    at.send()
+    assert at.steps == [2, 4]
+    assert (at.there / "checkpoints" / f"superseded-{folder_name(6)}" / MANIFEST).exists()
+
+
+def test_the_best_one_comes_also_after_an_interrupt(at: At) -> None:
+    at.save(2, 4)
+    (at.run / "checkpoints/best").write_text(f"{folder_name(2)}\n")
+    at.send()
+    target, fetch, fetched = at.run.parent / "other", Bucket.fetch, []
+
+    def interrupt(bucket: Bucket, name: str, *rest: Any) -> str | None:
+        fetched.append(name)
+        if folder_name(2) in name:
+            raise KeyboardInterrupt
+        return fetch(bucket, name, *rest)
+
+    with patch.object(Bucket, "fetch", interrupt), pytest.raises(KeyboardInterrupt):
+        bring(at.url, target)
+    assert list_steps(target / "checkpoints") == [4]
+    bring(at.url, target)
+    assert list_steps(target / "checkpoints") == [2, 4]
+    assert (target / "checkpoints/best").read_text() == f"{folder_name(2)}\n"
+
+
+def test_step_0_is_a_step(at: At) -> None:
+    at.save(0, 2)
+    at.send()
+    target = at.run.parent / "other"
+    bring(at.url, target)
+    bring(at.url, target, step=0)
+    assert list_steps(target / "checkpoints") == [0, 2]
+
+
+def test_the_best_one_of_a_folder_stays_where_the_address_has_an_older_one(at: At) -> None:
+    at.save(2, 4)
+    (at.run / "checkpoints/best").write_text(f"{folder_name(2)}\n")
+    at.send()
+    (at.run / "checkpoints/best").write_text(f"{folder_name(4)}\n")  # and killed before that was sent
+    bring(at.url, at.run)
+    assert (at.run / "checkpoints/best").read_text() == f"{folder_name(4)}\n"
+
+
+def test_a_folder_of_another_run_is_not_overwritten_by_one_without_an_owner(at: At) -> None:
+    at.save(2)
+    at.send()
+    (at.there / "owner.json").unlink()
+    other = at.run.parent / "other"
+    other.mkdir()
+    (other / "config.toml").write_bytes(b"[another]\n")
+    with pytest.raises(UserError, match="is not the run of"):
+        bring(at.url, other)
+    assert [path.name for path in other.iterdir()] == ["config.toml"]
+    assert (other / "config.toml").read_bytes() == b"[another]\n"
+    for _ in range(2):
+        assert bring(at.url, at.run.parent / "third") == []
+        assert list_steps(at.run.parent / "third/checkpoints") == [2]
+
+
+def test_a_resume_sends_where_the_user_says(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a fork that went into the address from which it came."""
+    at.save(2)
+    at.send()
+    monkeypatch.chdir(at.run.parent)
+    arguments = _brought([at.url, "--checkpoint.to", f"{at.url}-fork"])
+    parsed = parse(ResumeArguments, ResumeArguments(folder=""), arguments, "resume")
+    assert (parsed.folder, parsed.settings.checkpoint.to) == ("runs/run", f"{at.url}-fork")
+    assert _brought([at.url]) == ["runs/run", "--checkpoint.to", at.url]
 
 
 def test_a_file_of_a_folder_is_never_seen_in_part(at: At) -> None:
@@ -294,6 +377,8 @@ def test_a_run_goes_on_from_its_address_on_another_machine(tmp_path: Path) -> No
         ("s3://b/run", "s3://b/run needs the package s3fs: pip install 'paceline[storage]'"),
         ("/mnt/x", "checkpoint.to is '/mnt/x'; it is s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN"),
         ("s3://", "checkpoint.to is 's3://'; it is s3://BUCKET/RUN"),
+        ("s3://b/run[1]", "is 's3://b/run[1]': '*', '?' and '[' would name other runs there, too; leave them out"),
+        ("gs://b/*", "is 'gs://b/*': '*', '?' and '[' would name other runs there, too; leave them out"),
     ],
 )
 def test_what_cannot_be_an_address_is_refused(url: str, said: str, tmp_path: Path) -> None:

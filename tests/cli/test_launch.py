@@ -8,6 +8,8 @@ import pytest
 from in_process import here
 from program import run
 
+from paceline.cli.launch import _job
+
 TRAIN = ("train", "--preset", "tiny", "--out", "x")
 
 
@@ -35,6 +37,10 @@ TRAIN = ("train", "--preset", "tiny", "--out", "x")
 )
 def test_what_no_host_could_run_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in here("launch", *arguments, cwd=tmp_path).require(2).err
+
+
+def test_ranks_that_resume_an_address_write_the_folder_to_which_it_is_brought() -> None:
+    assert _job(["resume", "s3://b/x"], 1, 1).run == Path("runs/x")
 
 
 def test_an_interpreter_that_is_named_from_the_login_folder_runs_the_command_elsewhere(tmp_path: Path) -> None:

@@ -49,22 +49,23 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
         which = "" if step is None else f" of step {step}; it has {steps or 'none'}"
         raise UserError(f"{bucket.url} holds no checkpoint{which}: give the address that was checkpoint.to of a run")
     is_taken = bool(list_steps(checkpoints)) or (folder / "config.toml").exists()
-    if is_taken and identity(folder).get("id") != run:
+    known = identity(folder)
+    if is_taken and (known.get("id") != run or (run is None and known.get("to") != bucket.url)):
         raise UserError(f"{folder} is there, and is not the run of {bucket.url}: rename it, or start elsewhere")
     folder.mkdir(exist_ok=True, mode=0o700)
     checkpoints.mkdir(exist_ok=True, mode=0o700)
     here = [number for number in list_steps(checkpoints) if is_whole(checkpoints / folder_name(number))]
     problems: list[str] = []
-    if (step or max(steps)) in here or (step is None and here and max(here) > max(steps)):
+    newest = max(steps) if step is None else step
+    if step is None and here and max(here) > newest:
         return problems  # this folder is where the run was last
-    facts = {"to": bucket.url, "id": run, "is_brought": True}
-    replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
-    for name in RECORDS:  # first: a resume drops rows of later steps, and needs those before
-        aside = folder / f".{name}.new"
-        aside.unlink(missing_ok=True)
-        if bucket.fetch(name, aside, progress):
-            os.replace(aside, folder / name)
-    best = STEP.fullmatch((bucket.read(BEST) or b"").decode(errors="replace").strip())
+    if newest not in here:
+        known = {"to": bucket.url, "id": run, "is_brought": True}
+        replace(folder / IDENTITY, json.dumps(known).encode(), 0o600)
+        _fetch_records(bucket, folder, progress)  # first: a resume drops rows of later steps, and needs those before
+    # A folder that was not brought has its own best one. One that was may lack it: an earlier call was interrupted.
+    name_of_best = (bucket.read(BEST) or b"") if known.get("is_brought") else b""
+    best = STEP.fullmatch(name_of_best.decode(errors="replace").strip())
     for wanted in reversed(steps if step is None else [step]):
         try:
             _fetch(bucket, checkpoints, wanted, progress)
@@ -75,11 +76,19 @@ def _bring(bucket: Bucket, folder: Path, step: int | None, progress: Callable[[]
             with contextlib.suppress(mf.Damaged):
                 _fetch(bucket, checkpoints, int(best[1]), progress)
                 replace(folder / BEST, f"{best[0]}\n".encode(), 0o600)
-        # The run continues from this one: `Storage` sets later ones aside at the address.
-        facts["later"] = [later for later in steps if later > wanted]
-        replace(folder / IDENTITY, json.dumps(facts).encode(), 0o600)
+        # The run continues from this one: `Storage` sets later ones aside at the address, a resume those here.
+        known["later"] = [later for later in steps if later > wanted and (newest not in here or later not in here)]
+        replace(folder / IDENTITY, json.dumps(known).encode(), 0o600)
         return problems
     raise RunError(f"no checkpoint of {bucket.url} is complete:\n  " + "\n  ".join(problems))
+
+
+def _fetch_records(bucket: Bucket, folder: Path, progress: Callable[[], object]) -> None:
+    for name in RECORDS:
+        aside = folder / f".{name}.new"
+        aside.unlink(missing_ok=True)
+        if bucket.fetch(name, aside, progress):
+            os.replace(aside, folder / name)
 
 
 def _fetch(bucket: Bucket, checkpoints: Path, step: int, progress: Callable[[], object]) -> None:

@@ -36,6 +36,10 @@ class Bucket:
         if protocol not in _PACKAGES or not path.strip("/"):
             raise UserError(f"checkpoint.to is {url!r}; it is s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN")
         self._is_local = protocol == "file"
+        if not self._is_local and any(character in path for character in "*?["):
+            raise UserError(
+                f"checkpoint.to is {url!r}: '*', '?' and '[' would name other runs there, too; leave them out"
+            )
         options = {"auto_mkdir": True} if self._is_local else {}
         try:
             import fsspec  # only for those who use it, as is what it imports

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.base.errors import UserError
 from paceline.base.units import plural
 from paceline.cli.flags import divided, flag_of, parse, shell_words
-from paceline.cli.resume import ResumeArguments
+from paceline.cli.resume import ResumeArguments, folder_of
 from paceline.cli.train import checked_arguments
 from paceline.launch.coordinator import Job, launch
 from paceline.launch.options import read_names
@@ -65,13 +65,13 @@ def _job(command: list[str], least: int, num_hosts: int) -> Job:
         raise UserError("--nproc after `--`: `launch` gives each host its number of ranks, as in --hosts a:2,b:2")
     if command[0] == "train":
         parsed: Any = checked_arguments(command[1:])
-        run, step = parsed.out, None
-        if not run:
+        run, step = Path(parsed.out), None
+        if not parsed.out:
             raise UserError(f"there is no run folder: give --out, as in: {_EXAMPLE}")
     else:
         # The run's config is on the hosts: times that are longer than the defaults are given again.
         parsed = parse(ResumeArguments, ResumeArguments(folder=""), command[1:], "resume")
-        run, step = parsed.folder, parsed.step if parsed.step >= 0 else None
+        run, step = folder_of(parsed.folder), parsed.step if parsed.step >= 0 else None
     parallel = parsed.settings.parallel
     if parallel.fixed_shares() and least < num_hosts:
         raise UserError(
@@ -85,7 +85,7 @@ def _job(command: list[str], least: int, num_hosts: int) -> Job:
         )
     return Job(
         command=command,
-        run=Path(run),
+        run=run,
         least=least,
         max_restarts=parsed.max_restarts,
         grace_s=parsed.settings.checkpoint.grace_s,

@@ -58,16 +58,20 @@ def _brought(arguments: list[str]) -> list[str]:
     """Brings the run at an address to this disk. Returns the arguments that resume it here, and send there again."""
     from paceline.checkpoint.bring import bring
 
-    url, options = arguments[0].rstrip("/"), arguments[1:]
+    url, options, folder = arguments[0].rstrip("/"), arguments[1:], folder_of(arguments[0])
     parsed = parse(ResumeArguments, ResumeArguments(folder=url), arguments, "resume")
     require_at_least(parsed, "--", step=-1)
-    folder = Path("runs", url.rpartition("/")[2])
     say = Console(0).say
     say(f"bringing the run at {url} to {folder}")
     for problem in bring(url, folder, parsed.step if parsed.step >= 0 else None):
         say(f"passed over a damaged checkpoint: {problem}")
     is_script = run_folder.script_of(folder) is not None
-    return [str(folder), *options, *([] if is_script else ["--checkpoint.to", url])]
+    return [str(folder), *([] if is_script else ["--checkpoint.to", url]), *options]  # the last of two options counts
+
+
+def folder_of(run: str) -> Path:
+    """Returns the run folder that `resume` continues: for an address the one to which it is brought."""
+    return Path("runs", run.rstrip("/").rpartition("/")[2]) if "://" in run else Path(run)
 
 
 def _resume_script(folder: str, options: list[str], script: dict[str, Any]) -> int:
