@@ -1007,8 +1007,8 @@ MUTATIONS = (
     Mutation(
         "a later process with the pid of a killed run is that run",
         "record/state.py",
-        "process.create_time() < taken_s + 60 and ",
-        "",
+        "return process.create_time() < taken_s + 60",
+        "return True",
         "record/test_state.py::test_a_later_process_with_the_same_pid_is_not_the_run",
     ),
     Mutation(
@@ -1017,6 +1017,13 @@ MUTATIONS = (
         "tokens * sequences / sequences.sum() / own_ms * 1e3",
         "tokens * sequences / sequences.sum() / own_ms",
         "record/test_balance.py::test_two_unequal_ranks",
+    ),
+    Mutation(
+        "a run is stale once the clock is set forward",
+        "record/state.py",
+        '        if ticks not in ("", "0"):\n            return ticks == str(start_ticks(process.pid))\n',
+        "",
+        "record/test_state.py::test_a_run_is_running_while_its_process_lives_and_stale_after_it_was_killed",
     ),
     # ---- replica: a step, its sources, what ranks have alike ----
     Mutation(

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -64,6 +65,9 @@ def test_a_run_is_running_while_its_process_lives_and_stale_after_it_was_killed(
             assert writer.stdout.readline() == "written\n"
             state = read_state(folder)
             assert (state.kind, state.step, state.num_steps, state.last["loss"]) == ("running", 3, None, 2.5)
+            born_s = psutil.Process(writer.pid).create_time()
+            with patch.object(psutil.Process, "create_time", lambda process: born_s + 3600):  # the clock was set
+                assert read_state(folder).kind == "running"
         finally:
             writer.send_signal(signal.SIGKILL)
     assert read_state(folder).kind == "stale"
@@ -74,8 +78,15 @@ def test_a_later_process_with_the_same_pid_is_not_the_run(tmp_path: Path) -> Non
     folder = run_with(tmp_path / "run", {"event": "start"})
     folder.lock()  # as this process
     assert read_state(folder).kind == "running"
-    os.utime(folder.path / "lock.holder", (0, psutil.Process().create_time() - 3600))
+    holder = folder.path / "lock.holder"
+    name, place, ticks = holder.read_text().splitlines()
+    holder.write_text(f"{name}\n{place}\n{int(ticks) - 1}\n")
     assert read_state(folder).kind == "stale"
+    for without_ticks in (f"{name}\n{place}\n", f"{name}\n{place}\n0\n"):  # an earlier version, another system
+        holder.write_text(without_ticks)
+        assert read_state(folder).kind == "running"
+        os.utime(holder, (0, psutil.Process().create_time() - 3600))
+        assert read_state(folder).kind == "stale"
     folder.close()
 
 

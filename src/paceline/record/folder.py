@@ -10,7 +10,7 @@ RUN/
   ranks/rank-00003.log    the output of that rank
   ranks/rank-00003.end    how it ended, if a launcher started it (base/process.py)
   checkpoints/            step-00000500/ ..., `latest`
-  lock, lock.holder       held by rank 0 while it runs; its host, pid and boot. An empty `lock` stays
+  lock, lock.holder       held by rank 0 while it runs; its host, pid, boot and start. An empty `lock` stays
   job                     which job writes it: a later attempt of the same job resumes it
   storage.json            the address of its copy (checkpoint/bucket.py), if it has one
   track/, tensorboard/    what trackers have, and TensorBoard's files; written by `paceline track`
@@ -35,7 +35,7 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace, set_mode, sync
 from paceline.base.jsonl import Row, end_of_step, open_at_line_end, rows
-from paceline.base.process import namespace
+from paceline.base.process import namespace, start_ticks
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
 _OWN = 0o600  # only the run's user may read its files
@@ -94,7 +94,7 @@ class RunFolder:
         except (OSError, NotImplementedError) as error:
             raise UserError(f"{self.path} cannot be locked ({error}); choose a folder on another disk") from None
         self._lock = lock
-        holder = f"host {socket.gethostname()}, pid {os.getpid()}\n{namespace('pid')}\n"
+        holder = f"host {socket.gethostname()}, pid {os.getpid()}\n{namespace('pid')}\n{start_ticks(os.getpid())}\n"
         replace(self.path / "lock.holder", holder.encode(), _OWN)
         self.record_job(job)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from paceline.base.jsonl import Row, last_rows
-from paceline.base.process import namespace
+from paceline.base.process import namespace, start_ticks
 from paceline.record.events import ending
 from paceline.record.folder import RunFolder
 from paceline.record.rate import Rate, rate_of
@@ -67,7 +67,7 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
     is known, whether it has written a record in the last fresh_s seconds."""
     holder = folder.path / "lock.holder"
     try:
-        name, _, place = holder.read_text(errors="replace").strip().partition("\n")
+        name, place, ticks = [*holder.read_text(errors="replace").strip().split("\n"), "", ""][:3]
         taken_s = holder.stat().st_mtime
     except OSError:
         return False
@@ -78,8 +78,12 @@ def is_running(folder: RunFolder, fresh_s: float = _SILENT_S) -> bool:
         return time.time() - max(taken_s, _written_s(folder.metrics), _written_s(folder.events)) < fresh_s
     try:
         process = psutil.Process(int(match[2]))
-        # A later process may have the same pid. A file server's clock may differ by some seconds.
-        return process.create_time() < taken_s + 60 and process.status() != psutil.STATUS_ZOMBIE
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        # A later process may have the same pid.
+        if ticks not in ("", "0"):
+            return ticks == str(start_ticks(process.pid))
+        return process.create_time() < taken_s + 60  # a file server's clock may differ by some seconds
     except psutil.Error:
         return False
 
