@@ -104,6 +104,13 @@ MUTATIONS = (
         'if report.pop("of"):',
         "base/test_status.py::test_a_rank_that_cannot_tell_the_launcher_ends_with_its_status_all_the_same",
     ),
+    Mutation(
+        "a disk without locks gets a lock that nobody releases",
+        "base/locks.py",
+        "fallback_to_soft=False, ",
+        "",
+        "record/test_folder.py::test_a_disk_without_locks_is_refused",
+    ),
     # ---- world: who takes part, what is sent, who is named ----
     Mutation(
         "a broadcast from rank 0 instead of the source",

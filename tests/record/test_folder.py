@@ -1,5 +1,7 @@
 """The run folder: one writer, records that are whole lines, nothing left behind by a refusal."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -64,6 +66,21 @@ def test_a_second_writer_is_refused_with_host_and_pid_until_the_first_is_killed(
         holder.kill()
         holder.wait()
         holder.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: filelock takes another kind of lock there, for which the empty file of an earlier run is locked for ever;
+    the kernel does not release that kind when a process is killed."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = create(tmp_path / "run")
+    for _ in range(2):  # the second time `lock` is there
+        with pytest.raises(UserError, match=r"cannot be locked .*Function not implemented"):
+            folder.lock()
+        assert (folder.path / "lock").stat().st_size == 0
 
 
 def test_a_closed_folder_can_be_locked_again(tmp_path: Path) -> None:

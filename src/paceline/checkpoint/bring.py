@@ -7,10 +7,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import filelock
-
 from paceline.base.errors import PacelineError, RunError, UserError
 from paceline.base.files import replace, sync
+from paceline.base.locks import file_lock
 from paceline.checkpoint import manifest as mf
 from paceline.checkpoint.bucket import BEST, IDENTITY, RECORDS, Bucket, identity, text_of
 from paceline.checkpoint.retention import hide
@@ -35,7 +34,7 @@ def bring(
         if not (must_exist or bucket.steps()):
             return []
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
+        with file_lock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
             return _bring(bucket, folder, step, progress)
     except PacelineError:
         raise

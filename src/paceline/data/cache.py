@@ -18,6 +18,7 @@ from paceline.base import units
 from paceline.base.cache import cache_dir
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
+from paceline.base.locks import file_lock
 from paceline.data.config import DataConfig, Recipe, Report
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.find import digest, find, has_text
@@ -71,7 +72,7 @@ def _ensure(path: str, vocab_size: int, report: Report, num_workers: int) -> Pat
             if not is_complete(final):
                 _remove_stale(cache)
                 _make(sources, vocab_size, final, report, num_workers)
-    except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
+    except OSError as error:
         raise UserError(_cache_message(cache, error)) from error
     return final
 
@@ -125,12 +126,12 @@ def _name(sources: Sources, vocab_size: int, cache: Path) -> str:
         return name
     try:
         known.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(known.with_suffix(".lock")):  # one process of a host hashes, the others wait
+        with file_lock(known.with_suffix(".lock")):  # one process of a host hashes, the others wait
             if (name := _known_name(known)) is None:
                 name = _hashed_name(sources, vocab_size)
                 replace_file(known, name.encode())
             return name
-    except (OSError, NotImplementedError):  # a read-only cache, or one without locks: hashed each time
+    except OSError:  # a read-only cache, or one without locks: hashed each time
         return _hashed_name(sources, vocab_size)
 
 
@@ -165,7 +166,7 @@ def _cache_message(cache: Path, error: Exception) -> str:
 @contextmanager
 def _locked(cache: Path, name: str, report: Report) -> Iterator[None]:
     """Holds the lock of one dataset; the system releases it if the holder is killed."""
-    lock = filelock.FileLock(cache / f".{name}.lock")
+    lock = file_lock(cache / f".{name}.lock")
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
@@ -182,5 +183,5 @@ def _remove_stale(cache: Path) -> None:
         folder = cache / lock_file.name[1 : -len(".lock")]
         with suppress(OSError):  # it is locked (Timeout is an OSError), another user's, or was removed meanwhile
             if folder.is_dir() and not is_complete(folder) and time.time() - folder.stat().st_mtime >= _STALE_S:
-                with filelock.FileLock(lock_file, timeout=0):
+                with file_lock(lock_file, timeout=0):
                     shutil.rmtree(folder, ignore_errors=True)

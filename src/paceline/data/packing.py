@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
 import numpy.typing as npt
 
 from paceline.base.errors import UserError
 from paceline.base.files import sync
+from paceline.base.locks import file_lock
 from paceline.data.dataset import Dataset
 from paceline.data.stream import Int64s, Tokens, TokenStream
 
@@ -226,10 +226,10 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
         if not final.is_dir():
             documents = dataset.documents("train")
             final.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(final.with_name(f".{final.name}.lock")):
+            with file_lock(final.with_name(f".{final.name}.lock")):
                 if not final.is_dir():
                     save(pack(documents.lengths, seq_len + 1), documents.starts, final)
-    except (OSError, NotImplementedError) as error:  # filelock raises the latter if the file system has no locks
+    except OSError as error:
         raise UserError(
             f"the packing of {dataset.folder} can not be kept in {final.parent}: "
             f"{getattr(error, 'strerror', None) or error}; free some space, or set PACELINE_CACHE to another folder"

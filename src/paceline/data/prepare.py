@@ -26,6 +26,7 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace as replace_file
 from paceline.base.files import sha256_of, sync
+from paceline.base.locks import file_lock
 from paceline.data.config import ALL_PARTS, Recipe, Report, Share
 from paceline.data.encode import Encoder
 from paceline.data.find import describe_left_out
@@ -122,14 +123,14 @@ class _Preparation:
 
     def _make(self, restart: bool) -> Index | None:
         """Returns the index, which is the last file written; None if parts of other shares are missing."""
-        with filelock.FileLock(self.work / "lock-begin"):  # one share makes the tokenizer, the others wait for it
+        with file_lock(self.work / "lock-begin"):  # one share makes the tokenizer, the others wait for it
             if restart or not self.share.only_finishes:
                 _require_one_division(self.work, self.share, restart)
             job = self._begin(restart)
         parts = list(cut(self.sources.files, self.recipe))
         keys = job.keys(parts)
         self._encode(job, keys, parts)
-        with filelock.FileLock(self.work / "lock-end"):  # the last share makes the shards
+        with file_lock(self.work / "lock-end"):  # the last share makes the shards
             if is_complete(self.folder):
                 return self._complete()
             records = [record for key in keys if (record := record_of(job, key))]
@@ -260,13 +261,11 @@ def _locked(folder: Path, share: Share) -> Iterator[None]:
     if folder.is_dir() and not work.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no dataset; give another --out")
     (work / _PARTS).mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(work / share.lock)
+    lock = file_lock(work / share.lock)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise UserError(f"another process is preparing {folder}; wait for it, or give another --out") from None
-    except NotImplementedError as error:
-        raise UserError(f"{folder}: {error}; give an --out on a file system that has locks") from error
     try:
         yield
     finally:
@@ -281,7 +280,7 @@ def _require_one_division(work: Path, share: Share, restart: bool) -> None:
         if path.name in (share.lock, "lock-begin", "lock-end") or (is_beside and not restart):
             continue
         try:
-            with filelock.FileLock(path, timeout=0):
+            with file_lock(path, timeout=0):
                 pass
         except filelock.Timeout:
             raise UserError(
@@ -293,6 +292,8 @@ def _require_one_division(work: Path, share: Share, restart: bool) -> None:
 def _disk_message(folder: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of {folder} is full; complete parts are kept: free some space and give the same command"
+    if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        return f"{folder} cannot be locked ({error.strerror}); give an --out on a file system that has locks"
     return f"{error.filename or folder}: {error.strerror or error}; give an --out that can be written"
 
 

@@ -35,6 +35,7 @@ from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.files import replace, set_mode, sync
 from paceline.base.jsonl import Row, end_of_step, open_at_line_end, rows
+from paceline.base.locks import file_lock
 from paceline.base.process import namespace, start_ticks
 
 COMPLETE = "horizon reached"  # reason in the `end` event of a run that reached its last step
@@ -81,7 +82,7 @@ class RunFolder:
         hosts from writing one folder. Raises UserError if another process, named by host and pid, has the lock, or the
         folder cannot be locked.
         """
-        lock = filelock.FileLock(self.path / "lock", mode=0o600)
+        lock = file_lock(self.path / "lock", mode=0o600)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -91,7 +92,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path} is being written by another process ({holder or 'unknown'}); wait for it or stop it first"
             ) from None
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             raise UserError(f"{self.path} cannot be locked ({error}); choose a folder on another disk") from None
         self._lock = lock
         holder = f"host {socket.gethostname()}, pid {os.getpid()}\n{namespace('pid')}\n{start_ticks(os.getpid())}\n"

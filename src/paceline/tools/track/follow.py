@@ -19,6 +19,7 @@ import filelock
 
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER
 from paceline.base.files import replace
+from paceline.base.locks import file_lock
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
 from paceline.record.state import is_running, read_state
@@ -118,7 +119,7 @@ class _Follower:
 
     def _follow(self) -> None:
         self._own.mkdir(exist_ok=True, mode=0o700)
-        lock = filelock.FileLock(self._own / f"{self.name}.lock", mode=0o600)
+        lock = file_lock(self._own / f"{self.name}.lock", mode=0o600)
         try:
             lock.acquire(timeout=_LOCKED_S)
         except filelock.Timeout:
