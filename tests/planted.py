@@ -1527,6 +1527,13 @@ MUTATIONS = (
         "Path(parsed.folder), parsed",
         "cli/test_launch.py::test_ranks_that_resume_an_address_write_the_folder_to_which_it_is_brought",
     ),
+    Mutation(
+        "a full disk behind standard output is not told",
+        "cli/main.py",
+        "    _flush()\n    return status",
+        "    return status",
+        "cli/test_refusals.py::test_what_was_asked_for_and_cannot_be_printed_is_one_message",
+    ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----
     Mutation(
         "the busiest program is the oldest",
@@ -1752,5 +1759,19 @@ MUTATIONS = (
         "batch = self.batch if self.cpu else max(1, self.batch // self.hosts)",
         "batch = self.batch",
         "tools/bench/test_compare.py::test_the_ideal_of_equal_hosts_is_each_with_its_part_of_the_batch_at_once",
+    ),
+    Mutation(
+        "a run of many ranks has no times by rank",
+        "tools/plan/from_run.py",
+        "if num_ranks <= MOST_LISTED:\n        return found",
+        "if found:\n        return found",
+        "tools/plan/test_from_run.py::test_of_more_ranks_than_a_row_lists_the_rows_by_rank_count",
+    ),
+    Mutation(
+        "the label of an address is the name of an interface",
+        "tools/doctor/link.py",
+        '.partition(":")[0]  # eth0:1',
+        "  # eth0:1",
+        "tools/doctor/test_findings.py::test_an_address_with_a_label_is_one_of_its_interface",
     ),
 )

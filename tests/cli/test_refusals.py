@@ -80,6 +80,17 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
         assert subprocess.run((sys.executable, "-m", "paceline", "frain"), stderr=full, check=False).returncode == 2
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["train", "--help"]], ids=lambda words: " ".join(words))
+def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: list[str]) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        command = (sys.executable, "-m", "paceline", *arguments)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True, env=env)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "No space left on device" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

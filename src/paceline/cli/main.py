@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from paceline import __version__
-from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, Stopped, UserError, nearest
+from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, RunError, Stopped, UserError, nearest
 from paceline.base.process import EXIT_INTERRUPTED, discard_output, end_on_signals_no_more, has_launcher, record_status
 from paceline.cli.verbs import GROUPS, VERBS, find_verb
 from paceline.record.output import own_log, print_error
@@ -32,16 +32,37 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line, by default that of this process, and returns its exit status."""
     _prepare_streams()
     try:
-        run, rest = _find(sys.argv[1:] if arguments is None else arguments)
-        return record_status(run(rest))
+        return _run(sys.argv[1:] if arguments is None else arguments)
     except (Exception, KeyboardInterrupt) as error:
         return _end_by(error)
     finally:
         end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
         try:
             sys.stdout.flush()
-        except BrokenPipeError:  # `paceline ... | head`
+        except OSError:  # of which `_end_by` has said what there is to say
             discard_output()
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs the verb. Raises RunError if what it printed cannot be written."""
+    run, rest = _find(arguments)
+    try:
+        status = record_status(run(rest))
+    except SystemExit:  # --help
+        _flush()
+        raise
+    _flush()
+    return status
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `paceline ... | head`
+        discard_output()
+    except OSError as error:
+        if own_log() is None:  # a rank's log may lack its end
+            raise RunError(f"cannot write to standard output: {error.strerror}") from None
 
 
 def _prepare_streams() -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +12,7 @@ from paceline.config import Config
 from paceline.tools.doctor.compare import _speed, _versions
 from paceline.tools.doctor.devices import driver
 from paceline.tools.doctor.host import Place, busiest, described, interface
+from paceline.tools.doctor.link import Listener, measure
 from paceline.tools.doctor.meeting import Report
 
 Versions = dict[str, str]
@@ -71,3 +73,12 @@ def test_the_remedy_for_listening_on_loopback_is_not_loopback(address: str, fix:
     assert level == "failure"
     assert "other hosts do not reach 127.0.0.1" in seen
     assert remedy.startswith(fix)
+
+
+def test_an_address_with_a_label_is_one_of_its_interface() -> None:
+    listener = Listener("127.0.0.1")
+    with patch("paceline.tools.doctor.link.interface_of", return_value="lo:1"):
+        link = measure("127.0.0.1", listener.port, "127.0.0.1", is_quick=True)
+    listener.close()
+    assert (link.problem, link.interface) == ("", "lo")
+    assert link.interface_mtu > 0

@@ -150,6 +150,24 @@ def test_damaged_rows_and_idle_ranks_are_refused(tmp_path: Path) -> None:
             read_run(path)
 
 
+def test_of_more_ranks_than_a_row_lists_the_rows_by_rank_count(tmp_path: Path) -> None:
+    """Finds: such a run has "damaged rows", however long it trained."""
+    many = replace(TWO, hosts=9, speeds=())
+    path = recorded(tmp_path / "run", plan(CONFIG.replace("train", global_batch_size=72), many, DEVICE))
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lists = [{name: row.pop(name) for name in list(row) if name.startswith("rank_")} for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for every in (3, 5):
+        by_rank = [{"step": row["step"], **by} for row, by in zip(rows, lists, strict=True) if row["step"] % every == 0]
+        (path / "ranks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in by_rank))
+        read_run.cache_clear()
+        if every == 3:
+            assert read_run(path).device.forward[ARCH] == pytest.approx(DEVICE.forward[ARCH])
+        else:
+            with pytest.raises(UserError, match=r"has 8 recorded steps .*with a smaller --log\.ranks-every"):
+                read_run(path)
+
+
 def test_without_a_known_peak_a_plan_says_nothing_of_mfu(tmp_path: Path) -> None:
     """Finds "MFU 0.0%", and numpy's warning about rows that have none."""
     path = recorded(tmp_path / "run", plan(CONFIG, TWO, DEVICE))

@@ -89,7 +89,7 @@ def _serve(connection: socket.socket) -> None:
 def measure(host: str, port: int, address: str, *, is_quick: bool = False) -> Link:
     """Returns the measured link to that host's Listener. Others may measure this host at the same time: then the link
     is used in both directions at once, as in training. address: this host's address. is_quick: only the round trip."""
-    interface = interface_of(address)
+    interface = interface_of(address).partition(":")[0]  # eth0:1 is a label of an address of eth0
     mtu = min(psutil.net_if_stats()[interface].mtu, _MOST_BYTES) if interface else 0
     try:
         link = Link(round_trip_us=_round_trip_us(host, port), interface=interface, interface_mtu=mtu)

@@ -20,6 +20,7 @@ from paceline.model import cost
 from paceline.record import folder
 from paceline.record.events import hosts, starts
 from paceline.record.read import step_of
+from paceline.record.rows import MOST_LISTED
 from paceline.tools.plan import devices, work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
@@ -75,23 +76,35 @@ def read_run(path: Path) -> Machines:
     begun = starts([event for event in rows(run.events) if event and isinstance(event.get("event"), str)])
     if not begun or not isinstance(begun[-1].get("devices"), list):
         raise UserError(f"{path} does not tell its devices: it is of an older paceline, or never trained")
-    steps = _steady(path, list(rows(run.metrics)), begun[-1])
+    steps = _steady(path, _with_lists(run, len(begun[-1]["devices"])), begun[-1])
     names = hosts(begun[-1:])
     if len(set(Counter(names).values())) > 1 or len(list(groupby(names))) > len(set(names)):
         raise UserError(f"{path} had unequal numbers of ranks on its hosts ({', '.join(names)}): plan knows equal ones")
     return _Reader(path, config, steps, names, begun[-1]["devices"]).machines()
 
 
-def _steady(path: Path, rows: list[Row | None], start: Row) -> dict[str, Floats]:
+def _with_lists(run: folder.RunFolder, num_ranks: int) -> list[Row]:
+    """Returns the rows of steps and evaluations. Those of many ranks have no times by rank: only the steps that stand
+    in ranks.jsonl, too, are returned."""
+    found = [row for row in rows(run.metrics) if row]
+    if num_ranks <= MOST_LISTED:
+        return found
+    by_step = {step_of(row): row for row in rows(run.ranks) if row}
+    return [row | by_step[step_of(row)] for row in found if step_of(row) in by_step]
+
+
+def _steady(path: Path, rows: list[Row], start: Row) -> dict[str, Floats]:
     """Returns columns of the last attempt's steps, (rows,) or (rows, ranks), without the first one, which warms up."""
     chosen: deque[Row] = deque(maxlen=_MOST_STEPS)
     for row in rows:
-        if row and "loss" in row and step_of(row) > step_of(start) + 1 and not row.get("skipped"):
+        if "loss" in row and step_of(row) > step_of(start) + 1 and not row.get("skipped"):
             chosen.append(row)
     if len(chosen) < _LEAST_STEPS:
+        is_by_rank = len(start["devices"]) > MOST_LISTED
+        option, which = ("ranks-every", " with times by rank") if is_by_rank else ("every", "")
         raise UserError(
-            f"{path} has {units.plural(len(chosen), 'recorded step')} after the first one of its last attempt; a plan "
-            f"needs {_LEAST_STEPS}: train more steps, with a smaller --log.every"
+            f"{path} has {units.plural(len(chosen), 'recorded step')}{which} after the first one of its last attempt; "
+            f"a plan needs {_LEAST_STEPS}: train more steps, with a smaller --log.{option}"
         )
     try:
         columns = {name: np.array([row[name] for row in chosen], dtype=float) for name in _NUMBERS}
