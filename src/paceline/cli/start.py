@@ -1,4 +1,4 @@
-"""Shared by train and resume: refuse early what cannot work, then be a rank or start ranks."""
+"""Shared by the verbs that start ranks: refuse early what cannot work, then be a rank or start ranks."""
 
 import dataclasses
 import gc

@@ -40,7 +40,7 @@ GROUPS = {
         "report": "one self-contained HTML page with plots of one or several runs",
     },
     "shell": {
-        "completion": "print what makes bash, zsh or fish complete verbs, options and their values",
+        "completion": "print what makes bash or zsh complete verbs, options and their values",
     },
 }
 VERBS = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.base import units
 from paceline.record.rows import Floats
 
-# Legend: P phases, R ranks, W steps.
+# Legend: P phases, R ranks.
 Mask = npt.NDArray[np.bool_]
 
 PER_SEQUENCE = ("data", "forward", "backward")  # phases that grow with the number of sequences

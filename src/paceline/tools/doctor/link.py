@@ -35,7 +35,7 @@ _COUNT = struct.Struct("<Qd")
 class Link:
     """The measured link from this host to another."""
 
-    problem: str = ""  # why nothing does
+    problem: str = ""  # why it could not be measured
     round_trip_us: float = 0.0
     bytes_per_s: float = 0.0
     mtu: int = 0  # bytes of the largest packet that arrives; 0: unknown
