@@ -38,10 +38,6 @@ _DEBRIS = re.compile(r"\.step-\d+\..*(unfinished|pruned|replaced)")
 Record = dict[str, Any]
 
 
-class Abandoned(Exception):
-    """The run ends while a checkpoint waits for other writers; the checkpoint will not exist."""
-
-
 def unfinished_folder(checkpoints: Path, step: int, attempt: str) -> Path:
     return checkpoints / f".{folder_name(step)}.{attempt}.unfinished"
 
@@ -62,8 +58,8 @@ def put_record(folder: Path, writer: int, record: Record) -> None:
 def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) -> list[Record]:
     """Returns these writers' records when all are there. `wait(seconds)` returns whether the run has ended.
 
-    Raises RuntimeError naming the first writer that failed or makes no progress, Abandoned if the run ends. After a
-    failure it still waits for the other writers, which would write into a removed folder.
+    Raises RuntimeError naming the first writer that failed or makes no progress, or if the run ends. After a failure it
+    still waits for the other writers, which would write into a removed folder.
     """
     records: dict[int, Record] = {}
     seen, began = -1, time.monotonic()
@@ -79,7 +75,7 @@ def gather(folder: Path, writers: Sequence[int], wait: Callable[[float], bool]) 
         elif now - since > _PATIENCE_S:
             raise RuntimeError(f"nothing more has come from writer {missing[0]} for {_PATIENCE_S:.0f} s")
         if len(records) < len(writers) and wait(min(_POLL_S[1], max(_POLL_S[0], (now - began) / 20))):
-            raise Abandoned("the run ended before all of it was written")
+            raise RuntimeError("the run ended before all of it was written")
     for writer, record in sorted(records.items()):
         if "problem" in record:
             raise RuntimeError(f"writer {writer}: {record['problem']}")

@@ -12,7 +12,6 @@ from typing import Literal
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import divided, parse
 from paceline.cli.scheduled import filled, train_command
-from paceline.cli.train import checked_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +78,9 @@ _END_S = 10  # for a pod to end, when its ranks have had checkpoint.grace-s to s
 def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
-    command = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
+    command, folder, ranks_grace_s = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
     require_at_least(parsed, "--", nodes=1, nproc=0, gpus=0, failures=0)
-    save_s = math.ceil(checked_arguments(flags).settings.checkpoint.grace_s)
+    save_s = math.ceil(ranks_grace_s)
     needed_s = save_s + _END_S
     if 0 < parsed.grace_s < needed_s:
         raise UserError(
@@ -89,7 +88,7 @@ def main(arguments: list[str]) -> int:
             f"{needed_s}, or a smaller --checkpoint.grace-s after --"
         )
     parsed = dataclasses.replace(parsed, grace_s=parsed.grace_s or needed_s)
-    out = PurePosixPath(command[command.index("--out") + 1])
+    out = PurePosixPath(folder)
     _check_volumes(parsed.volumes, out)
     print(manifest(parsed, _name(parsed, out), ["paceline", *command]), end="")
     return 0

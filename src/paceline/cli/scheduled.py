@@ -20,9 +20,10 @@ def filled(template: str, **values: Any) -> str:
     return _Template(text).substitute(values)
 
 
-def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
-    """Returns the words after `paceline` that begin the run of these flags, or continue it; --out is absolute. ranks:
-    for the message, how the verb takes their number. Raises UserError for flags that `paceline train` refuses."""
+def train_command(verb: str, flags: list[str], ranks: str) -> tuple[list[str], Path, float]:
+    """Returns the words after `paceline` that begin the run of these flags, or continue it; its folder, which is
+    absolute; and the seconds that ranks have to save. ranks: for the message, how the verb takes their number. Raises
+    UserError for flags that `paceline train` refuses."""
     hint = f"the options of `paceline train` come after --, with --out: paceline {verb} -- --preset demo --out runs/x"
     if not flags:
         raise UserError(f"nothing to train: {hint}")
@@ -33,5 +34,6 @@ def train_command(verb: str, flags: list[str], ranks: str) -> list[str]:
     if parsed.nproc != "1" or parsed.max_restarts:
         raise UserError(f"--nproc and --max-restarts after --: {verb.capitalize()} {ranks}")
     rest = without(options, "--out", "--resume")
-    whole = ["train", *rest, "--out", str(Path(parsed.out).absolute()), "--resume", "auto"]
-    return [*whole, "--", *script] if script else whole
+    out = Path(parsed.out).absolute()
+    command = ["train", *rest, "--out", str(out), "--resume", "auto", *(["--", *script] if script else [])]
+    return command, out, parsed.settings.checkpoint.grace_s

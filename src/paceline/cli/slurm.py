@@ -4,12 +4,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import divided, parse, shell_words
 from paceline.cli.scheduled import filled, train_command
-from paceline.cli.train import checked_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +46,12 @@ def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
 def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Slurm, Slurm(), options, "slurm")
-    command = train_command("slurm", flags, "starts the ranks: give --nodes and --tasks-per-node")
+    command, out, grace_s = train_command("slurm", flags, "starts the ranks: give --nodes and --tasks-per-node")
     require_at_least(parsed, "--", nodes=1, tasks_per_node=1, gpus_per_task=0, cpus_per_task=0, save_before_s=1)
-    grace_s = checked_arguments(flags).settings.checkpoint.grace_s
     if parsed.save_before_s < grace_s:
         raise UserError(
             f"--save-before-s is {parsed.save_before_s}, and ranks have {grace_s:g} s to save (checkpoint.grace-s): "
             "give at least that, or a smaller --checkpoint.grace-s after --"
         )
-    name = Path(command[command.index("--out") + 1]).name
-    print(batch_script(parsed, name, [sys.executable, "-m", "paceline", *command]), end="")
+    print(batch_script(parsed, out.name, [sys.executable, "-m", "paceline", *command]), end="")
     return 0

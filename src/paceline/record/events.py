@@ -10,7 +10,7 @@ from paceline.record.folder import COMPLETE
 from paceline.record.read import number
 
 STARTS = ("start", "resume")
-_ENDS = ("end", "failed", "hang")
+ENDS = ("end", "failed", "hang")
 _NOT_SHOWN = ("time", "event", "digest", "state_digests", "version", "torch", "devices")
 
 
@@ -21,11 +21,11 @@ def starts(events: Sequence[Row]) -> list[Row]:
 
 def ending(events: Sequence[Row]) -> tuple[Literal["ended", "stopped", "failed", "imported", ""], str]:
     """Returns how the last attempt ended, and why it stopped or failed, in one line. Empty: no end is recorded."""
-    last = next((event for event in reversed(events) if event["event"] in (*STARTS, "import", *_ENDS)), {"event": ""})
+    last = next((event for event in reversed(events) if event["event"] in (*STARTS, "import", *ENDS)), {"event": ""})
     if last["event"] == "end":
         reason = text(last.get("reason"))
         return ("ended", "") if reason == COMPLETE else ("stopped", reason)
-    if last["event"] in _ENDS:
+    if last["event"] in ENDS:
         return "failed", text(last.get("error", last.get("message", ""))).partition("\n")[0]
     return ("imported" if last["event"] == "import" else ""), ""
 

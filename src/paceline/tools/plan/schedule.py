@@ -107,7 +107,7 @@ class Path:
     is_layered: bool = False  # all micro-batches pass a block before the next block
     encode_s: float = 0.0  # codec time for each element of the model: before the reduce-scatter
     update_codec_s: float = 0.0  # and around the all-gather
-    bucket_bytes: int = 0  # of gradients; 0: the strategy's default on CPUs
+    bucket_bytes: int  # of gradients
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,6 @@ def _sharded_step_s(job: Job, between: Job | None = None) -> float:
 
 def _cut(job: Job, path: Path) -> list[_Bucket]:
     """Returns the buckets in the order of backward. A stage's gradients are ready in proportion to their elements."""
-    most_bytes = path.bucket_bytes or ParallelConfig(strategy=path.strategy).bucket_bytes("cpu")
     buckets: list[_Bucket] = []
     before = 0.0
     for number, stage in reversed(list(enumerate(job.stages))):
@@ -295,7 +294,7 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
         is_end = stage.is_embedding or number == len(job.stages) - 1
         gradient_bits = path.bits.end_gradient if is_end else path.bits.gradient
         for elements in stage.elements:
-            if not buckets or 4 * (buckets[-1].elements + elements) > most_bytes:
+            if not buckets or 4 * (buckets[-1].elements + elements) > path.bucket_bytes:
                 buckets.append(_Bucket())
             bucket = buckets[-1]
             done += elements

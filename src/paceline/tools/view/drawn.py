@@ -36,7 +36,7 @@ def heat(run: Run, stretches: Sequence[Slow]) -> dict[str, Any]:
         "mean": [_listed(row, 3) for row in mean],
         "most": [_listed(row, 3) for row in most] if run.ranks.rows_per_stretch > 1 else [],
         "labels": [_label(rank, names) for rank in range(num_ranks)],
-        "frames": [[slow.rank, slow.since_step, slow.until_step, slow.text] for slow in stretches],
+        "frames": [[slow.rank, slow.since_step, slow.until_step] for slow in stretches],
         "is_uneven": measures.is_uneven(run),
     } if num_ranks > 1 else {}  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.base import units
 from paceline.base.jsonl import Row
-from paceline.record.events import STARTS, starts, text
+from paceline.record.events import ENDS, STARTS, starts, text
 from paceline.record.read import number
 from paceline.record.state import RunState
 from paceline.tools.view.read import Run
@@ -22,7 +22,6 @@ Level = Literal["good", "open", "bad"]
 _LEVELS: dict[str, Level] = {"running": "good", "ended": "good", "failed": "bad"}  # others: open
 _WORDS = {"ended": "finished", "imported": "imported, not trained yet"}
 _SILENT_S, _SILENT_STEPS = 30.0, 10  # a record that is later than this is missed: a save, an evaluation, or a fault
-_STOPS = ("end", "failed", "hang")
 _MOST_NAMED = 3
 
 
@@ -110,7 +109,7 @@ def slow_stretches(events: Sequence[Row], last_step: float, is_running: bool) ->
             reported.setdefault(int(rank), event)
         elif kind == "straggler over" and rank in reported:
             close(int(rank), number(event.get("step")), number(event.get("cost_s")), is_over=True)
-        elif kind in (*STARTS, *_STOPS):
+        elif kind in (*STARTS, *ENDS):
             for slow in list(reported):
                 close(slow, number(event.get("reached" if kind in STARTS else "step")))
             attempt += kind in STARTS
