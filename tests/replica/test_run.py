@@ -2,6 +2,8 @@
 
 import math
 import os
+import shutil
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -23,7 +25,7 @@ from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
 from paceline.replica.checkpoints import load_weights
 from paceline.replica.replica import Replica
-from paceline.replica.run import Run
+from paceline.replica.run import Run, _num_steps
 from paceline.replica.script import check_folder, to_toml
 from paceline.tools.track.points import Position, Reader
 from paceline.tools.view import read as view
@@ -148,6 +150,16 @@ def test_one_that_is_asked_to_stop_saves_and_exits_with_75(straight: Path, tmp_p
     assert found == pytest.approx([row["loss"] for row in training_rows(straight)], abs=1e-6)
 
 
+def test_one_whose_checkpoints_are_gone_does_not_begin_again(straight: Path, tmp_path: Path) -> None:
+    """Mutation: it begins again at step 0, and its rows are erased."""
+    shutil.copytree(straight, tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    (ended,) = train(tmp_path / "run")
+    assert "is its disk mounted? Nothing was changed" in ended.require(1).err
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize("where", ["exit", "exit outside"])
 def test_a_script_that_exits_early_is_not_called_complete(tmp_path: Path, where: str) -> None:
     """Mutations: every script that leaves the world has reached its horizon; at exit the status is not known."""
@@ -241,7 +253,7 @@ def sweep(world: World, folder: Path) -> list[Any]:
             step.finish()
             if world.is_main:
                 script.log(early=1.0)
-            script.log(rank=world.rank, nan=math.nan)
+            script.log(rank=world.rank, nan=math.nan, ends=-math.inf if world.is_main else math.inf)
             if step.number == 1:
                 script.evaluated(best=5)  # its row comes before the step's
             if step.number == 3:
@@ -265,8 +277,8 @@ def sweep(world: World, folder: Path) -> list[Any]:
 
 def test_rows_are_whole_in_whatever_order_the_body_calls(tmp_path: Path) -> None:
     """Mutations: a row comes after its step's save, and a kill between them loses it; an evaluation before the row
-    replaces it on the page; the loss of a step that was saved before is not compared; NaN, which JSON lacks; a run goes
-    on while the script makes the next one."""
+    replaces it on the page; the loss of a step that was saved before is not compared; NaN, which JSON lacks; infinities
+    that cannot be added; a run goes on while the script makes the next one."""
     (found, other) = run_ranks(sweep, 2, tmp_path)
     assert found == ["start", 1, 1, "end", 1, 1]
     assert other == [0] * 4  # rank 0 warns
@@ -274,7 +286,7 @@ def test_rows_are_whole_in_whatever_order_the_body_calls(tmp_path: Path) -> None
         written = rows(tmp_path / name / "metrics.jsonl")
         assert [row["step"] for row in written] == [1, 1, 2, 2, 3, 4, 4, 5]
         trained = [row for row in written if "loss" in row]
-        assert [(row["early"], row["rank"], row["nan"]) for row in trained] == [(1.0, 0.5, None)] * 5
+        assert [(row["early"], row["rank"], row["nan"], row["ends"]) for row in trained] == [(1.0, 0.5, None, None)] * 5
         assert not [row for row in written if "late" in row]
         assert [(row["val_loss"], row["best"], row["tokens"]) for row in written if "val_loss" in row] == [
             (None, 5.0, 4),
@@ -344,6 +356,68 @@ def test_a_cell_that_runs_again_makes_the_run_again(tmp_path: Path) -> None:
     found = training_rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert [row.get("twice") for row in found] == [None] * 4 + [2.0] * 2
+
+
+def evaluated(world: World, folder: Path) -> list[Any]:
+    """Evaluations whose loss rank 0 alone has, or another rank has not; what each rank then saves with the step."""
+    net = nn.Linear(2, 1)
+    replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
+    script = Run(folder, net=replica)
+    replica.train(torch.ones(4, 2), lambda x: net(x).mean())
+    found = []
+    for of_rank_0, of_others in ((0.5, None), (0.25, math.nan), (math.nan, 0.5)):
+        script.evaluated(loss=of_rank_0 if world.is_main else of_others)
+        found.append(script._val_loss())
+    return found
+
+
+def test_all_ranks_decide_by_the_loss_of_rank_0_what_to_save(tmp_path: Path) -> None:
+    """Mutation: at the end rank 0 saves the loss of a step, and the others, which have none, do not."""
+    assert run_ranks(evaluated, 2, tmp_path) == [[0.5, 0.25, None]] * 2
+
+
+CELLS = """
+import gc, sys, weakref, torch, paceline
+
+def cell(folder):
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    replica = paceline.Replica(net, optimizer, paceline.join(paceline.ParallelConfig(device="cpu")))
+    run = paceline.Run(folder, net=replica)
+    for step in run.steps(torch.ones(8, 2), batch_size=4, max_steps=replica.num_steps + 2):
+        for x in step:
+            step.backward(net(x).mean())
+        step.finish()
+    return [weakref.ref(each) for each in (net, optimizer, replica, run, run.checkpoints)]
+
+first, again = cell("one"), cell("one")
+cell("other")
+gc.collect()
+print([[type(each()).__name__ for each in left if each() is not None] for left in (first, again)])
+"""
+
+
+def test_a_run_that_another_one_replaced_is_freed(tmp_path: Path) -> None:
+    """Mutation: what is called when the world is left keeps all runs, with their models and optimizer states."""
+    ended = subprocess.run([sys.executable, "-c", CELLS], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "[[], []]" in ended.stdout.splitlines()
+    for name in ("one", "other"):
+        assert events(tmp_path / name)[-1] == "end"
+
+
+def test_arguments_of_a_run_are_used_or_refused(world: World, tmp_path: Path) -> None:
+    net = nn.Linear(2, 1)
+    replica = Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
+    with pytest.raises(UserError, match="every is 0; it is a number of steps for each row"):
+        Run(tmp_path, every=0, net=replica)
+    script, data = Run(tmp_path, net=replica), TensorDataset(torch.ones(8, 2))
+    with pytest.raises(UserError, match="batch_size is 0"):
+        next(script.steps(data, epochs=1, batch_size=0))
+    with pytest.raises(UserError, match=r"run\.steps hears signals in any case: leave stop_on_signals= out"):
+        next(script.steps(data, stop_on_signals=True, batch_size=4))
+    assert _num_steps(range(10), None, 2, {"batch_size": 4}) == 6
+    assert _num_steps(range(10), None, 2, {"batch_size": 4, "drop_last": True}) == 4
 
 
 def test_the_command_of_a_script_is_executed_by_its_owner_alone(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ import torch
 
 from paceline import __version__
 from paceline.base import units
-from paceline.base.errors import EXIT_RESUMABLE, UserError
+from paceline.base.errors import EXIT_RESUMABLE, RunError, UserError
 from paceline.base.jsonl import last_rows
+from paceline.base.sums import exact_sum
 from paceline.record import folder as run_folder
 from paceline.record.config import LogConfig
 from paceline.record.console import Console
@@ -104,6 +106,8 @@ class Run:
             raise mistake('an object of paceline.Run cannot have the name "run", which is that of its own state')
         if not isinstance(config, Mapping | None):
             raise mistake(f"config is a {type(config).__name__}; it is a dict, such as vars(arguments)")
+        if every < 1:
+            raise mistake(f"every is {every}; it is a number of steps for each row, at least 1")
         self.replica, self.world = replicas[0], replicas[0].world
         self.world.calls.record("Run")
         self.folder, self._unit, self._flops = RunFolder(Path(folder)), unit, flops_per_sample
@@ -150,9 +154,10 @@ class Run:
         self.checkpoints.before_publishing = self.folder.sync
         self.checkpoints.on_outcome = self._recorder.saved
         self.checkpoints.on_news = self._recorder.event
-        at_leaving(self._leave)
-        at_failing(self._fail)
-        at_hang(self._record_hang)
+        folder = self.folder.path
+        at_leaving(partial(_of_open, folder, Run._leave))
+        at_failing(partial(_of_open, folder, Run._fail))
+        at_hang(partial(_of_open, folder, Run._record_hang))
 
     def steps(
         self, source: Any, *, max_steps: int | None = None, epochs: int | None = None, **sharing: Any
@@ -160,7 +165,9 @@ class Run:
         """Yields steps as `Replica.steps`, and records each when its body has ended. When a signal asked for a stop,
         saves after the current step and exits with EXIT_RESUMABLE (75), on all ranks."""
         self._require_open("steps")
-        num_steps = _num_steps(source, max_steps, epochs, sharing.get("batch_size"))
+        if "stop_on_signals" in sharing:
+            raise mistake("run.steps hears signals in any case: leave stop_on_signals= out")
+        num_steps = _num_steps(source, max_steps, epochs, sharing)
         try:
             with self._console.progress(1.0 if num_steps else None):
                 for step in self.replica.steps(
@@ -215,7 +222,9 @@ class Run:
         values = {name: _number("evaluated", name, value) for name, value in numbers.items()}
         if loss is not None:
             values["val_loss"] = _number("evaluated", "loss", loss)
-            self._evaluated = (step, values["val_loss"]) if math.isfinite(values["val_loss"]) else None
+        val_loss = self.world.group.broadcast_json(values.get("val_loss"))  # by it all ranks decide what to save
+        if val_loss is not None:
+            self._evaluated = (step, val_loss) if math.isfinite(val_loss) else None
         if self.world.is_main:
             row = {"step": step, "val_loss": None, **values, "tokens": self._state["items"], "unit": self._unit}
             row = {**finite(row), "elapsed_s": self._state["elapsed_s"]}
@@ -227,10 +236,12 @@ class Run:
 
     def save_every(self, num_steps: int) -> bool:
         """Saves if the number of steps made is a multiple of num_steps; returns whether it saved. Collective."""
+        self._require_open("save_every")
         return self.checkpoints.save_every(num_steps, self._val_loss())
 
     def save(self) -> None:
         """Saves this step, while training continues. Collective."""
+        self._require_open("save")
         self.checkpoints.save(self._val_loss())
 
     # ---- rows ----
@@ -323,8 +334,15 @@ class Run:
     # ---- begin and end ----
 
     def _begin(self, config: Mapping[str, Any]) -> None:
-        """Restores the newest checkpoint, if there is one, and records how the run begins. Collective."""
+        """Restores the newest checkpoint, if there is one, and records how the run begins. Collective. Raises RunError
+        on all ranks if the run's checkpoints are gone."""
         step = self.checkpoints.restore()
+        if step is None and self.world.group.broadcast_json(self.world.is_main and self.folder.has_saved()):
+            raise RunError(
+                f"checkpoints of this run have been saved, and {self.folder.checkpoints} has none: is its disk "
+                "mounted? Nothing was changed",
+                reach="world",
+            )
         self._first = self._recorded = self.replica.num_steps
         self._written_s = self._state["elapsed_s"]
         reached, changed = from_rank_0(self.world.group, lambda: self._write_setup(step or 0, config))
@@ -361,6 +379,7 @@ class Run:
             self._let_go()
         elif self._recorded > self._first and self._loop is None:
             self._leave()
+            self.checkpoints._end()
 
     def _require_open(self, verb: str) -> None:
         if self._is_over:
@@ -427,15 +446,22 @@ class Run:
             self._is_over = True
 
 
+def _of_open(folder: Path, call: Callable[..., None], *arguments: Any) -> None:
+    """Calls a method of the folder's open run, if there is one. Named by folder, so that an ended run, with its model,
+    is not kept alive."""
+    if (run := _OPEN.get(folder)) is not None:
+        call(run, *arguments)
+
+
 def _means(by_rank: Sequence[Mapping[str, float | None]], weights: Sequence[float]) -> dict[str, float | None]:
     """Returns the mean of each number, weighted, over the ranks that have it; None if it is not finite."""
     means: dict[str, float | None] = {}
     for name in dict.fromkeys(name for logged in by_rank for name in logged):
         pairs = [(logged.get(name), weight) for logged, weight in zip(by_rank, weights, strict=True)]
         known = [(value, weight) for value, weight in pairs if value is not None]
-        total = math.fsum(weight for _, weight in known)
+        total = exact_sum(weight for _, weight in known)
         if total:
-            mean = math.fsum(value * weight for value, weight in known) / total
+            mean = exact_sum(value * weight for value, weight in known) / total
             means[name] = mean if math.isfinite(mean) else None
     return means
 
@@ -450,12 +476,12 @@ def _number(verb: str, name: str, value: Any) -> float:
         ) from None
 
 
-def _num_steps(source: Any, max_steps: int | None, epochs: int | None, batch_size: Any) -> int | None:
+def _num_steps(source: Any, max_steps: int | None, epochs: int | None, sharing: Mapping[str, Any]) -> int | None:
     """Returns how many steps a loop makes in all; None if the source does not say it."""
     known = [] if max_steps is None else [max_steps]
     if epochs is not None:
+        batch_size = sharing.get("batch_size") or 1  # a data set counts samples, a loader batches
         with contextlib.suppress(TypeError, NotImplementedError):
-            # A data set counts samples, a loader batches.
-            size = len(source) if batch_size is None else math.ceil(len(source) / batch_size)
-            known.append(epochs * size)
+            steps = len(source) / batch_size
+            known.append(epochs * (math.floor(steps) if sharing.get("drop_last") else math.ceil(steps)))
     return min(known, default=None)
