@@ -145,8 +145,12 @@ def test_scripts_that_give_other_sources_first_are_refused(world: World, tmp_pat
 
 def test_another_size_is_refused(world: World, tmp_path: Path) -> None:
     run(world, str(tmp_path), curriculum, 8)
+    script = Script(world, str(tmp_path), 0)
     with pytest.raises(UserError, match=r"num_samples 8, here it is 12.*the same sources in the same order"):
-        run(world, str(tmp_path), lambda script: script.phase(loader(2, size=12), max_steps=11))
+        script.phase(loader(2, size=12), max_steps=11)
+    curriculum(script)  # in a notebook's next cell, corrected
+    script.checkpoints._end()
+    assert script.seen == run(world, str(tmp_path / "straight"), curriculum)[8:]
 
 
 # ---- shares ----
@@ -183,6 +187,25 @@ def test_sources_of_later_steps_begin_anew_when_an_earlier_checkpoint_is_restore
     script.phase(first, max_steps=4)
     script.phase(second, max_steps=6)
     assert script.seen[-3:] == [[106, 107], [200, 201], [202, 203]]
+    script.checkpoints._end()
+
+
+def test_a_freed_source_begins_anew_when_a_checkpoint_from_before_it_is_restored(world: World, tmp_path: Path) -> None:
+    script, first, second = Script(world, str(tmp_path), 0), loader(1), loader(2)
+    script.phase(first, max_steps=3)
+    script.checkpoints.save()
+    script.phase(first)
+    script.phase(second)
+    batches = paceline.share(loader(3), world)
+    for source in (batches, loader(4), loader(5)):  # frees those before
+        script.phase(source)
+    assert script.checkpoints.restore() == 3
+    script.phase(first)
+    script.phase(second)
+    script.phase(batches, max_steps=10)
+    whole = [[2 * step, 2 * step + 1] for step in range(4)]
+    wanted = [[100 * number + row for row in rows] for number in (2, 3) for rows in whole]
+    assert script.seen[-7:] == [[106, 107], *wanted[:6]]
     script.checkpoints._end()
 
 

@@ -125,7 +125,7 @@ def trained(world: World, folder: str, draw: Callable[[], Any], save_at: int, **
     for step in replica.steps(draw, micro_batches=3, max_steps=6):
         for x in step:
             found.append(x.flatten().tolist())
-            step.backward(model(x).mean())
+            step.backward(model(torch.as_tensor(x)).mean())
         step.finish()
         if step.number == save_at:
             checkpoints.save()
@@ -140,10 +140,18 @@ def counting(start: int = 0) -> Callable[[], torch.Tensor]:
     return lambda: rows.fill_(float(next(numbers)))
 
 
+def arrays() -> Callable[[], Any]:
+    draw = counting()
+    return lambda: draw().numpy().copy()
+
+
 def stopped_and_resumed(world: World, folder: str) -> Any:
     whole = trained(world, f"{folder}/a", counting(), 0)
-    first = trained(world, f"{folder}/b", counting(), 4)
-    return whole, first + trained(world, f"{folder}/b", counting(), 0)
+    parts = []
+    for kind, make in (("tensors", counting), ("arrays", arrays)):
+        parts.append(trained(world, f"{folder}/{kind}", make(), 4))
+        parts[-1] += trained(world, f"{folder}/{kind}", make(), 0)
+    return whole, parts
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +164,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_a_function_that_begins_anew_is_called_as_often_as_before(
     world: World, two_ranks: dict[str, list[Any]], tmp_path: Path
 ) -> None:
-    """Finds: a resume whose steps 5 and 6 have the batches of steps 1 and 2, also where all are in one memory."""
+    """Finds: a resume whose steps 5 and 6 have the batches of steps 1 and 2, also where all are in one memory, and
+    where they are numpy's."""
     whole, parts = stopped_and_resumed(world, str(tmp_path))
-    assert parts == whole
+    assert parts == [whole, whole]
     assert whole == [[float(number)] * 2 for number in range(18)]
     for rank, (whole, parts) in enumerate(two_ranks["resumed"]):
-        assert parts == whole, rank
+        assert parts == [whole, whole], rank
         assert len(whole) == 6 * (2 - rank)
 
 

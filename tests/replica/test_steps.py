@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.base.seeds import key
+from paceline.replica import generators
 from paceline.world.runtime import World
 
 
@@ -101,13 +104,14 @@ def test_the_second_micro_batch_is_read_after_the_first_one_s_forward(world: Wor
 # ---- noise by row ----
 
 
-def noisy(world: World) -> tuple[dict[int, list[float]], list[int]]:
+def noisy(world: World, shares: tuple[int, ...] = ()) -> tuple[dict[int, list[float]], list[int]]:
     """The noise that each sample of each step got on this rank, and the generator at the end."""
     model = linear()
     replica = paceline.Replica(model, sgd(model), world)
     torch.manual_seed(5)
     found: dict[int, list[float]] = {}
-    for step in replica.steps(torch.arange(8), batch_size=5, micro_batch_size=2, shuffle=False):  # then one of 3
+    sharing: dict[str, Any] = {"batch_size": 5, "micro_batch_size": 2, "shuffle": False, "shares": shares}
+    for step in replica.steps(torch.arange(8), **sharing):  # then one of 3
         for numbers in step:
             noise, other = step.draw(torch.randn, 3), step.draw(torch.rand)
             found |= {int(n): [*row.tolist(), float(more)] for n, row, more in zip(numbers, noise, other, strict=True)}
@@ -136,12 +140,22 @@ class Seen:
     waited_for: list[tuple[float, float]]
     weighed: dict[str, tuple[float, float, list[float]]]
     noisy: tuple[dict[int, list[float]], list[int]]
+    noisy_beside: tuple[dict[int, list[float]], list[int]]  # rank 0 has no rows
     drawn: Any
     drawn_with_dropout: Any
+    random_evaluation: float
 
 
 def see(world: World) -> Seen:
-    return Seen(waited_for(world), weighed(world), noisy(world), drawing(world, 0.0), drawing(world, 0.5))
+    return Seen(
+        waited_for(world),
+        weighed(world),
+        noisy(world),
+        noisy(world, (0, 1, 1)),
+        drawing(world, 0.0),
+        drawing(world, 0.5),
+        random_evaluation(world),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +164,13 @@ def on_ranks() -> list[Seen]:
 
 
 def test_noise_belongs_to_the_sample_on_any_number_of_ranks(world: World, on_ranks: list[Seen]) -> None:
-    """D6: with several micro-batches, and ranks without one; and the generators stay equal."""
+    """D6: with several micro-batches, and ranks without one, also rank 0; and the generators stay equal."""
     expected, state = noisy(world)
     assert sorted(expected) == list(range(8))
     assert len({row[0] for row in expected.values()}) == 8
-    assert {n: row for seen in on_ranks for n, row in seen.noisy[0].items()} == expected
-    assert [seen.noisy[1] == state for seen in on_ranks] == [True] * len(on_ranks)
+    for by_rank in ([seen.noisy for seen in on_ranks], [seen.noisy_beside for seen in on_ranks]):
+        assert {n: row for rows, _ in by_rank for n, row in rows.items()} == expected
+        assert [at_end == state for _, at_end in by_rank] == [True] * len(on_ranks)
 
 
 def test_a_wait_before_a_step_is_no_part_of_it(on_ranks: list[Seen]) -> None:
@@ -238,6 +253,32 @@ def test_an_evaluation_over_a_function_that_draws_is_one_step_of_it(world: World
     assert len(draws) == 3
     with torch.no_grad():
         assert found == pytest.approx(float(torch.stack([model(x).mean() for x in draws]).mean()))
+
+
+def random_evaluation(world: World) -> float:
+    """The mean of numpy's numbers that an evaluation draws beside the samples."""
+    model = linear()
+    replica = paceline.Replica(model, sgd(model), world)
+    return float(replica.evaluate(torch.arange(3), lambda x: float(np.random.rand()), batch_size=3))
+
+
+def test_an_evaluation_draws_the_same_whatever_it_reads(on_ranks: list[Seen]) -> None:
+    """Finds: reading, which draws by the row, seeds the generator of an evaluation anew."""
+    with generators.seeded(5):
+        first, second, third = (np.random.rand() for _ in range(3))
+    with generators.seeded(5):
+        assert np.random.rand() == first
+        with generators.seeded(6):
+            np.random.rand()
+            with generators.seeded(7):
+                np.random.rand()
+        assert np.random.rand() == second
+        with generators.seeded(8), generators.seeded(9), generators.seeded(10):
+            np.random.rand()
+        assert np.random.rand() == third
+    with generators.seeded(key("evaluation")):
+        drawn = float(np.random.rand())
+    assert [seen.random_evaluation for seen in on_ranks] == pytest.approx([drawn] * len(on_ranks))
 
 
 # ---- nanoGPT's loop ----

@@ -175,7 +175,7 @@ class DatasetShare(Share):
         # A plain DataLoader draws a seed for its workers; persistent ones get it once.
         if isinstance(self._order, LoaderOrder) and (number == 0 or not self._script_loader.persistent_workers):
             self._before_worker_seed = (self._script_loader.generator or torch.default_generator).get_state()
-            drawn["base"] = _draw_worker_seed(self._script_loader, self._world)
+            drawn["base"] = self._world.group.share_integers([_draw_worker_seed(self._script_loader)])[0][0]
         drawn.update(self._order.begin(self._world.group))
         return drawn
 
@@ -274,7 +274,7 @@ class StreamShare(Share):
     def _begin(self, number: int) -> Drawn:
         """Returns rank 0's generator state, so that the workers of all ranks read the same samples."""
         text = generators.text_of(self._script_loader.generator or torch.default_generator)
-        _draw_worker_seed(self._script_loader, self._world)
+        _draw_worker_seed(self._script_loader)  # as the plain DataLoader does
         return {"state": self._world.group.broadcast_json(text)}
 
     def _steps(self, number: int, first: int, drawn: Drawn) -> Iterator[Batch]:
@@ -341,7 +341,6 @@ def _init_worker(script_init: Any, first: int, worker: int) -> None:
         script_init(first + worker)
 
 
-def _draw_worker_seed(loader: DataLoader[Any], world: World) -> int:
-    """Returns the worker seed that rank 0's DataLoader draws. Collective."""
-    base = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    return world.group.share_integers([int(base.item())])[0][0]
+def _draw_worker_seed(loader: DataLoader[Any]) -> int:
+    """Returns the worker seed that the DataLoader draws on this rank."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())

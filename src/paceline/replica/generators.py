@@ -18,7 +18,7 @@ from paceline.world.group import Group
 
 States = tuple[Any, ...]
 CPU = torch.device("cpu")
-_NUMPY = np.random.MT19937(0)  # replaces numpy's global generator inside `seeded`
+_NUMPY = [np.random.MT19937(0)]  # free to replace numpy's global generator inside `seeded`: one for each level
 
 
 def states(device: torch.device) -> States:
@@ -55,7 +55,8 @@ def seeded(seed: int) -> Iterator[None]:
     """Draws inside, on the CPU, depend on the seed alone; afterwards the global generators are as before, except the
     second half of a pair that numpy's randn may have cached. Half as slow as `aside`."""
     outside = torch.get_rng_state(), np.random.mtrand.get_bit_generator(), random.getstate()
-    np.random.mtrand.set_bit_generator(_NUMPY)
+    inside = _NUMPY.pop() if _NUMPY else np.random.MT19937(0)
+    np.random.mtrand.set_bit_generator(inside)
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -65,6 +66,7 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(outside[0])
         np.random.mtrand.set_bit_generator(outside[1])
         random.setstate(outside[2])
+        _NUMPY.append(inside)
 
 
 def drawn_from(source_states: States, items: Iterator[Any]) -> Iterator[Any]:
@@ -87,12 +89,12 @@ def advanced(here: States, begun: States, end: States) -> States:
     return tuple(after if is_same else now for now, after, is_same in zip(here, end, same, strict=True))
 
 
-def agree(group: Group, device: torch.device) -> None:
-    """Copies rank 0's global generators to all ranks. Collective."""
+def agree(group: Group, device: torch.device, source: int = 0) -> None:
+    """Copies the global generators of the rank `source` to all ranks. Collective."""
     here = to_text(states(device))
     rows = group.share_integers([key(here)])
     if any(row != rows[0] for row in rows):
-        put_back(from_text(group.broadcast_json(here)), device)
+        put_back(from_text(group.broadcast_json(here, source)), device)
 
 
 def to_text(kept: States) -> str:

@@ -25,7 +25,7 @@ class _Source:
     source: Any  # as the script gave it; a weak reference after `drop`
     sharing: dict[str, Any]
     share: Share | None  # None: dropped
-    position: Position | None = None  # of a dropped share
+    position: Position | None = None  # of a dropped share; None: at its beginning
 
     def is_of(self, source: Any) -> bool:
         return self.source is source or (isinstance(self.source, weakref.ref) and self.source() is source)
@@ -63,8 +63,12 @@ class Sources:
                 f"this source was shared with other arguments before: {known.sharing}. Give these, or make it anew"
             )
         if known.share is None:
-            known.source, known.share = source, self._shared(source, sharing)
-            known.share.load_state_dict(known.position or {})
+            made = self._shared(source, sharing)
+            if known.position is None:  # restored to a checkpoint from before its first use
+                made.rewound()
+            else:
+                made.load_state_dict(known.position)
+            known.source, known.share = source, made
         return known.share
 
     def of_evaluation(self, source: Any, sharing: dict[str, Any]) -> Share:
@@ -117,12 +121,13 @@ class Sources:
 
     def _add(self, source: Any, sharing: dict[str, Any]) -> Share:
         made = self._shared(source, sharing)
+        if self._waiting:
+            made.load_state_dict(self._waiting[0])  # an error leaves the position to the right source
+            self._waiting.pop(0)
         finished = [each for each in self._all if each.share is not None and each.share.epoch and not each.share.step]
         for each in finished[:-1]:  # scripts may alternate between two
             each.drop()
         self._all.append(_Source(source, sharing, made))
-        if self._waiting:
-            made.load_state_dict(self._waiting.pop(0))
         return made
 
     def _shared(self, source: Any, sharing: dict[str, Any]) -> Share:

@@ -124,7 +124,8 @@ class Share:
             yield from batch.draw()
 
     def peek(self) -> Any:
-        """Returns a sample micro-batch, to look at shapes, without using it up."""
+        """Returns a sample micro-batch, to look at shapes. Uses nothing up, except of a function with a state of its
+        own, such as the next() of an iterator."""
         if self._last is not None:
             return self._last
         with generators.aside(generators.CPU):
@@ -297,8 +298,9 @@ class FunctionShare(Share):
 
 
 def _digest(micro_batch: Any) -> int:
-    """Returns a hash of the first rows of a micro-batch's tensors; 0 if it has none."""
-    return digest_of([tensor[:1] if tensor.ndim else tensor for tensor in tensors_in(micro_batch)])
+    """Returns a hash of the first rows of a micro-batch's tensors; of all of it, such as arrays, if it has none."""
+    first_rows = [tensor[:1] if tensor.ndim else tensor for tensor in tensors_in(micro_batch)]
+    return digest_of(first_rows) if first_rows else sample_digest(micro_batch)
 
 
 class LaneShare(Share):

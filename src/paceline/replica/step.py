@@ -335,7 +335,8 @@ class Step:
         replica.batch_fraction = self._weight / total if total else 1 / replica.world.world_size
         replica.average_statistics()
         if len({row.drawn_from for row in rows}) > 1:  # a rank without a micro-batch has not drawn
-            generators.agree(replica.world.group, replica.world.device)
+            source = next(rank for rank, row in enumerate(rows) if row.drawn_from)
+            generators.agree(replica.world.group, replica.world.device, source)
         if not replica.num_steps and (problem := replica.updates.not_kept()):
             mistakes.warn(f"{problem}, so a checkpoint will be refused; take another optimizer", replica.world)
         replica.num_steps += 1
