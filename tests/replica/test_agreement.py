@@ -87,6 +87,11 @@ def numbers(world: World) -> dict[str, str]:
     step = with_total.step(ROWS[:4][0], total=world.world_size)
     step.backward(with_total.model(ROWS[:4][0]).mean())
     found["total"] = said(step.finish)
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    of_one_class = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in layers]
+    several = Replica(layers, of_one_class, world)
+    of_one_class[3].param_groups[0]["lr"] = 0.5 + world.rank
+    found["of one class"] = said(lambda: train(several, 1))
     return found
 
 
@@ -103,6 +108,9 @@ def test_a_number_that_differs_by_rank_is_an_error_in_its_step(two_ranks: dict[s
     assert "max_norm differs by rank: 1.0 on rank 0, 2.0 on rank 1" in one["max_norm"]
     assert "lr of group 0 differs by rank: 0.25 on rank 0, 0.5 on rank 1" in one["tensor"]
     assert "lr of group 0 differs by rank: 0.0 on rank 0, 1.0 on rank 1" in one["total"]
+    assert (
+        "lr of group 0 of SGD differs by rank: 0.5, 0.5, 0.5, 0.5 on rank 0, 0.5, 0.5, 0.5, 1.5" in one["of one class"]
+    )
     assert all("world.mean(progress)" in text for text in one.values())
 
 

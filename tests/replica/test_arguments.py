@@ -293,11 +293,15 @@ def test_sums_of_losses_in_bfloat16_are_added_exactly(world: World) -> None:
     assert step.finish().loss == 128.5
 
 
-def test_a_signal_after_the_last_step_of_a_loop_ends_the_next_loop(world: World) -> None:
+@pytest.mark.parametrize("max_steps", [1, 5])
+def test_a_signal_after_the_last_step_of_a_loop_ends_the_next_loop(world: World, max_steps: int) -> None:
+    """Also of a loop that the script leaves by `break`."""
     replica = made(world)
-    for step in replica.steps(DATA, batch_size=4, max_steps=1, stop_on_signals=True):
+    for step in replica.steps(DATA, batch_size=4, max_steps=max_steps, stop_on_signals=True):
         replica.train(step, lambda x, y: mse_loss(replica.model(x), y))
         signal.raise_signal(signal.SIGUSR1)
+        if max_steps > 1:
+            break
     try:
         assert replica.stop_reason is None
         assert len(train(replica, DATA, 3, batch_size=4, stop_on_signals=True)) == 1

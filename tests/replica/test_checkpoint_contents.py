@@ -155,6 +155,18 @@ def test_one_process_goes_on_to_the_bit(world: World, tmp_path: Path) -> None:
         assert overall(tensors) == overall(wanted[saved][1])
 
 
+def test_how_updates_are_computed_is_not_restored(world: World, tmp_path: Path) -> None:
+    """The script says it, perhaps on another device; the learning rate is that of the checkpoint."""
+    for is_fused, lr in ((False, 0.02), (True, 0.5)):
+        model = net(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=is_fused)
+        checkpoints = Checkpoints(tmp_path, net=Replica(model, optimizer, world))
+        checkpoints.restore()
+        assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["lr"]) == (is_fused, 0.02)
+        checkpoints.save()
+        checkpoints._end()
+
+
 def test_a_part_is_restored_with_a_warning_and_weights_are_read_by_name(world: World, tmp_path: Path) -> None:
     script = Script(world, "zero")
     script.train(2)

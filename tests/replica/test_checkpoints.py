@@ -372,8 +372,28 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(world: World, tmp_path
     script = Script(world, "adamw", "ddp")
     script.replica.model.add_module("more", nn.Linear(2, 2))
     refused(script, r"another model: more.weight is not there in it and \[2, 2\] here")
-    with pytest.raises(UserError, match="schedule does not take back what was saved of it"):
+    with pytest.raises(UserError, match="schedule does not take back what was saved of it") as refused:
         Checkpoints(tmp_path, **(Script(world, "adamw", "ddp").state | {"schedule": nn.Linear(1, 1)})).restore()
+    assert refused.value.reach == "world"
+
+
+ELSEWHERE = """
+import os, torch, paceline
+net = torch.nn.Linear(2, 1)
+world = paceline.join(paceline.ParallelConfig(device="cpu"))
+replica = paceline.Replica(net, torch.optim.SGD(net.parameters(), 0.1), world)
+checkpoints = paceline.Checkpoints("run", net=replica)
+replica.train(torch.ones(4, 2), lambda x: net(x).mean())
+os.chdir("/")
+checkpoints.save()
+"""
+
+
+def test_a_folder_is_the_one_that_it_was_when_it_was_named(tmp_path: Path) -> None:
+    """Finds: a script that changes its directory, and whose last checkpoint is nowhere, with exit status 0."""
+    ended = subprocess.run([sys.executable, "-c", ELSEWHERE], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(load_weights(tmp_path / "run")) == ["bias", "weight"]
 
 
 def test_values_that_are_not_json_are_refused_with_the_line(world: World, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """No two workers and no two ranks draw the same random numbers, and the script's generators stay equal on all ranks."""
 
 import random
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,6 +113,24 @@ def test_workers_that_are_spawned_are_given_the_script_s_function() -> None:
     ]
     np.random.seed(0)
     assert [row[3] for row in rows] == [int(np.random.randint(1 << 40)) for _ in range(8)]
+
+
+WITHOUT_SIGWAITINFO = """
+import os, signal
+del signal.sigwaitinfo
+from paceline.replica.stopping import STOP_SIGNALS, outlive_signals
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+outlive_signals()
+print(set(signal.pthread_sigmask(signal.SIG_BLOCK, [])) & set(STOP_SIGNALS), flush=True)
+os.kill(os.getpid(), signal.SIGHUP)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_worker_ends_on_a_system_that_does_not_say_who_sent_a_signal() -> None:
+    """macOS has no sigwaitinfo."""
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_SIGWAITINFO], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "set()\n"), ended.stderr
 
 
 @pytest.mark.parametrize("persistent", [True, False])

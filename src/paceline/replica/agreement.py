@@ -23,7 +23,7 @@ from paceline.world.facts import unequal_kinds
 from paceline.world.runtime import World
 
 # Of a parameter group: how the update is computed, not which; a rank with another device may have others.
-_NOT_COMPARED = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+HOW_COMPUTED = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
 
 # ---- numbers ----
@@ -43,7 +43,8 @@ def require_equal_numbers(rows: Sequence[Exchanged], replica: ReplicatedModel, m
     for optimizer, group, key, value in _numbers(replica):
         of = f" of {type(replica.optimizers[optimizer]).__name__}" if several else ""
         numbers.setdefault(f"{key} of group {group}{of}", []).append(value)
-    texts = [{name: listed(values) for name, values in row.items()} for row in replica.world.group.share_json(numbers)]
+    by_rank = replica.world.group.share_json(numbers)
+    texts = [{name: ", ".join(map(str, values)) for name, values in row.items()} for row in by_rank]
     names = dict.fromkeys(name for row in texts for name in row)
     different = [name for name in names if len({row.get(name) for row in texts}) > 1]
     values = [row.get(different[0], "missing") for row in texts]
@@ -67,7 +68,7 @@ def _numbers(replica: ReplicatedModel) -> list[tuple[int, int, str, float]]:
             for key, value in group.items():
                 if type(value) is float:
                     numbers.append((number, index, key, value))
-                elif value is not None and key not in _NOT_COMPARED:
+                elif value is not None and key not in HOW_COMPUTED:
                     for item in value if isinstance(value, tuple | list) else (value,):
                         is_number = isinstance(item, Tensor) and item.numel() == 1
                         if is_number or isinstance(item, int | float | np.number):

@@ -70,7 +70,7 @@ class Checkpoints(CheckpointFolder):
 
         Raises UserError on all ranks if the folder cannot be written or another process uses it.
         """
-        folder = Path(folder)
+        folder = Path(folder).absolute()  # the script may change its directory
         config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best, to=to)
         config.check()
         replicas = {name: thing for name, thing in objects.items() if isinstance(thing, Replica)}

@@ -24,6 +24,7 @@ from paceline.checkpoint.manifest import Kind
 from paceline.checkpoint.shards import dtype_of
 from paceline.optim.optimizer import ParamSlice
 from paceline.replica import generators
+from paceline.replica.agreement import HOW_COMPUTED
 from paceline.replica.mistakes import plain
 from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
@@ -233,6 +234,8 @@ class ReplicaContents:
         for optimizer, groups in zip(replica.optimizers, kept["groups"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in settings.items():
+                    if key in HOW_COMPUTED:  # the script's, which may run on another device
+                        continue
                     if isinstance(group.get(key), torch.Tensor):
                         group[key].fill_(value)
                     else:

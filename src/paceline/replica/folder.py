@@ -265,8 +265,10 @@ class CheckpointFolder:
         for name, thing in self._others.items():
             try:
                 contents.restore_to(thing, manifest["objects"][name], tensors)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}: {name} does not take back what was saved of it: {error}") from error
+            except (RuntimeError, ValueError, LookupError, TypeError) as error:
+                raise UserError(
+                    f"{path}: {name} does not take back what was saved of it: {error}", reach="world"
+                ) from error
         if texts := manifest["generators"]:  # in a larger world, new ranks get the last one's
             text = texts[min(self.world.rank, len(texts) - 1)]
             generators.put_back(generators.from_text(text), self.world.device)

@@ -307,6 +307,9 @@ class Replica(ReplicatedModel):
         try:
             yield
             is_at_end = True
+        except GeneratorExit:  # the script left its loop by `break`
+            is_at_end = True
+            raise
         finally:
             # A flag that was set after the last step's exchange ends the next loop.
             has_flag = self.stop_reason is not None or (is_at_end and self.vote != 0)

@@ -42,7 +42,10 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
-            raise mistake("signals reach the main thread alone, and this is another: leave stop_on_signals=True out")
+            raise mistake(
+                "signals reach the main thread alone, and this is another: train in the main thread, or by "
+                "replica.steps without stop_on_signals=True"
+            )
         self._handled.__enter__()
         return self
 
@@ -74,9 +77,12 @@ def outlive_signals() -> None:
     for number in STOP_SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler is not told who sent it, sigwaitinfo is
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - {signal.SIGTERM})
+    waited_for: set[signal.Signals] = set()
+    if hasattr(signal, "sigwaitinfo"):  # it is told who sent a signal, unlike a handler; macOS does not have it
+        waited_for = {signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(STOP_SIGNALS) - waited_for)
 
 
 def _end_with(rank: int) -> None:
