@@ -30,8 +30,6 @@ class Rounded:
     """Elements rounded to a dtype. Messages, of any codec, are flat tensors of bytes."""
 
     dtype: torch.dtype
-    keeps_excess = False
-    """Whether what messages had too much is subtracted from later ones (error feedback, arXiv 1901.09847)."""
 
     def num_bytes(self, num_elements: int) -> int:
         """Returns the length of the message for so many elements."""
@@ -61,10 +59,6 @@ class Blocks:
 
     bits: int
     block: int = 256
-
-    @property
-    def keeps_excess(self) -> bool:
-        return self.bits < 8
 
     @property
     def _lanes(self) -> int:

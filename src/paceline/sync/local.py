@@ -32,6 +32,7 @@ from paceline.base.ownership import Slice
 from paceline.sync.buckets import BucketedSync
 from paceline.sync.codec import Codec, of_wire
 from paceline.sync.strategy import Fetch
+from paceline.sync.wire import CODINGS
 from paceline.world.group import Group, LocalGroup, Transfer
 from paceline.world.hierarchy import by_distance
 
@@ -58,7 +59,7 @@ class LocalSync(BucketedSync):
         self._anchor = {name: tensor.clone() for name, tensor in self._own.items()}
         self._codec, _ = of_wire(wire, _BLOCK)
         has_momentum = sync_every >= _LONG_ROUND
-        has_excess = self._codec is not None and self._codec.keeps_excess
+        has_excess = CODINGS[wire].keeps_excess
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._own.items() if has_momentum}
         self._excess = {name: torch.zeros_like(tensor) for name, tensor in self._own.items() if has_excess}
         self._fragments = self._cut(sync_every)

@@ -28,6 +28,7 @@ from paceline.optim.optimizer import ParamSlice
 from paceline.sync.buckets import Bucket
 from paceline.sync.codec import Codec, Rounded, of_wire
 from paceline.sync.layout import Layout, block_of, shapes_of
+from paceline.sync.wire import CODINGS
 from paceline.world.group import Group, Transfer
 from paceline.world.hierarchy import by_distance
 
@@ -69,7 +70,7 @@ class OwnedBucket(Bucket):
         self.hold_memory()
         self.gathering: Transfer | None = None
         self.excess: torch.Tensor | None = None
-        if self.codec is not None and self.codec.keeps_excess:
+        if CODINGS[wire].keeps_excess:
             self.excess, self._next = torch.zeros_like(self.flat), torch.zeros_like(self.flat)  # next: after the update
         self.excess_factor = 1.0  # the `loss_factor` of the gradients in `excess`
         self.codec_ms = 0.0
