@@ -159,6 +159,7 @@ MEMBERS = {
     "Replica": "__init__ num_steps stop_reason steps train step evaluate state_dict aside agree_to_stop merge",
     "Step": "backward reduce finish draw",
     "StepResult": "loss grad_norm weight skipped stop_reason times by_rank",
+    "Run": "__init__ steps record log evaluated save_every save",
     "Checkpoints": "__init__ restore save save_every finish",
     "Share": "peek flat",
     "Batch": "__init__",

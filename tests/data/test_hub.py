@@ -223,5 +223,5 @@ def test_what_is_wrong_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r"pip install 'paceline\[hub\]'"):
+    with pytest.raises(UserError, match=r"pip install huggingface_hub"):
         find(["hub:some/text"])

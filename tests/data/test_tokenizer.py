@@ -372,7 +372,7 @@ def test_names_come_from_the_hub_and_then_from_its_cache(hub: str, tmp_path: Pat
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r"pip install 'paceline\[hub\]', or give --tokenizer"):
+    with pytest.raises(UserError, match=r"pip install huggingface_hub, or give --tokenizer"):
         resolve("gpt2", no_text)
 
 

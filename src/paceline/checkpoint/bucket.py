@@ -46,7 +46,7 @@ class Bucket:
 
             self._files = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError:
-            raise UserError(f"{url} needs the package {_PACKAGES[protocol]}: pip install 'paceline[storage]'") from None
+            raise UserError(f"{url} needs a package: pip install {_PACKAGES[protocol]}") from None
         self.url, self._root = url.rstrip("/"), self._files._strip_protocol(url).rstrip("/")
 
     def read(self, name: str) -> bytes | None:

@@ -81,7 +81,7 @@ def _file_system() -> Any:
     try:
         from huggingface_hub import HfFileSystem  # an optional extra, and slow to import
     except ImportError:
-        raise UserError("a dataset on the hub is asked for: pip install 'paceline[hub]'") from None
+        raise UserError("a dataset on the hub is asked for: pip install huggingface_hub") from None
     return HfFileSystem(skip_instance_cache=True)
 
 

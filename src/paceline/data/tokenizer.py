@@ -292,7 +292,7 @@ def _from_hub(repository: str, spec: str) -> str:
         from huggingface_hub.errors import LocalEntryNotFoundError
         from huggingface_hub.utils import logging as hub_logging
     except ImportError:
-        raise UserError(f"tokenizer {spec!r} is on the hub: pip install 'paceline[hub]', or {instead}") from None
+        raise UserError(f"tokenizer {spec!r} is on the hub: pip install huggingface_hub, or {instead}") from None
     hub_logging.set_verbosity(logging.CRITICAL)  # it prints many retries
     try:
         try:  # look here first: without a network the hub's client tries for 23 s

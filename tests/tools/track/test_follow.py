@@ -248,7 +248,7 @@ def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(t
     said = [line for line in ended.err.splitlines() if line.startswith("track: ")]
     again = f"`paceline track {out} --to"
     name = MISSING[0]
-    missing = f"{name} is not installed; pip install 'paceline[{name}]', then {again} {name}` sends the rest"
+    missing = f"{name} is not installed; pip install {follow._LIBRARIES[name]}, then {again} {name}` sends the rest"
     assert f"track: {missing}" in said
     refused, left = [line for line in said if "prometheus" in line]
     assert f"prometheus does not work now: cannot listen on 127.0.0.1:{port}: Address already in use" in refused

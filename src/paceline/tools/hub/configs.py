@@ -78,7 +78,7 @@ def _read_by_transformers(kind: str, document: Mapping[str, Any], where: str) ->
     try:
         from transformers import CONFIG_MAPPING  # an optional extra, and slow to import
     except ImportError:
-        raise UserError(f"transformers reads {where}: pip install 'paceline[hub]'") from None
+        raise UserError(f"transformers reads {where}: pip install 'transformers>=5'") from None
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(document))
     except Exception as error:  # its classes of errors have changed from version to version

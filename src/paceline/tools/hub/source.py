@@ -152,7 +152,7 @@ def _fetch(repository: str) -> Path:
         from huggingface_hub import snapshot_download  # an optional extra, and slow to import
     except ImportError:
         raise UserError(
-            f"there is no folder {repository} here, and to fetch it from the hub: pip install 'paceline[hub]'"
+            f"there is no folder {repository} here, and to fetch it from the hub: pip install huggingface_hub"
         ) from None
     try:
         return Path(snapshot_download(repository, allow_patterns=list(_FROM_HUB)))

@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 _HANGS_S = 60.0  # before that it may be slow, or wait for a busy processor
 _LOCKED_S = 10.0  # of the follower of an attempt before, which ends
-_LIBRARIES = ("mlflow", "trackio", "wandb")
+_LIBRARIES = {"mlflow": "mlflow-skinny", "trackio": "'trackio<0.44'", "wandb": "wandb"}  # what pip installs
 _CAN_FORGET = ("prometheus", "tensorboard")  # the others have no way to replace a row
 
 
@@ -108,7 +108,7 @@ class _Follower:
     def run(self) -> None:
         """Sends until the run is over, or the tracker cannot be used."""
         if self.name in _LIBRARIES and importlib.util.find_spec(self.name) is None:
-            _say(f"{self.name} is not installed; pip install 'paceline[{self.name}]', then {self.way_out}")
+            _say(f"{self.name} is not installed; pip install {_LIBRARIES[self.name]}, then {self.way_out}")
             self.lacks_library = self.is_over = True
             return
         try:
