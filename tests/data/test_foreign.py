@@ -14,6 +14,7 @@ from small_data import prepare_small
 from paceline.base.errors import UserError
 from paceline.data.dataset import Dataset, is_dataset
 from paceline.data.mixture import Blend
+from paceline.data.packing import ensure_packing
 
 TEXT = "To be, or not to be: that is the question.\nÉcoute.\n"
 
@@ -277,6 +278,32 @@ def test_megatron_and_datatrove_with_their_documents(tmp_path: Path, write: Any,
             assert listed.lengths.tolist() == [len(document) for document in documents]
             assert listed.starts.tolist() == [0, *np.cumsum(listed.lengths)[:-1].tolist()]
         dataset.verify()
+
+
+@pytest.mark.parametrize("with_validation", [True, False])
+@pytest.mark.parametrize("documents", [[], [[], []]], ids=["no document", "empty documents"])
+@pytest.mark.parametrize("write", [megatron, datatrove])
+def test_an_empty_partition_beside_others_is_passed_over(
+    tmp_path: Path, write: Any, documents: list[list[int]], with_validation: bool
+) -> None:
+    write(tmp_path / "a_train", DOCUMENTS)
+    write(tmp_path / "b_train", documents)
+    if with_validation:
+        write(tmp_path / "c_val", DOCUMENTS[:2])
+    filled = [document for document in DOCUMENTS if document]
+    train = Dataset.open(tmp_path, 100).documents("train").lengths.tolist()
+    assert train == [len(document) for document in filled[: None if with_validation else -1]]
+
+
+def test_other_documents_of_the_same_tokens_are_packed_anew(tmp_path: Path) -> None:
+    """Finds: rows of the documents of an index that was written again since."""
+    data, joined = tmp_path / "data", [DOCUMENTS[0] + DOCUMENTS[1], *DOCUMENTS[2:]]
+    megatron(data / "a_train", DOCUMENTS)
+    megatron(data / "a_val", DOCUMENTS[:2])
+    folder = ensure_packing(Dataset.open(data, 100), 8, tmp_path)
+    assert ensure_packing(Dataset.open(data, 100), 8, tmp_path) == folder
+    megatron(data / "a_train", joined)
+    assert ensure_packing(Dataset.open(data, 100), 8, tmp_path) != folder
 
 
 def test_a_link_to_tokens_that_are_gone_is_named(tmp_path: Path) -> None:

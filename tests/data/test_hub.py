@@ -20,7 +20,7 @@ import pytest
 from paceline.base.errors import UserError
 from paceline.data import documents as documents_module
 from paceline.data import hub
-from paceline.data.config import Recipe
+from paceline.data.config import DataConfig, Recipe
 from paceline.data.documents import read
 from paceline.data.find import find
 from paceline.data.parts import cut
@@ -225,3 +225,10 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"pip install huggingface_hub"):
         find(["hub:some/text"])
+
+
+@pytest.mark.parametrize("name", ["hub:org/name:*.txt", "hf://datasets/org/name"])
+def test_what_is_on_the_hub_has_the_same_name_in_any_folder(name: str) -> None:
+    """Finds: a run that cannot be resumed without --data.path, because its config has /folder/hub:org/name."""
+    assert DataConfig(path=name).absolute().path == name
+    assert DataConfig(mix=(f"{name}=2",)).absolute().mix == (f"{name}=2",)

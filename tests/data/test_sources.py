@@ -1,5 +1,6 @@
 """Any documents are found, read in parts cut anywhere, and become the texts that they are."""
 
+import bz2
 import gzip
 import io
 import json
@@ -648,9 +649,11 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(documents(kept_input(sources, tmp_path / "input", is_begun=False))) == 9000
     stdin(monkeypatch, b"plain\r\ntext")
     assert documents(kept_input(find(["-"]), tmp_path / "input", is_begun=False)) == ["plain\ntext"]
-    stdin(monkeypatch, gzip.compress(b"text"))
-    with pytest.raises(UserError, match="zcat"):
-        find(["-"])
+    packed = (gzip.compress(b"text"), bz2.compress(b"text"))
+    for content in (*packed, *(pa.compress(b"text", codec, asbytes=True) for codec in ("zstd", "lz4"))):
+        stdin(monkeypatch, content)
+        with pytest.raises(UserError, match="compressed: unpack it first"):
+            find(["-"])
 
 
 # Memory

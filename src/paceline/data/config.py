@@ -86,7 +86,8 @@ class DataConfig:
 
 
 def _absolute(path: str) -> str:
-    return path if not path or path.startswith("~") else os.path.abspath(path)
+    """Returns the path as any working directory has it; what is in a home folder or on the hub is that already."""
+    return path if not path or path.startswith(("~", "hub:", "hf://")) else os.path.abspath(path)
 
 
 def _part(text: str) -> tuple[str, float]:

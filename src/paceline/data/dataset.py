@@ -207,10 +207,14 @@ class Dataset:
         joined = np.concatenate(starts)
         return Documents(joined, np.diff(joined, append=np.int64(before)))
 
+    def listed_starts(self, split: str) -> Int64s | None:
+        """Returns where documents begin by the index of other programs' files; None if they have none."""
+        return None if self._starts_of is None else self._starts_of[split]
+
     def _begins(self, split: str, stream: TokenStream) -> Int64s:
         """Returns where the documents of foreign files begin: as listed, or at each document token."""
-        if self._starts_of is not None:
-            return self._starts_of[split]
+        if (listed := self.listed_starts(split)) is not None:
+            return listed
         if self._document_token is None:
             raise UserError(
                 f"dataset {self.folder} does not say where its documents begin, and data.packing bestfit needs it: "

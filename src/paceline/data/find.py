@@ -30,7 +30,8 @@ FORMATS = ("text", "jsonl", "parquet")
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
-_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # of gzip and zstd
+# Of gzip, zstd, lz4 and bz2, with each of its block sizes.
+_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", *(b"BZh%d1AY&SY" % size for size in range(1, 10)))
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".xz", ".7z")
 _LOST = ("is not UTF-8 text", "is UTF-16", "is UTF-32", "is an archive", "is an Arrow file")
 _WARN_FRAC = 0.03  # share of the text's bytes
@@ -103,7 +104,7 @@ def _standard_input(specs: Sequence[str], format: str) -> Sources:
     if format == "auto":
         format = "jsonl" if _first(head) == b"{" else "text"
     if head.startswith(_MAGIC):
-        raise UserError("standard input is not text but compressed: zcat FILE | paceline ... -, or name the file")
+        raise UserError("standard input is not text but compressed: unpack it first, or name the file")
     why = why_not_text(head, trusted=True)
     if why and head:
         raise UserError(f"standard input {why}; {REMEDIES[why]}")

@@ -110,6 +110,8 @@ def _open_indexed(folder: Path, files: Files) -> tuple[dict[str, tuple[Shard, ..
     for split in SPLITS:
         for path in files[split]:
             dtype, ends = _megatron(path) if path.suffix == ".bin" else _datatrove(path)
+            if not ends.size:
+                continue  # an empty partition of few documents
             begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
             held = 0 if files["validation"] else max(1, begins.size // _VALIDATION_DOCUMENTS)
             if held == begins.size:
@@ -163,8 +165,8 @@ def _datatrove(path: Path) -> tuple[np.dtype[Any], Int64s]:
 
 def _fitting(path: Path, index: Path, ends: Int64s, num_tokens: int) -> Int64s:
     """Returns the ends of the documents that are not empty. Raises UserError if they are not those of the file."""
-    if not ends.size or ends[-1] != num_tokens or (np.diff(ends) < 0).any():
-        last = int(ends[-1]) if ends.size else 0
+    last = int(ends[-1]) if ends.size else 0
+    if last != num_tokens or (np.diff(ends) < 0).any():
         raise UserError(f"{path} has {num_tokens} tokens, and {index.name} ends at {last}: copy both again")
     return np.unique(ends[ends > 0])
 

@@ -8,6 +8,7 @@ With all lengths of a group of documents known, one nearly always fits exactly, 
 documents longer than a row.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -220,6 +221,8 @@ def ensure_packing(dataset: Dataset, seq_len: int, cache: Path) -> Path:
     name = f"{dataset.fingerprint[:16]}-{seq_len}-{_VERSION}"
     if dataset.index is None and dataset.end_of_text is not None:  # given by the user, and not in the fingerprint
         name += f"-{dataset.end_of_text}"
+    if (starts := dataset.listed_starts("train")) is not None:  # nor are these
+        name += f"-{hashlib.sha256(starts.tobytes()).hexdigest()[:16]}"
     final = cache / "packings" / name
     dataset.train.num_sequences(seq_len)  # raises for a short split; any other gives a row
     try:

@@ -16,7 +16,7 @@ class Parameters:
     """Numbers of parameters, counted in three ways."""
 
     total: int  # every trained number once; a tied matrix counts once
-    non_embedding: int  # without the token and position embeddings (a tied head is the embedding)
+    non_embedding: int  # without the embeddings, model.embed-mix included (a tied head is the embedding)
     matmul: int  # those that each token is multiplied with: the linear layers and the head, tied or not
 
 

@@ -20,8 +20,8 @@ class OptimConfig:
     lr: float = 6e-4
     """Peak learning rate. Muon's update is scaled to AdamW's size, so one rate serves both."""
     embedding_lr_ratio: float = 1.0
-    """Rate of the token and position embeddings as a multiple of lr. A token's row has a gradient only in steps with
-    that token, so short runs gain by a larger one. An untied output layer keeps lr."""
+    """Rate of the embeddings (of tokens, positions and neighbours) as a multiple of lr. A token's row has a gradient
+    only in steps with that token, so short runs gain by a larger one. An untied output layer keeps lr."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; vectors (norms, biases) are not decayed."""
     beta1: float = 0.9

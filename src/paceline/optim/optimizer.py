@@ -54,7 +54,7 @@ def make_optimizers(
 
 
 def role(name: str, shape: Sequence[int]) -> str:
-    """Returns 'matrix' (a layer's weight), 'embedding' (tokens, positions, head) or 'vector' (norms, biases)."""
+    """Returns 'matrix' (a layer's weight), 'embedding' (also the head) or 'vector' (norms, biases)."""
     if len(shape) < 2:
         return "vector"
     return "embedding" if name.startswith(("embed_", "lm_head")) else "matrix"

@@ -46,7 +46,7 @@ def start(
         f"{plan.global_batch_size} sequences = {units.count(settings.tokens_per_step)} tokens a step",
         "optimizer": f"{RULES[optim.name]}, lr {settings.lr:.3g} ({optim.schedule}, "
         f"{optim.warmup_steps} warm-up steps), weight decay {settings.weight_decay:.3g}, "
-        f"gradient clipped at {optim.grad_clip:g}",
+        + (f"gradient clipped at {optim.grad_clip:g}" if optim.grad_clip else "gradient not clipped"),
         "gradients": f"{_strategy_text(config, plan)}; {_checks_text(config)}",
         **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
         **_link(world, settings),

@@ -129,8 +129,8 @@ def _require_same_run(setup: Setup, path: Path, manifest: dict[str, Any]) -> Cha
         )
     if manifest["data"] != setup.data.blend.fingerprint:
         raise UserError(
-            f"{path} was trained on other data than {setup.data.blend.name}: the next steps would read other "
-            "sequences. Give the same data by --data.path, or start a new run",
+            f"{path} was trained on other data, or other weights of it, than {setup.data.blend.name}: the next steps "
+            "would read other sequences. Give the same by --data.path or --data.mix, or start a new run",
             reach="world",
         )
     return changed
