@@ -5,6 +5,8 @@ import importlib.util
 import itertools
 import json
 import os
+import posixpath
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,6 +29,7 @@ from paceline.record.folder import RunFolder
 from paceline.tools.track import follow
 from paceline.tools.track.points import Point, Position, Reader
 from paceline.tools.track.prometheus import Prometheus, _handler
+from paceline.tools.track.services import MLflow
 from paceline.tools.track.tensorboard import TensorBoard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cli"))
@@ -340,4 +344,115 @@ def test_prometheus_serves_one_text_though_it_is_replaced_meanwhile() -> None:
 def test_prometheus_takes_a_name_that_is_not_utf_8() -> None:
     sent = Prometheus(RunFolder(Path(os.fsdecode(b"run\xff"))), TrackConfig(prometheus_port=0), {})
     sent.send([])
-    assert b'paceline_run_info{run="run?"} 1' in sent.text
+    assert b'paceline_run_info{run="run?",unit="tokens"} 1' in sent.text
+
+
+def test_prometheus_names_what_the_rows_of_a_script_count(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[run]\nunit = "rows\\"\\\\"\n')
+    sent = Prometheus(RunFolder(tmp_path), TrackConfig(prometheus_port=0, name="x"), {})
+    sent.send([])
+    assert rb'paceline_run_info{run="x",unit="rows\"\\"} 1' in sent.text
+
+
+def test_after_a_resume_prometheus_has_what_the_attempt_of_now_records(tmp_path: Path) -> None:
+    """Of the times by rank of a smaller world nothing stays; a script's evaluation without a loss removes none."""
+    sent = Prometheus(RunFolder(tmp_path), TrackConfig(prometheus_port=0), {})
+    rows: list[dict[str, Any]] = [
+        {"step": 5, "loss": 1.0, "tokens": 50, "world_size": 2, "rank_data_ms": [5.0, 6.0]},
+        {"step": 5, "val_loss": 1.5},
+        {"step": 5, "val_loss": None, "f1": 0.5},
+        {"step": 3, "loss": 2.0, "tokens": 30, "world_size": 9},
+    ]
+    sent.send([Point(index=n, step=row["step"], time_s=5.0, values={}, row=row) for n, row in enumerate(rows)])
+    assert b"phase_duration" not in sent.text
+    assert b"\npaceline_validation_loss_nats 1.5\n" in sent.text
+    for name in (b"steps", b"tokens"):  # a counter never falls
+        assert b"# TYPE paceline_%s_total gauge\n" % name in sent.text
+    assert b"\npaceline_tokens_total 30.0\n" in sent.text
+
+
+def evaluations(reader: Reader, at: Position) -> tuple[list[tuple[int, Any]], Position]:
+    """The evaluations after a position, as a tracker gets them, and the position after all there is."""
+    found: list[tuple[int, Any]] = []
+    while True:
+        points, at = reader.read(at)
+        if not points:
+            return found, at
+        assert all(point.time_s > 1e9 for point in points), "since 1970"
+        found += [(point.step, point.values) for point in points if "val_loss" in point.row]
+
+
+@pytest.mark.parametrize("can_forget", [True, False])
+def test_each_evaluation_of_a_script_is_sent_once(tmp_path: Path, can_forget: bool) -> None:
+    """One before the first step, and a second one of a step, whose row has other numbers."""
+    made = Recorded(tmp_path / "run")
+    second: dict[str, Any] = {"step": 4, "val_loss": None, "f1": 0.5}
+
+    def write(*rows: dict[str, Any]) -> None:
+        for row in rows:
+            made.folder.append_metrics(row)
+
+    write({"step": 0, "val_loss": 3.0})
+    made.steps(1, 4)
+    write({"step": 4, "val_loss": 2.0}, second)
+    at = Position()
+    reader = Reader(made.folder, at, can_forget)
+    sent, at = evaluations(reader, at)
+    of_step_4 = [(4, {"eval/val_loss": 2.0}), (4, {"eval/f1": 0.5})]
+    assert sent == [(0, {"eval/val_loss": 3.0}), *of_step_4]
+    made.resume(4, 4)
+    write({"step": 4, "val_loss": None, "recall": 0.25})
+    sent, at = evaluations(reader, at)
+    assert sent == [(4, {"eval/recall": 0.25})]
+    made.resume(2, 4)
+    made.steps(3, 4)
+    write({"step": 4, "val_loss": 2.0}, second)
+    sent, at = evaluations(reader, at)
+    assert sent == (of_step_4 if can_forget else [])
+    made.resume(4, 4)
+    sent, at = evaluations(reader, at)
+    assert sent == []
+    earlier = Position(step=4, eval_step=4, events=at.events)  # as an earlier paceline has saved it
+    assert evaluations(Reader(made.folder, earlier, can_forget), earlier)[0] == []
+    made.end()
+
+
+def test_a_number_that_a_script_names_event_is_no_event(tmp_path: Path) -> None:
+    made = Recorded(tmp_path / "run")
+    made.folder.append_metrics({"step": 1, "loss": 2.0, "step_ms": 10.0, "event": 1.0})
+    made.end()
+    points, _ = Reader(made.folder, Position(), False).read(Position())
+    row = next(point for point in points if point.step)
+    assert row.values == {"train/loss": 2.0, "time/step_ms": 10.0, "train/event": 1.0}
+    sent = Prometheus(made.folder, TrackConfig(prometheus_port=0), {})
+    sent.send(points)
+    assert b"\npaceline_loss_nats 2.0\n" in sent.text
+
+
+def test_a_number_beyond_those_of_float32_does_not_stop_tensorboard(tmp_path: Path) -> None:
+    values: dict[str, float | str] = {"train/high": 1e39, "train/low": -1e39, "train/usual": 0.5}
+    sent = TensorBoard(RunFolder(tmp_path), TrackConfig(), {})
+    sent.send([Point(index=0, step=1, time_s=1.0, values=values)])
+    sent.close(False)
+    largest = 3.4028234663852886e38
+    expected = {"train/high": [(1, largest)], "train/low": [(1, -largest)], "train/usual": [(1, 0.5)]}
+    assert scalars(tmp_path) == expected
+
+
+def test_names_that_mlflow_would_refuse_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of mlflow/utils/validation.py. Its library, which is large, and its server are stand-ins here."""
+    sent: list[Any] = []
+    entities = ModuleType("mlflow.entities")
+    entities.Metric = lambda *fields: fields  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    tracker = object.__new__(MLflow)
+    tracker._id = "1"
+    tracker._client = SimpleNamespace(log_batch=lambda _, metrics: sent.extend(metrics))
+    names = ["accuracy (%)", "a//b", "../up", "top/", "größe: 1", "n" * 300]
+    tracker.send([Point(index=0, step=1, time_s=1.0, values={f"train/{name}": 1.0 for name in names})])
+    keys = [key for key, *_ in sent]
+    assert keys[:-1] == ["train/accuracy ___", "train/a/b", "train/__/up", "train/top", "train/größe: 1"]
+    for key in keys:
+        assert re.fullmatch(r"[/\w.\- :]{1,250}", key)
+        assert posixpath.normpath(key) == key

@@ -35,7 +35,8 @@ class Position:
     """Up to where a tracker has everything. Saved as JSON."""
 
     step: int = 0  # of the last training row
-    eval_step: int = 0
+    eval_step: int = -1  # of the last evaluation: one may come before the first step
+    eval_names: list[str] = field(default_factory=list)  # numbers of its rows; empty: it has no further rows to send
     events: int = 0  # number of them
     event_step: int = 0  # of the last event: some have none
     index: int = 0  # of the next point
@@ -67,7 +68,7 @@ class Reader:
         clock = _Clock(after, at.step)
         points = []
         for step, _, row in events:
-            values = _values_of_event(row, after) if "event" in row else _values(row)
+            values = _values_of_event(row, after) if is_event(row) else _values(row)
             points.append(Point(index=after.index, step=step, time_s=clock.time_s(step, row), values=values, row=row))
             after.index += 1
         return points, after
@@ -77,7 +78,7 @@ class Reader:
         rows = self._events.read(_MOST)[1]
         after.events += len(rows)
         for event in rows:
-            if not isinstance(event.get("event"), str):
+            if not is_event(event):
                 continue
             begins = event["event"] in STARTS
             if "step" in event or begins:
@@ -85,19 +86,42 @@ class Reader:
             if begins and (when := _time_s(event)):
                 after.attempts.append((after.event_step, when))
             if begins and self._can_forget:
-                after.step, after.eval_step = min(after.step, after.event_step), min(after.eval_step, after.event_step)
+                after.step = min(after.step, after.event_step)
+                if after.event_step < after.eval_step:
+                    after.eval_step, after.eval_names = after.event_step, []  # the tracker keeps that step's rows
             points.append((after.event_step, 1, event))
         return points
 
     def _read_rows(self, after: Position) -> list[tuple[int, int, Row]]:
         rows_of_steps: list[tuple[int, int, Row]] = []
         while not rows_of_steps and (rows := self._metrics.read(_MOST)[1]):
-            for row in rows:
-                name = "eval_step" if "val_loss" in row else "step"
-                if ("loss" in row or "val_loss" in row) and step_of(row) > getattr(after, name):
-                    setattr(after, name, step_of(row))
-                    rows_of_steps.append((step_of(row), 0, row))
+            rows_of_steps.extend((step_of(row), 0, row) for row in rows if _pass(row, after))
         return rows_of_steps
+
+
+def is_event(row: Row) -> bool:
+    """Returns whether it is a row of events.jsonl: a script may log a number that is named event."""
+    return isinstance(row.get("event"), str)
+
+
+def _pass(row: Row, after: Position) -> bool:
+    """Moves the position after a row of metrics.jsonl; returns whether the row is new."""
+    if "val_loss" in row:
+        return _pass_evaluation(row, after)
+    if "loss" not in row or step_of(row) <= after.step:
+        return False
+    after.step = step_of(row)
+    return True
+
+
+def _pass_evaluation(row: Row, after: Position) -> bool:
+    """The same of an evaluation. One of the last step is new if it has further numbers."""
+    step, names = step_of(row), {name for name, value in row.items() if value is not None}
+    known = set(after.eval_names)
+    if step < after.eval_step or (step == after.eval_step and (not known or names <= known)):
+        return False
+    after.eval_step, after.eval_names = step, sorted(names | (known if step == after.eval_step else set()))
+    return True
 
 
 class _Clock:
@@ -108,9 +132,9 @@ class _Clock:
 
     def time_s(self, step: int, row: Row) -> float:
         at = self._position
-        if "event" in row:
+        if is_event(row):
             return _time_s(row) or at.clock_s
-        while at.attempts and step > at.attempts[0][0]:
+        while at.attempts and max(step, 1) > at.attempts[0][0]:  # an evaluation of step 0 is of the first attempt
             at.clock_s = max(at.clock_s, at.attempts.pop(0)[1])
         ms = number(row.get("eval_ms" if "val_loss" in row else "step_ms"))
         if math.isfinite(ms):

@@ -13,7 +13,8 @@ from paceline.base.jsonl import Row
 from paceline.base.serving import QuietHandler, Server
 from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
-from paceline.tools.track.points import Point
+from paceline.record.state import read_config
+from paceline.tools.track.points import Point, is_event
 
 # Name, kind, help, field of a row, factor.
 _OF_ROWS = (
@@ -25,8 +26,8 @@ _OF_ROWS = (
     ("model_flops_utilization_ratio", "gauge", "Model FLOP/s over the peak of all ranks.", "mfu", 1.0),
     ("step_duration_seconds", "gauge", "Duration of the last step.", "step_ms", 1e-3),
     ("ranks", "gauge", "World size.", "world_size", 1.0),
-    ("steps_total", "counter", "Steps made.", "step", 1.0),
-    ("tokens_total", "counter", "Tokens seen by all ranks.", "tokens", 1.0),
+    ("steps_total", "gauge", "Steps made; a resume may go back.", "step", 1.0),
+    ("tokens_total", "gauge", "Tokens seen by all ranks; a resume may go back.", "tokens", 1.0),
 )
 _OF_EVENTS = (
     ("checkpoints_total", "Checkpoints saved.", "checkpoint"),
@@ -38,10 +39,11 @@ _PHASES = ("data", "forward", "backward", "exposed_comm", "optim")
 
 
 class Prometheus:
-    """Keeps nothing: it reads a run from its beginning, and each batch replaces the text."""
+    """Keeps nothing on the disk: a new one reads the run from its beginning. Each batch replaces the text."""
 
     def __init__(self, folder: RunFolder, settings: TrackConfig, known: dict[str, Any]):
         self._name, self._file = settings.name or folder.path.name, settings.prometheus_file
+        self._unit = str(read_config(folder.config).get("run.unit", "tokens"))  # what a script's rows count
         self._row: Row = {}
         self._counts: dict[str, int] = {}
         self._num_points = 0
@@ -57,12 +59,14 @@ class Prometheus:
             if point.index < self._num_points:  # it comes again: the file could not be written
                 continue
             self._num_points = point.index + 1
-            if "event" in point.row:
+            if is_event(point.row):
                 self._counts[point.row["event"]] = self._counts.get(point.row["event"], 0) + 1
                 continue
-            self._row = {**self._row, **point.row}
             if "loss" in point.row:
-                self._last_step_s = point.time_s
+                # What an older row alone has, such as times by rank, is of another world.
+                self._row, self._last_step_s = {"val_loss": self._row.get("val_loss"), **point.row}, point.time_s
+            elif point.row.get("val_loss") is not None:  # a script's evaluation may have other numbers only
+                self._row["val_loss"] = point.row["val_loss"]
         self.text = self._exposition().encode(errors="replace")
         if self._file:
             replace(Path(self._file).absolute(), self.text)
@@ -72,8 +76,8 @@ class Prometheus:
             self._server.end()
 
     def _exposition(self) -> str:
-        name = self._name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        text = _family("run_info", "gauge", "The run.", [(f'{{run="{name}"}}', 1)])
+        labels = f'{{run="{_escaped(self._name)}",unit="{_escaped(self._unit)}"}}'
+        text = _family("run_info", "gauge", "The run.", [(labels, 1)])
         for metric, kind, told, key, factor in _OF_ROWS:
             if isinstance(value := self._row.get(key), int | float):
                 text += _family(metric, kind, told, [("", value * factor)])
@@ -87,6 +91,10 @@ class Prometheus:
         if by_rank:
             text += _family("phase_duration_seconds", "gauge", "A part of the last step, by rank.", by_rank)
         return text + _family("last_step_timestamp_seconds", "gauge", "When it ended.", [("", self._last_step_s)])
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _family(name: str, kind: str, told: str, samples: Sequence[tuple[str, float]]) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import posixpath
+import re
 import struct
 import time
 import uuid
@@ -76,7 +78,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, round(1e3 * point.time_s), point.step)
+            Metric(_key(name), value, round(1e3 * point.time_s), point.step)
             for point in points
             for name, value in point.values.items()
             if not isinstance(value, str)
@@ -89,6 +91,11 @@ class MLflow:
 
     def close(self, is_failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if is_failed else "FINISHED")
+
+
+def _key(name: str) -> str:
+    """Returns a name that MLflow takes: of few characters, at most 250, and a path without `//` and `..`."""
+    return posixpath.normpath(re.sub(r"[^\w/. :-]", "_", name).replace("..", "__")[:250])
 
 
 class WandB:

@@ -3,6 +3,7 @@
 The formats: tensorflow/core/lib/io/record_writer.h, tensorflow/core/util/event.proto, framework/summary.proto.
 """
 
+import math
 import os
 import struct
 import time
@@ -13,6 +14,8 @@ from paceline.record.config import TrackConfig
 from paceline.record.folder import RunFolder
 from paceline.record.state import read_config
 from paceline.tools.track.points import Point
+
+_LARGEST = 3.4028234663852886e38  # of a float32
 
 
 def _crc_table() -> list[int]:
@@ -54,6 +57,7 @@ def _value(name: str, value: float | str) -> bytes:
     """A Summary.Value: simple_value, or a tensor of one string for the text plugin."""
     tag = _field(1, name.encode())
     if not isinstance(value, str):
+        value = math.copysign(min(abs(value), _LARGEST), value)
         return _field(1, tag + _varint(2 << 3 | 5) + struct.pack("<f", value))
     text = _integer(1, 7) + _field(2, b"") + _field(8, value.encode())  # DT_STRING, a scalar
     return _field(1, tag + _field(9, _field(1, _field(1, b"text"))) + _field(8, text))
