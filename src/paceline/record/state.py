@@ -1,5 +1,6 @@
 """The state of a run, from the ends of its records: whether it is running, how it ended, which step it has reached."""
 
+import math
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ from paceline.base.process import namespace, start_ticks
 from paceline.record.events import ending
 from paceline.record.folder import RunFolder
 from paceline.record.rate import Rate, rate_of
-from paceline.record.read import step_of
+from paceline.record.read import number, step_of
 
 # running: its process lives. ended: it reached its horizon. stopped: on request, saved. failed: an error was recorded.
 # stale: no end is recorded, and its process is gone or, on another host, silent. imported: it never trained.
@@ -34,7 +35,7 @@ class RunState:
     step: int  # the last recorded; 0 before the first
     num_steps: int | None  # None: the horizon is not a number of steps
     last: Row  # the newest training row; empty if there is none
-    evaluation: Row  # the newest evaluation row; empty if there is none, or it is long ago
+    evaluation: Row  # the newest with a loss: a script's may have other numbers only; empty if none, or long ago
     rate: Rate | None  # over the newest steps; None before the first
     updated_s: float  # when the newest record was written, in seconds since 1970
 
@@ -56,7 +57,7 @@ def read_state(folder: RunFolder) -> RunState:
         step=max([step_of(last), *(step_of(event) for event in events[-1:])]),
         num_steps=_num_steps(folder, [*events, last]),
         last=last,
-        evaluation=next((row for row in reversed(rows) if "val_loss" in row), {}),
+        evaluation=next((row for row in reversed(rows) if math.isfinite(number(row.get("val_loss")))), {}),
         rate=rate_of(rows, events),
         updated_s=max(times),
     )

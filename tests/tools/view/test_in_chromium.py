@@ -270,6 +270,19 @@ def test_a_number_that_a_script_begins_to_log_gets_a_curve_in_each_run(browser: 
     server.shutdown()
 
 
+def test_a_curve_has_dots_only_as_long_as_it_has_no_lines(browser: Browser, tmp_path: Path) -> None:
+    """Mutation: the dots of the first message stay."""
+    made = Simulated(tmp_path / "run")
+    made.steps(1)
+    server = serve(made.folder)
+    page = browser.open(server.url, width=1280, height=850)
+    dots = "charts[0].plot?.series[1].points.show(charts[0].plot, 1)"
+    page.wait_for(f"{DRAWN} && {dots} === true")
+    made.steps(4)
+    page.wait_for(f"{TEXT}.includes('step 5 of 500') && {dots} === false")
+    server.shutdown()
+
+
 def test_it_lives_on_when_a_rank_is_killed_and_training_begins_again(browser: Browser, tmp_path: Path) -> None:
     with program.Program("watch", "run", "--page", "--port", "0", cwd=tmp_path) as watching:
         watching.wait_for(lambda: "Ctrl-C" in watching._said())

@@ -41,6 +41,34 @@ def test_numbers_of_a_script_have_curves_and_their_last_values(tmp_path: Path) -
     assert [fact[:2] for fact in view.facts[-3:]] == [("f1", "0.25"), ("accuracy", "0.75"), ("seconds", "0")]
 
 
+def test_evaluations_of_one_step_are_one_point_that_has_all_their_numbers(tmp_path: Path) -> None:
+    made = Simulated(tmp_path / "run")
+    evaluated: list[dict[str, Any]] = [{"val_loss": 2.0, "f1": 0.1}, {"val_loss": None, "f1": 0.5}]
+    made.append("metrics.jsonl", {"step": 0, "val_loss": 3.0, "unit": "samples"})
+    for step in range(1, 5):
+        made.append("metrics.jsonl", made.row(step) | {"unit": "samples"})
+    for row in evaluated:
+        made.append("metrics.jsonl", {"step": 4, "unit": "samples"} | row)
+    view = viewed(made.folder)
+    validation = view.curves["validation"]
+    assert validation["step"] == [0, 4]
+    assert str([validation[name]["mean"] for name in ("loss", "logged f1")]) == "[[3.0, 2.0], [nan, 0.5]]"
+    assert (facts(view)["Validation loss"], facts(view)["f1"]) == ("2.000", "0.5")
+    assert read_state(RunFolder(made.folder)).evaluation["val_loss"] == 2.0  # as `runs` shows it
+
+
+def test_the_config_of_a_resumed_run_is_read_again(tmp_path: Path) -> None:
+    made = Simulated(tmp_path / "run")
+    made.steps(1)
+    runs = Views(made.folder)
+    ((_, view),) = runs.update()
+    assert view.config["train.steps"] == "500"
+    (made.folder / "config.toml").write_text("[train]\nsteps = 600\n")
+    made.event("resume", step=1, reached=1, world_size=2)
+    ((_, view),) = runs.update()
+    assert view.config["train.steps"] == "600"
+
+
 def test_of_a_script_the_ranks_deal_what_its_rows_count(tmp_path: Path) -> None:
     """Mutation: tokens that a script's ranks were dealt are called sequences."""
     made = Simulated(tmp_path / "run", 2)

@@ -150,7 +150,7 @@ class Chart {
     this.place.setAttribute("aria-label", `${this.box.querySelector("h2, h3").textContent}. Arrow keys move along the curve, + and - zoom.`);
     const { tables, series, bands } = this.series();
     const data = tables.length ? uPlot.join(tables) : [[0]];
-    const signature = JSON.stringify([series.map(({ key }) => key), this.isLogarithmic()]);
+    const signature = JSON.stringify([series.map(({ key, points }) => [key, points?.show]), this.isLogarithmic()]);
     if (signature !== this.signature) {
       this.plot?.destroy();
       this.plot = new uPlot(this.options(series, bands), data, this.place);
@@ -201,7 +201,7 @@ class Chart {
     const isLog = this.isLogarithmic();
     const font = "12px system-ui, sans-serif";
     const axis = { stroke: () => colourOf("muted"), font, grid: { stroke: () => colourOf("line"), width: 1 }, ticks: { show: false } };
-    const marks = (plot, _, low, high) => (isLog ? logMarks(low, high) : null);
+    const marks = (plot, _, low, high) => logMarks(low, high);
     return {
       ...this.size(),
       padding: [10, 14, 0, 0],

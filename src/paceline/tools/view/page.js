@@ -1,7 +1,8 @@
 "use strict";
 // Shows runs: those of a report, which stand in the page as JSON, or those that `paceline watch` sends,
 // {now, path, runs: {index: {field: value that changed}}}. view.py says what a run has. All texts are set as text, never
-// as markup. Notes on <html>: data-drawn, how often the curves were drawn. charts.js has the curves.
+// as markup. Notes on <html>: data-drawn, how often the curves were drawn; data-messages, how many messages have come.
+// charts.js has the curves.
 function fill(place, text) {
   place.textContent = text ?? "";
   place.hidden = !text;

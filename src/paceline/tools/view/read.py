@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.base.jsonl import Row, Tail
+from paceline.record.events import STARTS
 from paceline.record.folder import RunFolder
 from paceline.record.rate import NUM_ROWS
 from paceline.record.read import number
@@ -122,6 +123,7 @@ class Run:
     def _begin_rows(self) -> None:
         self.steps = Columns([*NUMBERS, "seconds", "wait_ms"])
         self.evaluations = Columns([*_EVAL_COLUMNS, "seconds"])
+        self._evaluation: Row = {}  # the last one
         self.ranks = RankHistory()
         self.recent: deque[Row] = deque(maxlen=NUM_ROWS + 2)  # of which two may be unusual
         self._num_bad_rows = 0
@@ -134,8 +136,11 @@ class Run:
             return
         row = row | _logged(row)
         if "val_loss" in row:
+            if self.evaluations.last("step") == step:  # a script may evaluate a step twice, for other numbers
+                row = self._evaluation | {name: value for name, value in row.items() if value is not None}
+            self._evaluation = row | {"seconds": self.steps.last("seconds") if len(self.steps) else 0.0}
             self.evaluations.cut(step)
-            self.evaluations.append(row | {"seconds": self.steps.last("seconds") if len(self.steps) else 0.0})
+            self.evaluations.append(self._evaluation)
             return
         self.evaluations.cut(step + 1)  # one of this step may have come before
         self.steps.cut(step)
@@ -169,6 +174,8 @@ class Run:
     def _add_event(self, event: Row) -> None:
         if isinstance(event.get("event"), str):
             self.events.append(event)
+            if event["event"] in STARTS:
+                self.config = {}  # an attempt may have another one
         else:
             self._num_bad_events += 1
 
@@ -307,8 +314,6 @@ def last_of(values: Floats, begins: NDArray[np.intp]) -> Floats:
 
 def in_buckets(values: Floats, begins: NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
     """Returns mean, lowest and highest of the finite values of each bucket; NaN if it has none."""
-    if not len(begins):
-        return values, values, values
     known = np.isfinite(values)
     counts = np.add.reduceat(known.astype(np.float64), begins)
     sums = np.add.reduceat(np.where(known, values, 0.0), begins)
