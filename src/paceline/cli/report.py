@@ -1,7 +1,9 @@
 """paceline report"""
 
+import os
 import sys
 import webbrowser
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +35,10 @@ def main(arguments: list[str]) -> int:
     if not parsed.runs:
         raise UserError("name the run folders to report on: paceline report RUN...")
     paths = list(dict.fromkeys(Path(run).absolute() for run in parsed.runs))
-    out = Path(parsed.out).absolute() if parsed.out else paths[0] / "report.html"
-    if out.is_dir() or (not out.parent.is_dir() and out.parent not in paths):
-        what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
-        raise UserError(f"--out is {out}, which {what}; name a file to write")
+    # Of a link the file that it names is replaced.
+    out = Path(os.path.realpath(parsed.out)) if parsed.out else paths[0] / "report.html"
+    if refusal := _refusal(out, paths):
+        raise UserError(f"--out is {out}, which {refusal}; name a file to write")
     from paceline.tools.view.report import make_page
 
     page = make_page(paths, num_parameters)
@@ -48,6 +50,15 @@ def main(arguments: list[str]) -> int:
     if parsed.open:
         _show(out)
     return 0
+
+
+def _refusal(out: Path, runs: Sequence[Path]) -> str:
+    """Returns why a page cannot be written there; empty: it can. A missing run folder is refused later."""
+    if out.is_dir():
+        return "is a folder"
+    if out.exists() and not out.is_file():
+        return "is no file"  # root could replace a device
+    return "" if out.parent.is_dir() or out.parent in runs else "is in a folder that does not exist"
 
 
 def num_parameters(run: Path) -> int:

@@ -322,11 +322,13 @@ def test_the_command_refuses_what_is_no_run(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     for arguments, told in (
         ([], "name the run folders"),
         (["nowhere"], "does not exist"),
         ([str(tmp_path)], "not a run folder"),
         ([str(run), "--out", str(tmp_path)], "is a folder"),
+        ([str(run), "--out", "pipe"], "is no file"),  # nor is /dev/null
         ([str(run), "--out", "no/such/page.html"], "a folder that does not exist"),
         ([str(run), "--opne"], "did you mean '--open'?"),
     ):
@@ -347,3 +349,8 @@ def test_the_command_writes_the_page_and_shows_it(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere.html"
     assert main(["report", str(path), "--out", str(elsewhere)]) == 0
     assert elsewhere.stat().st_size == pytest.approx(page.stat().st_size, abs=200)
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "linked.html")
+    assert main(["report", str(path), "--out", str(link)]) == 0
+    assert link.is_symlink()
+    assert link.stat().st_size == pytest.approx(page.stat().st_size, abs=200)
