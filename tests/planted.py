@@ -1840,9 +1840,9 @@ MUTATIONS = (
     Mutation(
         "the doctor adds bits as bytes",
         "tools/doctor/fit.py",
-        "num_bytes = 8 * (num_ranks - 1) / num_ranks",
-        "num_bytes = (num_ranks - 1) / num_ranks",
-        "tools/doctor/test_fit.py::test_ranks_without_work_and_a_link_that_takes_longer_than_a_step",
+        "        8 * settings.item_bytes,\n",
+        "        settings.item_bytes,\n",
+        "tools/doctor/test_fit.py::test_the_bytes_of_a_step_are_those_of_its_strategy",
     ),
     Mutation(
         "the doctor's remedy for NCCL is a package that there is not",

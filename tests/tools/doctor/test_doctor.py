@@ -219,7 +219,7 @@ def test_a_lab_with_a_slow_host(tmp_path: Path) -> None:
     assert "docker run --cpus" in the(rows(ended, "c"), "cores", "warning", "grants the time of 0.4")
     assert "ethtool eth0" in the(rows(ended, "c"), "to a", "warning", "others carry")
     the(rows(ended, "a"), "to b", "ok")
-    assert "--train.global-batch-size" in the(rows(ended, "job"), "config", "warning", "of gradients")
+    assert "--train.global-batch-size" in the(rows(ended, "job"), "config", "warning", "over the slowest link")
 
 
 # Host c computes without AVX, and has a folder of its own.

@@ -17,8 +17,15 @@ GIB = float(1 << 30)
 RANK = dataclasses.replace(FACTS, free_bytes=8 * GIB)
 
 
-def found(free_bytes: float, num_ranks: int = 2, bytes_per_s: float = 0.0, **train: Any) -> list[Verdict]:
+def found(
+    free_bytes: float,
+    num_ranks: int = 2,
+    bytes_per_s: float = 0.0,
+    parallel: dict[str, Any] | None = None,
+    **train: Any,
+) -> list[Verdict]:
     config = load_preset("gpt2-124m", Config()).replace("train", **{"global_batch_size": 64, **train})
+    config = config.replace("parallel", **(parallel or {}))
     rank = dataclasses.asdict(dataclasses.replace(RANK, free_bytes=free_bytes))
     return list(fits(config, [{"ranks": [rank]}] * num_ranks, bytes_per_s))
 
@@ -46,8 +53,19 @@ def test_ranks_without_work_and_a_link_that_takes_longer_than_a_step() -> None:
     assert levels[-1] == ("warning", "--train.global-batch-size 16: fewer, longer steps")
     model = load_preset("gpt2-124m", Config()).model_of_data(0)
     sent = 2 * 7 / 8 * 4 * num_parameters(model).total  # of a ring all-reduce of float32 on 8 ranks
-    seen = f"a step sends {units.size(sent)} of gradients, {units.duration(sent / 12.5e6)} over the slowest link"
-    assert verdicts[-1][1] == seen
+    seen = f"each host sends {units.size(sent)} a step with ddp, wire exact: {units.duration(sent / 12.5e6)} over the"
+    assert verdicts[-1][1] == f"{seen} slowest link"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync_every", "share"),
+    [("local", 32, 1 / 32), ("zero", 0, 1.0)],  # zero sends gradients and then weights: in float32 as many bytes
+)
+def test_the_bytes_of_a_step_are_those_of_its_strategy(strategy: str, sync_every: int, share: float) -> None:
+    parallel = {"strategy": strategy, "sync_every": sync_every}
+    _, seen, _ = found(64 * GIB, 8, 12.5e6, parallel, device_batch_size=4, dtype="float32")[-1]
+    of_ddp = 2 * 7 / 8 * 4 * num_parameters(load_preset("gpt2-124m", Config()).model_of_data(0)).total
+    assert seen.startswith(f"each host sends {units.size(share * of_ddp)} a step with {strategy}, wire exact: ")
 
 
 def test_a_strategy_that_the_ranks_cannot_use() -> None:

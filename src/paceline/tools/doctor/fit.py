@@ -8,6 +8,7 @@ from typing import Any
 from paceline.base import units
 from paceline.config import Config
 from paceline.model import cost
+from paceline.sync.wire import wire_bits
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.tools.plan.schedule import num_shards
 from paceline.tools.plan.work import memory_bytes
@@ -39,7 +40,7 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
     level, seen, fix = _memory(settings, facts)
     yield level, size + seen, fix
     if slowest_bytes_per_s:
-        yield _network(settings, len(facts), slowest_bytes_per_s)
+        yield _network(settings, facts, sum(bool(note.get("ranks")) for note in notes), slowest_bytes_per_s)
 
 
 def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
@@ -69,11 +70,33 @@ def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
     return failure(seen, "a smaller model, more ranks with --parallel.strategy fsdp, or fewer ranks a host")
 
 
-def _network(settings: Settings, num_ranks: int, bytes_per_s: float) -> Verdict:
-    """A ring all-reduce sends 2 (N - 1) / N of the gradients, 4 bytes a parameter, over the slowest link."""
-    num_bytes = 8 * (num_ranks - 1) / num_ranks * cost.num_parameters(settings.config.model).total
+def _network(settings: Settings, facts: Sequence[RankFacts], num_hosts: int, bytes_per_s: float) -> Verdict:
+    """Judges by the bytes that a host sends in a step with the config's strategy and wire."""
+    parallel, num_bytes = settings.config.parallel, _bytes_sent(settings, facts, num_hosts)
     seconds = num_bytes / bytes_per_s
-    seen = f"a step sends {units.size(num_bytes)} of gradients, {units.duration(seconds)} over the slowest link"
+    seen = (
+        f"each host sends {units.size(num_bytes)} a step with {parallel.strategy}, wire {parallel.wire}: "
+        f"{units.duration(seconds)} over the slowest link"
+    )
     if seconds > _MOST_SEND_S:
         return warning(seen, f"--train.global-batch-size {4 * settings.plan.global_batch_size}: fewer, longer steps")
     return ok(seen)
+
+
+def _bytes_sent(settings: Settings, facts: Sequence[RankFacts], num_hosts: int) -> float:
+    """Returns what a host sends in a step, as the banner of `paceline train` counts it."""
+    parallel, model, by_gloo = settings.config.parallel, settings.config.model, facts[0].backend == "gloo"
+    sent = wire_bits(
+        parallel.strategy,
+        parallel.wire,
+        8 * settings.item_bytes,
+        sync_every=parallel.sync_every or 1,
+        ranks_per_host=len(facts) / num_hosts,
+        passes=settings.plan.passes,
+        by_gloo=by_gloo,
+    )
+    is_ring = parallel.strategy == "fsdp" and not by_gloo  # NCCL's, of all ranks
+    counts = cost.num_parameters(model)
+    num_embedding = counts.total - counts.non_embedding
+    num_ends = num_embedding + (0 if model.tied else model.vocab_size * model.n_embd)
+    return sent.bytes_sent(len(facts) if is_ring else num_hosts, counts.total, num_embedding, num_ends)
