@@ -124,6 +124,7 @@ def test_a_wrong_job_is_found(path: tuple[str | int, ...], value: object) -> Non
         (("--name", "x_1", *TRAIN), "the job would be named 'x_1'"),
         (("--grace-s", "129", *TRAIN), "--grace-s is 129, and ranks have 120 s to save (checkpoint.grace-s)"),
         (("--grace-s", "300", *TRAIN, "--checkpoint.grace-s", "600"), "give at least 610"),
+        (("--grace-s", "-5", *TRAIN), "--grace-s is -5"),
         (("--nodes", "0", *TRAIN), "--nodes is 0"),
         (("--nproc", "-3", *TRAIN), "--nproc is -3"),
         (("--gpus", "-2", *TRAIN), "--gpus is -2"),

@@ -1,5 +1,6 @@
 """`paceline slurm` prints a script that a shell reads, and refuses what Slurm or training would."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from in_process import here
+
+from paceline.cli.slurm import _limit_s
 
 
 def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
@@ -48,6 +51,13 @@ def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status:
     assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if status == 75 else "")
 
 
+def test_a_time_limit_is_read_as_slurm_reads_it() -> None:
+    """The forms of --time in sbatch's manual; 0 is no limit."""
+    forms = {"5": 300, "5:30": 330, "1:00:00": 3600, "1-2": 93_600, "0-0:5": 300, "1-00:00:01": 86_401}
+    assert {time: _limit_s(time) for time in forms} == forms
+    assert {_limit_s(time) for time in ("0", "00:00:00", "UNLIMITED", "1:2:3:4", "")} == {math.inf}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +71,10 @@ def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status:
         (
             ("--", "--preset", "tiny", "--out", "x", "--checkpoint.grace-s", "400"),
             "--save-before-s is 300, and ranks have 400 s to save (checkpoint.grace-s)",
+        ),
+        (
+            ("--time", "00:05:00", "--", "--preset", "tiny", "--out", "x"),
+            "--time is 00:05:00, and the job stops 300 s before that",
         ),
         (("--gpus-per-task", "-1", "--", "--preset", "tiny", "--out", "x"), "--gpus-per-task is -1"),
         (

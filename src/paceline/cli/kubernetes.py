@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     options, flags = divided(arguments)
     parsed = parse(Kubernetes, Kubernetes(), options, "kubernetes")
     command, folder, ranks_grace_s = train_command("kubernetes", flags, "starts the pods: give --nodes and --nproc")
-    require_at_least(parsed, "--", nodes=1, nproc=0, gpus=0, failures=0)
+    require_at_least(parsed, "--", nodes=1, nproc=0, gpus=0, grace_s=0, failures=0)
     save_s = math.ceil(ranks_grace_s)
     needed_s = save_s + _END_S
     if 0 < parsed.grace_s < needed_s:

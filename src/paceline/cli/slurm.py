@@ -1,5 +1,7 @@
 """paceline slurm"""
 
+import math
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -53,5 +55,24 @@ def main(arguments: list[str]) -> int:
             f"--save-before-s is {parsed.save_before_s}, and ranks have {grace_s:g} s to save (checkpoint.grace-s): "
             "give at least that, or a smaller --checkpoint.grace-s after --"
         )
+    if _limit_s(parsed.time) <= parsed.save_before_s:
+        raise UserError(
+            f"--time is {parsed.time}, and the job stops {parsed.save_before_s} s before that (--save-before-s): it "
+            "would be queued again for ever, without a step; give a longer --time or a smaller --save-before-s"
+        )
     print(batch_script(parsed, out.name, [sys.executable, "-m", "paceline", *command]), end="")
     return 0
+
+
+def _limit_s(time: str) -> float:
+    """Returns the seconds of a time limit in Slurm's forms M, M:S, H:M:S, D-H, D-H:M and D-H:M:S; infinity of 0, which
+    is no limit, and of another text."""
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time)
+    if match is None:
+        return math.inf
+    days, *parts = match.groups(default="")
+    numbers = [int(part) for part in parts if part]
+    if not days and len(numbers) < 3:
+        numbers.insert(0, 0)  # hours
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return (24 * int(days or 0) + hours) * 3600 + 60 * minutes + seconds or math.inf
