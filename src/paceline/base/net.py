@@ -1,5 +1,6 @@
 """Listening on one address only. torch's own store listens on every interface, without authentication."""
 
+import errno
 import socket
 from typing import Any
 
@@ -30,9 +31,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from None
+        is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+        advice = "name an address of this machine" if is_elsewhere else "choose another port, or end what listens there"
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from None
     return listener
 
 

@@ -135,7 +135,7 @@ def test_only_this_machine_reaches_it(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_named(server: PageServer, tmp_path: Path) -> None:
     port = server.server_address[1]
-    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another port, or 0"):
+    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another port, or end what"):
         PageServer(Views(tmp_path), "127.0.0.1", port)
 
 
