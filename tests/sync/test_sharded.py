@@ -209,6 +209,7 @@ def test_what_was_not_finite_is_named_with_the_rank_that_brought_it(rows: Any) -
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, list[Any]]:
     calls = {"stale": Call(stale_weights), "alive": Call(alive_while_read), "refused": Call(refused_without)}
+    calls |= {"looked at": Call(looked_at), "clamped": Call(clamped)}
     return run_calls(calls, 2)
 
 
@@ -320,6 +321,54 @@ def alive_while_read(world: World) -> int:
 
 def test_a_sharded_model_is_read_tensor_by_tensor(two_ranks: dict[str, list[Any]]) -> None:
     assert max(two_ranks["alive"]) <= 2, "the one that is read, and the one before"
+
+
+INPUTS = torch.arange(8.0).view(2, 4) / 8
+
+
+def two_layers(world: World) -> Replica:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return Replica(model, torch.optim.SGD(model.parameters(), lr=0.5), world, strategy="fsdp", blocks=[model[0]])
+
+
+def looked_at(world: World) -> list[list[float]]:
+    """The losses of three steps: without and with a forward pass between the last backward pass and `finish`."""
+    losses = []
+    for has_pass in (False, True):
+        replica = two_layers(world)
+        losses.append([])
+        for _ in range(3):
+            step = replica.step(INPUTS)
+            step.backward(replica.model(INPUTS).square().mean(), weight=1)
+            with torch.no_grad():
+                if has_pass:
+                    replica.model(INPUTS)
+            losses[-1].append(step.finish().loss)
+    return losses
+
+
+def test_a_forward_pass_before_finish_leaves_no_old_weights(two_ranks: dict[str, list[Any]]) -> None:
+    """Finds gathered weights that the next step takes for current: those of no block stayed gathered."""
+    for plain_losses, losses in two_ranks["looked at"]:
+        assert losses == plain_losses
+        assert plain_losses[2] < plain_losses[1] < plain_losses[0]
+
+
+def clamped(world: World) -> float:
+    """The largest weight after a clamp that follows an evaluation."""
+    replica = two_layers(world)
+    replica.evaluate(
+        lambda: INPUTS, lambda inputs: replica.model(inputs).square().mean(), micro_batches=world.world_size
+    )
+    with torch.no_grad():
+        for parameter in replica.model.parameters():
+            parameter.clamp_(-0.01, 0.01)
+    return max(float(weight.abs().max()) for weight in replica.sync.full_weights().values())
+
+
+def test_a_change_of_weights_after_an_evaluation_has_its_effect(two_ranks: dict[str, list[Any]]) -> None:
+    assert two_ranks["clamped"] == [pytest.approx(0.01)] * 2
 
 
 def refused_without(world: World) -> dict[str, str]:

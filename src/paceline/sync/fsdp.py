@@ -179,6 +179,14 @@ class FullySharded(Strategy):
 
     def publish(self) -> None:
         self._whole.spread_weights()
+        self._free_gathered()
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._free_gathered()
 
     def end_step(self, own_weight: float = 0.0, weight: float = 0.0) -> None:
         for whole in self._sharded:  # in a step that was dropped it has the sum of passes that no last one followed
@@ -193,7 +201,12 @@ class FullySharded(Strategy):
 
     def restore(self, stored: Collection[str], numbers: Mapping[str, Any], fetch: Fetch) -> None:
         self._whole.spread_weights()
-        for module in self._modules:  # a forward pass without gradients leaves the model's own weights gathered
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Makes the next pass gather all weights. A forward pass that no backward follows leaves those gathered that
+        belong to no block: later passes would use these copies, whatever became of the shards."""
+        for module in self._modules:
             cast(FSDPModule, module).reshard()
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
