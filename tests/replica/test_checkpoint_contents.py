@@ -238,13 +238,13 @@ def with_frozen_base(seed: int) -> nn.Sequential:
     return model
 
 
-def resumed_without_base(world: World, folder: Path) -> dict[str, Any]:
+def resumed_without_base(world: World, folder: Path, settings: Any) -> dict[str, Any]:
     """A save without the frozen layer, and what it is restored to: the same base, and another one."""
     results: dict[str, Any] = {}
     for seed in (0, 1):
         model = with_frozen_base(seed)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        replica = Replica(model, torch.optim.AdamW(trained, lr=0.02), world)
+        replica = Replica(model, torch.optim.AdamW(trained, lr=0.02), world, **settings)
         checkpoints = Checkpoints(folder, net=replica, frozen=False)
         if seed == 0:
             for _ in range(2):
@@ -263,9 +263,10 @@ def resumed_without_base(world: World, folder: Path) -> dict[str, Any]:
     return results
 
 
-def test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"strategy": "local", "sync_every": 2}], ids=["ddp", "local"])
+def test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only(tmp_path: Path, settings: Any) -> None:
     """Finds: a restore that does not compare the frozen parameters, or a save that has them."""
-    for row in run_ranks(resumed_without_base, 2, tmp_path):
+    for row in run_ranks(resumed_without_base, 2, tmp_path, settings):
         assert row["restored"] == row["saved"]
         assert row["names"] == ["3.bias", "3.weight"]
         assert "they are other ones here" in row["refused"]

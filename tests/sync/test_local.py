@@ -165,6 +165,7 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]
     folder = tmp_path_factory.mktemp("ranks")
     calls |= {f"resumed {each}": Call(resumed, folder / str(each), each, wire) for each, wire in RESUMED.items()}
     calls |= {"excess": Call(excess, folder / "17" / "anew", 17, RESUMED[17]), "dropped": Call(dropped)}
+    calls["no weight"] = Call(resumed_after_no_weight, folder / "no weight")
     return run_calls(calls, 3) | {"excess of two": run_ranks(excess, 2, folder / "17" / "anew", 17, RESUMED[17])}
 
 
@@ -243,6 +244,32 @@ def test_a_resume_amid_a_round_is_bit_exact_and_saves_change_nothing(
     digests = three_ranks[f"resumed {sync_every}"]
     assert [len(set(each)) for each in digests] == [1, 1, 1]
     assert len({each[0] for each in digests}) == 3, "each rank has weights of its own"
+
+
+def resumed_after_no_weight(world: World, folder: Path) -> list[str]:
+    """Digests of this rank's own weights, after a step in which nothing had weight and some more: with a resume by a
+    new script in between, and without."""
+    digests = []
+    for is_resumed in (False, True):
+        net = network()
+        replica = Replica(net, inner(net), world, strategy="local", sync_every=17)
+        steps_made(replica, 22)
+        replica.train(Batch([rows_of(3, 0)]), lambda x, net=net: (loss_of(net, x), 0.0))  # type: ignore[misc]
+        if is_resumed:
+            checkpoints = Checkpoints(folder, net=replica)
+            checkpoints.save()
+            checkpoints.finish()
+            net = network()
+            replica = Replica(net, inner(net), world, strategy="local", sync_every=17)
+            Checkpoints(folder, net=replica).restore()
+        steps_made(replica, 3)
+        digests.append(overall(dict(net.named_parameters())))
+    return digests
+
+
+def test_a_resume_after_a_step_without_weight_is_bit_exact(three_ranks: dict[Any, list[Any]]) -> None:
+    """The fragment that had been merged was sent again, and momentum moved the anchor once more."""
+    assert [len(set(each)) for each in three_ranks["no weight"]] == [1, 1, 1]
 
 
 def excess(world: World, folder: Path, sync_every: int, wire: Any) -> torch.Tensor:

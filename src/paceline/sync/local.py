@@ -124,7 +124,7 @@ class LocalSync(BucketedSync):
     # ---- the weights that all ranks share ----
 
     def weights(self) -> dict[Slice, torch.Tensor]:
-        return {Slice(name, 0, tensor.numel()): tensor.view(-1) for name, tensor in self.full_weights().items()}
+        return {Slice(name, 0, tensor.numel()): tensor.view(-1) for name, tensor in self._anchor.items()}
 
     def on_all_ranks(self) -> dict[str, torch.Tensor]:
         return super().on_all_ranks() | self._anchor
@@ -162,7 +162,7 @@ class LocalSync(BucketedSync):
 
     def restore(self, stored: Collection[str], numbers: Mapping[str, Any], fetch: Fetch) -> None:
         """As in Strategy. In a world of another size each rank begins with the mean of all ranks' weights; from another
-        strategy's checkpoint with the anchor. Sends the fragment that was under way again."""
+        strategy's checkpoint with the anchor. If a fragment was under way at the save, sends it again."""
         self._begin_at_anchor()
         ranks = [key.removeprefix("/progress@") for key in numbers if key.startswith("/progress@")]
         if not ranks:
@@ -183,10 +183,13 @@ class LocalSync(BucketedSync):
             tensor.copy_((total / num_shares).view_as(tensor))
         self._num_steps, *weights = numbers[f"/progress@{sources[0]}"]
         self._num_steps = int(self._num_steps)
-        if is_same and len(weights) == 2 * len(self._fragments):  # else of another sync_every: equal shares at first
+        has_weights = is_same and len(weights) == 2 * len(self._fragments)
+        if has_weights:  # else of another sync_every: equal shares at first
             for fragment, weight_here, weight in zip(self._fragments, weights[::2], weights[1::2], strict=True):
                 fragment.own_weight, fragment.weight = weight_here, weight
-        self._send_next()
+        newest = self._fragments[self._num_steps % len(self._fragments)]
+        if newest.weight or not has_weights:  # else a step of weight 0 has merged it already
+            self._send_next()
 
     def _held(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns, in place, by kind and name: this rank's own weights, the anchor's momentum, and what this rank's
