@@ -86,8 +86,19 @@ def gathers_unlike(world: World) -> str:
     return str(caught.value)
 
 
-def on_ranks(world: World, folder: Path) -> tuple[dict[str, Any], str]:
-    return verbs(world, folder), gathers_unlike(world)
+def mixed(world: World) -> list[str]:
+    """What is said of a number on rank 0 and tensors on the others."""
+    value: Any = torch.ones(2) if world.rank else 0.0
+    said = []
+    for verb in (world.sum, world.max, world.gather, lambda value: world.mean(value, weight=world.rank)):
+        with pytest.raises(UserError) as caught:
+            verb(value)
+        said.append(str(caught.value))
+    return said
+
+
+def on_ranks(world: World, folder: Path) -> tuple[dict[str, Any], str, list[str]]:
+    return verbs(world, folder), gathers_unlike(world), mixed(world)
 
 
 def test_verbs_of_one_process(world: World, tmp_path: Path) -> None:
@@ -95,13 +106,19 @@ def test_verbs_of_one_process(world: World, tmp_path: Path) -> None:
 
 
 def test_verbs_give_the_same_on_all_ranks_and_unlike_dtypes_are_refused(tmp_path: Path) -> None:
-    """Finds: tensors of unlike dtypes given to Gloo, which ends one rank and leaves the others waiting."""
+    """Finds: tensors of unlike dtypes given to Gloo, which ends one rank and leaves the others waiting; or a tensor
+    where another rank has a number."""
     found = run_ranks(on_ranks, 3, tmp_path)
-    for by_verb, said in found:
+    for by_verb, said, of_mixed in found:
         require_expected(by_verb, 3)
         assert said == found[0][1]
+        assert of_mixed == found[0][2]
     refused = r"test_world.py:\d+: World.gather needs .* got by rank: float32 \[\], int64 \[\], int64 \[\]\."
     assert re.match(refused, found[0][1])
+    for name, said in zip(("sum", "max", "gather", "mean"), found[0][2], strict=True):
+        shape = r"\[\]" if name == "gather" else r"\[2\]"
+        kinds = f"a number, float32 {shape}, float32 {shape}"
+        assert re.match(rf"test_world.py:\d+: World.{name} needs one dtype.* got by rank: {kinds}\.", said)
 
 
 def test_one_rank_speaks_and_takes_what_print_takes(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +27,8 @@ from paceline.world.process_group import adopt_group, join_open_group, open_grou
 from paceline.world.torchrun import check_nodes, compare_clocks, warn_of_lost_hosts
 
 Number = TypeVar("Number", float, torch.Tensor)
+_ALIKE = "one dtype and shape"
+_ALIKE_ROWS = "one dtype, and one shape but for the first dimension"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,28 +113,31 @@ class World:
 
     def mean(self, value: Number, weight: float = 1.0) -> Number:
         """Returns the mean over ranks of a number or a tensor, weighted by the number of samples or tokens behind each
-        rank's value. A rank of weight 0 does not count; nan if all weights are 0."""
+        rank's value. A rank of weight 0 does not count, but gives a number or a tensor as the others do; nan if all
+        weights are 0."""
         self.calls.record("World.mean")
         weight = float(weight)
         if isinstance(value, torch.Tensor):
-            total = exact_sum(row[0] for row in self.group.share([weight]))
             kind = torch.result_type(value, 1.0)  # float32 for integers, with weight 0, too
             wide = torch.promote_types(kind, torch.float32)  # times a number of tokens float16 overflows
             weighted = value.detach().to(wide) * weight if weight else torch.zeros_like(value, dtype=wide)
-            return (self._reduced(weighted, "sum") / (total or math.nan)).to(kind)
-        rows = self.group.share([float(value) if weight else 0.0, weight])
-        total = exact_sum(row[1] for row in rows)
-        return exact_sum(row[0] * row[1] for row in rows) / total if total else math.nan
+            total = exact_sum(map(_float, self._of_alike(_bits(weight), _kind(wide, value.shape), _ALIKE)))
+            return (self._all_reduced(weighted, "sum") / (total or math.nan)).to(kind)
+        number = float(value) if weight else 0.0
+        weights = self._numbers(weight, _ALIKE)
+        rows = self.group.share([number])
+        total = exact_sum(weights)
+        return exact_sum(row[0] * each for row, each in zip(rows, weights, strict=True)) / total if total else math.nan
 
     def gather(self, value: Number) -> "list[Number]":
         """Returns the numbers or tensors of all ranks, by rank, on every rank. Tensors have the same dtype and shape,
         except for the first dimension; they stay on their device. Raises UserError on all ranks if they differ."""
         self.calls.record("World.gather")
         if not isinstance(value, torch.Tensor):
-            return [row[0] for row in self.group.share([float(value)])]
+            return self._numbers(value, _ALIKE_ROWS)
         rows = value.detach().reshape(value.shape or (1,))
         shape = rows.shape[1:]
-        lengths = self._lengths_of_alike(rows, "one dtype, and one shape but for the first dimension")
+        lengths = self._of_alike(len(rows), _kind(rows.dtype, shape), _ALIKE_ROWS)
         borders = [sum(lengths[:rank]) * shape.numel() for rank in range(self.world_size + 1)]
         flat = torch.zeros(borders[-1], dtype=value.dtype, device=self.device)
         flat[borders[self.rank] : borders[self.rank + 1]] = rows.reshape(-1).to(self.device)
@@ -154,28 +160,46 @@ class World:
         if self.is_main:
             self.group.barrier()
 
-    def _lengths_of_alike(self, rows: torch.Tensor, needs: str) -> list[int]:
-        """Returns the first dimension of every rank's tensor. Raises UserError on all ranks if other dimensions or
-        dtypes differ: Gloo would abort a rank."""
-        kind = f"{dtype_name(rows.dtype)} {list(rows.shape[1:])}"
-        lengths, kinds = zip(*self.group.share_integers([len(rows), crc32(kind.encode())]), strict=True)
+    def _of_alike(self, integer: int, kind: str, needs: str) -> list[int]:
+        """Returns every rank's integer. Raises UserError on all ranks if the kinds of their values differ: Gloo would
+        abort a rank. 16 (n-1) bytes."""
+        integers, kinds = zip(*self.group.share_integers([integer, crc32(kind.encode())]), strict=True)
         if len(set(kinds)) > 1:
             raise mistake(
                 f"{self.calls.last()[-1][1]} needs {needs}, and got by rank: "
                 f"{listed(self.group.share_text(kind), 16)}. Make them alike; torch.tensor([]) is float32",
                 reach="world",
             )
-        return list(lengths)
+        return list(integers)
+
+    def _numbers(self, number: float, needs: str) -> list[float]:
+        """Returns every rank's number, exactly. Raises UserError on all ranks if one has a tensor."""
+        return [_float(bits) for bits in self._of_alike(_bits(number), "a number", needs)]
 
     def _reduced(self, value: Number, op: ReduceOp) -> Number:
         if not isinstance(value, torch.Tensor):
-            numbers = [row[0] for row in self.group.share([float(value)])]
+            numbers = self._numbers(value, _ALIKE)
             return exact_sum(numbers) if op == "sum" else max(numbers, key=lambda number: (math.isnan(number), number))
+        self._of_alike(0, _kind(value.dtype, value.shape), _ALIKE)
+        return self._all_reduced(value, op)
+
+    def _all_reduced(self, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         sent_as = {torch.bool: torch.int64 if op == "sum" else torch.uint8, torch.int16: torch.int32}  # as Gloo can
-        self._lengths_of_alike(value.detach().unsqueeze(0), "one dtype and shape")
         reduced = value.detach().to(self.device, sent_as.get(value.dtype, value.dtype), copy=True).contiguous()
         self.group.all_reduce(reduced, op)
         return reduced.to(value.device)
+
+
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype_name(dtype)} {list(shape)}"
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", float(number)))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 @contextmanager
