@@ -61,3 +61,24 @@ def test_schedules_and_states_on_ranks_that_own_a_part() -> None:
         assert len(said) == 1
         assert "zero: test_updates.py:" in said[0]
         assert "optimizer.load_state_dict came after the Replica was made" in said[0]
+
+
+def losses_in_autocast(world: World, is_one: bool) -> list[float]:
+    """Of two steps, in one context of autocast for both, or one for each."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.5), world)
+    losses = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_one):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(replica.train(torch.ones(2, 4), lambda x: model(x).float().square().mean()).loss)
+    return losses
+
+
+def test_an_update_within_a_scripts_autocast_has_its_effect(world: World) -> None:
+    """The next step read copies of the weights from before the update: torch keeps them until the outermost context
+    ends."""
+    losses = losses_in_autocast(world, is_one=False)
+    assert losses[1] < losses[0]
+    assert losses_in_autocast(world, is_one=True) == losses

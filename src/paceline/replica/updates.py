@@ -129,6 +129,7 @@ class Updates:
                 optimizer.step() if is_finite is None else optimizer.step(is_finite)
         finally:
             self._is_updating = False
+            torch.clear_autocast_cache()  # it keeps copies of the weights until the outermost autocast ends
 
     def release(self, is_sharded: bool) -> bool:
         """Gives the optimizers the model's parameters back, with their state. Returns False if state was dropped:
