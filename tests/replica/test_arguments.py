@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from paceline.base.errors import UserError
 from paceline.replica.batch import Batch, moved
 from paceline.replica.checkpoints import Checkpoints, load_weights
+from paceline.replica.generators import ScriptState
 from paceline.replica.joining import join
 from paceline.replica.replica import Replica
 from paceline.replica.share import share
@@ -319,6 +320,50 @@ def test_a_stop_of_any_replica_is_saved(world: World, tmp_path: Path) -> None:
     second.stop_reason = "SIGTERM on rank 0"
     assert checkpoints.save_every(1000)
     checkpoints.finish()
+
+
+def test_a_buffer_that_cannot_be_compared_is_refused_by_name(world: World) -> None:
+    """It was a NotImplementedError of torch's, about its bytes."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(UserError, match=r"the buffer graph is of layout torch\.sparse_coo, .* or make it dense"):
+        Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+
+
+def test_an_attribute_that_is_not_a_number_has_not_changed() -> None:
+    """Each resume accused the data set of a change."""
+
+    class Data:
+        def __init__(self) -> None:
+            self.limit, self.rows = math.nan, 3
+
+    data = Data()
+    state = ScriptState(data)
+    assert state.changed() == []
+    data.rows = 4
+    assert state.changed() == ["rows"]
+
+
+def test_earlier_replicas_are_released_in_the_order_of_their_numbers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release may be collective, and the order of a set differs between ranks."""
+    earlier = [made(world) for _ in range(8)]
+    numbers: list[int] = []
+    release = Replica.release
+    monkeypatch.setattr(Replica, "release", lambda each: (numbers.append(each.number), release(each)))
+    model = nn.ModuleList([each.model for each in earlier])
+    Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+    assert numbers == [each.number for each in earlier]
+
+
+def test_an_evaluation_wants_one_number_a_name(world: World) -> None:
+    replica = made(world)
+    losses = lambda x, y: mse_loss(replica.model(x), y, reduction="none")  # noqa: E731
+    with pytest.raises(UserError, match=r"gave a tensor, of shape \[4, 1\]: return one number, such as its mean"):
+        replica.evaluate(DATA, losses, batch_size=4)
+    with pytest.raises(UserError, match=r"gave loss, of shape \[4, 1\]: return one number"):
+        replica.evaluate(DATA, lambda x, y: {"loss": losses(x, y)}, batch_size=4)
 
 
 def test_what_cannot_be_stored_is_refused_at_the_save(world: World, tmp_path: Path) -> None:

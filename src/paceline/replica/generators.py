@@ -168,7 +168,8 @@ class ScriptState:
             yield from ((f"{place}.{name}", value) for name, value in getattr(thing, "__dict__", {}).items())
 
     def _all_numbers(self) -> dict[str, int | float]:
-        return {name: value for name, value in self._attributes() if type(value) in (int, float)}
+        numbers = {name: value for name, value in self._attributes() if type(value) in (int, float)}
+        return {name: value for name, value in numbers.items() if value == value}  # NaN would always have changed
 
 
 _GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random

@@ -94,7 +94,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_kinds(model: nn.Module) -> None:
-    """Raises UserError for parameters that cannot be summed over ranks."""
+    """Raises UserError for parameters that cannot be summed over ranks, and for buffers that cannot be compared."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise mistake("the model has no parameters: nothing in it can be trained")
@@ -108,6 +108,12 @@ def _check_kinds(model: nn.Module) -> None:
             raise mistake(
                 f"{name} is of {parameter.dtype}, and gradients are summed and clipped as real numbers: make it a real "
                 "parameter with a last dimension of 2, and use torch.view_as_complex(...) in the forward pass"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise mistake(
+                f"the buffer {name} is of layout {buffer.layout}, which is neither compared between ranks nor saved: "
+                "register its indices and values, or make it dense"
             )
 
 

@@ -197,7 +197,7 @@ class ReplicatedModel:
         Collective."""
         parameters = set(self.model.parameters())
         earlier: dict[int, ReplicatedModel] = {0: self}
-        for other in list(self.world.calls.replicas):
+        for other in sorted(self.world.calls.replicas, key=attrgetter("number")):  # `release` may be collective
             shared = [each for each in other.optimizers if any(each is optimizer for optimizer in self.optimizers)]
             if shared or not parameters.isdisjoint(other.model.parameters()):
                 other.release()

@@ -215,7 +215,8 @@ class Replica(ReplicatedModel):
                     weight = float(one.num_rows or 1) if weight is None else weight
                     total += weight
                     for name, value in (returned if isinstance(returned, Mapping) else {_LOSS: returned}).items():
-                        sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)  # 0: perhaps NaN
+                        number = _number(name, value)
+                        sums[name] = sums.get(name, 0.0) + (number * weight if weight else 0.0)  # 0: perhaps NaN
         # A rank without a micro-batch does not know the names.
         rows = self.world.group.share_json([sums, total])
         total = exact_sum(theirs for _, theirs in rows) or math.nan
@@ -321,6 +322,16 @@ class Replica(ReplicatedModel):
         if self.stop is not None:
             self.stop.__exit__(None, None, None)
         self.stop, self.stop_reason, self._is_stopped = None, None, False
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns what an evaluation's function gave. Raises UserError for a tensor of several numbers."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise mistake(
+            f"the function of an evaluation gave {name or 'a tensor'}, of shape {list(value.shape)}: "
+            "return one number, such as its mean"
+        )
+    return float(value)
 
 
 def _call(function: Callable[..., Any], micro_batch: Any) -> tuple[Any, float | None]:
