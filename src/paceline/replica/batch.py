@@ -1,8 +1,7 @@
 """A step's micro-batches on one rank: which rows of the batch they are, and drawing each when the step needs it."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -236,7 +235,7 @@ def moved(micro_batch: Any, device: torch.device) -> Any:
     if isinstance(micro_batch, list | tuple):
         return type(micro_batch)(moved(item, device) for item in micro_batch)
     if isinstance(micro_batch, dict):
-        there = copy.copy(micro_batch)
+        there = copy(micro_batch)
         there.update({name: moved(item, device) for name, item in micro_batch.items()})
         return there
     return micro_batch

@@ -97,7 +97,8 @@ class Gradients:
             torch._foreach_mul_(flats, 1.0 / divisor)
 
     def reveal(self) -> None:
-        """Replaces the stand-ins by the gradients. Raises UserError for a replaced stand-in or a frozen parameter."""
+        """Replaces the stand-ins by the gradients. Raises UserError for a replaced stand-in, for a parameter that was
+        unfrozen since the replica was made, and with fsdp for one that was frozen since."""
         hidden, self._hidden = self._hidden, None
         if hidden is not None:
             is_same = True

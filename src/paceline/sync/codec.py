@@ -42,11 +42,8 @@ class Rounded:
         minus: torch.Tensor | None = None,
         excess: torch.Tensor | None = None,
     ) -> None:
-        """Fills a message with the flat tensor x - minus; sets `excess` to what is decoded less it."""
-        values = x if minus is None else x - minus
-        sent = message.view(self.dtype).copy_(values)
-        if excess is not None:
-            torch.sub(sent.to(values.dtype), values, out=excess)
+        """Fills a message with the flat tensor x. No caller gives it `minus` and `excess`, see Blocks."""
+        message.view(self.dtype).copy_(x)
 
     def add_decoded(self, message: torch.Tensor, into: torch.Tensor) -> None:
         """Adds what a message holds to a flat tensor."""
@@ -76,6 +73,7 @@ class Blocks:
         minus: torch.Tensor | None = None,
         excess: torch.Tensor | None = None,
     ) -> None:
+        """Fills a message with the flat tensor x - minus; sets `excess` to what is decoded less it."""
         largest = (1 << (self.bits - 1)) - 1
         scales_N, integers_NE = self._split(message)
         for blocks, elements, values_NLE, other_NLE in self._chunks(x):
