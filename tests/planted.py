@@ -196,6 +196,13 @@ MUTATIONS = (
         'UPDATES_ALONE = ("auto", "zero", "fsdp", "local", "ddp")',
         "tools/doctor/test_fit.py::test_a_strategy_that_the_ranks_cannot_use",
     ),
+    Mutation(
+        "a number may meet a tensor",
+        "world/runtime.py",
+        "crc32(kind.encode())",
+        "0 * crc32(kind.encode())",
+        "replica/test_world.py::test_verbs_give_the_same_on_all_ranks_and_unlike_dtypes_are_refused",
+    ),
     # ---- launch: ranks and hosts that end and begin again ----
     Mutation(
         "a run of which one rank saved, and the others are done, is done",
@@ -755,6 +762,34 @@ MUTATIONS = (
         "if False:",
         "replica/test_checkpoint_contents.py::test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only",
     ),
+    Mutation(
+        "weights stay gathered over an update",
+        "sync/fsdp.py",
+        "    def publish(self) -> None:\n        self._whole.spread_weights()\n        self._free_gathered()\n",
+        "    def publish(self) -> None:\n        self._whole.spread_weights()\n",
+        "sync/test_sharded.py::test_a_forward_pass_before_finish_leaves_no_old_weights",
+    ),
+    Mutation(
+        "weights stay gathered after an evaluation",
+        "sync/fsdp.py",
+        "        finally:\n            self._free_gathered()\n",
+        "        finally:\n            pass\n",
+        "sync/test_sharded.py::test_a_change_of_weights_after_an_evaluation_has_its_effect",
+    ),
+    Mutation(
+        "with local the weights to save have the frozen ones",
+        "sync/local.py",
+        "tensor.view(-1) for name, tensor in self._anchor.items()}",
+        "tensor.view(-1) for name, tensor in self.full_weights().items()}",
+        "replica/test_checkpoint_contents.py::test_a_save_without_frozen_parameters_is_restored_to_the_same_ones_only",
+    ),
+    Mutation(
+        "a fragment that was merged is sent again by a restore",
+        "sync/local.py",
+        "if newest.weight or not has_weights:",
+        "if newest is not None:",
+        "sync/test_local.py::test_a_resume_after_a_step_without_weight_is_bit_exact",
+    ),
     # ---- optim: an update ----
     Mutation(
         "bias correction stays that of the first update",
@@ -1306,6 +1341,41 @@ MUTATIONS = (
         "if any(addresses) and (earlier := numbers.setdefault(addresses, number)) != number:",
         "if any(addresses) and (earlier := numbers.setdefault((number,), number)) != number:",
         "replica/test_repeatable_sources.py::test_a_batch_of_one_buffer_is_refused",
+    ),
+    Mutation(
+        "a sparse buffer is compared",
+        "replica/mistakes.py",
+        "if buffer.layout != torch.strided:",
+        "if False:",
+        "replica/test_arguments.py::test_a_buffer_that_cannot_be_compared_is_refused_by_name",
+    ),
+    Mutation(
+        "an attribute that is NaN has changed",
+        "replica/generators.py",
+        "for name, value in numbers.items() if value == value}",
+        "for name, value in numbers.items()}",
+        "replica/test_arguments.py::test_an_attribute_that_is_not_a_number_has_not_changed",
+    ),
+    Mutation(
+        "earlier replicas are released in the order of a set",
+        "replica/model.py",
+        'sorted(self.world.calls.replicas, key=attrgetter("number"))',
+        "list(self.world.calls.replicas)",
+        "replica/test_arguments.py::test_earlier_replicas_are_released_in_the_order_of_their_numbers",
+    ),
+    Mutation(
+        "autocast keeps weights from before an update",
+        "replica/updates.py",
+        "torch.clear_autocast_cache()",
+        "pass",
+        "replica/test_updates.py::test_an_update_within_a_scripts_autocast_has_its_effect",
+    ),
+    Mutation(
+        "an evaluation takes a tensor of several numbers",
+        "replica/replica.py",
+        "if isinstance(value, torch.Tensor) and value.numel() != 1:",
+        "if False:",
+        "replica/test_arguments.py::test_an_evaluation_wants_one_number_a_name",
     ),
     # ---- train: a run and its end ----
     Mutation(
