@@ -1654,6 +1654,20 @@ MUTATIONS = (
         "data/test_sources.py::test_standard_input",
     ),
     Mutation(
+        "a host whose disk is full keeps the others from their copies",
+        "launch/nodes.py",
+        "key=lambda node: self._tried_s.get(node.name, 0.0))",
+        "key=lambda node: 0.0)",
+        "launch/test_copies.py::test_a_host_that_takes_no_copy_does_not_keep_the_others_from_theirs",
+    ),
+    Mutation(
+        "what was set aside at the address is overwritten",
+        "checkpoint/storage.py",
+        "return any(there in (None, path.read_bytes()) for path in aside)",
+        "return any(aside)",
+        "checkpoint/test_storage.py::test_what_was_set_aside_there_stays_when_a_later_one_of_its_step_is_removed",
+    ),
+    Mutation(
         "a misspelt flag is passed over",
         "cli/flags.py",
         "        if flag not in flags:\n            raise _unknown(",

@@ -281,6 +281,27 @@ def test_a_process_of_another_machine_with_this_ones_name_is_not_taken_for_gone(
     alive.join()
 
 
+def test_what_was_set_aside_there_stays_when_a_later_one_of_its_step_is_removed(at: At) -> None:
+    """Finds: a checkpoint that retention removes renamed over the one that a resume had set aside."""
+    at.save(2, 4)
+    at.send()
+    set_aside(at.run / "checkpoints", 2)  # as by `resume --step 2`
+    at.send()
+    kept = at.there / "checkpoints" / f"superseded-{folder_name(4)}"
+    before = (kept / MANIFEST).read_bytes()
+    keep(at.run / "checkpoints", 4, 2, note="another one of this step")
+    at.send()
+    at.save(6, 8, num_kept=2)
+    at.send()
+    assert at.steps == [6, 8]
+    assert (kept / MANIFEST).read_bytes() == before
+    set_aside(at.run / "checkpoints", 6)
+    at.save(8)
+    set_aside(at.run / "checkpoints", 6)
+    at.send()
+    assert at.steps == [6]
+
+
 def test_another_run_or_an_older_copy_does_not_write_there(at: At, tmp_path: Path) -> None:
     at.save(1, 2)
     at.send()

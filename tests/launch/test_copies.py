@@ -157,3 +157,36 @@ def test_the_last_checkpoint_that_never_arrives_is_given_up(
     copying.copy_the_last(hosts, hosts[0], cast(StopSignals, SimpleNamespace(is_urgent=False)))
     copying.stop()
     assert "b: the run folder may lack the last checkpoint; a has it" in capfd.readouterr().err
+
+
+def test_a_host_that_takes_no_copy_does_not_keep_the_others_from_theirs(
+    copier: tuple[nodes.Copier, list[nodes.Node], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Finds: the copies for a full disk, again and again, while the host after it has no checkpoint."""
+    copying, hosts, calls = copier
+    third = nodes.Node(NamedHost("c", "1"))
+    third.connection = hosts[1].connection
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\necho "$*" >> {calls}\ncase "$*" in *" b "*receive*) exit 1;; esac\n')
+    monkeypatch.setattr(nodes, "_TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(nodes, "_REPORTED_S", 60.0)
+    for _ in range(2):
+        copying.look([*hosts, third], hosts[0])
+        while copying._processes:
+            copying.look([*hosts, third], hosts[0])
+            time.sleep(0.01)
+    receivers = [line.split(" exec ")[0][-1] for line in calls.read_text().splitlines() if " receive " in line]
+    assert receivers == ["b", "c"]
+
+
+def test_several_copies_that_never_arrive_are_given_up(
+    copier: tuple[nodes.Copier, list[nodes.Node], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds: a count of failures that is compared with a number that it jumps over."""
+    copying, hosts, _ = copier
+    more = [nodes.Node(NamedHost(name, "1")) for name in "cd"]
+    for node in more:
+        node.connection = hosts[1].connection
+    monkeypatch.setattr(nodes, "_REPORTED_S", 0.0)
+    copying.copy_the_last([*hosts, *more], hosts[0], cast(StopSignals, SimpleNamespace(is_urgent=False)))
+    copying.stop()

@@ -90,7 +90,7 @@ def publish(
     shapes: Shapes,
     facts: Mapping[str, Any],
     config: CheckpointConfig,
-    sending: int | None = None,
+    sending: Callable[[], int | None] = lambda: None,
 ) -> int:
     """Makes the checkpoint of this step, prunes older ones, and returns its size in bytes when it is on the disk.
     records: by writer. shapes: of tensors that must be stored. Raises ValueError if the files lack elements, OSError if

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,15 @@ def recorded_losses(checkpoints: Path) -> dict[int, float]:
     }
 
 
-def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig, sending: int | None = None) -> None:
+def add(
+    checkpoints: Path,
+    manifest: Mapping[str, Any],
+    config: CheckpointConfig,
+    sending: Callable[[], int | None] = lambda: None,
+) -> None:
     """Adds a new checkpoint to the index, and removes those that the config does not keep. Of the newest, damaged ones
     stay, and do not count. A checkpoint also stands for steps that were due while the disk was busy (`due_steps`).
-    sending: a step that is being read, and stays."""
+    sending: returns a step that is being read now, and stays."""
     step = manifest["step"]
     index = _index(checkpoints, but=step) | {step: _line(manifest)}
     _write(checkpoints, index)
@@ -64,7 +69,7 @@ def add(checkpoints: Path, manifest: Mapping[str, Any], config: CheckpointConfig
             continue
         steps = [number, *index[number]["due_steps"]]
         is_milestone = config.keep_every > 0 and any(due % config.keep_every == 0 for due in steps)
-        if number not in (best, step, sending) and not is_milestone:
+        if number not in (best, step, sending()) and not is_milestone:
             hidden.append(hide(checkpoints / folder_name(number)))
     faults.strike("save.prune", step)
     for folder in hidden:

@@ -196,9 +196,8 @@ class Saver:
             self._receive(job.folder)
             records = [record, *publish.gather(job.folder, range(1, self._num_writers), self._abandoned.wait)]
             self._before_publishing()
-            sending = self._storage.sending if self._storage else None
             num_bytes = publish.publish(
-                self._checkpoints, job.folder, job.step, records, job.shapes, job.facts, self._config, sending
+                self._checkpoints, job.folder, job.step, records, job.shapes, job.facts, self._config, self._sending
             )
         except Exception:
             shutil.rmtree(job.folder, ignore_errors=True)
@@ -207,6 +206,10 @@ class Saver:
         if self._storage:
             self._storage.saved(job.step)
         return num_bytes
+
+    def _sending(self) -> int | None:
+        """Returns the step that is being sent to the run's address now; None: none is."""
+        return self._storage.sending if self._storage else None
 
     def _save_other(self, job: _Job) -> int:
         """Any other writer: writes its files, then a record of them or of the problem, for the first one."""

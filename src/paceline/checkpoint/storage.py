@@ -148,13 +148,22 @@ class Storage:
             self._set_aside(step)
 
     def _is_set_aside(self, step: int) -> bool:
-        """Whether a resume at an earlier step has superseded this one."""
-        return any(self._checkpoints.glob(f"superseded-{folder_name(step)}*"))
+        """Whether a resume at an earlier step has superseded the very checkpoint that is there: there may be a later
+        one of the same step. One without a manifest was being renamed."""
+        there = self._bucket.manifest(step)
+        aside = self._checkpoints.glob(f"superseded-{folder_name(step)}*/{MANIFEST}")
+        return any(there in (None, path.read_bytes()) for path in aside)
 
     def _set_aside(self, step: int) -> None:
-        """Renames a checkpoint there as `retention.set_aside` does here."""
+        """Renames a checkpoint there as `retention.set_aside` does here: one that was set aside before stays."""
         self._sent.discard(step)
-        self._bucket.rename(f"checkpoints/{folder_name(step)}", f"checkpoints/superseded-{folder_name(step)}")
+        name = f"checkpoints/superseded-{folder_name(step)}"
+        target, before, number = name, name, 1
+        while self._bucket.read(f"{target}/{MANIFEST}") is not None:
+            before, number = target, number + 1
+            target = f"{name}-{number}"
+        is_begun = self._bucket.manifest(step) is None  # an earlier call has renamed the manifest, and was killed
+        self._bucket.rename(f"checkpoints/{folder_name(step)}", before if is_begun else target)
 
     def _require_owner(self) -> None:
         """Raises OwnedByOther once another process has taken the address: it held this one for gone."""
@@ -232,7 +241,7 @@ class Storage:
     def _send(self, step: int) -> None:
         """Sends a checkpoint, unless it is there; does nothing for a damaged one."""
         folder, name = self._checkpoints / folder_name(step), f"checkpoints/{folder_name(step)}"
-        began_s, self.sending = time.monotonic(), step  # before it is read: retention keeps it from now on
+        began_s, self.sending = time.monotonic(), step  # retention keeps it from now on
         if not is_whole(folder):
             return
         manifest = (folder / MANIFEST).read_bytes()

@@ -122,13 +122,16 @@ class Copier:
         self._complaint = ""
         self._copied: dict[str, tuple[int, float]] = {}  # by host: the step of its last copy, and when it was complete
         self._target: tuple[str, int] = ("", 0)  # host and step of the copy that is under way
+        self._tried_s: dict[str, float] = {}  # by host: when its last copy began, monotonic
 
     def look(self, nodes: Sequence[Node], source: Node) -> None:
         """Ends a copy that is complete or has failed; begins the next one."""
         if self._processes:
             self._end_copy(*self._processes)
         elif source.connection and time.monotonic() - self._failed_s > _TRY_AGAIN_S:
-            for target in self._waiting(nodes, source)[:1]:
+            # Who was tried longest ago: a host whose disk is full must not keep the others from theirs.
+            waiting = sorted(self._waiting(nodes, source), key=lambda node: self._tried_s.get(node.name, 0.0))
+            for target in waiting[:1]:
                 self._start(source, target)
 
     def _waiting(self, nodes: Sequence[Node], source: Node) -> list[Node]:
@@ -151,7 +154,7 @@ class Copier:
                 if node.connection and node.connection.is_lost():
                     node.connection.cut()
                     node.connection = None
-            if self._num_failed == most:
+            if self._num_failed >= most:
                 break
             time.sleep(_LOOK_EVERY_S)
         if behind := lacking(nodes, source):
@@ -182,7 +185,7 @@ class Copier:
             say(f"{self._what}: {problem}; trying again")
 
     def _start(self, source: Node, target: Node) -> None:
-        self._target = target.name, source.newest
+        self._target, self._tried_s[target.name] = (target.name, source.newest), time.monotonic()
         self._what = f"step {source.newest} cannot be copied to {target.name}"
         stream: int | IO[bytes] = subprocess.DEVNULL
         for node, verb in ((source, "send"), (target, "receive")):
