@@ -1661,7 +1661,7 @@ MUTATIONS = (
         "launch/test_copies.py::test_a_host_that_takes_no_copy_does_not_keep_the_others_from_theirs",
     ),
     Mutation(
-        "what was set aside at the address is overwritten",
+        "what retention removes is set aside at the address",
         "checkpoint/storage.py",
         "return any(there in (None, path.read_bytes()) for path in aside)",
         "return any(aside)",

@@ -295,6 +295,7 @@ def test_what_was_set_aside_there_stays_when_a_later_one_of_its_step_is_removed(
     at.send()
     assert at.steps == [6, 8]
     assert (kept / MANIFEST).read_bytes() == before
+    assert [path.name for path in kept.parent.glob("superseded-*")] == [kept.name]  # the later one is removed
     set_aside(at.run / "checkpoints", 6)
     at.save(8)
     set_aside(at.run / "checkpoints", 6)
