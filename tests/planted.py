@@ -1668,6 +1668,13 @@ MUTATIONS = (
         "checkpoint/test_storage.py::test_what_was_set_aside_there_stays_when_a_later_one_of_its_step_is_removed",
     ),
     Mutation(
+        "a fine-tuned run cannot continue without its source",
+        "cli/train.py",
+        "if is_begun and not source.exists() else source",
+        "if is_begun and source.exists() else source",
+        "cli/test_resume_auto.py::test_a_fine_tuned_run_continues_without_its_source",
+    ),
+    Mutation(
         "a misspelt flag is passed over",
         "cli/flags.py",
         "        if flag not in flags:\n            raise _unknown(",
@@ -2043,15 +2050,15 @@ MUTATIONS = (
     ),
     Mutation(
         "the doctor adds bits as bytes",
-        "tools/doctor/fit.py",
+        "train/resolve.py",
         "        8 * settings.item_bytes,\n",
         "        settings.item_bytes,\n",
         "tools/doctor/test_fit.py::test_the_bytes_of_a_step_are_those_of_its_strategy",
     ),
     Mutation(
         "the doctor judges the network of local steps as that of ddp",
-        "tools/doctor/fit.py",
-        "        sync_every=parallel.sync_every or 1,\n",
+        "train/resolve.py",
+        "        sync_every=config.parallel.sync_every or 1,\n",
         "",
         "tools/doctor/test_fit.py::test_the_bytes_of_a_step_are_those_of_its_strategy",
     ),

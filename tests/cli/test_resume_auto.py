@@ -53,6 +53,18 @@ def test_the_same_command_with_a_batch_in_tokens_continues_and_the_horizon_may_h
     assert "--train.global-batch-size 20 would make it another run: it was started with 10" in refused
 
 
+def test_a_fine_tuned_run_continues_without_its_source(tmp_path: Path) -> None:
+    """Finds: a scheduler's command that fails for ever, because the run that it began with was moved."""
+    here("train", *FLAGS, "--train.steps", "1", "--out", "source", cwd=tmp_path).require(0)
+    flags = ("--init-from", "source", "--train.device-batch-size", "10", "--train.eval-sequences", "8")
+    command = ("train", *flags, *TINY[2:], "--train.steps", "4", "--train.global-batch-size", "10", "--out", "tuned")
+    command = (*command, "--data.tokenizer-vocab", "512", "--data.seq-len", "64", "--resume", "auto")
+    here(*command, "--train.stop-at-step", "2", cwd=tmp_path).require(75)
+    (tmp_path / "source").rename(tmp_path / "elsewhere")
+    here(*command, cwd=tmp_path).require(0)
+    assert len(steps(tmp_path / "tuned")) == 4
+
+
 def test_a_stop_is_of_one_attempt(tmp_path: Path) -> None:
     command = (*AUTO, "--out", str(tmp_path / "run"), "--train.steps", "8")
     fault = {"PACELINE_FAULTS": "rank=0 step=6 kind=kill phase=update"}

@@ -87,6 +87,7 @@ CASES = {
     "gzip with zeros behind it": Case("x.jsonl.gz", gzip.compress(THREE) + bytes(512), 0, 1, says="is damaged"),
     "gzip that is cut": Case("x.jsonl.gz", gzip.compress(THREE)[:-9], 0, 1, says="is damaged or cut short"),
     "gzip with a wrong checksum": Case("x.jsonl.gz", gzip.compress(THREE)[:-8] + bytes(8), 0, 1, says="is damaged"),
+    "a .json.gz that is cut": Case("x.json.gz", gzip.compress(THREE)[:-9], 0, 1, says="is damaged or cut short"),
     "text that is named gzip": Case("x.jsonl.gz", THREE, 0, 1, says="x.jsonl.gz is damaged or cut short"),
     "zstd of two frames": Case("x.jsonl.zst", zstd(THREE) * 2, 6),
     "zstd that is cut": Case("x.jsonl.zst", zstd(THREE)[:-3], 0, 1, says="is damaged or cut short"),

@@ -130,14 +130,17 @@ def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: l
     Flags are parsed again over it, so that a flag with our default value counts as given."""
     from paceline.train.initial import check_data, initial_model, require_same_shape
 
-    model = initial_model(source)
+    is_begun = parsed.resume == "auto" and parsed.out and has_begun(Path(parsed.out))
+    # A run that continues has the model and the tokenizer of its source, which may be gone.
+    known = Path(parsed.out) if is_begun and not source.exists() else source
+    model = initial_model(known)
     below = Config(model=model)
     base = dataclasses.replace(base, model=load_file(Path(parsed.config), below).model if parsed.config else model)
     if base.data.seq_len == DataConfig().seq_len:
         base = base.replace("data", seq_len=min(base.data.seq_len, model.n_positions))
     parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
-    config = dataclasses.replace(parsed.settings, model=require_same_shape(source, parsed.settings.model))
+    config = dataclasses.replace(parsed.settings, model=require_same_shape(known, parsed.settings.model))
     config = config.replace("train", init_from=str(source))  # a run that dies before a save begins with them again
     config.check()
-    check_data(source, config.data, config.model.vocab_size)
+    check_data(known, config.data, config.model.vocab_size)
     return config

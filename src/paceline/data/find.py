@@ -184,7 +184,7 @@ def _file(name: str, path: str, format: str, *, is_named: bool, skips: bool) -> 
     if format != "auto":
         file = replace(file, format=format)
     elif kind == ".json":
-        file = replace(file, format=_json_format(file, is_named))
+        file = replace(file, format=_json_format(file, is_named, skips))
     if file.format == "parquet" and compression:
         raise UserError(f"{file.where} is Parquet in a {compression} file, which can not be read in parts; unpack it")
     if file.format == "parquet":
@@ -228,10 +228,15 @@ def _first(head: bytes) -> bytes:
     return head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
 
 
-def _json_format(file: SourceFile, is_named: bool) -> str:
+def _json_format(file: SourceFile, is_named: bool, skips: bool) -> str:
     """A .json file has JSON lines if its first line is an object and the second begins one, or if there is only one
-    and the user names the file."""
-    head = _head(file, 1 << 20)
+    and the user names the file. skips: one that cannot be read is text, as whoever reads it finds out."""
+    try:
+        head = _head(file, 1 << 20)
+    except UserError:
+        if not skips:
+            raise
+        return "text"
     line, _, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
     is_object = line.startswith(b"{") and (_is_json(line) or (not rest and len(head) == 1 << 20))
     if is_object and (_first(rest) == b"{" or (is_named and not _first(rest))):

@@ -15,10 +15,9 @@ from paceline.model.layers import attends_by_document
 from paceline.optim.config import RULES
 from paceline.record.balance import listed
 from paceline.record.console import Console, facts, table
-from paceline.sync.wire import wire_bits
 from paceline.train.data import TrainingData
 from paceline.train.progress import Progress
-from paceline.train.resolve import Settings
+from paceline.train.resolve import Settings, link_bytes
 from paceline.world.device import product_dtype
 from paceline.world.facts import RankFacts
 from paceline.world.peaks import Peak
@@ -137,23 +136,7 @@ def _link(world: World, settings: Settings) -> dict[str, str]:
     parallel, hosts = settings.config.parallel, len({each.host for each in world.facts})
     if hosts == 1:
         return {}
-    counts, bits = cost.num_parameters(settings.config.model), 8 * settings.item_bytes
-    rounds, per_host = parallel.sync_every or 1, world.world_size / hosts
-    passes = settings.plan.passes
-    sent = wire_bits(
-        parallel.strategy,
-        parallel.wire,
-        bits,
-        sync_every=rounds,
-        ranks_per_host=per_host,
-        passes=passes,
-        by_gloo=world.backend == "gloo",
-    )
-    # NCCL gathers fsdp's weights in a ring of all ranks. Else those of a host add up first, and send as one.
-    is_ring = parallel.strategy == "fsdp" and world.backend != "gloo"
-    num_embedding, model = counts.total - counts.non_embedding, settings.config.model
-    num_ends = num_embedding + (0 if model.tied else model.vocab_size * model.n_embd)
-    num_bytes = sent.bytes_sent(world.world_size if is_ring else hosts, counts.total, num_embedding, num_ends)
+    num_bytes = link_bytes(settings, world.world_size, hosts, by_gloo=world.backend == "gloo")
     text = f"{units.size(num_bytes)} a step from each host with {parallel.strategy}, wire {parallel.wire}"
     return {"link": f"{text}; paceline bench link predicts the time of other ways"}
 

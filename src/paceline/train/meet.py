@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,7 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
         use_deterministic_kernels()
     source = config.train.init_from
     if source and not request.resume:  # else the weights come from the run's own checkpoints
-        from_rank_0(
-            world.group, lambda: require_same_tokenizer(Path(source), data.blend.first.tokenizer_json, data.blend.name)
-        )
+        from_rank_0(world.group, partial(_check_tokenizer, request, Path(source), data.blend))
     request, folder, is_new = open_folder(request, world, config, data.blend)
     console.open_log(folder.rank_log(world.rank))
     for warning in world.warnings:
@@ -152,6 +151,12 @@ def _with_begun_size(request: Request, world: World) -> Config:
     if text is None:
         return config
     return with_size_of(from_toml(text, "config.toml of the run", Config()), config)
+
+
+def _check_tokenizer(request: Request, source: Path, blend: Blend) -> None:
+    """Raises UserError for data of another tokenizer than the source's; of a run that continues, it may be gone."""
+    if not request.is_restart:
+        require_same_tokenizer(source, blend.first.tokenizer_json, blend.name)
 
 
 def open_folder(request: Request, world: World, config: Config, blend: Blend) -> tuple[Request, RunFolder, bool]:

@@ -11,7 +11,7 @@ from paceline.data.plan import BatchPlan, in_proportion
 from paceline.model import cost
 from paceline.model.config import FLOAT8_MULTIPLE
 from paceline.optim.config import require_some_left, require_usual_decay, scaled_with_batch
-from paceline.sync.wire import CODINGS
+from paceline.sync.wire import CODINGS, wire_bits
 from paceline.train.progress import Progress
 from paceline.train.size import sized
 from paceline.world.facts import RankFacts, check_strategy, sends_gpu_memory_by_gloo, unequal_kinds
@@ -321,6 +321,26 @@ def _memory_choice(config: Config, facts: Sequence[RankFacts]) -> list[Choice]:
     if not facts[0].shares_memory:
         where, why = "over sockets", "this system does not let a rank map another rank's memory"
     return [Choice(f"gradients added {where}", why, "--parallel.no-shared-memory")]
+
+
+def link_bytes(settings: Settings, world_size: int, num_hosts: int, *, by_gloo: bool) -> float:
+    """Returns what a host sends to others in a step."""
+    config, model = settings.config, settings.config.model
+    counts = cost.num_parameters(model)
+    sent = wire_bits(
+        config.parallel.strategy,
+        config.parallel.wire,
+        8 * settings.item_bytes,
+        sync_every=config.parallel.sync_every or 1,
+        ranks_per_host=world_size / num_hosts,
+        passes=settings.plan.passes,
+        by_gloo=by_gloo,
+    )
+    # NCCL gathers fsdp's weights in a ring of all ranks. Else those of a host add up first, and send as one.
+    is_ring = config.parallel.strategy == "fsdp" and not by_gloo
+    num_embedding = counts.total - counts.non_embedding
+    num_ends = num_embedding + (0 if model.tied else model.vocab_size * model.n_embd)
+    return sent.bytes_sent(world_size if is_ring else num_hosts, counts.total, num_embedding, num_ends)
 
 
 def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: bool) -> float:

@@ -8,11 +8,10 @@ from typing import Any
 from paceline.base import units
 from paceline.config import Config
 from paceline.model import cost
-from paceline.sync.wire import wire_bits
 from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.tools.plan.schedule import num_shards
 from paceline.tools.plan.work import memory_bytes
-from paceline.train.resolve import Settings, resolve
+from paceline.train.resolve import Settings, link_bytes, resolve
 from paceline.world.facts import RankFacts
 
 _MOST_OF_FREE = 0.8
@@ -72,7 +71,8 @@ def _memory(settings: Settings, facts: Sequence[RankFacts]) -> Verdict:
 
 def _network(settings: Settings, facts: Sequence[RankFacts], num_hosts: int, bytes_per_s: float) -> Verdict:
     """Judges by the bytes that a host sends in a step with the config's strategy and wire."""
-    parallel, num_bytes = settings.config.parallel, _bytes_sent(settings, facts, num_hosts)
+    parallel, by_gloo = settings.config.parallel, facts[0].backend == "gloo"
+    num_bytes = link_bytes(settings, len(facts), num_hosts, by_gloo=by_gloo)
     seconds = num_bytes / bytes_per_s
     seen = (
         f"each host sends {units.size(num_bytes)} a step with {parallel.strategy}, wire {parallel.wire}: "
@@ -81,22 +81,3 @@ def _network(settings: Settings, facts: Sequence[RankFacts], num_hosts: int, byt
     if seconds > _MOST_SEND_S:
         return warning(seen, f"--train.global-batch-size {4 * settings.plan.global_batch_size}: fewer, longer steps")
     return ok(seen)
-
-
-def _bytes_sent(settings: Settings, facts: Sequence[RankFacts], num_hosts: int) -> float:
-    """Returns what a host sends in a step, as the banner of `paceline train` counts it."""
-    parallel, model, by_gloo = settings.config.parallel, settings.config.model, facts[0].backend == "gloo"
-    sent = wire_bits(
-        parallel.strategy,
-        parallel.wire,
-        8 * settings.item_bytes,
-        sync_every=parallel.sync_every or 1,
-        ranks_per_host=len(facts) / num_hosts,
-        passes=settings.plan.passes,
-        by_gloo=by_gloo,
-    )
-    is_ring = parallel.strategy == "fsdp" and not by_gloo  # NCCL's, of all ranks
-    counts = cost.num_parameters(model)
-    num_embedding = counts.total - counts.non_embedding
-    num_ends = num_embedding + (0 if model.tied else model.vocab_size * model.n_embd)
-    return sent.bytes_sent(len(facts) if is_ring else num_hosts, counts.total, num_embedding, num_ends)
