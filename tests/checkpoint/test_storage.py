@@ -296,6 +296,12 @@ def test_what_was_set_aside_there_stays_when_a_later_one_of_its_step_is_removed(
     assert at.steps == [6, 8]
     assert (kept / MANIFEST).read_bytes() == before
     assert [path.name for path in kept.parent.glob("superseded-*")] == [kept.name]  # the later one is removed
+    (at.there / "checkpoints" / folder_name(4)).mkdir()
+    (at.there / "checkpoints" / folder_name(4) / WEIGHTS).write_bytes(b"sent in part, and removed here since")
+    weights = (kept / WEIGHTS).read_bytes()
+    at.send()
+    assert (kept / WEIGHTS).read_bytes() == weights
+    assert not (at.there / "checkpoints" / folder_name(4)).exists()
     set_aside(at.run / "checkpoints", 6)
     at.save(8)
     set_aside(at.run / "checkpoints", 6)

@@ -278,7 +278,7 @@ def sweep(world: World, folder: Path) -> list[Any]:
 def test_rows_are_whole_in_whatever_order_the_body_calls(tmp_path: Path) -> None:
     """Mutations: a row comes after its step's save, and a kill between them loses it; an evaluation before the row
     replaces it on the page; the loss of a step that was saved before is not compared; NaN, which JSON lacks; infinities
-    that cannot be added; a run goes on while the script makes the next one."""
+    that cannot be added; a run continues while the script makes the next one."""
     (found, other) = run_ranks(sweep, 2, tmp_path)
     assert found == ["start", 1, 1, "end", 1, 1]
     assert other == [0] * 4  # rank 0 warns

@@ -149,21 +149,20 @@ class Storage:
 
     def _is_set_aside(self, step: int) -> bool:
         """Whether a resume at an earlier step has superseded the very checkpoint that is there: there may be a later
-        one of the same step. One without a manifest was being renamed."""
+        one of the same step, also one that was sent in part, without a manifest."""
         there = self._bucket.manifest(step)
         aside = self._checkpoints.glob(f"superseded-{folder_name(step)}*/{MANIFEST}")
-        return any(there in (None, path.read_bytes()) for path in aside)
+        return any(path.read_bytes() == there for path in aside)
 
     def _set_aside(self, step: int) -> None:
         """Renames a checkpoint there as `retention.set_aside` does here: one that was set aside before stays."""
         self._sent.discard(step)
         name = f"checkpoints/superseded-{folder_name(step)}"
-        target, before, number = name, name, 1
+        target, number = name, 1
         while self._bucket.read(f"{target}/{MANIFEST}") is not None:
-            before, number = target, number + 1
+            number += 1
             target = f"{name}-{number}"
-        is_begun = self._bucket.manifest(step) is None  # an earlier call has renamed the manifest, and was killed
-        self._bucket.rename(f"checkpoints/{folder_name(step)}", before if is_begun else target)
+        self._bucket.rename(f"checkpoints/{folder_name(step)}", target)
 
     def _require_owner(self) -> None:
         """Raises OwnedByOther once another process has taken the address: it held this one for gone."""

@@ -136,13 +136,11 @@ class Copier:
 
     def _waiting(self, nodes: Sequence[Node], source: Node) -> list[Node]:
         """Returns the hosts that lack the newest checkpoint, but those that have just received it: they say it soon."""
-        now_s, waiting = time.monotonic(), []
+        waiting, now_s = [], time.monotonic()
         for node in lacking(nodes, source):
             step, copied_s = self._copied.get(node.name, (-1, 0.0))
-            if step == source.newest and now_s - copied_s < _REPORTED_S:
-                continue
-            self._num_failed += step == source.newest  # it was copied, and is not there
-            waiting.append(node)
+            if step != source.newest or now_s - copied_s >= _REPORTED_S:
+                waiting.append(node)
         return waiting
 
     def copy_the_last(self, nodes: Sequence[Node], source: Node, signals: StopSignals) -> None:
@@ -185,6 +183,8 @@ class Copier:
             say(f"{self._what}: {problem}; trying again")
 
     def _start(self, source: Node, target: Node) -> None:
+        step_before, _ = self._copied.get(target.name, (-1, 0.0))
+        self._num_failed += step_before == source.newest  # it was copied, and is not there
         self._target, self._tried_s[target.name] = (target.name, source.newest), time.monotonic()
         self._what = f"step {source.newest} cannot be copied to {target.name}"
         stream: int | IO[bytes] = subprocess.DEVNULL
