@@ -1,4 +1,4 @@
-"""How far `paceline plan` is off on this machine: configurations that it was not calibrated on, drawn by a fixed seed.
+"""How far `paceline plan` is off on this machine: configurations that it was not calibrated on, drawn by a seed.
 
 `python bench/plan_points.py --out points.jsonl --points 60` calibrates for each point with two models of other depths,
 and runs it, both in turn for some seconds each. It appends a JSON line for each point and prints the median and the
@@ -96,9 +96,9 @@ class Point:
         return [*runs.PACELINE, *lab, *(["--cpu", f"1.0,{QUOTA}"] if self.slow else []), "--", *train]
 
 
-def draw(count: int) -> Iterator[Point]:
-    """Yields different points, the same ones each time."""
-    source, seen = random.Random(SEED), set[Point]()
+def draw(count: int, seed: int) -> Iterator[Point]:
+    """Yields different points, the same ones each time for a seed."""
+    source, seen = random.Random(seed), set[Point]()
     while len(seen) < count:
         ranks = source.choice((1, 2, 4))
         link = source.choice(("", *GBIT)) if ranks > 1 else ""
@@ -315,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--points", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--for-s", type=float, default=1e9, help="start no point after so many seconds")
     parser.add_argument("--calibrate-as-hosts", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
@@ -324,7 +325,7 @@ def main() -> None:
         calibrate(config, given.calibrate_as_hosts, given.for_s, given.out)
         return
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    points = list(draw(given.points))
+    points = list(draw(given.points, given.seed))
     # Its own peak: what wait4 says of a process is at least what its parent had, this one with torch and more.
     say_peak = "import paceline.cli.start, torch; print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     interpreter = subprocess.run([sys.executable, "-c", say_peak], stdout=subprocess.PIPE, check=True, text=True)
