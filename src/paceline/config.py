@@ -123,11 +123,6 @@ class TrainConfig:
             raise UserError(f"train.profile is {self.profile}, after the last step {self.steps}; name an earlier one")
         if self.global_batch_size and self.global_batch_tokens:
             raise UserError("train.global-batch-size and train.global-batch-tokens are both given; give one")
-        if self.global_batch_size and self.device_batch_size > self.global_batch_size:
-            raise UserError(
-                f"train.device-batch-size is {self.device_batch_size}, larger than "
-                f"train.global-batch-size {self.global_batch_size}; a micro-batch is a part of the batch"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +147,7 @@ class Config:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError:
                 raise UserError(f"{name} is {value!r}, which is not UTF-8, as config.toml is; give another") from None
-        shares = self.parallel.fixed_shares()
-        if shares and sum(shares) != self.train.global_batch_size:
-            raise UserError(
-                f"parallel.shares {self.parallel.shares} sum to {sum(shares)} sequences, and train.global-batch-size "
-                f"is {self.train.global_batch_size}; make them equal: --train.global-batch-size {sum(shares)}"
-            )
+        self._check_batch()
         if self.parallel.strategy in SHARDS_WEIGHTS and self.parallel.shares == "auto":
             raise UserError(
                 f"parallel.shares auto needs each rank's own time, and with parallel.strategy {self.parallel.strategy} "
@@ -179,6 +169,23 @@ class Config:
             raise UserError(
                 f"data.seq-len is {self.data.seq_len}, longer than the model's positions "
                 f"(model.n-positions {self.model.n_positions}); make one match the other"
+            )
+
+    def _check_batch(self) -> None:
+        """Raises UserError if a micro-batch is larger than the batch, or shares are not all of it."""
+        size, batch = self.train.device_batch_size, self.batch_in_sequences().train.global_batch_size
+        asked = f"train.global-batch-size {batch}"
+        if tokens := self.train.global_batch_tokens:
+            asked = f"train.global-batch-tokens {tokens}, which are {batch} sequences"
+        if size > batch > 0:
+            raise UserError(
+                f"train.device-batch-size is {size}, larger than {asked}; a micro-batch is a part of the batch"
+            )
+        shares = self.parallel.fixed_shares()
+        if shares and sum(shares) != self.train.global_batch_size:
+            raise UserError(
+                f"parallel.shares {self.parallel.shares} sum to {sum(shares)} sequences, and train.global-batch-size "
+                f"is {self.train.global_batch_size}; make them equal: --train.global-batch-size {sum(shares)}"
             )
 
     def replace(self, section: str, **values: Any) -> "Config":

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import whole_runs
 from program import losses, rows
-from whole_runs import BATCH, SEQ_LEN, events, status_of, words
+from whole_runs import BATCH, SEQ_LEN, SHARDS, events, status_of, words
 
 from paceline.base.errors import RunError, UserError
+from paceline.base.faults import Injected
 from paceline.config import Config, from_toml
 from paceline.data.plan import BatchPlan
 from paceline.train.progress import Progress
@@ -123,6 +124,16 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(run_folder: Path) -
     with pytest.raises(RunError, match=r"have been saved, and .*checkpoints has none: is its disk mounted\?"):
         resume(run_folder)
     assert len(rows(run_folder / "metrics.jsonl")) == 4
+
+
+def test_a_run_that_has_saved_nothing_begins_again_with_the_settings_that_it_gets(tmp_path: Path) -> None:
+    """Finds: config.toml and tokenizer.json of the attempt before, which the next resume and `sample` read."""
+    folder = tmp_path / "run"
+    with pytest.raises(Injected):
+        status_of(folder, tiny(), "rank=0 step=2 kind=raise phase=forward")
+    assert resume(folder, data__path=str(SHARDS / "bytes"), train__steps=9, train__stop_at_step=1) == 75
+    assert from_toml((folder / "config.toml").read_text(), "config.toml", Config()).train.steps == 9
+    assert (folder / "tokenizer.json").read_text() == (SHARDS / "bytes/tokenizer.json").read_text()
 
 
 def test_shares_by_speed_begin_equal_where_a_rank_had_no_sequence() -> None:

@@ -379,6 +379,18 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_before_them(
     assert [event["step"] for event in events(folder, "resume")] == [3]
 
 
+def test_a_resumed_run_that_gives_up_again_keeps_the_state_before_them(tmp_path: Path) -> None:
+    """Saves after the resume removed the checkpoint that it began with, which counted as saved: none was left."""
+    folder = tmp_path / "run"
+    assert status_of(folder, tiny(train__stop_at_step=3)) == 75
+    nan = "; ".join(f"rank=0 step={step} kind=nan" for step in (4, 5, 6))
+    with pytest.raises(RunError, match="is saved as step 3"):
+        status_of(folder, tiny(train__max_skips=3, checkpoint__every=1), nan, resume=True)
+    assert saved(folder) == [3]
+    assert (folder / "checkpoints/latest").read_text().strip() == "step-00000003"
+    assert status_of(folder, tiny(train__stop_at_step=4), resume=True) == 75
+
+
 def test_where_the_state_before_them_cannot_be_saved_later_checkpoints_stay_for_a_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     faulty = "rank=0 step=4 kind=nan; rank=0 step=5 kind=nan; rank=0 step=3 phase=save.write kind=full"

@@ -70,6 +70,16 @@ def test_a_batch_given_in_tokens_is_that_many_sequences() -> None:
         assert plan.global_batch_size == sequences
 
 
+def test_a_micro_batch_is_a_part_of_the_batch_however_that_is_given() -> None:
+    """Finds: a run that trains, and that nothing resumes, because its config.toml has a batch that is too small."""
+    tokens = {"train__global_batch_size": 0, "train__global_batch_tokens": 4 * SEQ_LEN}
+    with pytest.raises(UserError, match=r"is 8, larger than train\.global-batch-tokens 256, which are 4 sequences"):
+        settings_of([1e9], **tokens, train__device_batch_size=8)
+    chosen = settings_of([1e9], train__global_batch_size=0, train__device_batch_size=300)
+    assert chosen.plan.global_batch_size == 300
+    chosen.config.check()
+
+
 def test_a_horizon_of_less_than_a_token_is_one_step() -> None:
     settings = settings_of([1e9], train__steps=0, train__tokens_per_param=1e-9, train__global_batch_size=0)
     assert (settings.num_steps, settings.plan.global_batch_size) == (1, 1)
@@ -152,6 +162,7 @@ def test_any_facts_give_one_possible_choice_or_one_refusal(
     assert not (is_unequal and chosen in ("ddp", "naive", "auto"))
     assert not (is_staged and chosen == "fsdp")
     assert plan.device_batch_size >= 1
+    found.config.check()  # as a resume does
     parts = [plan.micro_batches(rank) for rank in range(len(facts))]
     assert [place for part in itertools.chain(*parts) for place in part] == list(range(batch))
     assert (

@@ -185,7 +185,7 @@ def _global_batch(config: Config, choices: list[Choice]) -> int:
     parameters = cost.num_parameters(config.model).non_embedding
     horizon = train.tokens or max(1, int((train.tokens_per_param or 20) * parameters))
     tokens = 2**19 * (horizon / 1e10) ** 0.383
-    batch = 2 ** max(0, round(math.log2(tokens / seq_len)))
+    batch = max(train.device_batch_size, 2 ** max(0, round(math.log2(tokens / seq_len))))
     choices.append(
         Choice(f"{batch} sequences a step", f"{units.count(horizon)} tokens of training", "--train.global-batch-size")
     )
@@ -218,7 +218,7 @@ def _plan(config: Config, facts: Sequence[RankFacts], choices: list[Choice]) -> 
         shares = config.parallel.fixed_shares() or in_proportion(batch, [1] * world_size)
         return BatchPlan(batch, max(limits), world_size, shares, tuple(limits))
     if asked:
-        return BatchPlan(batch, min(asked, batch), world_size)
+        return BatchPlan(batch, asked, world_size)
     share = math.ceil(batch / world_size)
     micro = math.ceil(share / math.ceil(share / size))
     choices.append(Choice(f"micro-batches of {micro}", why, "--train.device-batch-size"))

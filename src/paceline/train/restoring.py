@@ -11,6 +11,7 @@ from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import retention
+from paceline.checkpoint.steps import list_steps
 from paceline.config import to_toml
 from paceline.train.changes import HORIZONS, Changes, changes, changes_curve, makes_another_run
 from paceline.train.meet import Setup
@@ -24,7 +25,7 @@ def restore_or_begin(setup: Setup) -> None:
     resumes = setup.request.resume or setup.request.is_restart
     if resumes and _restore(setup):
         return
-    reached = setup.folder.forget_after(0) if setup.world.is_main else 0
+    reached = _forget_later_steps(setup)
     facts = setup.recorder.machines() | {
         "sequences": setup.settings.plan.num_sequences(),
         "num_steps": setup.settings.num_steps,
@@ -141,7 +142,8 @@ def _shown(changed: Changes) -> str:
 
 
 def _forget_later_steps(setup: Setup) -> int:
-    """Sets later checkpoints aside and drops later records. Returns the last step reached. Collective."""
+    """Records the settings, which may be others than those of the attempt before, sets later checkpoints aside and
+    drops later records. Returns the last step reached. Collective."""
     folder, step = setup.folder, setup.progress.step
 
     def forget() -> tuple[list[str], int]:
@@ -149,7 +151,8 @@ def _forget_later_steps(setup: Setup) -> int:
             folder.write_setup(to_toml(setup.config), setup.data.blend.first.tokenizer_json)
             # Checkpoints first: a crash in between leaves extra records, which the next resume drops.
             keep = setup.request.resume_step is not None  # not of a crash: restarts would pile them up
-            return retention.set_aside(folder.checkpoints, step), folder.forget_after(step, keep)
+            later = retention.set_aside(folder.checkpoints, step) if list_steps(folder.checkpoints) else []
+            return later, folder.forget_after(step, keep)
         except OSError as error:
             raise RunError(f"cannot write to the run folder {folder.path}: {error.strerror or error}") from None
 

@@ -43,7 +43,8 @@ class Saves:
         self.any_rank_saving = False  # as of the last step's all-gather
         self._due: list[int] = []  # steps whose save is due, and waits for the one that is under way
         self._saved_at_s = setup.progress.elapsed_s  # training time at the start of the last save
-        self._saved_step = self._restored_step = setup.progress.step  # of the newest checkpoint; 0: of none
+        self._saved_step = setup.progress.step  # of the newest checkpoint; 0: of none
+        self._restored_step = setup.progress.step  # whose checkpoint is there; 0: it may be none
         self._best: dict[int, float] = {}  # step and loss of the best one, while it is written
 
     def save_if_due(self) -> None:
@@ -156,6 +157,7 @@ class Saves:
         due_before = [step for step in self._due if self._config.every and step < progress.step]
         self._due.clear()
         self._saved_at_s, self._saved_step = self._progress.elapsed_s, progress.step
+        self._restored_step = 0  # this save may remove it
         if self._setup.config.parallel.check_every:
             self._checks.replicas(before_save=True)
         self._setup.at("save")
