@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.base.cores import physical_cores
 from paceline.base.errors import UserError
+from paceline.tools.lab import network, state
 from paceline.tools.lab.hosts import divide_cores, lay_out, rate_text, read_rate, read_share
 from paceline.tools.lab.processors import NAME, Controller, set_share
 
@@ -24,10 +25,31 @@ def test_a_rate_is_read_and_written_the_same(text: str, bits: int | None) -> Non
     assert rate_text(bits) == text.lower()
 
 
-@pytest.mark.parametrize("text", ["1g", "100", "-1gbit", "0mbit", "1000gbit", "fast", "1gbit 2"])
+@pytest.mark.parametrize("text", ["1g", "100", "-1gbit", "0mbit", "1000gbit", "fast", "1gbit 2", "9" * 310 + "gbit"])
 def test_a_rate_that_cannot_be_is_refused_with_what_it_was(text: str) -> None:
     with pytest.raises(UserError, match=text):
         read_rate(text)
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_a_kernel_without_ipv6_hears_nothing_of_it(
+    has_ipv6: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses `addrgenmode`, and so each lab."""
+    scripts = list[str]()
+    monkeypatch.setattr(network, "_IPV6", tmp_path if has_ipv6 else tmp_path / "absent")
+    monkeypatch.setattr(network, "inside", lambda pid, *command: command)
+    monkeypatch.setattr(network, "call", lambda command, purpose, script="": scripts.append(script))
+    monkeypatch.setattr(network, "attempt", lambda command: None)
+    network.plug_in(1, lay_out(1, 1, "", "").hosts[0], 2)
+    assert any("addrgenmode" in script for script in scripts) == has_ipv6
+
+
+def test_a_folder_of_state_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").touch()
+    monkeypatch.setattr(state, "FOLDER", tmp_path / "run" / "lab")
+    with pytest.raises(UserError, match=r"cannot make .*run/lab, .*: Not a directory; make .*run writable"):
+        state.running_lab()
 
 
 @pytest.mark.parametrize("text", ["0", "0.01", "3", "-1", "nan", "inf", "half"])

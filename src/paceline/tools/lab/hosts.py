@@ -97,10 +97,10 @@ def read_rate(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
     if not match:
         raise UserError(f"'{text}' is not a rate; write it as 1gbit, 2.5gbit, 100mbit, 500kbit or unlimited")
-    rate = round(float(match[1]) * _UNITS[match[2]])
+    rate = float(match[1]) * _UNITS[match[2]]
     if not _LEAST_RATE <= rate <= _MOST_RATE:
         raise UserError(f"the rate {text} cannot be kept here; a link has from 100kbit to 400gbit, or unlimited")
-    return rate
+    return round(rate)
 
 
 def rate_text(rate: int | None) -> str:

@@ -17,6 +17,7 @@ from paceline.tools.lab.system import attempt, call, inside, refusal
 
 _BRIDGE = "switch"
 _TCP = Path("/proc/sys/net/ipv4")
+_IPV6 = Path("/proc/net/if_inet6")
 BURST_S = 0.002  # of the rate, may leave at once: covers a timer's delay on a busy machine
 _LEAST_BURST = 4096  # bytes; two frames
 _LARGEST_PACKET = 65536  # that TCP hands to an interface (GSO); the interface cuts it into frames
@@ -53,8 +54,9 @@ def plug_in(switch: int, host: Host, pid: int) -> None:
     port = port_of(host.name)
     script = f"link add {port} type veth peer name {INTERFACE} netns {pid}\nlink set {port} master {_BRIDGE} up\n"
     call(inside(switch, "ip", "-batch", "-"), "a pair of virtual interfaces (veth)", script)
-    # No IPv6 address, so that the first address is the one in /etc/hosts.
-    script = f"link set lo up\nlink set {INTERFACE} addrgenmode none up\naddr add {host.address}/24 dev {INTERFACE}\n"
+    # No IPv6 address, so that the first address is the one in /etc/hosts. A kernel without IPv6 does not know the word.
+    no_ipv6 = "addrgenmode none " if _IPV6.exists() else ""
+    script = f"link set lo up\nlink set {INTERFACE} {no_ipv6}up\naddr add {host.address}/24 dev {INTERFACE}\n"
     call(inside(pid, "ip", "-batch", "-"), f"an address of host {host.name}", script)
     _control_congestion(pid)
     set_rate(switch, host.name, pid, host.rate)

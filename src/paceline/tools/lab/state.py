@@ -86,10 +86,10 @@ def running_lab() -> State:
         if os.listdir(FOLDER) == ["lock"]:  # made by us just now; a later lab removes other files
             shutil.rmtree(FOLDER, ignore_errors=True)
         os.close(lock)
-    if lock is None and state is not None and not state.hosts:
-        raise UserError(f"the lab (pid {state.pid}) is still being made; try again when it has shown its hosts")
-    if lock is not None or state is None:
         raise UserError("no lab runs; start one: paceline lab --hosts 2 -- train --preset tiny")
+    if state is None or not state.hosts:
+        pid = state.pid if state else "unknown"
+        raise UserError(f"the lab (pid {pid}) is still being made; try again when it has shown its hosts")
     return state
 
 
@@ -106,11 +106,15 @@ def _own_lock() -> int:
 
 def _lock() -> int | None:
     while True:
-        FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
         try:
+            FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
             descriptor = os.open(_path("lock"), os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
             continue  # a lab removes its folder when it ends
+        except OSError as error:
+            raise UserError(
+                f"cannot make {FOLDER}, where a lab keeps its state: {error.strerror}; make {FOLDER.parent} writable"
+            ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
