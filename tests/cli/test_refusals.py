@@ -131,6 +131,10 @@ def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: list
             ("0.1 times weight decay 10", "lower --optim.weight-decay\n"),
         ),
         ((*TRAIN, "--optim.lr", "1e9"), ("1e+09 times weight decay 0.1", "lower --optim.lr (1e-4")),
+        (
+            (*TRAIN, "--optim.embedding-lr-ratio", "1e5"),
+            ("times embedding-lr-ratio 100000 times weight decay 0.1", "lower --optim.embedding-lr-ratio\n"),
+        ),
         ((*TRAIN, "--data.path", "missing"), ("data.path missing does not exist",)),
         ((*TRAIN, "--data.path", "a\udcff"), ("data.path is 'a\\udcff', which is not UTF-8",)),
         ((*TRAIN, "--data.mix", "a\udcff=1"), ("data.mix is ('a\\udcff=1',), which is not UTF-8",)),
@@ -347,6 +351,7 @@ def bare_run(place: Path) -> Path:
     """A run folder before its first checkpoint."""
     (place / "run" / "checkpoints").mkdir(parents=True)
     (place / "run" / "config.toml").write_text(to_toml(tiny()))
+    (place / "run" / "tokenizer.json").touch()
     return place / "run"
 
 

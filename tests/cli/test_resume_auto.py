@@ -63,6 +63,9 @@ def test_a_fine_tuned_run_continues_without_its_source(tmp_path: Path) -> None:
     (tmp_path / "source").rename(tmp_path / "elsewhere")
     here(*command, cwd=tmp_path).require(0)
     assert len(steps(tmp_path / "tuned")) == 4
+    (tmp_path / "source").mkdir()  # something else has its name now
+    here("resume", "tuned", "--train.steps", "5", cwd=tmp_path).require(0)
+    assert len(steps(tmp_path / "tuned")) == 5
 
 
 def test_a_stop_is_of_one_attempt(tmp_path: Path) -> None:

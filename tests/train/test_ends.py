@@ -422,14 +422,25 @@ def test_a_gpu_that_is_full_when_ranks_meet_says_what_needs_less(
         status_of(tmp_path / "run", tiny())
 
 
-@pytest.mark.parametrize("error", [UserError("no id for this. More"), FULL], ids=["prompt", "memory"])
+NO_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate. Error 12")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("no id for this. More"), "no id for this"),
+        (FULL, "CUDA out of memory"),
+        (NO_MEMORY, "DefaultCPUAllocator: can't allocate"),
+    ],
+    ids=["prompt", "memory", "memory of the host"],
+)
 def test_a_sample_that_fails_does_not_fail_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     monkeypatch.setattr(evaluate_module, "generate", fail(error))
     config = tiny(train__steps=1, train__eval_every=-1, train__sample_tokens=1)
     assert status_of(tmp_path / "run", config) == 0
-    assert f"no sample: {str(error).partition('. ')[0]} run folder" in words(capsys.readouterr().out)
+    assert f"no sample: {reason} run folder" in words(capsys.readouterr().out)
 
 
 def test_a_seed_may_have_more_than_64_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

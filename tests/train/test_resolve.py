@@ -182,6 +182,13 @@ def test_a_full_gpu_says_what_needs_less() -> None:
         "CUDA out of memory. Tried to allocate 2.00 GiB. This needs less, for the same losses: "
         "--train.device-batch-size 16, --train.activation-checkpoint, --parallel.strategy zero"
     )
+    small = replace(on_gpu, free_bytes=2e9)  # room for some sequences
+    unequal = config.replace("train", device_batch_size=0).replace("parallel", shares="auto", strategy="zero")
+    settings = resolve(unequal, VOCAB_SIZE, [on_gpu, small])
+    fits = settings.plan.limits[1]
+    assert 1 < fits < settings.plan.device_batch_size
+    said = str(out_of_memory(full, settings, small))
+    assert said.endswith(f"--train.device-batch-size {fits // 2}, --train.activation-checkpoint"), "fsdp is refused"
     tight = replace(on_gpu, free_bytes=1e6)
     assert "--train.device-batch-size 1," in str(out_of_memory(full, resolve(config, VOCAB_SIZE, [tight] * 2), tight))
     config = config.replace("train", device_batch_size=1, activation_checkpoint=True)

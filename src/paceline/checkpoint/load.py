@@ -7,6 +7,7 @@ broadcasts, so hosts without a shared disk can resume, too.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -40,11 +41,15 @@ class NothingSaved(UserError):
 
 
 def find(
-    checkpoints: Path, step: int | None = None, kinds: Sequence[Kind] = mf.KINDS, verified: Verified | None = None
+    checkpoints: Path,
+    step: int | None = None,
+    progress: Progress = lambda: None,
+    kinds: Sequence[Kind] = mf.KINDS,
+    verified: Verified | None = None,
 ) -> Whole:
     """Returns what `agree` does, in a single process."""
     try:
-        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, True, kinds=kinds, verified=verified)
+        return agree(LocalGroup(torch.device("cpu")), checkpoints, step, True, progress, kinds, verified)
     except PacelineError as error:
         error.reach = "host" if isinstance(error, UserError) else "rank"
         raise
@@ -120,15 +125,17 @@ def receive(
     return flats
 
 
-def read_weights(checkpoints: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
+def read_weights(
+    checkpoints: Path, step: int | None = None, progress: Progress = lambda: None
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Returns the complete weights of the newest good checkpoint, or of `step`, on the CPU, and what is wrong with
     newer ones. Raises as `find`."""
     verified: Verified = {}
-    folder, manifest, problems = find(checkpoints, step, kinds=("weights",), verified=verified)
+    folder, manifest, problems = find(checkpoints, step, progress, ("weights",), verified)
     specs = mf.tensors(manifest, "weights")
     items = {Slice(name, 0, math.prod(shape)): dtype for name, (shape, dtype) in specs.items()}
     try:
-        flats = _read(folder, manifest, "weights", items, verified, lambda: None)
+        flats = _read(folder, manifest, "weights", items, verified, progress)
     except FileNotFoundError:
         raise RunError(_TOO_FAST.format(checkpoints)) from None
     return {item.name: flat.view(specs[item.name][0]) for item, flat in flats.items()}, problems
@@ -187,6 +194,22 @@ def in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -
     while not have_all_finished(True):
         progress()
     return result
+
+
+def from_rank_0_in_rounds(group: Group, progress: Progress, work: Callable[[Progress], T]) -> T:
+    """Returns what `from_rank_0` does of `work(progress)`, which may take any time, as with `in_rounds`. Collective."""
+    ended: Future[T] = Future()
+
+    def attempt(on_progress: Progress) -> None:
+        try:
+            ended.set_result(work(on_progress))
+        except PacelineError as error:
+            if error.is_consequence:
+                raise  # no collective is possible any more
+            ended.set_exception(error)
+
+    in_rounds(group, progress, attempt if group.rank == 0 else lambda _: None)
+    return from_rank_0(group, ended.result)
 
 
 def _candidates(checkpoints: Path, step: int | None) -> list[Path]:

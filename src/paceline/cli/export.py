@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from paceline.base.errors import UserError, require_at_least
 from paceline.cli.flags import parse
+from paceline.tools.hub.configs import Dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ExportArguments:
     """The folder for transformers, new."""
     step: int = -1
     """The checkpoint of this step; -1: the newest complete one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """Number format of the weights; float32 is what they are trained in."""
 
 

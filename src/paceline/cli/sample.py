@@ -45,21 +45,21 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--seed is {parsed.seed}; it must be less than 2^63")
     run = run_folder.find(Path(parsed.run))
     config = load_run(run.config)
+    if not run.tokenizer.exists():
+        raise UserError(f"{run.path} has no tokenizer.json: its data came without one, so ids cannot become text")
     import torch
 
     from paceline.checkpoint import load
     from paceline.data.tokenizer import Tokenizer
     from paceline.model import generate, gpt
+    from paceline.train.initial import require_fit
 
     weights, problems = load.read_weights(run.checkpoints, parsed.step if parsed.step >= 0 else None)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
-    if not run.tokenizer.exists():
-        raise UserError(f"{run.path} has no tokenizer.json: its data came without one, so ids cannot become text")
+    require_fit(parsed.run, config.model, weights)
     tokenizer = Tokenizer.load(run.tokenizer)
-    model = gpt.build(config.model, config.train.seed, "cpu")
-    model.load_state_dict(weights)
-    model.eval()
+    model = gpt.with_weights(config.model, weights).eval()
     prompt = tokenizer.prompt(parsed.prompt)
     if not prompt:
         raise UserError("this tokenizer has no token that begins a document; give a --prompt to continue")

@@ -4,7 +4,7 @@ B batch, T sequence, C width, K kv heads, D head width, V vocabulary, N = B * T 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -240,11 +240,26 @@ def _cut(batch: Tensor | None, sizes: list[int]) -> list[Any]:
     return [None] * len(sizes) if batch is None else list(torch.split(batch, sizes))
 
 
+def _without_weights(config: ModelConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in _without_weights(config).named_parameters()}
+
+
+def with_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> GPT:
+    """Returns a model whose parameters are these tensors, which are not copied."""
+    model = _without_weights(config)
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
 def build(config: ModelConfig, seed: int, device: torch.device | str) -> GPT:
     """Returns a model with its initial weights on a device, where it is made once. Raises UserError for an impossible
     config."""
-    with torch.device("meta"):
-        model = GPT(config)
+    model = _without_weights(config)
     # Not to_empty(): empty_like of a meta tensor imports sympy, 0.6 s.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     model.initialise(seed)

@@ -34,7 +34,7 @@ class Linear(nn.Linear):
         return multiply(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def reset_parameters(self) -> None:
-        """Does nothing: `gpt.build` fills all parameters, and torch's method would import its compiler (a second)."""
+        """Does nothing: `GPT.initialise` fills parameters, and torch's method would import its compiler (a second)."""
 
 
 class Head(Linear):
@@ -45,7 +45,7 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding that only `gpt.build` fills."""
+    """An embedding that only `GPT.initialise` fills."""
 
     def reset_parameters(self) -> None:
         """Does nothing, see `Linear`."""

@@ -63,16 +63,22 @@ class OptimConfig:
         if self.eps == 0.0:
             raise UserError("optim.eps is 0.0, with which a weight whose gradient is 0 becomes NaN; it must be above 0")
         if not self.scale_with_batch:
-            require_some_left(self.lr, self.weight_decay, is_scaled=False)
+            require_some_left(self, self.lr, self.weight_decay)
 
 
-def require_some_left(lr: float, weight_decay: float, *, is_scaled: bool = True) -> None:
-    """Raises UserError if decay removes a weight in one step, as when a short run has settings of a long one."""
-    if lr * weight_decay >= 1.0:
+def require_some_left(config: OptimConfig, lr: float, weight_decay: float) -> None:
+    """Raises UserError if decay removes a weight in one step, as when a short run has settings of a long one. lr,
+    weight_decay: as scaled."""
+    ratio = max(1.0, config.embedding_lr_ratio)  # embeddings are decayed, too
+    if lr * ratio * weight_decay >= 1.0:
         at_fault = "lr (1e-4 to 1e-2 is usual)" if lr >= 1.0 else "weight-decay"
-        unscaled = ", or give --optim.no-scale-with-batch" if is_scaled else ""
+        more = ""
+        if lr * weight_decay < 1.0:
+            at_fault = "embedding-lr-ratio"
+            more = f" times embedding-lr-ratio {ratio:g}"
+        unscaled = ", or give --optim.no-scale-with-batch" if config.scale_with_batch else ""
         raise UserError(
-            f"learning rate {lr:.3g} times weight decay {weight_decay:.3g} is at least 1, which removes all of "
+            f"learning rate {lr:.3g}{more} times weight decay {weight_decay:.3g} is at least 1, which removes all of "
             f"a weight in each step; lower --optim.{at_fault}{unscaled}",
             reach="world",
         )

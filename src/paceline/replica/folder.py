@@ -11,7 +11,7 @@ import torch
 
 from paceline import __version__
 from paceline.base import ownership
-from paceline.base.errors import PacelineError, UserError
+from paceline.base.errors import UserError
 from paceline.base.ownership import Slice
 from paceline.base.units import listed
 from paceline.checkpoint import load, retention
@@ -29,7 +29,7 @@ from paceline.replica.replica import BegunFrom, Replica
 from paceline.replica.share import Share
 from paceline.sync.strategy import Strategy
 from paceline.world.calls import mistake
-from paceline.world.group import SideChannel, from_rank_0
+from paceline.world.group import SideChannel
 
 _ROUND_S = 0.5  # how often ranks meet that wait for rank 0
 _States = tuple[dict[str, Any], dict[str, torch.Tensor]]  # of other objects: JSON by object, tensors by name
@@ -93,21 +93,11 @@ class CheckpointFolder:
             return None
         storage = Storage(config.to, self.folder, config) if self.world.is_main else None
 
-        def begin(progress: Callable[[], object]) -> PacelineError | None:
-            try:
-                if storage is not None:
-                    storage.begin(brings, progress)
-            except PacelineError as error:
-                return error
-            return None
+        def begin(progress: Callable[[], object]) -> None:
+            assert storage is not None  # on rank 0
+            storage.begin(brings, progress)
 
-        failure = load.in_rounds(self._group, self.progress, begin)
-
-        def end() -> None:
-            if failure is not None:
-                raise failure
-
-        from_rank_0(self._group, end)
+        load.from_rank_0_in_rounds(self._group, self.progress, begin)
         return storage
 
     def send_the_rest(self, wait: Callable[[], object] = lambda: None) -> None:

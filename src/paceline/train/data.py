@@ -34,14 +34,14 @@ class TrainingData:
         return max((part.cropped_frac for part in self.training.sources if isinstance(part, PackedRows)), default=None)
 
 
-def open_data(config: Config, report: Report, *, checks: bool = True) -> TrainingData:
+def open_data(config: Config, report: Report, *, checks: bool = True, is_new: bool = True) -> TrainingData:
     """Returns the data; first prepares text, which may take a while. All processes of a host may call it at once, and
-    one of them checks the files.
+    one of them checks the files. is_new: the run begins, so train.init-from is looked at.
     Raises UserError if data is missing, damaged, of another vocabulary, or shorter than one sequence."""
     data = config.data
     folders = ensure_datasets(data, report, usable_cores())
     source = Path(config.train.init_from)
-    if config.train.init_from and source.exists():  # a resumed run does not need it
+    if is_new and config.train.init_from and source.exists():  # rank 0's host has it
         for (path, _), folder in zip(data.parts, folders, strict=True):
             require_same_tokenizer(source, tokenizer_json_of(folder), path)
     weights = [weight for _, weight in data.parts]

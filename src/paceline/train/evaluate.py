@@ -11,7 +11,7 @@ from paceline.base.errors import UserError
 from paceline.base.sums import exact_sum
 from paceline.data.plan import in_proportion
 from paceline.model.generate import generate
-from paceline.model.gpt import build
+from paceline.model.gpt import with_weights
 from paceline.record.rows import EvalRow
 from paceline.train.meet import Setup
 from paceline.world.device import product_dtype
@@ -90,8 +90,9 @@ def say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
         return
     try:
         _say_sample(setup, on_host)
-    except (UserError, torch.OutOfMemoryError) as error:
-        setup.console.say(f"no sample: {str(error).partition('. ')[0]}", style="yellow")
+    except (UserError, RuntimeError) as error:  # as torch.OutOfMemoryError; on a CPU its message begins with a place
+        reason = str(error).rpartition("err == 0. ")[2].partition(". ")[0]
+        setup.console.say(f"no sample: {reason}", style="yellow")
 
 
 def _say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
@@ -101,8 +102,7 @@ def _say_sample(setup: Setup, weights: Mapping[str, torch.Tensor]) -> None:
     if not start:
         return  # a character vocabulary has no token to begin with
     # A fresh model, because compiled blocks would be compiled again for each length.
-    model = build(config.model, config.train.seed, setup.world.device)
-    model.load_state_dict(weights)
+    model = with_weights(config.model, {name: tensor.to(setup.world.device) for name, tensor in weights.items()})
     model.compute_dtype = product_dtype(setup.config.train.dtype)
     generator = torch.Generator().manual_seed(config.train.seed % (1 << 63))  # it takes 64 bits
     tokens = generate(

@@ -2,11 +2,12 @@
 
 import dataclasses
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UserError
-from paceline.config import load_run
+from paceline.config import CONFIG_IS_KEPT, load_run
 from paceline.data.cache import inspect_data
 from paceline.data.config import DataConfig
 from paceline.data.dataset import is_dataset, tokenizer_json_of
@@ -86,31 +87,30 @@ def require_same_tokenizer(source: Path, tokenizer_json: str | None, name: str) 
     )
 
 
-def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.device | None" = None) -> list[str]:
+def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.device") -> list[str]:
     """Copies the newest complete weights of `source` into the model on every rank. Returns the problems of newer
     checkpoints.
 
-    Collective: rank 0 reads and broadcasts. device: of the group's tensors; None: the model's. Raises on every rank,
-    with the model unchanged: RunError if no checkpoint is complete, UserError if names or shapes differ from the
+    Collective: rank 0 reads, which may take any time, and broadcasts. device: of the group's tensors. Raises on every
+    rank, with the model unchanged: RunError if no checkpoint is complete, UserError if names or shapes differ from the
     model's.
     """
     import torch
 
     from paceline.checkpoint import load
-    from paceline.world.group import from_rank_0
 
     weights: dict[str, torch.Tensor] = {}
 
-    def read() -> list[str]:
-        of_checkpoint, problems = load.read_weights(run_folder.find(source).checkpoints, None)
-        _require_fit(source, {name: parameter.shape for name, parameter in model.named_parameters()}, of_checkpoint)
+    def read(progress: Callable[[], object]) -> list[str]:
+        of_checkpoint, problems = load.read_weights(run_folder.find(source).checkpoints, None, progress)
+        require_fit(f"--init-from {source}", model.config, of_checkpoint)
         weights.update(of_checkpoint)
         return problems
 
-    problems: list[str] = from_rank_0(group, read)
+    problems = load.from_rank_0_in_rounds(group, lambda: None, read)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            staged = torch.empty_like(parameter, device=device or parameter.device)
+            staged = torch.empty_like(parameter, device=device)
             if group.rank == 0:
                 staged.copy_(weights.pop(name))
             group.broadcast(staged)
@@ -118,17 +118,22 @@ def load_initial(model: "GPT", source: Path, group: "Group", device: "torch.devi
     return problems
 
 
-def _require_fit(source: Path, shapes: dict[str, Any], weights: dict[str, Any]) -> None:
-    where = f"--init-from {source}: its checkpoint"
-    for name in sorted(set(shapes) ^ set(weights)):
-        has = "lacks" if name in shapes else "has, and the model has not,"
-        raise UserError(f"{where} {has} {name}; its config.toml is of another model")
-    for name, shape in shapes.items():
-        if weights[name].shape != shape:
-            raise UserError(
-                f"{where} has {name} as {list(weights[name].shape)}, the model as {list(shape)}; "
-                "its config.toml is of another model"
-            )
+def require_fit(run: str, model: ModelConfig, weights: "Mapping[str, torch.Tensor]") -> None:
+    """Raises UserError if the weights of a run are not of `model`, the one of its config.toml, which people edit."""
+    from paceline.model.gpt import parameter_shapes
+
+    shapes = parameter_shapes(model)
+    problems = [
+        f"{'lacks' if name in shapes else 'has, and the model has not,'} {name}"
+        for name in sorted(shapes.keys() ^ weights.keys())
+    ]
+    problems += [
+        f"has {name} as {list(weights[name].shape)}, the model as {list(shape)}"
+        for name, shape in shapes.items()
+        if name in weights and weights[name].shape != shape
+    ]
+    if problems:
+        raise UserError(f"{run}: its checkpoint {problems[0]}; its config.toml is of another model: {CONFIG_IS_KEPT}")
 
 
 def _tokenizer_of(source: Path) -> str | None:

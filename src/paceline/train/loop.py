@@ -58,7 +58,8 @@ def train(request: Request, env: Environment) -> int:
     with stopping as stop, following(request.config.track, console) as follower:
         with console.reading() as report:
             is_first = env.local_rank == 0  # of its host: it checks files, and says what it prepares itself
-            data = open_data(request.config, report if is_first else Quiet(), checks=is_first)
+            is_new = not (request.resume or request.is_restart)
+            data = open_data(request.config, report if is_first else Quiet(), checks=is_first, is_new=is_new)
 
         # ---- meet ----
         with open_world(request.config.parallel, env) as world:

@@ -98,10 +98,11 @@ def meet(request: Request, world: World, data: TrainingData, console: Console, s
     config = settings.config
     if config.train.deterministic:
         use_deterministic_kernels()
-    source = config.train.init_from
-    if source and not request.resume:  # else the weights come from the run's own checkpoints
-        from_rank_0(world.group, partial(_check_tokenizer, request, Path(source), data.blend))
     request, folder, is_new = open_folder(request, world, config, data.blend)
+    source = config.train.init_from
+    if source and is_new:  # else the weights come from the run's own checkpoints
+        first = data.blend.first
+        from_rank_0(world.group, partial(require_same_tokenizer, Path(source), first.tokenizer_json, data.blend.name))
     console.open_log(folder.rank_log(world.rank))
     for warning in world.warnings:
         console.say(warning, style="yellow")
@@ -151,12 +152,6 @@ def _with_begun_size(request: Request, world: World) -> Config:
     if text is None:
         return config
     return with_size_of(from_toml(text, "config.toml of the run", Config()), config)
-
-
-def _check_tokenizer(request: Request, source: Path, blend: Blend) -> None:
-    """Raises UserError for data of another tokenizer than the source's; of a run that continues, it may be gone."""
-    if not request.is_restart:
-        require_same_tokenizer(source, blend.first.tokenizer_json, blend.name)
 
 
 def open_folder(request: Request, world: World, config: Config, blend: Blend) -> tuple[Request, RunFolder, bool]:

@@ -1,5 +1,6 @@
 """All automatic choices of a run, each with the flag that overrides it. Imports no torch: `plan` answers at once."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _rate(config: Config, tokens_per_step: int, num_steps: int | None, choices: 
     if not optim.scale_with_batch:
         return optim.lr, optim.weight_decay
     lr, decay = scaled_with_batch(optim, tokens_per_step, num_steps and num_steps * tokens_per_step)
-    require_some_left(lr, decay)
+    require_some_left(optim, lr, decay)
     require_usual_decay(optim, lr, decay)
     choices.append(
         Choice(
@@ -369,13 +370,18 @@ def state_bytes(config: Config, world_size: int, per_host: int = 0, *, on_cpu: b
 def out_of_memory(error: BaseException, settings: Settings, rank: RankFacts) -> RunError:
     """Returns the error of this rank, with the flags that need less memory for the same losses, the cheapest first."""
     config, plan = settings.config, settings.plan
-    least = min(plan.device_batch_size // 2, largest_micro_batch(config, rank, plan.world_size)[0])
+    largest = largest_micro_batch(config, rank, plan.world_size)[0]
+    # Where ranks have shares of their own, the plan's size is that of the rank with the most memory.
+    now = config.train.device_batch_size or min(plan.device_batch_size, largest)
+    least = min(now // 2, largest)
     flags = [f"--train.device-batch-size {least}"] if least else []
     if not config.train.activation_checkpoint:
         flags.append("--train.activation-checkpoint")
     smaller = {"ddp": "zero", "naive": "zero", "zero": "fsdp"}.get(config.parallel.strategy)
     if plan.world_size > 1 and smaller:
-        flags.append(f"--parallel.strategy {smaller}")
+        with contextlib.suppress(UserError):  # another setting rules it out
+            config.replace("parallel", strategy=smaller).check()
+            flags.append(f"--parallel.strategy {smaller}")
     advice = f"needs less, for the same losses: {', '.join(flags)}" if flags else "needs a smaller model, or more ranks"
     told = str(error).split(". ")[:2]  # how much was asked for, and how large the GPU is
     return RunError(f"{'. '.join(told)}. This {advice}")

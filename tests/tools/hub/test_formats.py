@@ -12,6 +12,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from paceline.base.errors import RunError, UserError
 from paceline.checkpoint import load, writers
+from paceline.cli import sample
 from paceline.cli import train as train_command
 from paceline.config import Config, from_toml, to_toml
 from paceline.data import tokenizer as tok
@@ -35,6 +37,7 @@ from paceline.record import folder as run_folder
 from paceline.tools.hub.exporting import export_run
 from paceline.tools.hub.importing import import_model
 from paceline.tools.hub.tensors import from_theirs, gpt2_layout, nanogpt_layout, to_theirs
+from paceline.tools.hub.writing import new_folder
 from paceline.train.data import open_data
 from paceline.train.initial import check_data, load_initial, require_same_shape, require_same_tokenizer
 from paceline.world.group import from_rank_0
@@ -243,6 +246,16 @@ def test_rotary_positions_are_read_as_transformers_4_wrote_them(tmp_path: Path, 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert (our_logits(our_model(tmp_path / "run")) - their_logits(theirs)).abs().max() < CLOSE
     assert (their_logits(theirs) - their_logits(their_model("llama"))).abs().max() > 1e-2
+
+
+def test_transformers_4_is_told_to_be_too_old(
+    tmp_path: Path, pristine: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config has rope_theta and rope_scaling instead; an AttributeError was shown."""
+    settings = {name: value for name, value in llama_config().to_dict().items() if name != "rope_parameters"}
+    monkeypatch.setattr(transformers.LlamaConfig, "from_dict", lambda _: SimpleNamespace(**settings))
+    with pytest.raises(UserError, match=r"config\.json, and an older one is installed: pip install 'transformers>=5'"):
+        import_model(str(pristine["llama"]), tmp_path / "run")
 
 
 def test_a_tokenizer_of_the_time_before_tokenizer_json_is_made_from_its_two_files(tmp_path: Path) -> None:
@@ -564,6 +577,16 @@ def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path, pristin
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    """The second one removed what the first had written, and the first published what the second had not finished."""
+    with new_folder(tmp_path / "out") as folder:
+        folder.mkdir()
+        (folder / "weights").touch()
+        with pytest.raises(UserError, match="out is being written by another process"), new_folder(tmp_path / "out"):
+            pass
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["out", "out/weights"]
+
+
 def test_the_order_of_a_file_does_not_decide_which_third_is_which() -> None:
     ours = {name: tensor.detach() for name, tensor in build(OURS["gpt2"], 1, "cpu").named_parameters()}
     for layout in (gpt2_layout, nanogpt_layout):
@@ -642,8 +665,8 @@ def everyone_loads(world: Any, good: Path, cut: Path, misfit: Path) -> tuple[dic
     errors = []
     others = tok.bytes_tokenizer().json
     for attempt in (
-        lambda: load_initial(model, cut, world.group),
-        lambda: load_initial(model, misfit, world.group),
+        lambda: load_initial(model, cut, world.group, world.device),
+        lambda: load_initial(model, misfit, world.group, world.device),
         lambda: from_rank_0(world.group, lambda: require_same_tokenizer(good, others, "web")),
     ):
         try:
@@ -651,8 +674,30 @@ def everyone_loads(world: Any, good: Path, cut: Path, misfit: Path) -> tuple[dic
         except (UserError, RunError) as error:
             errors.append(f"{type(error).__name__} {error.reach} {error}")
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-    problems = load_initial(model, good if world.is_main else Path("/nowhere"), world.group)
+    share_integers, meetings = world.group.share_integers, list[list[int]]()
+    world.group.share_integers = lambda numbers: (meetings.append(numbers), share_integers(numbers))[1]
+    load._ROUND_S = 0.0  # while rank 0 reads, they meet after each part of a file
+    problems = load_initial(model, good if world.is_main else Path("/nowhere"), world.group, world.device)
+    assert len(meetings) > len(before), "the others would wait for all of it, and at most parallel.timeout-s"
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, errors, problems
+
+
+@pytest.mark.parametrize("n_layer", [1, 3])
+def test_weights_of_another_model_than_the_edited_config_are_refused(
+    n_layer: int, tmp_path: Path, tokenizer: tok.Tokenizer
+) -> None:
+    """Finds an export with layers of zeros, or without the last ones."""
+    make_run(tmp_path / "run", OURS["gpt2"], tokenizer)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("n_layer = 2", f"n_layer = {n_layer}"))
+    says = (
+        r"run: its checkpoint (lacks|has, and the model has not,) layers\.[12]\..*its config.toml is of another model"
+    )
+    with pytest.raises(UserError, match=says):
+        export_run(tmp_path / "run", tmp_path / "theirs", None, "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(UserError, match=says):
+        sample.main([str(tmp_path / "run")])
 
 
 def test_every_rank_begins_with_the_weights_that_rank_0_read(tmp_path: Path, tokenizer: tok.Tokenizer) -> None:

@@ -96,6 +96,8 @@ def _of_gpt2(config: Any) -> dict[str, Any]:
 
 
 def _of_llama(config: Any, where: str) -> dict[str, Any]:
+    if not hasattr(config, "rope_parameters"):
+        raise UserError(f"transformers 5 reads {where}, and an older one is installed: pip install 'transformers>=5'")
     rope = config.rope_parameters
     if by_layer := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise UserError(

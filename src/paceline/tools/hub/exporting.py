@@ -16,18 +16,20 @@ from paceline.checkpoint import load
 from paceline.config import load_run
 from paceline.data.tokenizer import FILE, Tokenizer
 from paceline.model.config import ModelConfig
+from paceline.model.gpt import parameter_shapes
 from paceline.record import folder as run_folder
 from paceline.tools.hub import tensors
 from paceline.tools.hub.configs import Dtype, write_config
 from paceline.tools.hub.source import CONFIG, WEIGHTS
 from paceline.tools.hub.writing import check_out, new_folder
+from paceline.train.initial import require_fit
 
 
 def export_run(run: Path, out: Path, step: int | None, dtype: Dtype) -> list[str]:
     """Writes the folder `out` from a run's newest complete checkpoint, or that of `step`. Returns lines to print.
 
     Works during training. Raises UserError, leaving nothing at `out`, if `run` is no run folder, `out` exists or cannot
-    be written, or transformers has no such model.
+    be written, transformers has no such model, or the weights are of another one than config.toml.
     """
     check_out(out)
     run_path = run_folder.find(run)
@@ -35,6 +37,7 @@ def export_run(run: Path, out: Path, step: int | None, dtype: Dtype) -> list[str
     tokenizer = Tokenizer.load(run_path.tokenizer) if run_path.tokenizer.exists() else None
     config = write_config(model, tokenizer.end_of_text if tokenizer else None, dtype)
     weights, problems = load.read_weights(run_path.checkpoints, step)
+    require_fit(str(run), model, weights)
     theirs = _their_tensors(model, weights, getattr(torch, dtype))
     with new_folder(out) as folder:
         folder.mkdir(parents=True)
@@ -54,7 +57,7 @@ def _their_tensors(model: ModelConfig, weights: dict[str, Tensor], dtype: torch.
         theirs = tensors.to_theirs(weights, tensors.llama_layout)
     else:
         # GPT2LMHeadModel always has biases; zeros have no effect.
-        shapes = tensors.parameter_shapes(dataclasses.replace(model, bias=True))
+        shapes = parameter_shapes(dataclasses.replace(model, bias=True))
         filled = {name: weights[name] if name in weights else torch.zeros(shape) for name, shape in shapes.items()}
         named = tensors.to_theirs(filled, tensors.gpt2_layout)
         theirs = {name if name.startswith("lm_head.") else f"transformer.{name}": named[name] for name in named}

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.base.errors import UserError
 from paceline.base.units import dtype_name, listed
 from paceline.model.config import ModelConfig
-from paceline.model.gpt import GPT
+from paceline.model.gpt import parameter_shapes
 
 _GPT2_NAMES = {
     "embed_tokens": "wte",
@@ -103,11 +103,6 @@ def to_theirs(weights: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor
         whole = torch.cat(thirds) if len(thirds) > 1 else thirds[0]
         theirs[name] = whole.t() if tensors[0][0].is_transposed else whole
     return theirs
-
-
-def parameter_shapes(model: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in GPT(model).named_parameters()}
 
 
 def _without_tied_head(weights: dict[str, Tensor], layout: Layout, where: str) -> dict[str, Tensor]:

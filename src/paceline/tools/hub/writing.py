@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import filelock
 import safetensors
 
 from paceline.base.errors import UserError
 from paceline.base.files import sync
+from paceline.base.locks import file_lock
 from paceline.record import folder as run_folder
 
 
@@ -22,19 +24,25 @@ def check_out(out: Path) -> None:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields the path of a folder to make beside `out`, which is renamed to `out` at the end. Raises UserError, leaving
-    nothing new at `out`, if it cannot be written or `out` exists by then."""
+    nothing new at `out`, if it cannot be written, another process writes it, or `out` exists by then."""
     aside = out.absolute().with_name(f".{out.name}.unfinished")
-    shutil.rmtree(aside, ignore_errors=True)  # of a killed process
+    lock = aside.with_suffix(".lock")
     try:
-        yield aside
-        sync(aside)
-        _require_new(out)
-        os.rename(aside, out)
-        sync(out.absolute().parent)
+        with file_lock(lock, timeout=0):
+            shutil.rmtree(aside, ignore_errors=True)  # of a killed process
+            try:
+                yield aside
+                sync(aside)
+                _require_new(out)
+                os.rename(aside, out)
+                sync(out.absolute().parent)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+    except filelock.Timeout:
+        raise UserError(f"{out} is being written by another process; wait for it, or stop it") from None
     except (OSError, safetensors.SafetensorError) as error:  # how safetensors reports a full disk
         raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _require_new(out: Path) -> None:
