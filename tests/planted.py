@@ -1761,8 +1761,8 @@ MUTATIONS = (
     Mutation(
         "a full disk behind standard output is not told",
         "cli/main.py",
-        "    _flush()\n    return status",
-        "    return status",
+        "        raise\n    _flush()\n",
+        "        raise\n",
         "cli/test_refusals.py::test_what_was_asked_for_and_cannot_be_printed_is_one_message",
     ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----

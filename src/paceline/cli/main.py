@@ -1,12 +1,13 @@
 """`paceline VERB`: finds the verb, runs it, and turns every error into one message and an exit status."""
 
+import contextlib
 import errno
 import io
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from paceline import __version__
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, RunError, Stopped, UserError, nearest
@@ -32,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line, by default that of this process, and returns its exit status."""
     _prepare_streams()
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        with _whole_output():
+            run, rest = _find(sys.argv[1:] if arguments is None else arguments)
+            return record_status(run(rest))
     except (Exception, KeyboardInterrupt) as error:
         return _end_by(error)
     finally:
@@ -43,16 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
             discard_output()
 
 
-def _run(arguments: list[str]) -> int:
-    """Runs the verb. Raises RunError if what it printed cannot be written."""
-    run, rest = _find(arguments)
+@contextlib.contextmanager
+def _whole_output() -> Iterator[None]:
+    """Raises RunError if what a verb printed cannot be written, also where it ends by SystemExit, as --help does."""
     try:
-        status = record_status(run(rest))
-    except SystemExit:  # --help
+        yield
+    except SystemExit:
         _flush()
         raise
     _flush()
-    return status
 
 
 def _flush() -> None:

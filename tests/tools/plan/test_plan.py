@@ -22,8 +22,9 @@ from paceline.tools.plan import calibrate, devices
 from paceline.tools.plan.cluster import Cluster, read
 from paceline.tools.plan.failures import Failures
 from paceline.tools.plan.from_run import device_of_rank
+from paceline.tools.plan.paths import path_of, paths
 from paceline.tools.plan.plan import plan, rank_facts
-from paceline.tools.plan.schedule import Job, Load, Stage, path_of, paths, predict
+from paceline.tools.plan.schedule import Job, Load, Stage, predict
 from paceline.tools.plan.work import memory_bytes
 from paceline.train.resolve import resolve
 from paceline.world.config import ParallelConfig

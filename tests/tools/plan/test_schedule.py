@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.tools.bench.link_show import choice_text
-from paceline.tools.plan.schedule import Job, Stage, paths, predict
+from paceline.tools.plan.paths import paths
+from paceline.tools.plan.schedule import Job, Stage, predict
 
 # A micro-batch of 2048 tokens on one thread; 11.14M parameters.
 BLOCK = Stage(20e-3, 51e-3, (589_824, 589_824, 147_456, 442_368))

@@ -24,7 +24,8 @@ from paceline.model.gpt import GPT
 from paceline.sync.layout import backward_order, cut
 from paceline.tools.bench.link_compute import measured_job
 from paceline.tools.plan.calibrate import COLLECTIVES, Fit, bus_factor, fit, sizes
-from paceline.tools.plan.schedule import Job, Prediction, paths, predict
+from paceline.tools.plan.paths import paths
+from paceline.tools.plan.schedule import Job, Prediction, predict
 from paceline.tools.plan.stopwatch import LEAST_RUNS, Run, Stopwatch
 from paceline.train.resolve import resolve
 from paceline.world.env import interface_of, transfer_address

@@ -18,7 +18,8 @@ from paceline.tools.plan import work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
 from paceline.tools.plan.failures import Failures
-from paceline.tools.plan.schedule import Job, Load, Path, Prediction, path_of, predict
+from paceline.tools.plan.paths import path_of
+from paceline.tools.plan.schedule import Job, Load, Path, Prediction, predict
 from paceline.tools.plan.work import memory_bytes
 from paceline.train.resolve import Settings, resolve
 from paceline.world.facts import RankFacts

@@ -8,10 +8,10 @@ are one load; a collective begins when the slowest load is ready. So a world of 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
-from paceline.sync.wire import CODINGS, WireBits, wire_bits
-from paceline.world.config import SHARDS_WEIGHTS, ParallelConfig, StrategyName, WireName
+from paceline.sync.wire import WireBits
+from paceline.world.config import SHARDS_WEIGHTS, StrategyName
 
 Kind = Literal["exact", "rounding", "another algorithm"]
 _STEPS = 4  # until steps repeat
@@ -305,48 +305,3 @@ def _cut(job: Job, path: Path) -> list[_Bucket]:
             bucket.weight_bytes += elements * weight_bits / 8
         before += stage.backward_s
     return buckets
-
-
-def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str = "cpu") -> Path:
-    """Returns the path that a config takes. parallel.strategy is resolved, not auto."""
-    strategy, rounds = parallel.strategy, parallel.sync_every or 1
-    assert strategy != "auto"
-    coding = CODINGS[parallel.wire if job.num_ranks > 1 else "exact"]
-    encode_ns, update_ns = coding.encode_ns, coding.update_ns
-    if strategy == "local":  # codes a whole fragment, after the update
-        encode_ns, update_ns = 0.0, 2 * (encode_ns + update_ns) / rounds
-    flags = f"--parallel.strategy {strategy}" + (f" --parallel.sync-every {rounds}" if parallel.sync_every else "")
-    flags += f" --parallel.wire {parallel.wire}" if parallel.wire != "exact" else ""
-    bits = wire_bits(
-        strategy,
-        parallel.wire,
-        32 if job.shares_memory else job.compute_bits,
-        sync_every=rounds,
-        ranks_per_host=job.num_ranks / job.num_hosts,
-        passes=job.num_micro_batches,
-        by_gloo=device == "cpu",
-    )
-    return Path(
-        flags=flags + (f" --train.layered-micro-batches {job.num_micro_batches}" if is_layered else ""),
-        bits=bits,
-        kind="another algorithm" if strategy == "local" else "exact" if parallel.wire == "exact" else "rounding",
-        strategy=strategy,
-        is_layered=is_layered,
-        encode_s=encode_ns * 1e-9,
-        update_codec_s=update_ns * 1e-9,
-        bucket_bytes=parallel.bucket_bytes(device, shares_memory=job.shares_memory),
-    )
-
-
-def paths(job: Job) -> list[Path]:
-    """Returns all paths: the exact ones first, then those that round, then other algorithms."""
-    every = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False)]
-    for wire in get_args(WireName):
-        if not CODINGS[wire].is_for_zero:
-            continue
-        parallel = ParallelConfig(strategy="zero", wire=wire)
-        orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
-        every += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
-    rounds = [ParallelConfig(strategy="local", sync_every=steps) for steps in (8, 32)]
-    rounds.append(ParallelConfig(strategy="local", sync_every=32, wire="int4"))
-    return every + [path_of(parallel, job, is_layered=False) for parallel in rounds]
