@@ -840,6 +840,13 @@ MUTATIONS = (
         '"eps": 1e-8',
         "train/test_switches.py::test_settings_of_model_and_update_have_the_effect_they_have_in_a_plain_loop",
     ),
+    Mutation(
+        "decay may turn embeddings over in each step",
+        "optim/config.py",
+        "if lr * ratio * weight_decay >= 1.0:",
+        "if lr * weight_decay >= 1.0:",
+        "cli/test_refusals.py::test_is_refused",
+    ),
     # ---- checkpoint: complete or absent ----
     Mutation(
         "a checksum is not compared",
@@ -875,6 +882,13 @@ MUTATIONS = (
         "flat[part.start - item.start : part.stop - item.start]",
         "flat[part.start - stored.start : part.stop - stored.start]",
         "checkpoint/test_parts.py::test_what_n_writers_wrote_m_readers_read",
+    ),
+    Mutation(
+        "ranks wait at most a timeout while rank 0 reads the initial weights",
+        "checkpoint/load.py",
+        "in_rounds(group, progress, attempt if group.rank == 0 else lambda _: None)",
+        "attempt(progress) if group.rank == 0 else None",
+        "tools/hub/test_formats.py::test_every_rank_begins_with_the_weights_that_rank_0_read",
     ),
     Mutation(
         "tensors may change before they are copied",
@@ -1407,11 +1421,32 @@ MUTATIONS = (
         "train/test_resolve.py::test_a_horizon_in_tokens_is_reached",
     ),
     Mutation(
+        "a batch that is chosen may be smaller than the micro-batch",
+        "train/resolve.py",
+        "max(train.device_batch_size, 2 ** max(0, round(math.log2(tokens / seq_len))))",
+        "2 ** max(0, round(math.log2(tokens / seq_len)))",
+        "train/test_resolve.py::test_a_micro_batch_is_a_part_of_the_batch_however_that_is_given",
+    ),
+    Mutation(
+        "a full GPU is advised the micro-batch that it has",
+        "train/resolve.py",
+        "now = config.train.device_batch_size or min(plan.device_batch_size, largest)",
+        "now = plan.device_batch_size",
+        "train/test_resolve.py::test_a_full_gpu_says_what_needs_less",
+    ),
+    Mutation(
         "saves come a step late",
         "train/saves.py",
         "_progress.step % every == 0",
         "_progress.step % every == 1",
         "train/test_switches.py::test_checkpoints_come_when_asked_and_the_newest_stay",
+    ),
+    Mutation(
+        "the checkpoint that a run was resumed from counts as saved for ever",
+        "train/saves.py",
+        "        self._restored_step = 0  # this save may remove it\n",
+        "",
+        "train/test_ends.py::test_a_resumed_run_that_gives_up_again_keeps_the_state_before_them",
     ),
     Mutation(
         "a run that was stopped exits as one that is complete",
@@ -1433,6 +1468,13 @@ MUTATIONS = (
         "if setup.group.broadcast_json(setup.world.is_main and setup.folder.has_saved()):",
         "if setup.group.broadcast_json(setup.world.is_main and setup.folder.checkpoints.is_file()):",
         "train/test_changes.py::test_a_run_whose_checkpoints_are_gone_is_not_begun_again",
+    ),
+    Mutation(
+        "a run that begins again keeps the settings of the attempt before",
+        "train/restoring.py",
+        "    reached = _forget_later_steps(setup)\n    facts = setup",
+        "    reached = setup.folder.forget_after(0)\n    facts = setup",
+        "train/test_changes.py::test_a_run_that_has_saved_nothing_begins_again_with_the_settings_that_it_gets",
     ),
     Mutation(
         "bits per byte are nats per byte",
@@ -1672,6 +1714,13 @@ MUTATIONS = (
         "cli/train.py",
         "if is_begun and not source.exists() else source",
         "if is_begun and source.exists() else source",
+        "cli/test_resume_auto.py::test_a_fine_tuned_run_continues_without_its_source",
+    ),
+    Mutation(
+        "a resume compares its data with the source of its first weights",
+        "train/data.py",
+        "if is_new and config.train.init_from",
+        "if config.train.init_from",
         "cli/test_resume_auto.py::test_a_fine_tuned_run_continues_without_its_source",
     ),
     Mutation(
@@ -2040,6 +2089,20 @@ MUTATIONS = (
         'map_location="cpu", weights_only=True',
         'map_location="cpu", weights_only=False',
         "tools/hub/test_formats.py::test_nothing_in_a_file_is_run",
+    ),
+    Mutation(
+        "two processes write one folder",
+        "tools/hub/writing.py",
+        "with file_lock(lock, timeout=0):",
+        "if lock:",
+        "tools/hub/test_formats.py::test_two_processes_do_not_write_one_folder",
+    ),
+    Mutation(
+        "an export fills layers that the checkpoint lacks with zeros",
+        "tools/hub/exporting.py",
+        "    require_fit(str(run), model, weights)\n",
+        "",
+        "tools/hub/test_formats.py::test_weights_of_another_model_than_the_edited_config_are_refused",
     ),
     Mutation(
         "the doctor looks for work at the first rank",
