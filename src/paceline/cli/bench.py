@@ -60,8 +60,9 @@ def _link(arguments: list[str]) -> int:
         raise UserError(f"--time-budget is {parsed.time_budget}; it is at least {_LEAST_BUDGET_S:g} seconds")
     if not 0 <= parsed.compute_ms < 1e9:
         raise UserError(f"--compute-ms is {parsed.compute_ms}; give the milliseconds of a step, or 0 to measure them")
-    check_files(json=parsed.json)
     env, num_ranks = find_world(parsed.nproc, config.parallel)
+    if env.rank == 0:
+        check_files(json=parsed.json)
     if num_ranks > 1:
         return start_without_run(num_ranks, ["bench", "link", *arguments], config.parallel)
     if env.world_size == 1:
@@ -156,7 +157,7 @@ def _scaling(arguments: list[str]) -> int:
     for kind, rows in tables.items():
         console.say(scaling_show.terminal_table(setup, kind, rows))
     console.say(scaling_show.LEGEND + "\n", style="dim")
-    shapes = {"markdown": scaling_show.markdown, "json": scaling_show.as_json}
+    shapes = {"json": scaling_show.as_json, "markdown": scaling_show.markdown}  # first the one that has all numbers
     for name, shape in shapes.items():
         if path := getattr(parsed, name):
             Path(path).write_text(shape(setup, measured), encoding="utf-8")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import shlex
 import sys
 import typing
@@ -195,8 +196,9 @@ def check_files(**paths: str) -> None:
     """Raises UserError if a file of these flags could not be written."""
     for name, text in paths.items():
         path = Path(text).absolute()
-        if text and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"--{name} is {text}; name a file in a folder that exists")
+        may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+        if text and (path.is_dir() or not path.parent.is_dir() or not may_write):
+            raise UserError(f"--{name} is {text}; name a file in a folder that exists, and that may be written")
 
 
 def _require_one_way(words: Container[str]) -> None:

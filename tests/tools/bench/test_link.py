@@ -18,8 +18,15 @@ from paceline.config import Config, load_preset
 from paceline.model.config import ModelConfig
 from paceline.model.gpt import build
 from paceline.sync.buckets import BucketedSync
-from paceline.tools.bench.link import bucket_elements, interface_in_use, measure, pairs_to_measure
+from paceline.tools.bench.link import (
+    _time_collective,
+    bucket_elements,
+    interface_in_use,
+    measure,
+    pairs_to_measure,
+)
 from paceline.tools.plan.calibrate import COLLECTIVES, bus_factor, fit, sizes
+from paceline.tools.plan.stopwatch import Stopwatch
 from paceline.world.group import LocalGroup
 from paceline.world.peer import Peer
 from paceline.world.runtime import World
@@ -68,6 +75,14 @@ def test_a_fit_is_never_a_negative_time_and_needs_two_sizes() -> None:
 def test_sizes_are_powers_of_four_from_a_kibibyte() -> None:
     assert sizes(256 << 20) == [KIB * 4**i for i in range(10)]
     assert sizes(5000) == [1024, 4096]
+
+
+def test_a_size_that_is_left_out_takes_no_memory() -> None:
+    """Finds a buffer of the largest size before the first one is measured: the system ends such a rank."""
+    watch = Stopwatch(LocalGroup(torch.device("cpu")), torch.device("cpu"))
+    measured = _time_collective(watch, "all-reduce", 1 << 50, budget_s=0.0)
+    assert [time.num_bytes for time in measured.times] == [KIB, 4 * KIB]
+    assert measured.left_out_bytes[-1] == 1 << 50
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 18, 1 << 20, 10 << 20])

@@ -47,9 +47,11 @@ def test_a_batch_that_the_run_would_choose_is_refused() -> None:
 
 
 def test_a_measured_run_saves_and_traces_nothing_and_tells_no_tracker() -> None:
-    config = Config().replace("train", profile=3).replace("track", to="wandb").replace("checkpoint", every_s=1.0)
-    found = runs.only_steps(config, 12)
-    assert (found.train.profile, found.track.to, found.checkpoint.every, found.checkpoint.every_s) == (0, "", 0, 0)
+    """Mutation: a bench that takes the address to which the real run is to send its checkpoints."""
+    config = Config().replace("train", profile=3).replace("track", to="wandb").replace("parallel", port=29500)
+    measured = runs.only_steps(config.replace("checkpoint", every_s=1.0, to="file:///x/run"), 12)
+    assert (measured.train.profile, measured.track.to, measured.parallel.port) == (0, "", 0)
+    assert (measured.checkpoint.every, measured.checkpoint.every_s, measured.checkpoint.to) == (0, 0, "")
 
 
 def test_hosts_without_ranks_of_their_number_here_are_held_against_ranks_apart_all_the_same() -> None:
@@ -233,7 +235,8 @@ def test_a_process_apart_inherits_nothing_of_a_world() -> None:
     world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "GROUP_RANK": "0"}
     launcher = {"TORCHELASTIC_RUN_ID": "job", "PACELINE_LAUNCHER": "1", "PACELINE_STATUS_FOLDER": "/tmp/x"}
     kept = {"HOME": "/root", "PACELINE_CACHE": "/cache", "OMP_NUM_THREADS": "1"}
-    assert environment_of_one({**world, **launcher, **kept}) == kept
+    pod = {"PET_MASTER_ADDR": "x", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    assert environment_of_one({**world, **launcher, **pod, **kept}) == kept
     assert environment_of_rank({**world, **launcher, **kept}, MASTER_PORT="2") == {
         **{**world, "MASTER_PORT": "2"},
         "TORCHELASTIC_RUN_ID": "job",
@@ -289,6 +292,17 @@ def test_what_cannot_be_is_refused_before_anything_runs(
         monkeypatch.setenv(name, value)
     ended = here("bench", "scaling", *flags, cwd=tmp_path).require(2)
     assert message in ended.err.replace("\n", " ")
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds it after the minutes that the bench takes. A real folder does not, as root may write to all."""
+    asked: list[Path] = []
+    monkeypatch.setattr("paceline.cli.flags.os.access", lambda path, _: bool(asked.append(path)))
+    ended = here("bench", "scaling", "--json", "x.json", cwd=tmp_path).require(2)
+    assert "--json is x.json; name a file in a folder that exists, and that may be written" in ended.err
+    assert asked == [tmp_path]
 
 
 def test_devices_that_are_not_there_or_cannot_scale_are_refused(tmp_path: Path) -> None:

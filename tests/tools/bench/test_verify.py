@@ -5,15 +5,22 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from program import Ended, Program, run
+from ranks import run_ranks
 
-from paceline.config import Config, to_toml
+from paceline.base.errors import RunError
+from paceline.config import Config, load_preset, to_toml
+from paceline.record.console import Console
 from paceline.tools.bench import laws, verify
 from paceline.tools.bench.laws import Evidence, Seat, Verdict
+from paceline.world.config import ParallelConfig
+from paceline.world.env import Environment, detect
 
 LAWS = ["the world", "replicas are equal", "the same curve", "shares do not matter", "resume is exact"]
 
@@ -139,6 +146,35 @@ def copied(records: Path, tmp_path: Path) -> Path:
 def left(folder: Path, ranks: int = 2, **failures: str) -> Evidence:
     """What runs on so many ranks left in this folder; all went well but those that are named."""
     return Evidence(folder, [seat()] * ranks, {name: "" for name in verify._RUNS} | failures)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PET_MASTER_ADDR": "10.0.0.1", "PET_NNODES": "2", "JOB_COMPLETION_INDEX": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
+         "TORCHELASTIC_USE_AGENT_STORE": "True"},
+    ],
+    ids=["a pod", "torchrun"],
+)  # fmt: skip
+def test_each_run_has_a_store_of_its_own(variables: dict[str, str]) -> None:
+    """Mutation: a port that counts only where RANK is a variable, so that a pod's runs met at verify's own store."""
+    env = detect(variables)
+    assert env.master_port == 29400
+    wanted = replace(env, master_port=4711, agent_holds_store=False, job="")
+    assert detect({**variables, **verify._with_port(env, 4711)}) == wanted
+
+
+def broken_off(_: ParallelConfig, env: Environment, place: Path) -> list[str]:
+    """What is left of a `verify --keep` in which a rank was lost."""
+    lost = patch.object(verify, "_make_runs", side_effect=RunError("a rank was lost"))
+    with lost, patch("tempfile.tempdir", str(place)), pytest.raises(RunError, match="a rank was lost"):
+        verify.verify(verify.config_of(load_preset("tiny", Config())), env, Console(env.rank), keep=True)
+    return [path.name.rpartition("-")[0] for path in place.iterdir()]
+
+
+def test_folders_that_are_to_be_kept_are_kept_also_of_runs_that_broke_off(tmp_path: Path) -> None:
+    assert run_ranks(broken_off, 1, tmp_path, opened=False) == [["paceline-verify"]]
 
 
 def seat(**changes: str) -> Seat:

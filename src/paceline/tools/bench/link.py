@@ -223,7 +223,6 @@ def _exchange(watch: Stopwatch, ranks: tuple[int, int], num_bytes: int) -> Run:
 def _time_collective(watch: Stopwatch, name: str, max_bytes: int, budget_s: float) -> Collective:
     """Returns the times at all sizes that fit the budget: it skips a size if three repetitions of four times the last
     size's time would exceed the rest. Two sizes are always measured. Collective."""
-    buffer = torch.zeros(max_bytes // _ELEMENT_BYTES, device=watch.device)
     times: list[Time] = []
     left_out = sizes(max_bytes)
     until = watch.spent_s + budget_s
@@ -232,7 +231,7 @@ def _time_collective(watch: Stopwatch, name: str, max_bytes: int, budget_s: floa
         if watch.spent_s + expected_s > until and len(times) >= 2:
             break
         num_bytes = left_out.pop(0)
-        run = _collective(watch.group, name, buffer[: num_bytes // _ELEMENT_BYTES])
+        run = _collective(watch.group, name, torch.zeros(num_bytes // _ELEMENT_BYTES, device=watch.device))
         measured_s = watch.enough(run, budget_s / 30)  # the ten sizes up to 256 MiB: a third for small ones
         seconds = statistics.median(measured_s)
         bus = num_bytes / seconds * bus_factor(name, watch.group.size)

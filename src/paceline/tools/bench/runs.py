@@ -32,12 +32,12 @@ class Failed(Exception):
 
 def only_steps(config: Config, steps: int, **train: Any) -> Config:
     """Returns the config of a run of so many steps, without evaluation, comparison of replicas, checkpoint before the
-    end, trace or tracker. train: other fields."""
+    end, trace or tracker, and which sends its checkpoints nowhere. It finds a free port. train: other fields."""
     horizons = ("tokens", "tokens_per_param", "time_budget", "max_epochs")
     zero = (*horizons, "stop_at_step", "stop_after", "sample_tokens", "profile")
     config = config.replace("train", steps=steps, eval_every=-1, init_from="", **dict.fromkeys(zero, 0), **train)
-    config = config.replace("parallel", check_every=0)
-    config = config.replace("checkpoint", every=0, every_s=0.0, keep_best=False)
+    config = config.replace("parallel", check_every=0, port=0)
+    config = config.replace("checkpoint", every=0, every_s=0.0, keep_best=False, to="")
     return config.replace("log", every=1, ranks_every=1).replace("track", to="")
 
 

@@ -33,7 +33,7 @@ from paceline import __version__
 from paceline.base import faults, units
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LOST_PEERS
 from paceline.base.net import listen
-from paceline.base.process import environment_of_one, environment_of_rank
+from paceline.base.process import RANK_VARIABLES, environment_of_one, environment_of_rank
 from paceline.config import Config, to_toml
 from paceline.data.plan import in_proportion
 from paceline.record.console import Console
@@ -65,7 +65,7 @@ def verify(config: Config, env: Environment, console: Console, *, keep: bool = F
         world.group.set_timeout(_PATIENCE_S)
         made = tempfile.mkdtemp(prefix="paceline-verify-") if world.is_main else ""
         folder = Path(world.group.broadcast_json(made))  # the same path on all hosts, shared disk or not
-        is_kept = False
+        is_kept = keep
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             world.group.barrier()
@@ -74,11 +74,11 @@ def verify(config: Config, env: Environment, console: Console, *, keep: bool = F
             num_failed = world.group.broadcast_json(sum(passed is False for passed, _ in verdicts))
             is_kept = keep or num_failed > 0
             _show(verdicts, world.world_size, time.monotonic() - began, console)
-            if is_kept:
-                console.say(f"the runs and what they said are kept in {folder}")
             world.group.barrier()  # the records have been read
         finally:
-            if not is_kept:
+            if is_kept:
+                console.say(f"the runs and what they said are kept in {folder}")
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
     return EXIT_FAILED if num_failed else EXIT_DONE
 
@@ -122,7 +122,7 @@ class _Starter:
         changes = {}
         if self.env.is_distributed:
             port = self.world.group.broadcast_json(self._free_port() if self.world.is_main else 0)
-            changes = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            changes = _with_port(self.env, port)
         return self._agree(name, self._run(name, verb, environment_of_rank(os.environ, **changes)), status)
 
     def on_rank_0(self, name: str, *verb: str) -> None:
@@ -156,6 +156,13 @@ class _Starter:
         told = [f"rank {rank}: {text}" for rank, text in enumerate(self.world.group.share_text(why)) if text]
         self.failures[name] = next((text for text in told if LOST_PEERS not in text), (told or [""])[0])
         return not told
+
+
+def _with_port(env: Environment, port: int) -> dict[str, str]:
+    """Returns the variables of this rank in a world with another store. All of them: where RANK follows from a
+    scheduler's variables, the port does, too."""
+    place = {name: str(getattr(env, name.lower())) for name in RANK_VARIABLES}
+    return {**place, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def _make_runs(starter: _Starter) -> Evidence:
