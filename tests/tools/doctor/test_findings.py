@@ -1,21 +1,34 @@
 """What the doctor finds in reports of hosts, and on a host: nothing is broken for it."""
 
+import dataclasses
+import itertools
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from rank_facts import FACTS
 
 from paceline.config import Config
+from paceline.tools.doctor import devices, doctor, files
 from paceline.tools.doctor.compare import _speed, _versions
 from paceline.tools.doctor.devices import driver
-from paceline.tools.doctor.host import Place, busiest, described, interface
-from paceline.tools.doctor.link import Listener, measure
+from paceline.tools.doctor.finding import ok
+from paceline.tools.doctor.host import Place, busiest, described, environment, interface
+from paceline.tools.doctor.link import Listener, largest_packet, measure
 from paceline.tools.doctor.meeting import Report
+from paceline.world.env import Environment
 
 Versions = dict[str, str]
+
+
+def place_of(out: Path, config: Config | None = None, **notes: Any) -> Place:
+    of_host = {"host": "a", "num_ranks": 1, "world_size": 1}
+    return Place(config=config or Config(), has_config=bool(config), out=out, notes=notes, **of_host)  # type: ignore[arg-type]
 
 
 def reports(*notes: dict[str, Any]) -> dict[int, Report]:
@@ -57,8 +70,7 @@ def test_a_host_whose_device_cannot_be_used_does_not_count_among_the_speeds() ->
 def test_the_name_of_a_process_on_a_gpu_may_have_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(Path(__file__).with_name("fake_driver.py"), tmp_path / "nvidia-smi")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    here = Place(host="a", config=Config(), has_config=False, out=tmp_path, num_ranks=1, world_size=1)
-    here.notes["versions"] = {}
+    here = place_of(tmp_path, versions={})
     assert "process 4321 (python, of a user) uses 69000 MiB of a GPU" in [seen for _, seen, _ in driver(here)]
 
 
@@ -82,3 +94,82 @@ def test_an_address_with_a_label_is_one_of_its_interface() -> None:
     listener.close()
     assert (link.problem, link.interface) == ("", "lo")
     assert link.interface_mtu > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("http://me:secret@proxy:3128", "http://...@proxy:3128"),
+        ("me:secret@proxy:3128", "...@proxy:3128"),
+        ("http://me:se@cr/et@proxy", "http://...@proxy"),
+        ("http://proxy:3128", "http://proxy:3128"),
+    ],
+)
+def test_a_proxys_password_is_not_shown(
+    value: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation: only one after http://, or only up to the first @."""
+    monkeypatch.setenv("https_proxy", value)
+    place = place_of(tmp_path)
+    assert ok(f"https_proxy={shown} downloads go through it, ranks do not") in list(environment(place))
+    assert place.notes["variables"]["https_proxy"] == shown
+
+
+def test_several_data_sets_are_read_in_the_time_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: that time for each, which is more than a check has: a failure."""
+
+    def read_for_ever(advance: Any) -> None:
+        while True:
+            advance(1)
+
+    seconds = itertools.count(step=0.125)
+    large = SimpleNamespace(fingerprint="f", vocab_size=8, num_bytes=1 << 40, verify=read_for_ever)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(files, "inspect_data", lambda *_: None)
+    monkeypatch.setattr(files, "is_dataset", lambda _: True)
+    monkeypatch.setattr(files.Dataset, "open", lambda *_: large)
+    place = place_of(tmp_path, Config().replace("data", mix=("a=1", "b=1", "c=1")))
+    assert [level for level, _, _ in files.data(place)] == ["ok"] * 3
+    assert files._VERIFY_S <= next(seconds) < files._VERIFY_S + 2
+    assert place.notes["data"] == ["f"] * 3
+
+
+def test_a_host_that_was_long_at_its_own_checks_still_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation: it looks once, as its time is over, and says that they are missing."""
+    now, left_s = [0.0], []
+
+    def busy(*_: Any) -> None:
+        now[0] += 20.0
+
+    def looked(*arguments: Any) -> list[Any]:
+        left_s.append(arguments[-1] - now[0])
+        return []
+
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(doctor, "_examine_alone", busy)
+    monkeypatch.setattr(doctor, "_find_hosts", looked)
+    monkeypatch.setattr(doctor, "_examine_together", lambda *_: ({}, []))
+    place = dataclasses.replace(place_of(tmp_path), num_hosts=2, world_size=2)
+    env = Environment(world_size=2, master_addr="127.0.0.1", master_port=29400)
+    assert doctor.doctor(place, env, None, 15.0, as_json=False) == 0
+    assert left_s == [7.5]
+
+
+def test_a_plan_for_the_doctors_link_has_the_payload_that_the_doctor_measured() -> None:
+    """Finds the headers taken off twice."""
+    note, link = {"ranks": [{}]}, {"bytes_per_s": 119.625e6, "round_trip_us": 90.0}
+    hosts = {node: Report(host="ab"[node], notes=note, links={str(1 - node): link}) for node in (0, 1)}
+    expected = {"hosts": 2, "ranks_per_host": 1, "link_gbit": pytest.approx(1.0), "latency_us": 45.0}
+    assert doctor._cluster(hosts) == expected
+
+
+def test_on_a_mac_nothing_is_said_that_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_right", lambda *_: True)
+    verdicts = devices._product(place_of(tmp_path, flops={}), torch.device("mps"), FACTS)
+    assert list(verdicts) == [ok("mps (a processor): float32")]
+    monkeypatch.setattr("sys.platform", "darwin")
+    listener = Listener("127.0.0.1")
+    assert largest_packet("127.0.0.1", listener.port, 1500) == 0
+    listener.close()

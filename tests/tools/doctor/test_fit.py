@@ -12,6 +12,9 @@ from paceline.config import Config, load_preset
 from paceline.model.cost import num_parameters
 from paceline.tools.doctor.finding import Verdict
 from paceline.tools.doctor.fit import fits
+from paceline.tools.plan.cluster import Cluster
+from paceline.tools.plan.devices import gpu
+from paceline.tools.plan.plan import plan
 
 GIB = float(1 << 30)
 RANK = dataclasses.replace(FACTS, free_bytes=8 * GIB)
@@ -66,6 +69,32 @@ def test_the_bytes_of_a_step_are_those_of_its_strategy(strategy: str, sync_every
     _, seen, _ = found(64 * GIB, 8, 12.5e6, parallel, device_batch_size=4, dtype="float32")[-1]
     of_ddp = 2 * 7 / 8 * 4 * num_parameters(load_preset("gpt2-124m", Config()).model_of_data(0)).total
     assert seen.startswith(f"each host sends {units.size(share * of_ddp)} a step with {strategy}, wire exact: ")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_memory_is_what_a_plan_predicts_also_of_ranks_that_share_theirs(shared_memory: bool) -> None:
+    """Finds the gradients of the other ranks, which a rank maps, missing in one of the two."""
+    config = load_preset("gpt2-124m", Config()).replace("train", global_batch_size=64, device_batch_size=4)
+    config = config.replace("parallel", strategy="ddp", shared_memory=shared_memory)
+    ranks = [dataclasses.asdict(dataclasses.replace(RANK, free_bytes=32 * GIB))] * 2
+    (_, seen, _), *_ = fits(config, [{"ranks": ranks}], 0.0)
+    device = dataclasses.replace(gpu("H100", compiled=True), kind="cpu", dtype=RANK.dtype)
+    memory = plan(config, Cluster(ranks_per_host=2), device).memory
+    mapped = 4 * num_parameters(config.model_of_data(0)).total / 2
+    assert memory["buffers"] == (mapped if shared_memory else 0.0)
+    assert f"a rank takes {units.size(sum(memory.values()))}," in seen
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"shares": "32,32"}, "parallel.shares 32,32 is for 2 ranks, and 3 train"),
+        ({"expect_ranks": 2}, "parallel.expect-ranks is 2, and this world has 3 ranks"),
+    ],
+)
+def test_a_config_for_another_number_of_ranks_is_refused_as_by_a_run(parallel: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        found(32 * GIB, 3, parallel=parallel, device_batch_size=4)
 
 
 def test_a_strategy_that_the_ranks_cannot_use() -> None:

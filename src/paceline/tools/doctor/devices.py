@@ -48,7 +48,7 @@ def _product(place: Place, device: torch.device, facts: RankFacts) -> Iterator[V
         speed, peak = _gpu_flops(device, dtype), gpu_peak(processor, facts.dtype).flops_per_s or 0.0
     else:
         speed, peak = sustained_flops(dtype) if device.type == "cpu" else 0.0, 0.0
-    seen = f"{device} ({processor}): {units.count(speed)}FLOP/s in {facts.dtype}"
+    seen = f"{device} ({processor}): {f'{units.count(speed)}FLOP/s in ' if speed else ''}{facts.dtype}"
     place.notes["flops"][str(device)] = speed
     if 0.0 < speed < _LEAST_OF_PEAK * peak:
         yield warning(f"{seen}, of {units.count(peak)} by data sheet", "nvidia-smi -q -d PERFORMANCE shows why")

@@ -26,6 +26,7 @@ from paceline.tools.doctor.fit import fits
 from paceline.tools.doctor.host import ALONE, Place, load
 from paceline.tools.doctor.link import Listener, measure
 from paceline.tools.doctor.meeting import Address, Meeting, Report
+from paceline.tools.plan.devices import PAYLOAD_FRAC
 from paceline.world.env import Environment, is_loopback, transfer_address
 from paceline.world.store import open_store, post, read
 
@@ -57,7 +58,8 @@ def doctor(place: Place, env: Environment, hosts: Hosts | None, wait_s: float, a
             if hosts:
                 meeting.invite(*hosts)
             else:
-                find = partial(_find_hosts, place, env, meeting, began + wait_s)
+                until = max(began + wait_s, time.monotonic() + 0.5 * wait_s)  # its own checks may have taken longer
+                find = partial(_find_hosts, place, env, meeting, until)
                 report.findings += examine(place.host, "rendezvous", 1.5 * wait_s, find)
             reports, findings = _examine_together(place, meeting, began + wait_s)
             num_hosts = len(meeting.addresses)
@@ -92,7 +94,7 @@ def _cluster(reports: Mapping[int, Report]) -> dict[str, float]:
     links = [link for report in reports.values() for link in report.links.values() if link["bytes_per_s"]]
     cluster: dict[str, float] = {"hosts": len(reports), "ranks_per_host": num_ranks.pop()}
     if links:
-        cluster["link_gbit"] = 8e-9 * min(link["bytes_per_s"] for link in links)
+        cluster["link_gbit"] = 8e-9 * min(link["bytes_per_s"] for link in links) / PAYLOAD_FRAC
         cluster["latency_us"] = max(link["round_trip_us"] for link in links) / 2
     return cluster
 

@@ -24,7 +24,7 @@ _BYTES_A_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments
 _WRITTEN_BYTES = 32 << 20
 _SLOW_SAVE_S = 60.0
 _SLOW_BYTES_PER_S = 20e6
-_VERIFY_S = 5.0
+_VERIFY_S = 5.0  # all data sets together
 
 
 def run_folder(place: Place) -> Iterator[Verdict]:
@@ -72,6 +72,7 @@ def data(place: Place) -> Iterator[Verdict]:
     config = place.config
     inspect_data(config.data, config.model.vocab_size)
     place.notes["data"] = []
+    seconds = _VERIFY_S / len(config.data.parts)
     for path, _ in config.data.parts:
         if not path or not is_dataset(path):
             yield _cache(path or "the embedded corpus")
@@ -80,11 +81,11 @@ def data(place: Place) -> Iterator[Verdict]:
         place.notes["vocab_size"] = config.model.vocab_size or dataset.vocab_size
         place.notes["data"].append(dataset.fingerprint)
         try:
-            verified = _verify(dataset)
+            verified = _verify(dataset, seconds)
         except UserError as error:
             yield failure(str(error), f"copy {path} from its source again, or prepare it again")
             continue
-        whole = "all" if verified == dataset.num_bytes else f"{units.size(verified)} in {_VERIFY_S:g} s"
+        whole = "all" if verified == dataset.num_bytes else f"{units.size(verified)} in {seconds:.2g} s"
         rest = "" if whole == "all" else f"; all of it: paceline data info {path} --verify"
         yield ok(f"{path}: {units.size(dataset.num_bytes)}, {whole} verified{rest}")
 
@@ -99,9 +100,9 @@ def _cache(text: str) -> Verdict:
     return ok(f"{text}: its tokens go to {cache}")
 
 
-def _verify(dataset: Dataset) -> int:
+def _verify(dataset: Dataset, seconds: float) -> int:
     """Returns how many bytes were verified within the time. Raises UserError for damage."""
-    deadline, done = time.monotonic() + _VERIFY_S, 0
+    deadline, done = time.monotonic() + seconds, 0
 
     def advance(num_bytes: int) -> None:
         nonlocal done

@@ -12,6 +12,7 @@ from paceline.tools.doctor.finding import Verdict, failure, ok, warning
 from paceline.tools.plan.schedule import num_shards
 from paceline.tools.plan.work import memory_bytes
 from paceline.train.resolve import Settings, link_bytes, resolve
+from paceline.world.env import check_size
 from paceline.world.facts import RankFacts
 
 _MOST_OF_FREE = 0.8
@@ -24,6 +25,10 @@ def fits(config: Config, notes: Sequence[Mapping[str, Any]], slowest_bytes_per_s
     if not facts:
         return
     model = config.model_of_data(next((note["vocab_size"] for note in notes if "vocab_size" in note), 0))
+    config.parallel.check_num_ranks(len(facts))
+    check_size(len(facts), config.parallel.expect_ranks)
+    on_cpus = len(notes) == 1 < len(facts) and all(each.device == "cpu" for each in facts)
+    facts = [replace(each, shares_memory=config.parallel.shared_memory and on_cpus) for each in facts]
     settings = resolve(config, model.vocab_size, facts)
     plan, strategy = settings.plan, settings.config.parallel.strategy
     size = (

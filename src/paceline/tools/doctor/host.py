@@ -66,7 +66,7 @@ def versions(place: Place) -> Iterator[Verdict]:
 
 
 def cores(place: Place) -> Iterator[Verdict]:
-    usable, machine, quota = usable_cores(), psutil.cpu_count(logical=False) or 1, cgroup_quota()
+    usable, machine, quota = usable_cores(), psutil.cpu_count(logical=False) or usable_cores(), cgroup_quota()
     threads, reason = choose_threads(place.config.parallel.threads, place.num_ranks)
     allowed = len(physical_cores()) or machine
     seen = f"{usable} of {machine} cores; ranks: {place.num_ranks}, threads of each: {threads}"
@@ -220,13 +220,13 @@ _VARIABLES = (
     ("(http|https|all)_proxy", "downloads go through it, ranks do not", None),
 )
 _OF_IMAGES = re.compile(r".*_(VERSION|HOME|PATH|DIR)$")  # containers say what is in them by such names
-_SECRET = re.compile(r"//[^@/]+@")  # user and password of a proxy
+_SECRET = re.compile(r"^(\w+://)?.*@")  # user and password of a proxy, which curl takes without http://, too
 
 
 def environment(place: Place) -> Iterator[Verdict]:
     variables = place.notes["variables"] = {}
     for name, text in sorted(os.environ.items()):
-        value = _SECRET.sub("//...@", text)
+        value = _SECRET.sub(r"\1...@", text)
         for pattern, what, wrong in _VARIABLES:
             if re.match(pattern, name, re.IGNORECASE) and not _OF_IMAGES.match(name):
                 variables[name] = value

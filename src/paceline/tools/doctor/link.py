@@ -7,6 +7,7 @@ UDP  each datagram is answered by its length, which tells how large a packet pas
 import contextlib
 import socket
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -143,12 +144,14 @@ def _bytes_per_s(host: str, port: int) -> float:
 def largest_packet(host: str, port: int, mtu: int) -> int:
     """Returns the largest IPv4 packet, `mtu` or a usual size below, that arrives undivided; 0 where none does, or it
     cannot be known."""
+    if sys.platform != "linux":  # the number of _DO_NOT_FRAGMENT has another meaning there
+        return 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.settimeout(_PACKET_S)
         try:
             probe.setsockopt(socket.IPPROTO_IP, *_DO_NOT_FRAGMENT)
             probe.connect((host, port))
-        except OSError:  # IPv6, or another system than Linux
+        except OSError:  # IPv6
             return 0
         return next((size for size in (mtu, *_USUAL_MTUS) if _HEADERS < size <= mtu and _passes(probe, size)), 0)
 

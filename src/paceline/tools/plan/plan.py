@@ -93,14 +93,11 @@ class Plan:
 
 
 def plan(config: Config, cluster: Cluster, device: Device, *, label: str = "", vocab_size: int = 0) -> Plan:
-    """Returns the prediction. vocab_size: the data's, where the config does not say. Raises UserError as a start of the
-    run would."""
+    """Returns the prediction, where model.size is auto of the given shape. vocab_size: the data's, where the config
+    does not say. Raises UserError as a start of the run would."""
     config.parallel.check_num_ranks(cluster.num_ranks)
     facts = rank_facts(config, cluster, device)
-    flops_per_s = 0.0
-    if config.model.size == "auto":  # a run times the given shape, too
-        flops_per_s = plan(config.replace("model", size="given"), cluster, device, vocab_size=vocab_size).flops_per_s
-    settings = resolve(config, vocab_size or config.data.expected_vocab, facts, flops_per_s)
+    settings = resolve(config, vocab_size or config.data.expected_vocab, facts)
     if config.parallel.shares == "auto":  # a run comes to shares in proportion to the speeds
         speeds = [cluster.speed(rank) for rank in range(cluster.num_ranks)]
         shares = in_proportion(settings.plan.global_batch_size, speeds)
@@ -157,7 +154,7 @@ def rank_facts(config: Config, cluster: Cluster, device: Device) -> list[RankFac
         dtype_reason=f"a {device.name} has units for it",
         num_gpus=cluster.ranks_per_host if is_gpu else 0,
         why_no_float8="" if device.dtype == "float8" else "plan does not know its speed with float8",
-        shares_memory=not is_gpu and cluster.hosts == 1 < cluster.num_ranks,
+        shares_memory=config.parallel.shared_memory and not is_gpu and cluster.hosts == 1 < cluster.num_ranks,
     )
     return [facts] * cluster.num_ranks
 
