@@ -148,12 +148,7 @@ def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: list
         ((*TRAIN, "--nproc", "²"), ("--nproc is '²'",)),
         (("plan", "--vary", "a'b"), ("a'b (No closing quotation)",)),
         (("bench", "link", "--preset", "demo", "--train.steps", "5"), ("bench link measures between ranks",)),
-        (
-            ("plan", "--calibrate", "--vary", "parallel.threads=1", "parallel.threads=2"),
-            ("--vary has several values of parallel.threads",),
-        ),
         (("export", "run", "--out", "x", "--step", "-5"), ("--step is -5; it must be at least -1",)),
-        (("plan", "--calibrate", "--ranks", "1,1025"), ("--nproc is '1025'",)),
         (("plan", "--calibrate", "--json", "--explain"), ("--json, --explain show a plan",)),
         (("doctor", "--node-rank", "1"), ("--node-rank needs a list of hosts",)),
         (("doctor", "--nproc", "100000"), ("--nproc is 100000", "from 1 to 1024")),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from paceline.cli.flags import (
     with_preset,
 )
 from paceline.cli.start import find_world, start_without_run
-from paceline.config import Config
+from paceline.config import Config, load_run, to_toml
 from paceline.record.console import Console
 from paceline.record.folder import find
 from paceline.tools.plan import devices
@@ -29,6 +30,7 @@ from paceline.tools.plan.plan import Plan, plan
 from paceline.tools.plan.show import as_json, ranked, show
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import usable_cores
+from paceline.world.env import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class PlanArguments(ModelFlags):
     """Predict a run before anything runs: does it fit, how long does it take, what bounds it, what does it cost.
 
     Takes the options of `train`; without a preset or file it takes the preset demo. Without --cluster it is for this
-    machine, and first measures it if it does not know the config: about 15 seconds for each number of ranks."""
+    machine, and first measures what it does not know of it: about 15 seconds for each number of ranks and each variant,
+    and as much again for the shape that model.size auto chooses."""
 
     cluster: str = ""
     """A TOML file: device = "H100", hosts = 2, ranks_per_host = 8, link_gbit = 3200 and more (docs/guide/plan.md).
@@ -55,14 +58,16 @@ class PlanArguments(ModelFlags):
     explain: bool = False
     """Every number with its formula and inputs."""
     calibrate: bool = False
-    """Measure small models like the config's on this machine, about 15 seconds for each number of ranks; it must do
-    nothing else. Later plans use the result, for any number of blocks and any batch."""
+    """Measure small models like the config's on this machine, about 15 seconds for each number of ranks up to that of
+    cores; it must do nothing else. Later plans use the result, for any number of blocks and any batch."""
 
 
 def main(arguments: list[str]) -> int:
     run = value_of("--cluster", arguments)
     if run and Path(run).is_dir():
-        words = with_preset(arguments, str(find(Path(run)).config), "--config")
+        config_file = find(Path(run)).config
+        load_run(config_file)  # refuses the run of a script, and a file that is not as it was written
+        words = with_preset(arguments, str(config_file), "--config")
     else:
         words = with_preset(arguments, "demo")
     parsed = parse(PlanArguments, PlanArguments(settings=base_config(words)), words, "plan")
@@ -73,17 +78,17 @@ def main(arguments: list[str]) -> int:
     config.check()
     counts = _counts(parsed.ranks)
     variants = {text: variant(text, config, "plan") for text in parsed.vary} or {"": config}
+    if parsed.calibrate and not (counts or parsed.cluster):
+        counts = sorted({1, usable_cores()})
+    clusters = _clusters(parsed, counts)
+    configs = list(variants.values())
     if parsed.calibrate:
-        clusters = _clusters(parsed, counts)
-        if any(cluster.hosts > 1 for cluster in clusters):  # whose ranks share no memory
-            variants = {text: each.replace("parallel", shared_memory=False) for text, each in variants.items()}
-        is_given = bool(counts or parsed.cluster)
-        at_once = {cluster.ranks_per_host for cluster in clusters} if is_given else {1, usable_cores()}
-        return _calibrate(arguments, list(variants.values()), sorted(at_once))
+        env, _ = find_world("1", ParallelConfig())
+        return _measure_here(env, configs) if env.is_distributed else _measure(clusters, configs, is_again=True)
     is_here = not (parsed.cluster or parsed.json)
-    if is_here and (status := _measure_unknown(arguments, list(variants.values()), counts)):
+    if is_here and (status := _measure(clusters, configs)):
         return status
-    plans, refused = _planned(_clusters(parsed, counts), variants)
+    plans, refused = _planned(clusters, variants)
     if parsed.json:
         reasons = [{"label": label, "why": str(error)} for label, error in refused.items()]
         print(json.dumps({"plans": [as_json(plan) for plan in ranked(plans)], "refused": reasons}))
@@ -98,7 +103,7 @@ def main(arguments: list[str]) -> int:
 def _planned(clusters: list[Cluster], variants: Mapping[str, Config]) -> tuple[list[Plan], dict[str, UserError]]:
     """Returns the plans, and by label those that a start of the run would refuse. Raises UserError if it would refuse
     all of them."""
-    from paceline.tools.plan.from_run import device_of_rank
+    from paceline.tools.plan.from_run import device_of_rank, shaped
 
     links = {cluster.link_gbit for cluster in clusters if cluster.hosts > 1}
     plans, refused = [], {}
@@ -107,7 +112,8 @@ def _planned(clusters: list[Cluster], variants: Mapping[str, Config]) -> tuple[l
             link = f"{cluster.link_gbit:g} Gbit/s" if len(links) > 1 and cluster.hosts > 1 else ""
             label = " ".join(filter(None, (text, link)))
             try:
-                plans.append(plan(varied, cluster, device_of_rank(cluster, varied), label=label))
+                chosen = shaped(cluster, varied)
+                plans.append(plan(chosen, cluster, device_of_rank(cluster, chosen), label=label))
             except UserError as error:
                 refused[f"{label or 'the run'} on {units.plural(cluster.num_ranks, 'rank')}"] = error
     if not plans:
@@ -156,57 +162,62 @@ def _clusters(parsed: PlanArguments, counts: list[int]) -> list[Cluster]:
     return list(dict.fromkeys(chosen))
 
 
-def _measure_unknown(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
-    """Calibrates this machine, unless each config has been measured here. Returns an exit status."""
-    unknown = [config for config in configs if not stored(config)]
-    if not unknown:
-        return EXIT_DONE
-    at_once = sorted(count for count in {*counts, 1} if count <= usable_cores())
-    print(
-        "nothing was measured for this config on this machine yet: measuring "
-        f"{units.listed([units.plural(count, 'rank') for count in at_once])} at once, about 15 seconds each; later "
-        "plans use it",
-        flush=True,
-    )
-    words = [word for word in arguments if word not in ("--explain", "--no-calibrate")]
-    return _calibrate([*words, "--calibrate"], unknown, at_once)
+def _measure(clusters: list[Cluster], configs: list[Config], *, is_again: bool = False) -> int:
+    """Measures what plans for these clusters take from this machine and what was not measured yet; is_again: all.
+    Returns an exit status. Raises UserError if there is nothing to measure again."""
+    from paceline.tools.plan.from_run import to_measure
 
+    done: set[tuple[Path, str]] = set()
+    # One at a time: a measurement may change the shape that is chosen, which is another one to measure.
+    while todo := [
+        (config, count)
+        for config, count in to_measure(clusters, configs)
+        if devices.entry(config, count) not in done and (is_again or count not in stored(config))
+    ]:
+        config, count = todo[0]
+        find_world(str(count), ParallelConfig())  # refuses more ranks than the memory here holds
+        if not done:
+            from paceline.tools.doctor.host import say_load  # imports torch: seconds
 
-def _calibrate(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
-    """Measures small models like these with each number of ranks at once. Raises UserError if they need more than one
-    kind of world."""
-    worlds = {
-        ParallelConfig(device="cpu", shared_memory=each.shared_memory, threads=each.threads)
-        for each in (config.parallel for config in configs)
-    }
-    if len(worlds) > 1:
-        raise UserError(
-            "--calibrate measures all variants in one world, and --vary has several values of parallel.threads or "
-            "parallel.shared-memory; calibrate once with each of them"
+            say_load(Console(0))
+        print(
+            f"{'' if is_again else 'nothing was measured for this config on this machine yet: '}measuring "
+            f"{units.plural(count, 'rank')} at once, blocks {config.model.n_embd} wide, about 15 seconds; later plans "
+            "use it",
+            flush=True,
         )
-    env, _ = find_world("1", ParallelConfig())
-    if not env.is_distributed:
-        for count in counts:
-            find_world(str(count), ParallelConfig())  # refuses more ranks than the memory here holds
-        from paceline.tools.doctor.host import say_load
+        if status := _calibrate(config, count):
+            return status
+        done.add(devices.entry(config, count))
+    if is_again and not done:
+        raise UserError(f"--calibrate measures this machine, and --cluster is of {clusters[0].device}; leave one out")
+    return EXIT_DONE
 
-        say_load(Console(0))
-        for count in counts:
-            if status := start_without_run(count, ["plan", *arguments], ParallelConfig()):
-                return status
-        return EXIT_DONE
+
+def _calibrate(config: Config, num_ranks: int) -> int:
+    """Runs `_measure_here` by so many ranks of this machine; returns an exit status."""
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder:
+        file = Path(folder) / "config.toml"
+        file.write_text(to_toml(config), encoding="utf-8")
+        return start_without_run(num_ranks, ["plan", "--config", str(file), "--calibrate"], ParallelConfig())
+
+
+def _measure_here(env: Environment, configs: list[Config]) -> int:
+    """Measures small models like the config's as one of a launcher's ranks. Collective."""
+    if len(configs) > 1:
+        raise UserError("--vary inside a world that a launcher made already; start the command from a plain shell")
     from paceline.tools.plan.calibrate import measure
     from paceline.world.runtime import open_world
 
-    console = Console(env.rank)
-    with open_world(worlds.pop(), env) as world, console.progress(None, transient=True):
+    (config,), console = configs, Console(env.rank)
+    asked = ParallelConfig(device="cpu", shared_memory=config.parallel.shared_memory, threads=config.parallel.threads)
+    with open_world(asked, env) as world, console.progress(None, transient=True):
         if world.device.type != "cpu" or len({peer.host for peer in world.peers}) > 1:
             raise UserError("--calibrate measures one machine's processors; start it once, from a plain shell", "world")
-        console.advance(0, "measuring", f"{env.world_size} ranks at once")
-        measured = [measure(world, config, console) for config in configs]
-    for config, device in zip(configs, measured, strict=True):
-        if env.rank == 0:
-            path = devices.store(config, env.world_size, device)
-            console.say(f"{device.source}; steps may be off by {device.error_frac:.0%}; kept in {path}")
+        console.advance(0, "measuring", f"{units.plural(env.world_size, 'rank')} at once")
+        device = measure(world, config, console)
+    if env.rank == 0:
+        path = devices.store(config, env.world_size, device)
+        console.say(f"{device.source}; steps may be off by {device.error_frac:.0%}; kept in {path}")
     sys.stdout.flush()
     return EXIT_DONE

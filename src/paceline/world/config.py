@@ -53,7 +53,7 @@ class ParallelConfig:
     """CPU threads of a rank; 0: OMP_NUM_THREADS if the user set it, else the cores divided by the ranks on them, of all
     launchers of this machine."""
     port: int = 0
-    """Port of the rendezvous under --nproc and --hosts; 0: a free one."""
+    """Port of the rendezvous under --nproc and launch; 0: a free one."""
     bucket_mb: float = 0.0
     """MiB of gradients in one transfer. Smaller: they start earlier in backward, and with zero the next step's forward
     waits for less. Larger: fewer round trips. 0: 2 with zero on CPUs that do not share memory, else 10."""

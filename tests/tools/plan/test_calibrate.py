@@ -34,6 +34,7 @@ def calibrated_by_the_command(*_: object) -> str:
 
     with patch.object(calibrate, "measure", measured):
         assert main(["plan", "--preset", "tiny", "--calibrate", "--parallel.threads", "2"]) == 0
+        assert main(["plan", "--preset", "tiny", "--calibrate", "--vary", "train.seed=1", "train.seed=2"]) == 2
     config = load_preset("tiny", Config())
     with pytest.raises(UserError, match="nothing was measured for this config"):
         devices.calibration(config.replace("parallel", threads=1), 1)

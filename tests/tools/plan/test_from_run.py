@@ -16,7 +16,7 @@ from paceline.base.errors import UserError
 from paceline.config import Config, to_toml
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import Device
-from paceline.tools.plan.from_run import device_of_rank, read_run
+from paceline.tools.plan.from_run import device_of_rank, read_run, shaped
 from paceline.tools.plan.plan import Plan, plan
 from paceline.tools.plan.show import _facts
 from paceline.train.loop import train
@@ -177,8 +177,14 @@ def test_without_a_known_peak_a_plan_says_nothing_of_mfu(tmp_path: Path) -> None
     planned = plan(CONFIG, found.cluster, found.device)
     assert planned.mfu is None
     assert "MFU" not in str(_facts(planned))
-    auto = plan(CONFIG.replace("model", size="auto").replace("train", time_budget=9.0, steps=0), TWO, found.device)
-    assert auto.tokens_per_s > 0
+    auto = CONFIG.replace("model", size="auto").replace("train", time_budget=9.0, steps=0)
+    assert plan(shaped(found.cluster, auto), found.cluster, found.device).tokens_per_s > 0
+
+
+def test_the_run_of_a_script_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("[run]\nlr = 0.1\n")
+    assert "run is the run of a script" in here("plan", "--cluster", "run", cwd=tmp_path).require(2).err
 
 
 def test_the_command_plans_other_worlds_on_the_machines_of_a_run(tmp_path: Path) -> None:

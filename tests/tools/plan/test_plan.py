@@ -25,6 +25,7 @@ from paceline.tools.plan.from_run import device_of_rank
 from paceline.tools.plan.paths import path_of, paths
 from paceline.tools.plan.plan import plan, rank_facts
 from paceline.tools.plan.schedule import Job, Load, Stage, predict
+from paceline.tools.plan.show import show
 from paceline.tools.plan.work import memory_bytes
 from paceline.train.resolve import resolve
 from paceline.world.config import ParallelConfig
@@ -309,10 +310,14 @@ def test_a_machine_without_a_calibration_says_how_to_make_one(tmp_path: Path, mo
     ended = here("plan", "--preset", "tiny", "--json", cwd=tmp_path)  # for programs, which know nothing of the wait
     assert ended.status == 2
     assert "the same command with --calibrate" in ended.err
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
     slow = replace(H100, kind="cpu", name="here", source="measured here, 2 ranks")
     config = load_preset("tiny", Config())
-    path = devices.store(config, 2, slow)
+    devices.store(config, 2, slow)
     assert devices.calibration(config, 4).forward["gpt2"]["products"] == 2 * slow.forward["gpt2"]["products"]
+    with pytest.raises(UserError, match="nothing was measured for this config on this machine yet with 1 rank at once"):
+        devices.calibration(config, 1)
+    path = devices.store(config, 1, slow)
     assert "here" in here("plan", "--preset", "tiny", cwd=tmp_path).require().out
     assert "here" in here("plan", "--preset", "tiny", "--model.n-layer", "9", cwd=tmp_path).require().out
     path.write_text(path.read_text()[:-40])
@@ -332,26 +337,84 @@ def test_a_calibration_is_found_by_the_threads_in_force(tmp_path: Path, monkeypa
     assert not devices.stored(config)
 
 
-def test_a_machine_that_is_not_known_yet_is_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finds a first plan that only tells to calibrate, and a second one that measures again."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    measured: list[list[str]] = []
+A_TOKEN_S = 1.3e-7  # of a block's forward or backward, for each of its width
 
-    def measure(arguments: list[str], configs: list[Config], counts: list[int]) -> int:
-        measured.append(arguments)
-        for config in configs:
-            devices.store(config, counts[0], replace(H100, kind="cpu", name="here", source="measured here"))
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `plan` has measured of a machine of two cores, on which nothing is known yet."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
+    monkeypatch.setattr("paceline.cli.plan.usable_cores", lambda: 2)
+    monkeypatch.setattr("paceline.tools.doctor.host.say_load", lambda _: None)
+    said: list[str] = []
+
+    def measure(config: Config, num_ranks: int) -> int:
+        hosts = "" if config.parallel.shared_memory else " of a host"
+        said.append(f"{num_ranks}{hosts}: {config.model.n_embd} wide")
+        passes = {config.model.arch: {"block tokens": A_TOKEN_S * config.model.n_embd}}
+        device = replace(H100, kind="cpu", name="here", source="measured here", forward=passes, backward=passes)
+        devices.store(config, num_ranks, device)
         return 0
 
     monkeypatch.setattr("paceline.cli.plan._calibrate", measure)
+    return said
+
+
+def test_a_machine_that_is_not_known_yet_is_measured_first(tmp_path: Path, measured: list[str]) -> None:
+    """Finds a first plan that only tells to calibrate, a second one that measures again, and the plan of two ranks by
+    what one alone has shown. Mutation: any number of ranks serves for all."""
     first = here("plan", "--preset", "tiny", "--explain", cwd=tmp_path).require().out
     assert first.startswith("nothing was measured for this config on this machine yet: measuring 1 rank")
     assert "here" in first
     here("plan", "--preset", "tiny", cwd=tmp_path).require()
-    assert measured == [["--preset", "tiny", "--calibrate"]]
+    assert measured == ["1: 64 wide"]
+    here("plan", "--preset", "tiny", "--ranks", "1,2,4", cwd=tmp_path).require()
+    assert measured == ["1: 64 wide", "2: 64 wide"]
+    variants = ("--vary", "parallel.threads=1", "parallel.threads=2")
+    here("plan", "--preset", "tiny", "--calibrate", *variants, cwd=tmp_path).require()
+    assert measured[2:] == ["1: 64 wide"] * 2 + ["2: 64 wide"] * 2
+
+
+def test_for_several_hosts_ranks_are_measured_that_share_no_memory(tmp_path: Path, measured: list[str]) -> None:
+    """Finds a plan of one host and of two that asks for --calibrate again after each one."""
+    (tmp_path / "c.toml").write_text("hosts = 2\nranks_per_host = 2\nlink_gbit = 1\n")
+    common = ("plan", "--preset", "tiny", "--cluster", "c.toml", "--ranks", "2,4")
+    assert "with --calibrate first" in here(*common, cwd=tmp_path).require(2).err
+    here(*common, "--calibrate", cwd=tmp_path).require()
+    assert measured == ["2: 64 wide", "2 of a host: 64 wide"]
+    assert "left out" not in here(*common, cwd=tmp_path).require().out
+    (tmp_path / "c.toml").write_text("device = 'H100'\nhosts = 2\nranks_per_host = 2\nlink_gbit = 1\n")
+    assert "--cluster is of H100" in here(*common, "--calibrate", cwd=tmp_path).require(2).err
+
+
+def test_a_shape_that_a_run_would_choose_is_measured_itself(tmp_path: Path, measured: list[str]) -> None:
+    """Mutation: times of blocks as wide as the given ones. These reach 1e11 FLOP/s, for which 150 s give 2 layers."""
+    here("plan", "--preset", "fast", cwd=tmp_path).require()
+    assert measured == ["1: 256 wide", "1: 128 wide"]
+    (row,) = json.loads(here("plan", "--preset", "fast", "--json", cwd=tmp_path).require().out)["plans"]
+    tokens = row["tokens_per_s"] * row["step_ms"] / 1e3
+    assert row["part_ms"]["forward"] == pytest.approx(1e3 * 2 * 128 * A_TOKEN_S * tokens)
+    here("plan", "--preset", "fast", "--ranks", "2", "--calibrate", cwd=tmp_path).require()
+    assert measured[2:] == ["2: 256 wide", "2: 128 wide"]
 
 
 TWO_HOSTS = Cluster(device="H100", hosts=2, ranks_per_host=8, link_gbit=3200)
+
+
+def test_the_lines_below_a_table_are_those_of_all_its_rows(capfd: pytest.CaptureFixture[str]) -> None:
+    """Finds the batch, and how sure it is, of the first row alone; and a label that lost a part of a path."""
+    config = load_preset("gpt2-124m", Config()).replace("train", global_batch_size=480)
+    other = config.replace("train", global_batch_size=960)
+    label = "data.path=/x/a.txt"
+    plans = [plan(config, TWO_HOSTS, H100), plan(other, TWO_HOSTS, replace(H100, error_frac=0.5), label=label)]
+    show(plans, Console(0))
+    said = " ".join(capfd.readouterr().out.split())
+    assert "; worlds make steps of 480 or 960 sequences" in said
+    assert "may be off by 50%" in said
+    assert "path=/x/a.txt " in said
+    show(plans[:1] * 2, Console(0))
+    assert "; all worlds make steps of 480 sequences" in " ".join(capfd.readouterr().out.split())
 
 
 def test_a_run_that_saves_at_its_end_only_loses_what_it_did_since_its_start() -> None:
@@ -383,10 +446,6 @@ def test_a_gpu_of_the_table_is_as_fast_as_its_dtype(tmp_path: Path, monkeypatch:
 def test_the_ranks_of_a_planned_host_see_its_gpus() -> None:
     """By which hsdp knows how many ranks divide the state."""
     assert rank_facts(Config(), TWO_HOSTS, H100)[0].num_gpus == 8
-
-
-def test_without_failures_any_interval_only_costs_its_saves() -> None:
-    assert Failures(between_s=math.inf, save_s=1, restart_s=0).goodput_frac(99) == 0.99
 
 
 def test_a_plan_for_other_machines_imports_no_torch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.base.cores import cpu_name
-from paceline.base.units import dtype_name
+from paceline.base.units import dtype_name, plural
 from paceline.config import Config
 from paceline.record.console import Console
 from paceline.replica.batch import Batch
@@ -54,9 +54,10 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
     blocks, ends = _divided(*map(_medians, zip(*rounds, strict=True)))
     walls = list(map(_wall_s, rounds))
     halves = [statistics.median(walls[number::2]) for number in range(2)]
-    latency_s, bytes_per_s = link(world.group, world.world_size)
+    latency_s, bytes_per_s = link(world.group)
     arch, optimizer, num_tokens = settings.config.model.arch, settings.config.optim.name, cases[0].num_tokens
     dtype = product_dtype(settings.config.train.dtype)
+    ranks = f"{plural(world.world_size, 'rank')} of {plural(world.threads, 'thread')}"
     num_shards = Cluster(ranks_per_host=world.world_size).num_shards(settings.config.parallel.strategy)
     return Device(
         name=cpu_name(),
@@ -74,7 +75,7 @@ def measure(world: World, config: Config, console: Console, seconds: float = _RO
         outer_frac=PAYLOAD_FRAC,
         step_s=_STEP_S,
         error_frac=max(ERROR_FRAC, max(halves) / min(halves) - 1),
-        source=f"small models measured here, {world.world_size} ranks of {world.threads} threads at once",
+        source=f"small models measured here, {ranks} at once",
     )
 
 
@@ -148,9 +149,8 @@ class _Case:
         return [time.perf_counter() - begun, times.forward_ms / 1e3, times.backward_ms / 1e3, times.optim_ms / 1e3]
 
 
-def link(group: Group, num_ends: int) -> tuple[float, float]:
-    """Returns latency, and bytes a second of a link each way, of all-reduces. num_ends: ranks, or hosts, whose ranks
-    add up first. Collective."""
+def link(group: Group) -> tuple[float, float]:
+    """Returns latency, and bytes a second of a link each way, of all-reduces. Collective."""
     if group.size == 1:
         return 0.0, 1e12  # nobody to send to
     watch, times = Stopwatch(group, torch.device("cpu")), []
@@ -162,7 +162,7 @@ def link(group: Group, num_ends: int) -> tuple[float, float]:
     (less, more), (sooner, later) = _MESSAGES[-2:], times[-2:]
     bytes_per_s = (more - less) / max(later - sooner, 1e-9)
     latency_s = max(0.0, times[0] - _MESSAGES[0] / bytes_per_s)
-    return latency_s / (num_ends - 1).bit_length(), bus_factor("all-reduce", num_ends) * bytes_per_s
+    return latency_s / (group.size - 1).bit_length(), bus_factor("all-reduce", group.size) * bytes_per_s
 
 
 def _all_reduce(group: Group, flat: torch.Tensor) -> None:

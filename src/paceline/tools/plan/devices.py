@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.base import units
 from paceline.base.cache import cache_dir
 from paceline.base.cores import cpu_name
 from paceline.base.errors import UserError, nearest
@@ -149,8 +150,8 @@ def _path(config: Config) -> Path:
 
 def store(config: Config, num_ranks: int, device: Device) -> Path:
     """Writes what was measured, complete or not at all; returns the file. Raises UserError if it cannot."""
-    path = _path(config)
-    devices = {**_rows(path), _key(config, num_ranks): asdict(device)}
+    path, key = entry(config, num_ranks)
+    devices = {**_rows(path), key: asdict(device)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(devices, indent=1).encode())
@@ -186,18 +187,27 @@ def _key(config: Config, num_ranks: int) -> str:
     return f"{num_ranks} ranks of {choose_threads(config.parallel.threads, num_ranks)[0]} threads"
 
 
+def entry(config: Config, num_ranks: int) -> tuple[Path, str]:
+    """Returns the file of this machine and this config, and the key of so many ranks in it."""
+    return _path(config), _key(config, num_ranks)
+
+
+def at_once(num_ranks: int) -> int:
+    """Returns how many ranks are measured for so many on this machine: more than there are cores share these."""
+    return min(num_ranks, usable_cores())
+
+
 def calibration(config: Config, num_ranks: int) -> Device:
-    """Returns one of so many ranks on this machine; more than were measured share what those had. Raises UserError if
-    nothing was measured that can be read."""
-    known = stored(config)
-    if not known:
+    """Returns one of so many ranks on this machine. Raises UserError if it was not measured, or cannot be read."""
+    measured = at_once(num_ranks)
+    device_then, sharing = stored(config).get(measured), num_ranks / measured
+    if device_then is None:
         raise UserError(
-            "nothing was measured for this config on this machine yet: give the same command with --calibrate first "
-            "(about 15 seconds for each number of ranks), or describe another device: --cluster FILE.toml"
+            f"nothing was measured for this config on this machine yet with {units.plural(measured, 'rank')} at once: "
+            "give the same command with --calibrate first (about 15 seconds for each number of ranks), or describe "
+            "another device: --cluster FILE.toml"
         )
-    measured = max(count for count in known if count <= num_ranks or count == min(known))
-    device_then, sharing = known[measured], num_ranks / measured
-    if sharing <= 1:
+    if sharing == 1:
         return device_then
     return replace(
         device_then.slower(sharing),

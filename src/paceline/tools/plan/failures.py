@@ -9,14 +9,12 @@ from dataclasses import dataclass
 class Failures:
     """A job that any failure stops. Times in seconds."""
 
-    between_s: float  # mean time between failures of the job; inf: none
+    between_s: float  # mean time between failures of the job
     save_s: float  # of training that a save takes
     restart_s: float  # until the steps continue
 
     def goodput_frac(self, interval_s: float) -> float:
         """Returns the share of time that makes progress, with a save after every interval_s of it (equation 20)."""
-        if math.isinf(self.between_s):
-            return interval_s / (interval_s + self.save_s)
         lost = self.restart_s / self.between_s
         exponent = (interval_s + self.save_s) / self.between_s
         if lost + exponent > 700:  # e^x overflows: no interval ever ends

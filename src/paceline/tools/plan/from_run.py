@@ -1,11 +1,13 @@
 """The machines of an earlier run, from its records: seconds of work from the times of the ranks' passes, and the link's
 rate as the one with which the simulated step takes as long as the run's did."""
 
+import contextlib
+import itertools
 import math
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.base.jsonl import Row, rows
-from paceline.config import Config, load_file
+from paceline.config import Config, load_run
 from paceline.model import cost
 from paceline.record import folder
 from paceline.record.events import hosts, starts
@@ -24,9 +26,10 @@ from paceline.record.rows import MOST_LISTED
 from paceline.tools.plan import devices, work
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.devices import ERROR_FRAC, PAYLOAD_FRAC, Device
-from paceline.tools.plan.plan import job_of, path_for, rank_facts, shape_of, update_s, waiting_s
+from paceline.tools.plan.plan import job_of, path_for, plan, rank_facts, shape_of, update_s, waiting_s
 from paceline.tools.plan.schedule import predict
 from paceline.train.resolve import Settings, resolve
+from paceline.train.size import sized
 
 _LEAST_STEPS = 10  # behind a median
 _MOST_STEPS = 2000  # the last ones
@@ -52,9 +55,7 @@ def device_of_rank(cluster: Cluster, config: Config) -> Device:
     """Returns the cluster's device. Raises UserError for an unknown name, a machine that was not calibrated, or a run
     that did not measure such a config."""
     if cluster.device == devices.THIS:
-        if cluster.hosts > 1:  # whose ranks share no memory
-            config = config.replace("parallel", shared_memory=False)
-        return devices.calibration(config, cluster.ranks_per_host)
+        return devices.calibration(_in(cluster, config), cluster.ranks_per_host)
     if cluster.device in devices.device_names() or not Path(cluster.device).is_dir():
         return devices.gpu(cluster.device, compiled=config.train.compile, dtype=config.train.dtype)
     run = read_run(Path(cluster.device))
@@ -68,17 +69,44 @@ def device_of_rank(cluster: Cluster, config: Config) -> Device:
     return run.device
 
 
+def shaped(cluster: Cluster, config: Config) -> Config:
+    """Returns the config with the shape that a run of it chooses on this cluster where model.size is auto: it times the
+    given one, too. Raises UserError as `device_of_rank` and a start of the run would."""
+    if config.model.size == "given":
+        return config
+    speed = plan(config, cluster, device_of_rank(cluster, config)).flops_per_s
+    return sized(config, config.data.expected_vocab, speed, cluster.num_ranks)[0]
+
+
+def to_measure(clusters: Sequence[Cluster], configs: Sequence[Config]) -> Iterator[tuple[Config, int]]:
+    """Yields what plans for these clusters take from measurements of this machine: configs, each with the number of
+    ranks at once. The shape that a run chooses is one of them as soon as the given one was measured."""
+    for cluster, config in itertools.product(clusters, configs):
+        if cluster.device == devices.THIS:
+            count = devices.at_once(cluster.ranks_per_host)
+            yield _in(cluster, config), count
+            if count in devices.stored(_in(cluster, config)):
+                with contextlib.suppress(UserError):  # the plan itself says what is refused
+                    yield _in(cluster, shaped(cluster, config)), count
+
+
+def _in(cluster: Cluster, config: Config) -> Config:
+    """Returns the config as it is measured for this cluster: ranks of several hosts share no memory."""
+    shares = config.parallel.shared_memory and cluster.hosts == 1
+    return config.replace("parallel", shared_memory=shares)
+
+
 @cache
 def read_run(path: Path) -> Machines:
     """Returns what the run in this folder shows of its machines. Raises UserError where it shows too little."""
     run = folder.find(path)
-    config = load_file(run.config, Config())
+    config = load_run(run.config)
     begun = starts([event for event in rows(run.events) if event and isinstance(event.get("event"), str)])
     if not begun or not isinstance(begun[-1].get("devices"), list):
         raise UserError(f"{path} does not tell its devices: it is of an older paceline, or never trained")
     steps = _steady(path, _with_lists(run, len(begun[-1]["devices"])), begun[-1])
     names = hosts(begun[-1:])
-    if len(set(Counter(names).values())) > 1 or len(list(groupby(names))) > len(set(names)):
+    if len(set(Counter(names).values())) > 1 or len(list(itertools.groupby(names))) > len(set(names)):
         raise UserError(f"{path} had unequal numbers of ranks on its hosts ({', '.join(names)}): plan knows equal ones")
     return _Reader(path, config, steps, names, begun[-1]["devices"]).machines()
 

@@ -25,9 +25,10 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
 def show(plans: Sequence[Plan], console: Console, *, explain: bool = False) -> None:
     if len(plans) > 1:
         console.say(_comparison(ranked(plans)))
-        batch = plans[0].settings.plan.global_batch_size
-        console.say(f"efficiency: of {_ALONE}; all worlds make steps of {batch} sequences\n")
-        console.say(_sure(plans[0]), style="dim")
+        batches = sorted({plan.settings.plan.global_batch_size for plan in plans})
+        steps = "all worlds make steps" if len(batches) == 1 else "worlds make steps"
+        console.say(f"efficiency: of {_ALONE}; {steps} of {' or '.join(map(str, batches))} sequences\n")
+        console.say(_sure(max(plans, key=lambda plan: plan.device.error_frac)), style="dim")
     for plan in plans if explain or len(plans) == 1 else ():
         _details(plan, console, explain)
 
@@ -88,7 +89,7 @@ def _memory_rows(plan: Plan) -> list[list[str]]:
 
 def _comparison(plans: Sequence[Plan]) -> rich.table.Table:
     shown: dict[str, Callable[[Plan], str]] = {
-        "plan": lambda plan: re.sub(r"[a-z]+\.(?=[a-z])", "", plan.label),
+        "plan": lambda plan: re.sub(r"(?<!\S)[a-z]+\.(?=[a-z])", "", plan.label),
         "ranks": lambda plan: str(plan.cluster.num_ranks),
         "memory": lambda plan: units.size(sum(plan.memory.values())),
         "tokens/s": lambda plan: units.count(plan.tokens_per_s),
