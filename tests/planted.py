@@ -1816,6 +1816,13 @@ MUTATIONS = (
     ),
     # ---- tools: plan, report, watch, track, hub, doctor, bench, lab, learn ----
     Mutation(
+        "bench link recommends to NCCL what it refuses",
+        "tools/plan/paths.py",
+        'get_args(WireName) if by_gloo else ("exact",)',
+        "get_args(WireName)",
+        "tools/plan/test_schedule.py::test_nccl_is_recommended_what_it_can_send",
+    ),
+    Mutation(
         "a bench sends its checkpoints where the real run is to send them",
         "tools/bench/runs.py",
         'keep_best=False, to="")',

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from rank_facts import FACTS
 
 from paceline.tools.bench.link_show import choice_text
 from paceline.tools.plan.paths import paths
 from paceline.tools.plan.schedule import Job, Stage, predict
+from paceline.world.facts import check_strategy
 
 # A micro-batch of 2048 tokens on one thread; 11.14M parameters.
 BLOCK = Stage(20e-3, 51e-3, (589_824, 589_824, 147_456, 442_368))
@@ -47,6 +49,14 @@ def test_efficiencies_are_those_of_the_simulated_schedule(rate: str, name: str, 
     assert found == pytest.approx(EXPECTED[rate, name, is_layered], abs=1.5)
 
 
+def test_nccl_is_recommended_what_it_can_send() -> None:
+    """Mutation: the wires that only Gloo takes, by flags that `train` refuses."""
+    nccl = replace(FACTS, device="cuda", backend="nccl")
+    for path in paths(job("100 Mbit", 2), by_gloo=False):
+        wire = path.flags.partition("--parallel.wire ")[2] or "exact"
+        check_strategy(path.strategy, [nccl, nccl], wire)
+
+
 def test_bytes_are_those_of_the_elements_on_the_wire() -> None:
     work = job("1 Gbit", 2, num_ranks=3)
     sent = {path.flags: predict(work, path).wire_bytes for path in paths(work)}
@@ -56,6 +66,9 @@ def test_bytes_are_those_of_the_elements_on_the_wire() -> None:
     assert sent["--parallel.strategy zero --parallel.wire int8"] == pytest.approx(
         2 / 3 * 12.25 / 8 * (blocks + embeddings)
     )
+    one_pass = job("1 Gbit", 1, num_ranks=3)
+    by_nccl = {path.flags: predict(one_pass, path).wire_bytes for path in paths(one_pass, by_gloo=False)}
+    assert by_nccl["--parallel.strategy zero"] == pytest.approx(2 / 3 * (6 * blocks + 8 * embeddings))
     two_a_host = replace(work, num_ranks=6)
     shared = {path.flags: predict(two_a_host, path).wire_bytes for path in paths(two_a_host)}
     assert shared["--parallel.strategy zero"] == sent["--parallel.strategy zero"]

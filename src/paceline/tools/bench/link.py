@@ -158,7 +158,7 @@ def measure(
         collectives=tuple(collectives),
         model=model,
         job=job,
-        paths=tuple(predict(job, path) for path in paths(job)),
+        paths=tuple(predict(job, path) for path in paths(job, by_gloo=world.backend == "gloo")),
         shares_memory=world.facts[0].shares_memory,
     )
 

@@ -38,15 +38,17 @@ def path_of(parallel: ParallelConfig, job: Job, *, is_layered: bool, device: str
     )
 
 
-def paths(job: Job) -> list[Path]:
-    """Returns all paths: the exact ones first, then those that round, then other algorithms."""
-    every = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False)]
-    for wire in get_args(WireName):
+def paths(job: Job, *, by_gloo: bool = True) -> list[Path]:
+    """Returns all paths: the exact ones first, then those that round, then other algorithms. by_gloo: the backend is
+    gloo; NCCL takes no other wire than exact."""
+    device = "cpu" if by_gloo else "cuda"
+    every = [path_of(ParallelConfig(strategy="ddp"), job, is_layered=False, device=device)]
+    for wire in get_args(WireName) if by_gloo else ("exact",):
         if not CODINGS[wire].is_for_zero:
             continue
         parallel = ParallelConfig(strategy="zero", wire=wire)
         orders = (False, True)[: 1 + (job.num_micro_batches > 1)]
-        every += [path_of(parallel, job, is_layered=is_layered) for is_layered in orders]
+        every += [path_of(parallel, job, is_layered=is_layered, device=device) for is_layered in orders]
     rounds = [ParallelConfig(strategy="local", sync_every=steps) for steps in (8, 32)]
-    rounds.append(ParallelConfig(strategy="local", sync_every=32, wire="int4"))
-    return every + [path_of(parallel, job, is_layered=False) for parallel in rounds]
+    rounds += [ParallelConfig(strategy="local", sync_every=32, wire="int4")] if by_gloo else []
+    return every + [path_of(parallel, job, is_layered=False, device=device) for parallel in rounds]
