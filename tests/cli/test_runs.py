@@ -36,7 +36,9 @@ def test_each_run_has_a_line_with_its_state_and_what_sets_it_apart(tmp_path: Pat
     assert " ".join(found["a"].split()[:8]) == "a ended 30 of 30 2.5000 2.7500 12.3k"
     assert "stopped" in found["b[1]"]
     assert "b[1]: SIGTERM on rank 0, optim.lr 0.2" in lines
-    assert "c: no end is recorded, and its process is gone or silent" in lines
+    unended = "c: no end is recorded, and its process is gone or silent"
+    assert unended in lines
+    assert unended in here("runs", ".", cwd=tmp_path / "c").require().out.splitlines()
     runs = json.loads(here("runs", str(tmp_path), "--json", cwd=tmp_path).require().out)
     assert {Path(run["run"]).name: run["kind"] for run in runs} == {"a": "ended", "b[1]": "stopped", "c": "stale"}
     assert [run["settings"] for run in runs if run["val_loss"] == 2.75 and run["step"] == 30] == [{"optim.lr": 0.1}]
@@ -107,6 +109,6 @@ def test_the_end_of_train_and_runs_show_the_same_rate(tmp_path: Path, capfd: pyt
     rate = read_state(RunFolder(tmp_path / "run")).rate
     assert rate is not None
     assert rate.num_rows == 5
-    shown = units.count(round(rate.tokens_per_s))
+    shown = units.count(rate.tokens_per_s)
     assert f"\n{shown} tokens/s" in capfd.readouterr().out
     assert f"  {shown}  " in here("runs", str(tmp_path), cwd=tmp_path).require().out

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from paceline.record.folder import COMPLETE, RunFolder, create
-from paceline.record.state import read_state
+from paceline.record.state import read_config, read_state
 
 WRITER = """
 import sys, time
@@ -109,6 +109,13 @@ def test_a_resumed_run_is_running_before_it_records_that(tmp_path: Path) -> None
     assert read_state(folder).kind == "running"
     folder.close()
     assert read_state(folder).kind == "ended"
+
+
+@pytest.mark.parametrize("text", ["a = [[", f"[a]\nb = {'1' * 5000}", "[a]\nb = " + "[" * 5000])
+def test_a_config_that_cannot_be_read_has_no_settings(tmp_path: Path, text: str) -> None:
+    """Also one with a number that is too long, which ended `runs` of all runs beside it."""
+    (tmp_path / "config.toml").write_text(text)
+    assert read_config(tmp_path / "config.toml") == {}
 
 
 def test_a_folder_without_readable_records_has_no_step(tmp_path: Path) -> None:

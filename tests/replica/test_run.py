@@ -25,7 +25,7 @@ from paceline.record.folder import RunFolder
 from paceline.record.state import read_state
 from paceline.replica.checkpoints import load_weights
 from paceline.replica.replica import Replica
-from paceline.replica.run import Run, _num_steps
+from paceline.replica.run import Run
 from paceline.replica.script import check_folder, to_toml
 from paceline.tools.track.points import Position, Reader
 from paceline.tools.view import read as view
@@ -416,8 +416,19 @@ def test_arguments_of_a_run_are_used_or_refused(world: World, tmp_path: Path) ->
         next(script.steps(data, epochs=1, batch_size=0))
     with pytest.raises(UserError, match=r"run\.steps hears signals in any case: leave stop_on_signals= out"):
         next(script.steps(data, stop_on_signals=True, batch_size=4))
-    assert _num_steps(range(10), None, 2, {"batch_size": 4}) == 6
-    assert _num_steps(range(10), None, 2, {"batch_size": 4, "drop_last": True}) == 4
+
+
+def test_a_second_loop_by_epochs_adds_its_steps(world: World, tmp_path: Path) -> None:
+    """Mutation: the run is at step 5 of 2."""
+    net = nn.Linear(2, 1)
+    script = Run(tmp_path, net=Replica(net, torch.optim.SGD(net.parameters(), 0.1), world))
+    for num_samples, drop_last in ((10, False), (9, True)):
+        data = TensorDataset(torch.ones(num_samples, 2))
+        for step in script.steps(data, epochs=1, batch_size=4, drop_last=drop_last):
+            for (x,) in step:
+                step.backward(net(x).mean())
+            step.finish()
+    assert [row["num_steps"] for row in training_rows(tmp_path)] == [3, 3, 3, 5, 5]
 
 
 def test_the_command_of_a_script_is_executed_by_its_owner_alone(tmp_path: Path) -> None:

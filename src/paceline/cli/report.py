@@ -54,11 +54,12 @@ def main(arguments: list[str]) -> int:
 
 def _refusal(out: Path, runs: Sequence[Path]) -> str:
     """Returns why a page cannot be written there; empty: it can. A missing run folder is refused later."""
-    if out.is_dir():
+    # Not Path's methods, which raise if a folder may not be read: that is said later, too.
+    if os.path.isdir(out):
         return "is a folder"
-    if out.exists() and not out.is_file():
+    if os.path.exists(out) and not os.path.isfile(out):
         return "is no file"  # root could replace a device
-    return "" if out.parent.is_dir() or out.parent in runs else "is in a folder that does not exist"
+    return "" if os.path.isdir(out.parent) or out.parent in runs else "is in a folder that does not exist"
 
 
 def num_parameters(run: Path) -> int:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         print(json.dumps([_as_json(path, states[path], settings[path]) for path in paths], indent=2))
         return 0
     columns = ["run", "state", "step", "loss", "val loss", "tokens/s", "age"]
-    shown = table("", columns, [[escape(printable(path.name)), *_cells(states[path])] for path in paths])
+    shown = table("", columns, [[escape(printable(path.absolute().name)), *_cells(states[path])] for path in paths])
     shown.columns[0].overflow = "fold"  # a name is never cut
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(shown)
     texts = {
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         unread = "" if configs[path] else "its config.toml could not be read"
         facts = [states[path].why, unread, *settings_here[:_SHOWN], *more]
         if text := ", ".join(fact for fact in facts if fact):
-            print(printable(f"{path.name}: {text}"))
+            print(printable(f"{path.absolute().name}: {text}"))
     return 0
 
 
@@ -104,7 +104,7 @@ def _of_most(settings: list[dict[str, str]]) -> dict[str, str]:
 
 def _rate(state: RunState) -> str:
     unit = state.last.get("unit", "tokens")
-    shown = units.count(round(state.rate.tokens_per_s)) if state.rate else ""
+    shown = units.count(state.rate.tokens_per_s) if state.rate else ""
     return shown if unit == "tokens" or not shown else f"{shown} {unit}"
 
 

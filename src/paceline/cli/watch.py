@@ -1,6 +1,7 @@
 """paceline watch"""
 
 import contextlib
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,11 @@ def main(arguments: list[str]) -> int:
     if not 0 <= parsed.port <= 65535:
         raise UserError(f"--port is {parsed.port}; it lies between 0 and 65535")
     path = Path(parsed.run)
-    if parsed.once and not path.exists():
-        raise UserError(f"there is no {path}; name a run folder, or a folder of runs")
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; name a run folder, or a folder of runs")
+    try:
+        os.scandir(path).close()
+    except OSError as error:
+        if parsed.once or not isinstance(error, FileNotFoundError):  # else it may come
+            raise UserError(f"cannot read {path}: {error.strerror}; name a run folder, or a folder of runs") from None
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
         if parsed.page:
             _serve(Views(path, num_parameters), parsed.host, parsed.port)
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _page_server(runs: Views, host: str, port: int) -> PageServer:
-    """Listens on the default port, or on a free one where another page has that; on a chosen port or on none."""
+    """Listens on this port; on a free one instead of the default port if another process has that."""
     try:
         return PageServer(runs, host, port)
     except UserError:

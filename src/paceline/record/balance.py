@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_LISTS = ("rank_sequences", "rank_compute_ms", "rank_optim_ms", "rank_exposed_comm_ms")
+LISTS = ("rank_sequences", "rank_compute_ms", "rank_optim_ms", "rank_exposed_comm_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Balance:
 def speeds(rows: Iterable[Mapping[str, Any]]) -> Balance | None:
     """Returns the balance over training rows; None if no row has the lists by rank, or all ranks were idle. Only rows
     of the last row's world size count. One row of means gives the same as the rows."""
-    known = [row for row in rows if all(row.get(name) for name in _LISTS)]
+    known = [row for row in rows if all(row.get(name) for name in LISTS)]
     known = [row for row in known if len(row["rank_sequences"]) == len(known[-1]["rank_sequences"])]
     if not known:
         return None
-    sequences, compute_ms, optim_ms, idle_ms = (np.mean([row[name] for row in known], axis=0) for name in _LISTS)
+    sequences, compute_ms, optim_ms, idle_ms = (np.mean([row[name] for row in known], axis=0) for name in LISTS)
     step_ms = fmean(row["step_ms"] for row in known)
     tokens = fmean(row["tokens_per_s"] * row["step_ms"] / 1e3 for row in known)
     own_ms = compute_ms + optim_ms

@@ -93,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Returns a run's config as `section.field-name` -> value, named like the flags; empty if it cannot be read."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, tomllib.TOMLDecodeError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # also a number of thousands of digits
         return {}
     return {
         f"{section}.{name}".replace("_", "-"): value

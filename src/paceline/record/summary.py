@@ -69,7 +69,7 @@ def where_time_went(console: Console, totals: Totals, rate: Rate | None, num_ran
     step_ms, parts = totals.mean("step_ms"), totals.mean_parts()
     columns, rows = _by_rank(parts, step_ms)
     console.say(table("Where a step's time went, ms", columns, rows))
-    line = f"{units.count(round(rate.tokens_per_s if rate else totals.tokens_per_s))} {unit}/s"
+    line = f"{units.count(rate.tokens_per_s if rate else totals.tokens_per_s)} {unit}/s"
     if rate and rate.mfu > 0:
         line += f", MFU {100 * rate.mfu:.1f}%"
     if num_ranks > 1:
@@ -115,11 +115,8 @@ def who_did_what(console: Console, totals: Totals, unit: str = "tokens", dealt: 
             "waiting, % of step": [100 * idle for idle in work.idle_frac],
         }
     )
-    formats = ("{:.4g}", "{:.0f}", "{:.1f}")
-    rows = [
-        [name, *(text.format(value) for value in values)]
-        for text, (name, values) in zip(formats, shown.items(), strict=True)
-    ]
+    formats = ("{:.4g}".format, units.count, "{:.1f}".format)
+    rows = [[name, *map(formatted, values)] for formatted, (name, values) in zip(formats, shown.items(), strict=True)]
     console.say(table("The work of each rank", ["", *names], rows))
     line = f"together {work.sum_of_speeds_frac:.1%} of the sum of their speeds"
     if work.equal_step_ms is not None and len(set(work.sequences)) > 1:

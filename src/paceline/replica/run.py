@@ -46,6 +46,7 @@ from paceline.replica.mistakes import warn
 from paceline.replica.recorder import StepRecorder, peak_of_all_ranks
 from paceline.replica.replica import Replica
 from paceline.replica.result import StepResult
+from paceline.replica.share import Share
 from paceline.replica.step import Step
 from paceline.world.calls import mistake
 from paceline.world.group import from_rank_0
@@ -167,13 +168,13 @@ class Run:
         self._require_open("steps")
         if "stop_on_signals" in sharing:
             raise mistake("run.steps hears signals in any case: leave stop_on_signals= out")
-        num_steps = _num_steps(source, max_steps, epochs, sharing)
         try:
-            with self._console.progress(1.0 if num_steps else None):
+            with self._console.progress(1.0 if max_steps or epochs else None):
                 for step in self.replica.steps(
                     source, max_steps=max_steps, epochs=epochs, stop_on_signals=True, **sharing
                 ):
-                    self._loop = step, num_steps
+                    batches = self.replica.sources.of_steps(source, sharing)
+                    self._loop = step, _num_steps(step.number, batches, max_steps, epochs)
                     yield step
                     self._end_body()
                     self._write_if_due()
@@ -297,7 +298,7 @@ class Run:
         newest, numbers = waiting[-1], means[-1]
         step, num_steps, step_ms = newest.step, newest.num_steps, newest.result.times.step_ms
         shown = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
-        rate = f"{units.count(round(newest.result.weight / step_ms * 1e3))} {self._unit}/s"
+        rate = f"{units.count(newest.result.weight / step_ms * 1e3)} {self._unit}/s"
         left_s = self._recorder.seconds_left(num_steps - step, step_ms) if num_steps else None
         done = step / num_steps if num_steps else 0.0
         self._recorder.say_progress(
@@ -476,12 +477,11 @@ def _number(verb: str, name: str, value: Any) -> float:
         ) from None
 
 
-def _num_steps(source: Any, max_steps: int | None, epochs: int | None, sharing: Mapping[str, Any]) -> int | None:
-    """Returns how many steps a loop makes in all; None if the source does not say it."""
+def _num_steps(step: int, batches: Share, max_steps: int | None, epochs: int | None) -> int | None:
+    """Returns how many steps there are at the end of a loop that makes this step of the batches, also if earlier loops
+    had others; None if the source does not say it."""
     known = [] if max_steps is None else [max_steps]
     if epochs is not None:
-        batch_size = sharing.get("batch_size") or 1  # a data set counts samples, a loader batches
-        with contextlib.suppress(TypeError, NotImplementedError):
-            steps = len(source) / batch_size
-            known.append(epochs * (math.floor(steps) if sharing.get("drop_last") else math.ceil(steps)))
+        with contextlib.suppress(TypeError):  # only the end of a pass will tell
+            known.append(step - batches.step + (epochs - batches.epoch) * len(batches))
     return min(known, default=None)

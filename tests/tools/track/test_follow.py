@@ -250,11 +250,11 @@ def test_training_is_not_disturbed_by_trackers_that_are_missing_or_do_not_work(t
             program.wait_until_gone(DEADLINE_S)  # on a busy machine the follower ends after training
             ended = program.wait()
     said = [line for line in ended.err.splitlines() if line.startswith("track: ")]
-    again = f"`paceline track {out} --to"
     name = MISSING[0]
-    missing = f"{name} is not installed; pip install {follow._LIBRARIES[name]}, then {again} {name}` sends the rest"
+    again = f"`paceline track {out} --to {name} --prometheus-port={port}` sends the rest"
+    missing = f"{name} is not installed; pip install {follow._LIBRARIES[name]}, then {again}"
     assert f"track: {missing}" in said
-    refused, left = [line for line in said if "prometheus" in line]
+    refused, left = [line for line in said if "prometheus does not" in line]
     assert f"prometheus does not work now: cannot listen on 127.0.0.1:{port}: Address already in use" in refused
     assert f"prometheus does not have all of {out}" in left
     assert len(said) == 3
@@ -284,6 +284,19 @@ def test_values_of_a_wrong_type_count_as_missing(tmp_path: Path) -> None:
     points, _ = Reader(made.folder, Position(), False).read(Position())
     slowest, fastest = "time/slowest_rank_compute_ms", "time/fastest_rank_compute_ms"
     assert [point.values for point in points if point.step] == [{"train/loss": 5.0, slowest: 8.0, fastest: 6.0}]
+
+
+def test_the_time_of_a_row_counts_all_steps_since_the_row_before(tmp_path: Path) -> None:
+    """Mutation: only those since the last evaluation, so that the clock falls behind."""
+    made = Recorded(tmp_path / "run")
+    for step in range(50, 1001, 50):
+        if step % 100 == 0:
+            made.folder.append_metrics({"step": step, "loss": 5.0, "step_ms": 1000.0})
+        made.folder.append_metrics({"step": step, "val_loss": 6.0, "eval_ms": 2000.0})
+    made.end()
+    start, *others = Reader(made.folder, Position(), False).read(Position())[0]
+    (last,) = [point.time_s for point in others if point.row.get("loss") and point.step == 1000]
+    assert last - start.time_s == 1000 + 19 * 2
 
 
 def test_a_file_of_tensorboard_that_is_gone_is_not_filled_up_with_zeros(tmp_path: Path) -> None:
@@ -439,16 +452,27 @@ def test_a_number_beyond_those_of_float32_does_not_stop_tensorboard(tmp_path: Pa
     assert scalars(tmp_path) == expected
 
 
-def test_names_that_mlflow_would_refuse_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_mlflow_would_refuse_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules of mlflow/utils/validation.py. Its library, which is large, and its server are stand-ins here."""
     sent: list[Any] = []
-    entities = ModuleType("mlflow.entities")
-    entities.Metric = lambda *fields: fields  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    tracker = object.__new__(MLflow)
-    tracker._id = "1"
-    tracker._client = SimpleNamespace(log_batch=lambda _, metrics: sent.extend(metrics))
+    before = SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(params={"train.steps": "4"}))
+    client = SimpleNamespace(
+        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="0"),
+        search_runs=lambda *query: [before],
+        update_run=lambda *run, **status: None,
+        log_batch=lambda _, metrics=(), params=(): sent.extend([*metrics, *params]),
+    )
+    entities, tracking = ModuleType("mlflow.entities"), ModuleType("mlflow.tracking")
+    entities.Metric = entities.Param = lambda *fields: fields  # type: ignore[attr-defined]
+    tracking.MlflowClient = lambda: client  # type: ignore[attr-defined]
+    for module in (ModuleType("mlflow"), entities, tracking):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("HTTP_REQUEST_MAX_RETRIES", "HTTP_REQUEST_TIMEOUT", "SUPPRESS_PRINTING_URL_TO_STDOUT"):
+        monkeypatch.setenv(f"MLFLOW_{name}", "0")
+    (tmp_path / "config.toml").write_text('[train]\nsteps = 4\n[config]\n"top@1" = 5\n')
+    tracker = MLflow(RunFolder(tmp_path), TrackConfig(), {})
+    assert sent == [("config.top_1", "5")], "what the run does not have, after a batch that failed"
+    sent.clear()
     names = ["accuracy (%)", "a//b", "../up", "top/", "größe: 1", "n" * 300]
     tracker.send([Point(index=0, step=1, time_s=1.0, values={f"train/{name}": 1.0 for name in names})])
     keys = [key for key, *_ in sent]

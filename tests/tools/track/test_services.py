@@ -81,6 +81,11 @@ def test_wandb_has_each_row_once_in_its_files(made: Recorded) -> None:
     rows = [(int(values["step"]), values) for _, values in found]
     assert series(rows, "train/loss") == losses(130)
     assert series(rows, "eval/val_loss") == val_losses(130)
+    (made.folder.path / "track" / "wandb.json").unlink()  # to send it again
+    run("track", str(made.folder.path), "--to", "wandb", env={"WANDB_MODE": "offline"}).require()
+    (file,) = {*(made.folder.path / "track" / "wandb").glob("*run-*/*.wandb")} - {*files}
+    rows = [(int(values["step"]), values) for _, values in _Log(file).rows()]
+    assert series(rows, "train/loss") == losses(130)
 
 
 @pytest.fixture

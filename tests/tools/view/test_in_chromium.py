@@ -242,11 +242,17 @@ def test_many_runs_side_by_side(browser: Browser, tmp_path: Path) -> None:
     assert page.evaluate("document.querySelectorAll('.bars li').length") == 4
     choose(page, "x", "seconds")
     (tmp_path / "runs/run2/config.toml").write_text("[train]\nsteps = 500\n")
-    Simulated(tmp_path / "runs" / "run3", num_steps=400).steps(40)
+    script = Simulated(tmp_path / "made", num_steps=400)
+    (script.folder / "config.toml").write_text('[run]\nunit = "samples"\n[train]\nsteps = 400\n')
+    script.steps(40)
+    script.folder.rename(tmp_path / "runs" / "run3")
     page.wait_for("charts[0].shown.length === 4")
+    rows = page.evaluate("[...document.querySelectorAll('#runs > .scroll tr')].map(e => e.textContent)")
+    assert [name in rows[0] for name in ("tokens", "samples")] == [True, True]
+    assert ["samples a second" in row for row in rows[1:]] == [False, False, False, True]
     assert page.evaluate("document.querySelector('#runs input:checked').value") == "2"
     marked = "[...document.querySelectorAll('#differences mark')].map(e => e.textContent)"
-    assert page.evaluate(marked) == ["400"]  # train.steps of the last run, by which it differs from the first
+    assert page.evaluate(marked) == ["samples", "400"]  # by which the last run differs from the first
     fits(page, 400)
     server.shutdown()
 
@@ -267,6 +273,21 @@ def test_a_number_that_a_script_begins_to_log_gets_a_curve_in_each_run(browser: 
     page.wait_for("charts.at(-1).every?.length === 2 && charts.at(-1).place.id.startsWith('logged')")
     assert "What the script logs" in page.evaluate(TEXT)
     fits(page, 1280, least=0.2)
+    server.shutdown()
+
+
+def test_a_slow_rank_of_many_is_named_before_ranks_jsonl_has_a_row(browser: Browser, tmp_path: Path) -> None:
+    """Mutation: the section of ranks is hidden as long as no row lists them."""
+    made = Simulated(tmp_path / "run", 16)
+    for step in (1, 2, 3):
+        row = {name: value for name, value in made.row(step).items() if not name.startswith("rank_")}
+        made.append("metrics.jsonl", row)
+    made.event("straggler", step=3, rank=7, host="node0", since_step=1, phase="forward", ms=121.0, median_ms=61.0)
+    server = serve(made.folder)
+    page = browser.open(server.url, width=1280, height=850)
+    page.wait_for(f"{TEXT}.includes('Rank 7 (host node0) has been slow since step 1')")
+    assert "Means of the newest rows" not in page.evaluate(TEXT)
+    assert page.complaints() == []
     server.shutdown()
 
 

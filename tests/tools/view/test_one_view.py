@@ -28,7 +28,6 @@ OTHERS = {
     "slow once": [START, SLOW, OVER, END],
     "cut short": [START, SLOW],
     "failed": [START, SLOW, {"event": "failed", "step": 20, "error": "rank 1 was lost"}],
-    "repaired": [START, {"event": "repaired", "step": 9}, END],
 }
 USUAL_MS = {"data": 2.0, "forward": 60.0, "backward": 120.0, "optimizer": 9.0, "other": 0.0}
 
@@ -95,6 +94,17 @@ def test_they_say_the_same_however_a_run_ended(tmp_path: Path, name: str, capsys
         name in ("slow to its end", "cut short", "failed")
     )
     assert view["findings"]["ranks"].startswith("Rank 1 (host b) was slow in steps 8 to " if "slow" in name else "")
+
+
+def test_a_slow_rank_of_many_is_named_before_ranks_jsonl_has_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finds a sentence that waits for times by rank: they come every 100 steps, and anew after a resume."""
+    row = {"loss": 2.0, "step_ms": 9.0, "tokens_per_s": 5.0, "world_size": 16}
+    rows = [row | {"step": step, "tokens": step} for step in range(1, 21)]
+    view = agree(write(tmp_path, rows, [START, SLOW]), capsys)
+    assert view["findings"]["ranks"].startswith("Rank 1 (host b) was slow in steps 8 to 20: forward took it 9 ms")
+    assert view["ranks"] == []
 
 
 def test_a_rank_that_caught_up_is_not_slow_now() -> None:

@@ -82,6 +82,15 @@ def test_rows_every_few_steps_stand_for_those_between(tmp_path: Path) -> None:
     assert viewed(tmp_path, work).findings["ranks"].endswith("training would take 2.5s less.")
 
 
+def test_a_slow_rate_has_its_digits(tmp_path: Path) -> None:
+    view = viewed(tmp_path, [row(step, tokens_per_s=rate) for step, rate in ((1, 9.0), (2, 1.4), (3, 1.4), (4, 0.4))])
+    assert ("Throughput", "1.07", "tokens a second") in view.facts
+    assert view.findings["rate"].startswith(
+        "Half of the steps made 1.4 tokens a second or more, nine of ten between 0.5"
+    )
+    assert view.findings["rate"].endswith("step 4 with 0.4.")
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         make_page([tmp_path])
@@ -132,6 +141,30 @@ def test_lists_of_a_large_world_come_from_ranks_jsonl(tmp_path: Path) -> None:
     assert run.ranks.steps == [2, 4]
     assert run.ranks.slowness()[1][0] == [0.0] * 8 + [2.0]
     assert [len(row["rank_compute_ms"]) for row in newest_rows(run)] == [9, 9]
+
+
+def test_the_history_of_ranks_is_in_order_though_it_is_in_two_files(tmp_path: Path) -> None:
+    """Of nine ranks, then of two, then of nine. Mutations: rows of the nine are taken for the newest; they are dropped
+    where metrics.jsonl is read later; they stay when the file begins anew."""
+    rows = [row(step, world_size=9) for step in (1, 2, 3)]
+    rows += [row(step, world_size=2, rank_compute_ms=[1.0, 2.0]) for step in (4, 5)]
+    run = Run(folder(tmp_path / "run", rows))
+
+    def of_nine(step: int) -> str:
+        return json.dumps({"step": step, "rank_compute_ms": [1.0] * 8 + [3.0]}) + "\n"
+
+    run.folder.ranks.write_text(of_nine(1) + "nonsense\n" + of_nine(3))
+    run.read()
+    assert run.ranks.steps == [1, 3, 4, 5]
+    assert run.num_unreadable == 1
+    for path, line in ((run.folder.ranks, of_nine(6)), (run.folder.metrics, json.dumps(row(6, world_size=9)) + "\n")):
+        with path.open("a") as file:
+            file.write(line)
+        run.read()
+    assert run.ranks.steps == [1, 3, 4, 5, 6]
+    run.folder.ranks.write_text(of_nine(2) + of_nine(7))
+    run.read()
+    assert run.ranks.steps == [2, 4, 5, 7]
 
 
 def test_the_history_of_ranks_is_bounded_and_keeps_its_ends_and_extremes() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.cli.main import main
+from paceline.record.folder import create
 from paceline.tools.view.report import make_page
 
 NUM_PARAMETERS = 124_439_808  # of GPT-2's smallest, as its authors' checkpoint has them
@@ -131,31 +133,6 @@ def test_learning_rate_and_gradient_norm_are_drawn_and_told(page: bytes, run: Pa
         assert told in view["findings"]["update"], told
 
 
-@pytest.mark.parametrize(
-    ("at", "told"),
-    [
-        ([], None),
-        ([7], "once (step 7)"),
-        (range(10, 90, 10), "8 times (steps 10, 20, 30, 40, 50, 60 and 2 more)"),
-    ],
-)
-def test_repaired_replicas_are_the_warning(tmp_path: Path, at: list[int], told: str | None) -> None:
-    (tmp_path / "config.toml").touch()
-    row = {"loss": 2.5, "tokens": 1, "step_ms": 9}
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps({'step': k, **row})}\n" for k in range(1, 90)))
-    events = [{"event": "start"}]
-    for step in at:
-        events += [{"event": "replicas differ", "step": step}, {"event": "repaired", "step": step}]
-    events.append({"event": "end", "reason": "horizon reached"})
-    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    (view,) = runs_in(make_page([tmp_path]))
-    if told is None:
-        assert (view["level"], view["said"], view["warning"]) == ("good", "finished", "")
-        return
-    assert view["warning"].startswith(f"Replicas differed and were repaired {told}: a rank had other values")
-    assert (view["level"], view["said"]) == ("open", "finished, with repaired replicas")
-
-
 def test_the_parts_of_a_step_add_up_to_it(page: bytes, run: Path) -> None:
     rows = [row for row in program.rows(run / "metrics.jsonl") if "loss" in row]
     (view,) = runs_in(page)
@@ -197,7 +174,7 @@ def test_shares_of_unequal_ranks_are_told_and_drawn(tmp_path: Path) -> None:
     assert f"reached {6000 / 2.2 / 3000:.0%} of the sum of its ranks' own speeds" in said
     assert "A step took 440 ms on average; with equal shares it would have taken 600 ms." in said
     rows = view["tables"]["shares"][1]
-    assert rows == [["0 · fast", "7.6", "2,000", "13.6%"], ["1 · slow", "4.4", "1,000", "0.0%"]]
+    assert rows == [["0 · fast", "7.6", "2k", "13.6%"], ["1 · slow", "4.4", "1k", "0.0%"]]
     curves = view["curves"]["shares"]
     assert [curves["rank 0"]["mean"], curves["rank 1"]["mean"]] == [[6, 6, 8, 8, 8, 8], [6, 6, 4, 4, 4, 4]]
 
@@ -334,6 +311,24 @@ def test_the_command_refuses_what_is_no_run(
     ):
         assert main(["report", *arguments]) == 2
         assert told in (said := capfd.readouterr().err), said
+
+
+def test_a_run_that_only_its_user_may_read_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Mutation: `watch` waits for it without an end."""
+    with tempfile.TemporaryDirectory() as shared:
+        os.chmod(shared, 0o755)
+        run = create(Path(shared) / "run")
+        run.config.touch()
+        run.path.chmod(0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read everything
+        try:
+            for verb in (["watch", "--once"], ["watch"], ["report"]):
+                assert main([*verb, str(run.path)]) == 2
+                assert "Permission denied; " in (said := capfd.readouterr().err), said
+        finally:
+            os.seteuid(user)
+            run.path.chmod(0o700)
 
 
 def test_the_command_writes_the_page_and_shows_it(tmp_path: Path) -> None:

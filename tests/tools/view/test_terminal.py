@@ -18,6 +18,8 @@ from paceline.base.errors import UserError
 from paceline.cli.main import main
 from paceline.cli.watch import main as watch
 from paceline.record.folder import COMPLETE
+from paceline.tools.view import terminal
+from paceline.tools.view.follow import Views
 from paceline.tools.view.terminal import lines_of
 
 
@@ -42,6 +44,12 @@ def test_once_prints_one_run_or_a_table_and_no_orders_to_the_terminal(
     rows = {words[0]: words for line in out.splitlines() if (words := line.split())}
     assert rows["two"][1:5] == ["running", "3", "of", "500"]
     assert "\\x1b[2J[bold]lost" in out
+    assert "samples" not in out
+    script = Simulated(tmp_path / "scripts" / "three")
+    (script.folder / "config.toml").write_text('[run]\nunit = "samples"\n')
+    script.steps(3)
+    assert main(["watch", str(tmp_path / "scripts"), "--once"]) == 0
+    assert "k samples " in capsys.readouterr().out
 
 
 def test_a_pipe_gets_lines_until_the_run_is_finished(tmp_path: Path) -> None:
@@ -57,10 +65,33 @@ def test_a_pipe_gets_lines_until_the_run_is_finished(tmp_path: Path) -> None:
     assert "run  ● finished" in out
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "is_terminal"), [("TERM", "xterm", True), ("TERM", "dumb", True), ("FORCE_COLOR", "1", False)]
+)
+def test_only_a_terminal_that_can_move_its_cursor_is_redrawn(
+    variable: str, value: str, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutations: a dumb terminal stays empty; a pipe gets orders to the terminal, each second."""
+    made = Simulated(tmp_path / "run")
+    made.steps(5)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(terminal.time, "sleep", lambda _: made.event("end", step=5, reason=COMPLETE))
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        terminal.show(Views(made.folder))
+        out.flush()
+        said = os.read(reader, 1 << 16)
+    os.close(reader)
+    is_redrawn = value == "xterm"
+    assert (b"\x1b[?1049h" in said) == is_redrawn
+    assert (b"run: running  step 5 of 500" in said) != is_redrawn
+
+
 def test_on_a_terminal_it_redraws_and_leaves_the_last_screen(tmp_path: Path) -> None:
     made = Simulated(tmp_path / "run", 64)
     made.steps(20)
-    terminal, inner = pty.openpty()
+    outer, inner = pty.openpty()
     termios.tcsetwinsize(inner, (24, 80))
     environment = {**os.environ, "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "paceline", "watch", "run"]
@@ -71,7 +102,7 @@ def test_on_a_terminal_it_redraws_and_leaves_the_last_screen(tmp_path: Path) -> 
 
         def until(text: str) -> None:
             while text not in "\n".join(screen.display):
-                stream.feed(os.read(terminal, 1 << 16))
+                stream.feed(os.read(outer, 1 << 16))
 
         until("world size 64")  # the last line
         assert "step 20 of 500" in screen.display[1]
@@ -81,7 +112,7 @@ def test_on_a_terminal_it_redraws_and_leaves_the_last_screen(tmp_path: Path) -> 
         until("step 25 of 500")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        os.close(terminal)
+        os.close(outer)
 
 
 def test_a_curve_of_dots() -> None:
@@ -95,9 +126,9 @@ def test_a_curve_of_dots() -> None:
     ("arguments", "said"),
     [
         ([], "name the run folder to watch, or a folder of runs: paceline watch RUN"),
-        (["file"], "file is a file; name a run folder, or a folder of runs"),
+        (["file"], "cannot read file: Not a directory; name a run folder, or a folder of runs"),
         (["run", "--port", "9000"], "--port and --host belong to the page; add --page"),
-        (["nosuch", "--once"], "there is no nosuch; name a run folder, or a folder of runs"),
+        (["nosuch", "--once"], "cannot read nosuch: No such file or directory; name a run folder, or a folder of runs"),
         (["run", "--page", "--once"], "--once prints to the terminal; give it without --page"),
         (["run", "--page", "--port", "70000"], "--port is 70000; it lies between 0 and 65535"),
         (["run", "--page", "--host", "no.such.name.invalid"], "--host is no.such.name.invalid: .*; name an address"),

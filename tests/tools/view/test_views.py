@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulated_run import PARTS, Simulated
 
 from paceline.base import units
-from paceline.record.folder import RunFolder
+from paceline.record.folder import COMPLETE, RunFolder
 from paceline.record.state import read_state
 from paceline.tools.view.follow import Views
 from paceline.tools.view.view import RunView
@@ -38,6 +38,7 @@ def test_numbers_of_a_script_have_curves_and_their_last_values(tmp_path: Path) -
     columns = [view.curves["steps"][f"logged {name}"]["mean"] for name in ("accuracy", "seconds")]
     assert str(columns) == "[[0.5, nan, 0.75], [nan, nan, 0.0]]"
     assert view.curves["validation"]["logged f1"] == {"mean": [0.25]}
+    assert "loss" not in view.curves["validation"], "a name in the legend of no curve"
     assert [fact[:2] for fact in view.facts[-3:]] == [("f1", "0.25"), ("accuracy", "0.75"), ("seconds", "0")]
 
 
@@ -55,6 +56,34 @@ def test_evaluations_of_one_step_are_one_point_that_has_all_their_numbers(tmp_pa
     assert str([validation[name]["mean"] for name in ("loss", "logged f1")]) == "[[3.0, 2.0], [nan, 0.5]]"
     assert (facts(view)["Validation loss"], facts(view)["f1"]) == ("2.000", "0.5")
     assert read_state(RunFolder(made.folder)).evaluation["val_loss"] == 2.0  # as `runs` shows it
+    made.append("metrics.jsonl", made.row(5) | {"unit": "samples"})
+    made.append("metrics.jsonl", {"step": 5, "val_loss": None, "val_bpb": 0.98, "unit": "samples"})
+    view = viewed(made.folder)
+    assert ("Validation loss", "2.000", "at step 4") in view.facts
+    assert view.tables["loss"].rows[-1][-1] == "2.000"
+    assert facts(view)["val_bpb"] == "0.98", "a trainer's name, and here a number of the script"
+
+
+def test_evaluations_between_rows_and_outside_of_them_have_their_places_on_each_axis(tmp_path: Path) -> None:
+    """Mutation: what comes before the first row or after the last one stands beside it."""
+    made = Simulated(tmp_path / "run")
+    for step in range(10, 51, 10):
+        if step % 20 == 0:
+            made.append("metrics.jsonl", made.row(step) | {"step_ms": 500.0})
+        made.append("metrics.jsonl", {"step": step, "val_loss": 2.0})
+    validation = viewed(made.folder).curves["validation"]
+    assert validation["tokens"] == [10_000, 20_000, 30_000, 40_000, 50_000]
+    assert validation["seconds"] == [5, 10, 15, 20, 25]
+
+
+def test_a_run_has_come_to_its_last_record_also_if_that_is_no_row(tmp_path: Path) -> None:
+    """Mutation: a run that has finished with log.every 10 is at step 20 of 25."""
+    made = Simulated(tmp_path / "run", num_steps=25)
+    for step in (10, 20):
+        made.append("metrics.jsonl", made.row(step))
+    made.event("end", step=25, reason=COMPLETE)
+    view = viewed(made.folder)
+    assert (view.said, view.step, view.frac) == ("finished", "25 of 25", 1.0)
 
 
 def test_the_config_of_a_resumed_run_is_read_again(tmp_path: Path) -> None:
@@ -104,7 +133,7 @@ def test_of_64_ranks_the_slowest_is_first_and_bars_add_up_to_the_step(tmp_path: 
     assert [rank.rank for rank in view.ranks if rank.is_slow] == [37]
     rate = read_state(RunFolder(made.folder)).rate
     assert rate is not None
-    assert facts(view)["Throughput"] == units.count(round(rate.tokens_per_s))  # as `runs` and `report` show it
+    assert facts(view)["Throughput"] == units.count(rate.tokens_per_s)  # as `runs` and `report` show it
     left_s = 350 * rate.step_ms / 1e3
     assert facts(view)["Time left"] == f"{round(left_s) // 60}m{round(left_s) % 60:02d}s"
     made.event("straggler over", step=150, rank=37, host="node4", cost_s=1.0)

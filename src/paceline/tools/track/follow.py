@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +96,13 @@ class _Follower:
         self.is_over = self.has_everything = False
         self.why = ""  # it has not
         self.lacks_library = False
-        self.way_out = f"`paceline track {shlex.quote(folder.shown)} --to {name}` sends the rest"
+        flags = [
+            f"--{field.name.replace('_', '-')}={getattr(settings, field.name)}"
+            for field in fields(TrackConfig)
+            if field.name != "to" and getattr(settings, field.name) != field.default
+        ]
+        command = shlex.join(["paceline", "track", folder.shown, "--to", name, *flags])
+        self.way_out = f"`{command}` sends the rest"
         self.active_s = time.monotonic()  # when it last sent something
         self._folder, self._settings = folder, settings
         self._own = folder.path / "track"

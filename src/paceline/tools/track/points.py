@@ -136,11 +136,13 @@ class _Clock:
             return _time_s(row) or at.clock_s
         while at.attempts and max(step, 1) > at.attempts[0][0]:  # an evaluation of step 0 is of the first attempt
             at.clock_s = max(at.clock_s, at.attempts.pop(0)[1])
-        ms = number(row.get("eval_ms" if "val_loss" in row else "step_ms"))
+        is_evaluation = "val_loss" in row
+        ms = number(row.get("eval_ms" if is_evaluation else "step_ms"))
         if math.isfinite(ms):
-            num_steps = 1 if "val_loss" in row else max(1, step - self._step)  # a row may stand for several steps
+            num_steps = 1 if is_evaluation else max(1, step - self._step)  # a row may stand for several steps
             at.clock_s += num_steps * ms / 1e3
-        self._step = step
+        if not is_evaluation:
+            self._step = step
         return at.clock_s
 
 

@@ -16,18 +16,18 @@ from paceline.record.folder import RunFolder
 from paceline.record.state import read_config
 from paceline.tools.track.points import Point, is_event
 
-# Name, kind, help, field of a row, factor.
+# Name, help, field of a row, factor.
 _OF_ROWS = (
-    ("loss_nats", "gauge", "Training loss of the last step, nats per token.", "loss", 1.0),
-    ("validation_loss_nats", "gauge", "Loss of the last evaluation, nats per token.", "val_loss", 1.0),
-    ("learning_rate", "gauge", "Learning rate of the last step.", "lr", 1.0),
-    ("gradient_norm", "gauge", "Norm of the last gradient, before clipping.", "grad_norm", 1.0),
-    ("tokens_per_second", "gauge", "Tokens of all ranks in a second of the last step.", "tokens_per_s", 1.0),
-    ("model_flops_utilization_ratio", "gauge", "Model FLOP/s over the peak of all ranks.", "mfu", 1.0),
-    ("step_duration_seconds", "gauge", "Duration of the last step.", "step_ms", 1e-3),
-    ("ranks", "gauge", "World size.", "world_size", 1.0),
-    ("steps_total", "gauge", "Steps made; a resume may go back.", "step", 1.0),
-    ("tokens_total", "gauge", "Tokens seen by all ranks; a resume may go back.", "tokens", 1.0),
+    ("loss_nats", "Training loss of the last step, nats per token.", "loss", 1.0),
+    ("validation_loss_nats", "Loss of the last evaluation, nats per token.", "val_loss", 1.0),
+    ("learning_rate", "Learning rate of the last step.", "lr", 1.0),
+    ("gradient_norm", "Norm of the last gradient, before clipping.", "grad_norm", 1.0),
+    ("tokens_per_second", "Tokens of all ranks in a second of the last step.", "tokens_per_s", 1.0),
+    ("model_flops_utilization_ratio", "Model FLOP/s over the peak of all ranks.", "mfu", 1.0),
+    ("step_duration_seconds", "Duration of the last step.", "step_ms", 1e-3),
+    ("ranks", "World size.", "world_size", 1.0),
+    ("steps_total", "Steps made; a resume may go back.", "step", 1.0),
+    ("tokens_total", "Tokens seen by all ranks; a resume may go back.", "tokens", 1.0),
 )
 _OF_EVENTS = (
     ("checkpoints_total", "Checkpoints saved.", "checkpoint"),
@@ -78,9 +78,9 @@ class Prometheus:
     def _exposition(self) -> str:
         labels = f'{{run="{_escaped(self._name)}",unit="{_escaped(self._unit)}"}}'
         text = _family("run_info", "gauge", "The run.", [(labels, 1)])
-        for metric, kind, told, key, factor in _OF_ROWS:
+        for metric, told, key, factor in _OF_ROWS:
             if isinstance(value := self._row.get(key), int | float):
-                text += _family(metric, kind, told, [("", value * factor)])
+                text += _family(metric, "gauge", told, [("", value * factor)])
         for metric, told, event in _OF_EVENTS:
             text += _family(metric, "counter", told, [("", self._counts.get(event, 0))])
         by_rank = [

@@ -69,10 +69,10 @@ class MLflow:
         run = runs[0] if runs else self._client.create_run(experiment, run_name=name, tags=tags)
         self._id = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        if not run.data.params:
-            config = [Param(key, str(value)[:500]) for key, value in read_config(folder.config).items()]
-            for first in range(0, len(config), 100):
-                self._client.log_batch(self._id, params=config[first : first + 100])
+        config = {_key(key): str(value)[:500] for key, value in read_config(folder.config).items()}
+        params = [Param(key, value) for key, value in config.items() if key not in run.data.params]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[first : first + 100])
 
     def send(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
@@ -126,7 +126,8 @@ class WandB:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        stored = [index for path in local.glob("wandb/*run-*/*.wandb") for index, _ in _Log(path).rows()]
+        files = local.glob(f"wandb/*run-*/run-{self._run.id}.wandb")  # the others are of an earlier sending
+        stored = [index for path in files for index, _ in _Log(path).rows()]
         self._next = self._run.step if not self._run.offline else max(stored, default=-1) + 1
         self._log = _Log(Path(self._run.settings.sync_file))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.base import units
+from paceline.record.balance import Balance
 from paceline.record.events import hosts
 from paceline.tools.view import measures
 from paceline.tools.view.findings import Slow
@@ -60,8 +61,10 @@ def curves(run: Run) -> dict[str, dict[str, Any]]:
             data["steps"][name] = {"mean": _listed(mean)}
             if not is_exact and name in _WITH_BANDS:
                 data["steps"][name] |= {"low": _listed(low), "high": _listed(high)}
-    data["validation"] = _axes(run, evaluations["step"]) | {"loss": {"mean": _listed(evaluations["val_loss"])}}
+    data["validation"] = _axes(run, evaluations["step"])
     data["validation"] |= {name: {"mean": _listed(evaluations[name])} for name in evaluations.logged}
+    if np.isfinite(evaluations["val_loss"]).any():  # a script may evaluate other numbers only
+        data["validation"]["loss"] = {"mean": _listed(evaluations["val_loss"])}
     if parts := _parts(run):
         begins = buckets(len(steps), _PART_POINTS)
         data["parts"] = _axes(run, last_of(steps, begins))
@@ -84,10 +87,12 @@ def _parts(run: Run) -> dict[str, Floats]:
 
 
 def _axes(run: Run, at: Floats) -> dict[str, Any]:
-    """Returns the places of steps on each x axis."""
-    steps = run.steps["step"]
-    places = {name: np.interp(at, steps, run.steps[name]) for name in ("tokens", "seconds")}
-    return {"step": _listed(at, 9), "tokens": _listed(places["tokens"], 6), "seconds": _listed(places["seconds"], 6)}
+    """Returns the places of steps on each x axis. With log.every above 1 evaluations come before the first row and
+    after the last one, too: their steps are like the mean one up to that row."""
+    columns = (run.steps[name] for name in ("step", "tokens", "seconds"))
+    steps, *others = (np.concatenate([[0.0], values, 2 * values[-1:]]) for values in columns)
+    tokens, seconds = (_listed(np.interp(at, steps, values), 6) for values in others)
+    return {"step": _listed(at, 9), "tokens": tokens, "seconds": seconds}
 
 
 def _listed(values: "Floats | Sequence[float]", digits: int = 5) -> list[float]:
@@ -98,8 +103,8 @@ def _listed(values: "Floats | Sequence[float]", digits: int = 5) -> list[float]:
 # ---- tables ----
 
 
-def tables(run: Run) -> dict[str, Table]:
-    parts, balance, traffic = measures.mean_parts(run), measures.balance_of(run), measures.traffic_of(run)
+def tables(run: Run, balance: Balance | None, traffic: measures.Traffic | None) -> dict[str, Table]:
+    parts = measures.mean_parts(run)
     by_name = {"loss": _loss_table(run)}
     if parts and (step_ms := sum(parts.values())):  # 0 in damaged rows
         rows = [[name, f"{ms:,.4g}", f"{100 * ms / step_ms:.1f}"] for name, ms in [*parts.items(), ("step", step_ms)]]
@@ -109,7 +114,7 @@ def tables(run: Run) -> dict[str, Table]:
         names = hosts(run.events)
         columns = zip(balance.sequences, balance.tokens_per_s, balance.idle_frac, strict=True)
         rows = [
-            [_label(rank, names), f"{count:,.4g}", f"{speed:,.0f}", f"{idle:.1%}"]
+            [_label(rank, names), f"{count:,.4g}", units.count(speed), f"{idle:.1%}"]
             for rank, (count, speed, idle) in enumerate(columns)
         ]
         head = ["rank", f"{run.dealt} a step", f"{run.unit}/s of its own work", "idle"]
@@ -121,7 +126,8 @@ def tables(run: Run) -> dict[str, Table]:
 
 def _loss_table(run: Run) -> Table:
     steps, tokens, seconds, losses = (run.steps[name] for name in ("step", "tokens", "seconds", "loss"))
-    at, validation = run.evaluations["step"], run.evaluations["val_loss"]
+    with_loss = np.isfinite(run.evaluations["val_loss"])
+    at, validation = (run.evaluations[name][with_loss] for name in ("step", "val_loss"))
     rows = []
     for index in np.unique(np.linspace(0, len(steps) - 1, _NUM_LOSS_ROWS).round().astype(int)) if len(steps) else []:
         before = int(np.searchsorted(at, steps[index], side="right")) - 1

@@ -25,14 +25,12 @@ _SILENT_S, _SILENT_STEPS = 30.0, 10  # a record that is later than this is misse
 _MOST_NAMED = 3
 
 
-def state_text(state: RunState, events: Sequence[Row]) -> tuple[Level, str]:
+def state_text(state: RunState) -> tuple[Level, str]:
     """Returns the level and the description of a run's state."""
     silent_s = time.time() - state.updated_s
     step_s = state.rate.step_ms / 1e3 if state.rate else math.nan
     if state.is_running and silent_s > max(_SILENT_S, _SILENT_STEPS * step_s):
         return "open", f"running, without a new record for {units.duration(silent_s)}"
-    if state.kind == "ended" and repairs(events):
-        return "open", "finished, with repaired replicas"
     word = _WORDS.get(state.kind, state.kind)
     return _LEVELS.get(state.kind, "open"), f"{word}: {state.why}" if state.why else word
 
@@ -44,16 +42,7 @@ def warning(run: Run) -> str:
             "Trained with local steps (parallel.strategy local), which is another algorithm than data-parallel "
             "training: the loss depends on the number of ranks."
         )
-    repaired_at = repairs(run.events)
-    if not repaired_at:
-        return ""
-    steps = [f"{step:,.0f}" for step in repaired_at if math.isfinite(step)]
-    times = "once" if len(repaired_at) == 1 else f"{len(repaired_at)} times"
-    at = f" (step{'s' if len(steps) > 1 else ''} {units.listed(steps, 6)})" if steps else ""
-    return (
-        f"Replicas differed and were repaired {times}{at}: a rank had other values than most ranks, and was given "
-        "theirs. Find out why: different processors, or faulty memory."
-    )
+    return ""
 
 
 def notices(run: Run) -> list[str]:
@@ -68,11 +57,6 @@ def notices(run: Run) -> list[str]:
     if not run.config:
         texts.append("Its config.toml could not be read.")
     return texts
-
-
-def repairs(events: Sequence[Row]) -> list[float]:
-    """Returns the steps in which replicas were repaired."""
-    return [number(event.get("step")) for event in events if event["event"] == "repaired"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.base import units
 from paceline.base.jsonl import Row
-from paceline.record.balance import Balance, speeds
+from paceline.record.balance import LISTS, Balance, speeds
 from paceline.record.events import starts, text
 from paceline.record.rate import usual_rows
 from paceline.record.read import number
@@ -52,11 +52,11 @@ def rate_text(run: Run) -> str:
     rates = run.steps["tokens_per_s"][chosen]
     if not len(rates):
         return ""
-    low, middle, high = (units.count(round(value)) for value in np.percentile(rates, [5, 50, 95]))
+    low, middle, high = map(units.count, np.percentile(rates, [5, 50, 95]))
     slowest = int(rates.argmin())
     return (
         f"Half of the steps made {middle} {run.unit} a second or more, nine of ten between {low} and {high}; "
-        f"the slowest is step {run.steps['step'][chosen][slowest]:,.0f} with {units.count(round(rates[slowest]))}."
+        f"the slowest is step {run.steps['step'][chosen][slowest]:,.0f} with {units.count(rates[slowest])}."
     )
 
 
@@ -110,13 +110,15 @@ def newest_rows(run: Run) -> list[Row]:
 
 
 def ranks_text(run: Run, stretches: Sequence[Slow]) -> str:
-    """Names the ranks that training reported, or says that there is none; empty for one rank."""
+    """Names the ranks that training reported, or says that there is none; empty if that is all, and no times by rank
+    are known."""
+    said = slow_text(stretches)
     rows = newest_rows(run)
     work = list(zip(*map(work_ms, rows), strict=False))
     if len(work) < 2:
-        return ""
+        return said
     means = {rank: _mean(np.array(values)) for rank, values in enumerate(work)}
-    said = slow_text(stretches) or none_named(means, f"In the last {units.plural(len(rows), 'row')}")
+    said = said or none_named(means, f"In the last {units.plural(len(rows), 'row')}")
     usual = usual_steps(run)
     num_steps = np.diff(run.steps["step"], prepend=0)
     wait_s = float(np.nansum((run.steps["wait_ms"] * num_steps)[usual])) / 1e3
@@ -135,11 +137,10 @@ def is_uneven(run: Run) -> bool:
 
 def balance_of(run: Run) -> Balance | None:
     """Returns the balance of the newest rows; None if their ranks are alike, or it is not known."""
-    lists = ("rank_sequences", "rank_compute_ms", "rank_optim_ms", "rank_exposed_comm_ms")
     rows = []
     for row in newest_rows(run):
         numbers = {name: number(row[name]) for name in ("step_ms", "tokens_per_s")}
-        rows.append({name: by_rank(row, name) for name in lists} | numbers)
+        rows.append({name: by_rank(row, name) for name in LISTS} | numbers)
     balance = None
     with suppress(ValueError, ArithmeticError):  # rows that are damaged
         balance = speeds(rows)

@@ -56,10 +56,12 @@ function showRuns() {
   const place = byId("runs");
   place.hidden = runs.length < 2;
   if (place.hidden) return;
-  const labels = ["Loss", "Validation loss", "Throughput", "Step", "MFU", "Time left", "Tokens", "Training time", "Ranks", "Restarts", "Stragglers cost"];
+  const counted = runs.map((run) => run.unit.charAt(0).toUpperCase() + run.unit.slice(1).toLowerCase());
+  const labels = ["Loss", "Validation loss", "Throughput", "Step", "MFU", "Time left", ...new Set(counted), "Training time", "Ranks", "Restarts", "Stragglers cost"];
   const known = labels.filter((label) => runs.some((run) => factOf(run, label)));
+  const shown = (run, label) => (factOf(run, label) ?? []).slice(1, label === "Throughput" ? 3 : 2).join(" ");
   const head = ["run", "state", "step", ...known.map((label) => label.toLowerCase())];
-  const rows = runs.map((run, index) => [nameOf(run, index), run.said, run.step, ...known.map((label) => factOf(run, label)?.[1] ?? "")]);
+  const rows = runs.map((run, index) => [nameOf(run, index), run.said, run.step, ...known.map((label) => shown(run, label))]);
   const isFocused = place.contains(document.activeElement);
   const table = tableOf({ head, rows });
   table.querySelectorAll("tbody tr").forEach((row, index) => row.children[1].classList.add(runs[index].level));
@@ -108,7 +110,7 @@ function showFindings(run) {
 
 function showRanks(run) {
   const place = byId("ranks");
-  place.hidden = run.ranks.length < 2;
+  place.hidden = run.ranks.length < 2 && !run.heat.steps && !run.findings.ranks;
   const total = (rank) => Object.values(rank.parts).reduce((sum, ms) => sum + Math.max(0, ms), 0);
   const longest = Math.max(...run.ranks.map(total));
   const rows = run.ranks.map((rank) => {
@@ -184,7 +186,7 @@ function showHeat(heat) {
 }
 
 const EVENT_INKS = { start: "run0", resume: "run0", checkpoint: "other", shares: "optimizer", straggler: "exposed", "straggler over": "exposed", "skipped step": "data",
-  "replicas differ": "bad", repaired: "open", hang: "bad", failed: "bad", end: "good" };
+  "replicas differ": "bad", hang: "bad", failed: "bad", end: "good" };
 
 function showEvents(run) {
   byId("events").hidden = !run.events.length;

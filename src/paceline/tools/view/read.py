@@ -22,7 +22,7 @@ from paceline.record.events import STARTS
 from paceline.record.folder import RunFolder
 from paceline.record.rate import NUM_ROWS
 from paceline.record.read import number
-from paceline.record.rows import LISTS, NUMBERS, EvalRow
+from paceline.record.rows import LISTS, MOST_LISTED, NUMBERS, EvalRow
 from paceline.record.state import read_config
 
 Floats = NDArray[np.float64]
@@ -36,10 +36,9 @@ PARTS = {
 }
 WORK = ("data", "forward", "backward", "optimizer")  # a rank's other parts are waits
 _EVAL_COLUMNS = [field.name for field in dataclasses.fields(EvalRow)]
-
-
 LOGGED = "logged "  # before the name of a number of the script's own
-_KNOWN = {*NUMBERS, *LISTS, *_EVAL_COLUMNS, "unit", "num_steps", "elapsed_s"}
+_OF_STEPS = {*NUMBERS, *LISTS, "unit", "num_steps"}  # every other name may be one
+_OF_EVALUATIONS = {"step", "val_loss", "tokens", "unit", "elapsed_s"}  # the same, of rows of `run.evaluated`
 _MOST_LOGGED = 24  # further ones are not shown
 
 
@@ -79,7 +78,8 @@ def _logged(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the script's own numbers, by column; a trainer's row has no unit, and none of them."""
     if "unit" not in row:
         return {}
-    logged = {name: number(value) for name, value in row.items() if name not in _KNOWN}
+    known = _OF_EVALUATIONS if "val_loss" in row else _OF_STEPS
+    logged = {name: number(value) for name, value in row.items() if name not in known}
     return {LOGGED + name: value for name, value in logged.items() if math.isfinite(value)}
 
 
@@ -99,7 +99,7 @@ class Run:
     def read(self) -> bool:
         """Reads what is new; returns whether anything is."""
         is_new = _follow(self._metrics, self._begin_rows, self._add_row)
-        is_new |= _follow(self._rank_rows, lambda: None, self._add_ranks)
+        is_new |= _follow(self._rank_rows, self.ranks.drop_large, self._add_ranks)
         is_new |= _follow(self._log, self._begin_events, self._add_event)
         if not self.config and (config := read_config(self.folder.config)):
             self.config, self.num_parameters = config, self._count_parameters(self.folder.path)
@@ -118,11 +118,12 @@ class Run:
     @property
     def num_unreadable(self) -> int:
         """Lines that are no rows."""
-        return self._metrics.num_skipped + self._log.num_skipped + self._num_bad_rows + self._num_bad_events
+        num_skipped = sum(tail.num_skipped for tail in (self._metrics, self._rank_rows, self._log))
+        return num_skipped + self._num_bad_rows + self._num_bad_events
 
     def _begin_rows(self) -> None:
         self.steps = Columns([*NUMBERS, "seconds", "wait_ms"])
-        self.evaluations = Columns([*_EVAL_COLUMNS, "seconds"])
+        self.evaluations = Columns(_EVAL_COLUMNS)
         self._evaluation: Row = {}  # the last one
         self.ranks = RankHistory()
         self.recent: deque[Row] = deque(maxlen=NUM_ROWS + 2)  # of which two may be unusual
@@ -138,13 +139,14 @@ class Run:
         if "val_loss" in row:
             if self.evaluations.last("step") == step:  # a script may evaluate a step twice, for other numbers
                 row = self._evaluation | {name: value for name, value in row.items() if value is not None}
-            self._evaluation = row | {"seconds": self.steps.last("seconds") if len(self.steps) else 0.0}
+            self._evaluation = row
             self.evaluations.cut(step)
-            self.evaluations.append(self._evaluation)
+            self.evaluations.append(row)
             return
         self.evaluations.cut(step + 1)  # one of this step may have come before
+        if step <= self.steps.last("step"):  # else ranks.jsonl may have this step, and was read first
+            self.ranks.cut(step)
         self.steps.cut(step)
-        self.ranks.cut(step)
         while self.recent and number(self.recent[-1]["step"]) >= step:
             self.recent.pop()
         self.recent.append(row)
@@ -161,7 +163,6 @@ class Run:
     def _add_ranks(self, row: Row) -> None:
         step, work = number(row.get("step")), work_ms(row)
         if step >= 0 and work:
-            self.ranks.cut(step)
             self.ranks.add(step, [_slower(ms, median_low(work)) for ms in work], by_rank(row, "rank_sequences"))
             for recent in self.recent:
                 if recent["step"] == step:
@@ -264,12 +265,18 @@ class RankHistory:
         if self._stretches and self._stretches[-1].step >= step:
             del self._stretches[bisect_left(self._stretches, step, key=lambda stretch: stretch.step) :]
 
+    def drop_large(self) -> None:
+        """Drops the rows of ranks.jsonl, which begins anew."""
+        self._stretches = [each for each in self._stretches if len(each.slowness) <= MOST_LISTED]
+
     def add(self, step: float, slowness: list[float], sequences: list[float]) -> None:
+        """Adds a row at its place: one of ranks.jsonl may be read after later steps of a smaller world."""
         new = _Stretch(step, 1, slowness, slowness, sequences)
-        if self._stretches and self._stretches[-1].num_rows < self.rows_per_stretch:
-            self._stretches[-1].add(new)
+        place = bisect_left(self._stretches, step, key=lambda stretch: stretch.step)
+        if place and self._stretches[place - 1].num_rows < self.rows_per_stretch:
+            self._stretches[place - 1].add(new)
             return
-        self._stretches.append(new)
+        self._stretches.insert(place, new)
         if len(self._stretches) > max(8, min(MOST_COLUMNS, _MOST_CELLS // len(slowness))):
             self._halve()
 

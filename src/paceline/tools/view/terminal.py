@@ -4,6 +4,7 @@ Texts of the records are no markup here, and their control characters are escape
 """
 
 import math
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -38,11 +39,11 @@ _LEAST_LINES = 4  # of ranks, and of events
 
 def show(runs: Views, *, once: bool = False) -> None:
     """Shows the runs: one run until it reaches its horizon, a folder of runs for ever; with `once` what is now."""
-    terminal = Console(highlight=False)
-    if not terminal.is_terminal:
-        terminal.width = PLAIN_WIDTH
+    is_pipe = not sys.stdout.isatty()  # also with FORCE_COLOR, with which rich takes it for a terminal
+    terminal = Console(highlight=False, width=PLAIN_WIDTH if is_pipe else None)
+    is_redrawn = not is_pipe and terminal.is_terminal and not terminal.is_dumb_terminal
     runs.update()
-    if not once and terminal.is_terminal:
+    if not once and is_redrawn:
         with Live(console=terminal, screen=True, auto_refresh=False) as live:
             while not _is_over(runs):
                 live.update(screen(runs, *terminal.size), refresh=True)
@@ -97,6 +98,8 @@ def _cells(view: RunView) -> list[str]:
     steps, losses = _losses(view)
     curve = lines_of(steps, losses, 16, 1)[0] if steps else ""
     known = [facts.get(label, "-") for label in ("Loss", "Validation loss", "Throughput", "Time left")]
+    if view.unit != "tokens" and "Throughput" in facts:
+        known[2] += f" {_literal(view.unit)}"
     return [_literal(view.name), _literal(view.said[:40]), view.step, *known, curve]
 
 
@@ -134,15 +137,15 @@ def _curve(view: RunView, width: int, height: int) -> list[Text]:
 
 
 def _ranks(view: RunView, width: int, most: int) -> list[Text]:
+    said = [Text(printable(view.findings["ranks"]))] if "ranks" in view.findings else []
     if not view.ranks:
-        return []
+        return [Text(""), *said] if said else []
     legend = [
         (f"{sign * 2} {part}   ", style)
         for part, (sign, style) in _PARTS.items()
         if part != "other" and part in view.ranks[0].parts
     ]
     longest_ms = max(sum(each.parts.values()) for each in view.ranks)
-    said = [Text(printable(view.findings["ranks"]))] if "ranks" in view.findings else []
     lines = [Text(""), *said, Text.assemble(*legend)]
     lines += [_bar(each, width, longest_ms) for each in view.ranks[:most]]
     if view.other_ranks:

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.base import units
 from paceline.base.jsonl import Row
+from paceline.record.balance import Balance
 from paceline.record.events import clock, details, hosts, starts, text
 from paceline.record.read import number
 from paceline.record.state import RunState, read_state
@@ -97,10 +98,13 @@ def view_of(run: Run) -> RunView:
     begun = starts(run.events)
     stretches = findings.slow_stretches(run.events, run.steps.last("step"), state.is_running)
     now = findings.not_over(stretches, len(begun))
-    level, words = findings.state_text(state, run.events)
-    frac, left_s = _horizon(run, state)
-    step, ranks = run.steps.last("step"), _ranks(run, {stretch.rank for stretch in now})
+    level, words = findings.state_text(state)
+    step = max(float(np.nan_to_num(run.steps.last("step"))), number(state.step))  # without a row yet: log.every above 1
+    frac, left_s = _horizon(run, state, step)
+    ranks = _ranks(run, {stretch.rank for stretch in now})
     with np.errstate(all="ignore"):  # missing values are NaN, and so are results from them
+        balance = measures.balance_of(run)
+        traffic = measures.traffic_of(run)
         return RunView(
             name=run.name,
             state=state.kind,
@@ -111,17 +115,17 @@ def view_of(run: Run) -> RunView:
             warning=findings.warning(run),
             notices=findings.notices(run),
             updated_s=state.updated_s,
-            step=f"{np.nan_to_num(step):,.0f}" + (f" of {state.num_steps:,}" if state.num_steps else ""),
+            step=f"{step:,.0f}" + (f" of {state.num_steps:,}" if state.num_steps else ""),
             frac=frac,
             facts=_facts(run, state, left_s),
-            findings=_findings(run, sorted(stretches, key=lambda slow: slow not in now)),
+            findings=_findings(run, balance, traffic, sorted(stretches, key=lambda slow: slow not in now)),
             ranks=ranks[0],
             other_ranks=ranks[1],
             heat=drawn.heat(run, stretches),
             events=[_event(event) for event in reversed(run.events[-_MOST_EVENTS:])],
             resumed=[number(event.get("step")) for event in begun[1:] if event["event"] == "resume"],
             curves=drawn.curves(run),
-            tables=drawn.tables(run),
+            tables=drawn.tables(run, balance, traffic),
             config={name: _shown(value) for name, value in run.config.items()},
         )
 
@@ -136,12 +140,12 @@ def _about(run: Run) -> str:
     return " · ".join(str(word) for word in words if word)
 
 
-def _horizon(run: Run, state: RunState) -> tuple[float, float]:
+def _horizon(run: Run, state: RunState, step: float) -> tuple[float, float]:
     """Returns the share of the run that is done, and the seconds that are left; NaN if it has no horizon."""
-    step, seconds = (float(np.nan_to_num(run.steps.last(name))) for name in ("step", "seconds"))
     if state.num_steps:
         step_ms = state.rate.step_ms if state.rate else math.nan
         return step / state.num_steps, max(0.0, state.num_steps - step) * step_ms / 1e3
+    seconds = float(np.nan_to_num(run.steps.last("seconds")))
     budget_s = number(run.config.get("train.time-budget"))
     if not budget_s > 0:
         return math.nan, math.nan
@@ -153,7 +157,8 @@ def _facts(run: Run, state: RunState, left_s: float) -> list[Fact]:
     rate, last = state.rate, run.steps.last
     tokens_per_s, step_ms, mfu = (rate.tokens_per_s, rate.step_ms, rate.mfu) if rate else (math.nan,) * 3
     rows = f"last {units.plural(rate.num_rows, 'row')}" if rate else ""
-    bits, evaluated = run.evaluations.last("val_bpb"), f"at step {run.evaluations.last('step'):,.0f}"
+    with_loss = np.isfinite(run.evaluations["val_loss"])
+    at, bits = (max(run.evaluations[name][with_loss][-1:], default=math.nan) for name in ("step", "val_bpb"))
     saved = next((event for event in reversed(run.events) if event["event"] == "checkpoint"), {})
     names = list(dict.fromkeys(hosts(run.events)))
     num_restarts, num_repeated = findings.restarts(run.events)
@@ -161,9 +166,9 @@ def _facts(run: Run, state: RunState, left_s: float) -> list[Fact]:
     candidates: list[tuple[str, float, Callable[[float], str], str]] = [
         ("Loss", last("loss"), "{:.3f}".format, "nats a token" if run.unit == "tokens" else ""),
         ("Validation loss", run.evaluations.last("val_loss"), "{:.3f}".format,
-         evaluated + (f"; {bits:.3f} bits a byte" if bits > 0 else "")),
+         f"at step {at:,.0f}" + (f"; {bits:.3f} bits a byte" if bits > 0 else "")),
         ("Time left", left_s, units.duration, "of training"),
-        ("Throughput", tokens_per_s, lambda value: units.count(round(value)), f"{run.unit} a second"),
+        ("Throughput", tokens_per_s, units.count, f"{run.unit} a second"),
         ("Step", step_ms, units.milliseconds, f"mean of the {rows}"),
         ("MFU", mfu, "{:.1%}".format, "of the ranks' peak"),
         ("Ranks", last("world_size"), lambda _: _world_sizes(run), f"on {units.listed(names, 4)}" if names else ""),
@@ -187,8 +192,9 @@ def _world_sizes(run: Run) -> str:
     return " → ".join(changes[-4:])
 
 
-def _findings(run: Run, stretches: Sequence[findings.Slow]) -> dict[str, str]:
-    balance, traffic = measures.balance_of(run), measures.traffic_of(run)
+def _findings(
+    run: Run, balance: Balance | None, traffic: measures.Traffic | None, stretches: Sequence[findings.Slow]
+) -> dict[str, str]:
     num_restarts, num_repeated = findings.restarts(run.events)
     counts = [(len(run.events), "event"), (num_restarts, "restart"), (num_repeated, "repeated step")]
     happened = ", ".join(units.plural(count, noun) for count, noun in counts if count)
