@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.base.cache import cache_dir
+from paceline.base.errors import UserError
 from paceline.base.files import replace, set_mode, sync
 
 
@@ -61,3 +62,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/x/paceline")
     monkeypatch.setenv("PACELINE_CACHE", "~/own")
     assert cache_dir() == Path("/home/rider/own")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # as of a container's user without a name
+    with pytest.raises(UserError, match="the cache is to be ~/own, and there is no such home folder"):
+        cache_dir()

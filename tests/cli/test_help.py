@@ -54,6 +54,12 @@ def test_all_is_every_option_with_its_whole_text(verb: str) -> None:
             assert option.text in text
 
 
+def test_a_narrow_terminal_gets_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: texts of one letter a line."""
+    monkeypatch.setenv("COLUMNS", "20")
+    assert all(len(line.strip()) != 1 for line in printed("sample", "--help").splitlines())
+
+
 def test_a_part_is_the_options_of_a_section() -> None:
     text = printed("train", "--help", "optim")
     listed = set(re.findall(r"^  (--[a-z0-9.-]+)", text, re.MULTILINE))

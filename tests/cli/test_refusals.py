@@ -5,8 +5,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -14,10 +15,12 @@ import pytest
 import torch
 from in_process import here
 from program import Ended, run
+from whole_runs import SHARDS
 
 from paceline.cli.former import FORMER
 from paceline.cli.main import main
 from paceline.config import Config, load_preset, to_toml
+from paceline.train.request import Request
 from paceline.world.cores import usable_cores
 
 TRAIN = ("train", "--preset", "tiny")
@@ -80,12 +83,12 @@ def test_a_refusal_that_cannot_be_printed_is_still_one() -> None:
         assert subprocess.run((sys.executable, "-m", "paceline", "frain"), stderr=full, check=False).returncode == 2
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["train", "--help"]], ids=lambda words: " ".join(words))
-def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [("--version",), ("train", "--help"), ("data", "info", "trained")], ids=" ".join)
+def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: tuple[str, ...]) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         command = (sys.executable, "-m", "paceline", *arguments)
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True, env=env)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, cwd=SHARDS)
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
     assert "No space left on device" in ended.stderr
@@ -153,6 +156,8 @@ def test_what_was_asked_for_and_cannot_be_printed_is_one_message(arguments: list
         (("doctor", "--node-rank", "1"), ("--node-rank needs a list of hosts",)),
         (("doctor", "--nproc", "100000"), ("--nproc is 100000", "from 1 to 1024")),
         (("train", "--"), ("no option --", "--help all")),  # neither options nor a script
+        (("train", "--config", "--preset", "tiny"), ("--config is given without a value",)),
+        (("train", "--out", "run", "--", "x" * 300), ("is no file in",)),  # as where its folder may not be entered
         ((*TRAIN, "--resume", "auto", "--out", "x" * 300), ("cannot use xxx", "File name too long")),
         ((*TRAIN, "--nproc", "-2"), ("-2",)),
         (("resume", "nowhere"), ("nowhere does not exist",)),
@@ -316,23 +321,50 @@ def test_more_ranks_than_cores_are_warned_of(place: Path) -> None:
     )
     one_step = ("--train.stop-at-step", "1", "--train.sample-tokens", "0")
     ended = run(*TRAIN, "--nproc", str(too_many), *one_step, cwd=place).require(75)
-    says = f"warning: --nproc is {too_many}, and there are {usable_cores()} cores: ranks share cores"
-    assert ended.out.splitlines()[0].startswith(says)
-    assert ended.err == ""
+    says = f"warning: {too_many} ranks start here, and there are {usable_cores()} cores: they share cores"
+    (warning,) = ended.err.splitlines()
+    assert warning.startswith(says)
+
+
+@pytest.mark.parametrize("verb", ["sample", "train"])
+def test_only_a_verb_whose_ranks_wait_for_each_other_tells_other_hosts_of_its_refusal(
+    place: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Finds: a mistake that somebody makes in a pod by hand is the refusal of the job that trains in it."""
+    told: list[str] = []
+    monkeypatch.setattr("paceline.world.rendezvous.tell_others", lambda error: told.append(str(error)))
+    pod = {"PET_MASTER_ADDR": "a", "PET_NNODES": "2", "PET_NODE_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    assert "no option --nonesuch" in here(verb, "--nonesuch", cwd=place).require(2).err
+    assert len(told) == (verb == "train")
+
+
+def test_ranks_of_a_command_without_a_folder_get_a_new_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not left behind if they refuse it."""
+
+    def start_ranks(request: Request, *arguments: Any) -> int:
+        assert request.out is not None
+        assert list((place / "runs").iterdir()) == [place / request.out]
+        assert arguments[-1][-2:] == ("--out", str(request.out))
+        return 7
+
+    monkeypatch.setattr("paceline.cli.start._start_ranks", start_ranks)
+    assert here(*TRAIN, "--nproc", "2", cwd=place).status == 7
+    assert not list((place / "runs").iterdir())
 
 
 def test_a_warning_that_nobody_can_read_does_not_end_the_command(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr("paceline.cli.start.usable_cores", lambda: 1)
     monkeypatch.setattr("paceline.cli.start._start_ranks", lambda *arguments: 7)
-    kept, (reader, writer) = os.dup(1), os.pipe()
+    kept, (reader, writer) = os.dup(2), os.pipe()
     os.close(reader)
     try:
-        os.dup2(writer, 1)
-        with open(1, "w", closefd=False) as stream, redirect_stdout(stream):
-            assert main([*TRAIN, "--nproc", "2", "--out", "run"]) == 7
+        os.dup2(writer, 2)
+        assert main([*TRAIN, "--nproc", "2", "--out", "run"]) == 7
     finally:
-        os.dup2(kept, 1)
+        os.dup2(kept, 2)
         os.close(kept)
         os.close(writer)
 

@@ -14,12 +14,12 @@ from paceline.cli.slurm import _limit_s
 
 def test_the_script_is_a_shells_and_repeats_one_command(tmp_path: Path) -> None:
     flags = ["--preset", "tiny", "--train.sample-prompt", "it's", "--out", "runs/my run"]
-    sbatch = "--sbatch=--partition=gpu --account=mine"
+    sbatch = "--sbatch=--partition=gpu --comment='two words'"
     resources = ("--nodes", "2", "--tasks-per-node", "8", "--gpus-per-task", "1", sbatch)
     script = here("slurm", *resources, "--", *flags, cwd=tmp_path).require(0).out
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-task=1\n" in script
-    assert "#SBATCH --partition=gpu\n#SBATCH --account=mine\n" in script
+    assert "#SBATCH --partition=gpu\n#SBATCH '--comment=two words'\n" in script
     command = next(line for line in script.splitlines() if sys.executable in line).removesuffix("&")
     words = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
     arguments = ["--preset", "tiny", "--train.sample-prompt", "it's", "--out", str(tmp_path / "runs/my run")]
@@ -36,17 +36,22 @@ def test_a_script_of_ones_own_comes_after_the_options_of_its_launcher(tmp_path: 
     assert f"{sys.executable} -m paceline {command}" in script
 
 
-@pytest.mark.parametrize("status", [0, 1, 75])
-def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status: int) -> None:
-    """With commands of the same names in the place of Slurm's. Finds: a job that failed queued again for ever, and one
-    that saved not at all."""
+@pytest.mark.parametrize(("status", "cores"), [(0, ""), (1, "4"), (75, "4")])
+def test_a_job_is_queued_again_when_its_ranks_have_saved(tmp_path: Path, status: int, cores: str) -> None:
+    """With commands of the same names in the place of Slurm's. Finds: a job that failed queued again for ever, one that
+    saved not at all, and ranks with one of their cores, since srun does not read the job's number."""
     script = here("slurm", "--", "--preset", "tiny", "--out", "run", cwd=tmp_path).require(0).out
-    for name, body in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {tmp_path}/said'), ("sleep", "exit")):
+    for name, body in (
+        ("srun", f'echo "$2" > {tmp_path}/second; exit {status}'),
+        ("scontrol", f'echo "$@" > {tmp_path}/said'),
+        ("sleep", "exit"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": cores}
     ended = subprocess.run(["bash"], input=script, text=True, env=environ, capture_output=True)
     assert ended.returncode == status, ended.stderr
+    assert (tmp_path / "second").read_text().strip() == (f"--cpus-per-task={cores}" if cores else sys.executable)
     said = tmp_path / "said"
     assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if status == 75 else "")
 

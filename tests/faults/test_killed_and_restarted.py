@@ -73,7 +73,7 @@ def test_torchruns_own_restarts_go_on_with_the_folder_until_the_stop_that_was_as
     assert len(losses(folder)) == 30
     events = [row["event"] for row in rows(folder / "events.jsonl") if row["event"] in ("start", "resume", "end")]
     assert events == ["start", "resume", "end"], "the third life began nothing"
-    assert "was asked to stop (train.stop-at-step) and is saved: it is not started again" in ended.out
+    assert "was asked to stop (train.stop-at-step) and is saved: it is not started again" in ended.err
 
 
 @pytest.mark.long

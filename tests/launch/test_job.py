@@ -8,7 +8,8 @@ import pytest
 
 from paceline.base.process import LAUNCHER, STATUS_FOLDER
 from paceline.cli.start import for_this_attempt
-from paceline.config import Config
+from paceline.cli.train import _continued
+from paceline.config import Config, to_toml
 from paceline.launch.job import job_name
 from paceline.record import folder as run_folder
 from paceline.train.request import Request
@@ -92,7 +93,19 @@ def test_without_a_launcher_each_command_is_a_run_of_its_own(tmp_path: Path, mon
     found, _ = for_this_attempt(Request(Config(), None, "name"), Environment())
     assert found.job is None
     assert not found.is_restart
-    assert str(found.out).startswith("runs/name-2")
+    assert found.out is None, "the folder is made when nothing can be refused any more"
+
+
+def test_a_run_that_stopped_on_request_in_the_torchrun_that_began_it_is_over(written: Callable[..., Path]) -> None:
+    """By `--resume auto`, whose later attempts have the run's resolved config. Finds: the next attempt trains on."""
+    path = Path("runs") / "first"
+    request = Request(Config().replace("train", steps=20, stop_at_step=10), path)
+    written(path, "train.stop-at-step", request=request)
+    resolved = request.config.replace("model", vocab_size=512).replace("train", global_batch_size=8)
+    (path / "config.toml").write_text(to_toml(resolved))
+    again, over = for_this_attempt(_continued(request), life(1))
+    assert over == "train.stop-at-step"
+    assert again.config.model.vocab_size == 512
 
 
 def test_the_name_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

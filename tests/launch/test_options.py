@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from paceline.base.errors import UserError
+from paceline.cli.start import find_world
 from paceline.launch.options import own_place, read_names
+from paceline.world.config import ParallelConfig
+from paceline.world.schedulers import Pod
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,7 @@ def test_names_of_hosts_as_ssh_and_mpirun_have_them(tmp_path: Path) -> None:
         ("", "/nonexistent", "cannot read --hostfile /nonexistent"),
         ("a:2,a:1", "", "each host once"),
         ("a:29400,b:29400", "", "'a:29400' is no host.*a port is given by --parallel.port"),
+        ("a:1025", "", "RANKS is at most 1024"),
         ("fd00::1,10.0.0.2", "", "'fd00::1' is no host"),
         ("a:0", "", "is no host"),
         ("-oProxyCommand=x", "", "is no host"),
@@ -54,3 +58,8 @@ def test_names_of_hosts_as_ssh_and_mpirun_have_them(tmp_path: Path) -> None:
 def test_names_that_cannot_be_used_are_refused(text: str, file: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         read_names(text, file)
+
+
+def test_a_pod_is_told_of_the_variable_that_it_has() -> None:
+    with pytest.raises(UserError, match="PET_NPROC_PER_NODE is '0'; it must be a number of ranks from 1 to 1024"):
+        find_world("1", ParallelConfig(), pod=Pod(0, 2, "0", "a", 1))

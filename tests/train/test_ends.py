@@ -244,6 +244,15 @@ def test_what_takes_long_at_the_end_is_said(
 # ---- before the first step ----
 
 
+def test_two_commands_of_one_second_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: of jobs that begin at once all but one are refused, though nobody gave them one folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *form: "now")
+    for _ in range(2):
+        assert train(Request(tiny(train__steps=1, train__eval_every=-1), None, "x"), Environment()) == 0
+    assert sorted(os.listdir("runs")) == ["x-now", "x-now-2"]
+
+
 def ask_when_ready(program: Program, number: signal.Signals, num_ranks: int, is_time: Callable[[], bool]) -> None:
     """Sends the signal to the command when each rank takes signals, and it is time."""
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_facts import FACTS
 
+from paceline.base import units
 from paceline.base.errors import UserError
 from paceline.config import Config
 from paceline.model import cost
@@ -78,6 +79,18 @@ def test_a_micro_batch_is_a_part_of_the_batch_however_that_is_given() -> None:
     chosen = settings_of([1e9], train__global_batch_size=0, train__device_batch_size=300)
     assert chosen.plan.global_batch_size == 300
     chosen.config.check()
+
+
+@pytest.mark.parametrize(
+    ("horizon", "says"),
+    [({}, "best for {}, 20 a parameter"), ({"train__steps": 0, "train__tokens_per_param": 20.0}, "{} of training")],
+)
+def test_a_batch_says_of_which_horizon_it_is(horizon: dict[str, Any], says: str) -> None:
+    """Finds: the tokens of another horizon than the run's, called tokens of training."""
+    settings = settings_of([1e9], train__global_batch_size=0, **horizon)
+    parameters = cost.num_parameters(settings.config.model).non_embedding
+    (why,) = [each.why for each in settings.choices if each.flag == "--train.global-batch-size"]
+    assert why == says.format(f"{units.count(20 * parameters)} tokens")
 
 
 def test_a_horizon_of_less_than_a_token_is_one_step() -> None:

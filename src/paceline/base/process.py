@@ -7,6 +7,7 @@ the file cannot be written, or is removed, the exit status alone counts.
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -41,9 +42,23 @@ def say(line: str) -> None:
         os.write(2, f"{line}\n".encode(errors="backslashreplace"))  # a path need not be UTF-8
 
 
-def discard_output() -> None:
-    """Sends standard output to /dev/null: at its end Python would try again to write the rest, and exit with 120."""
+_full: OSError | None = None  # of the disk of standard output
+
+
+def discard_output(error: OSError | None = None) -> None:
+    """Sends standard output to /dev/null: at its end Python would try again to write the rest, and exit with 120.
+    error: why; for `flush_output`, if the disk is full."""
+    global _full
+    if error and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        _full = error
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def flush_output() -> None:
+    """Writes what is still to be printed. Raises OSError, also if a full disk lacks what was printed before."""
+    sys.stdout.flush()
+    if _full:
+        raise _full
 
 
 # ---- signals before training, while Python imports libraries, which takes seconds ----

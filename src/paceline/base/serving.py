@@ -1,4 +1,4 @@
-"""The small HTTP servers, of launchers, doctors, the live page and Prometheus, and how they ask each other."""
+"""The small HTTP servers, of doctors, the live page and Prometheus, and how doctors ask each other."""
 
 import http
 import http.client

@@ -95,7 +95,7 @@ def _tied(arguments: Sequence[str], flags: dict[str, Any], verb: str) -> list[st
         if hint is not bool and "=" not in word:
             is_list = typing.get_origin(hint) is tuple  # may have many values, which tyro parses
             if not rest or flag_of(rest[0]) in flags or (is_list and rest[0].startswith("--")):
-                raise UserError(f"{flag} is given without a value; give it as {flag}=VALUE where it begins with --")
+                raise _without_value(flag)
             if not is_list:
                 word = f"{word}={rest.pop(0)}"
         if hint in (int, float) or typing.get_origin(hint) is typing.Literal:
@@ -106,6 +106,10 @@ def _tied(arguments: Sequence[str], flags: dict[str, Any], verb: str) -> list[st
             checked(flag, hint, value)
         tied.append(word)
     return tied
+
+
+def _without_value(flag: str) -> UserError:
+    return UserError(f"{flag} is given without a value; give it as {flag}=VALUE where it begins with --")
 
 
 def _unknown(verb: str, word: str, flags: Iterable[str]) -> UserError:
@@ -233,9 +237,12 @@ def without(arguments: Sequence[str], *names: str) -> list[str]:
 
 
 def value_of(name: str, arguments: Sequence[str]) -> str:
-    """Returns the flag's last value, which is the one that counts; empty if it is not given."""
+    """Returns the flag's last value, which is the one that counts; empty if it is not given. Raises UserError if
+    another flag stands in the place of the value."""
     value, words = "", iter(arguments)
     for word in words:
         if flag_of(word) == name:
             value = word.split("=", 1)[1] if "=" in word else next(words, "")
+            if "=" not in word and value.startswith("--"):
+                raise _without_value(name)
     return value

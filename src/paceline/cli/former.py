@@ -1,4 +1,4 @@
-"""Options and verbs that 1.0 no longer has: what to do instead. Each is refused with this text for one version."""
+"""Options and verbs that earlier versions had: what to do instead. Each is refused with this text for one version."""
 
 _BY_LAUNCH = "one terminal starts all hosts: paceline launch --hosts a:2,b:2 -- train ... (or torchrun on each)"
 _DIFFERENT = "replicas that differ end the run, which continues from its newest checkpoint: leave it out"

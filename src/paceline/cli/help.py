@@ -215,7 +215,7 @@ def _filled(text: str) -> str:
 
 
 def _width() -> int:
-    return min(_WIDEST, shutil.get_terminal_size().columns)
+    return min(_WIDEST, max(_TEXT_AT + 30, shutil.get_terminal_size().columns))
 
 
 def _presets() -> dict[str, str]:

@@ -70,7 +70,7 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"nothing to run on the hosts; it comes after `--`\n\n{_USAGE}")
     line = _command(command, verbs)
     is_program = command[0] == "exec"
-    if not is_program and not {"-h", "--help"}.isdisjoint(command):
+    if not is_program and not {"-h", "--help"}.isdisjoint(divided(command)[0]):
         return find_verb(command[0])(command[1:])  # here, because every rank would print it, and it needs no lab
     if "RANK" in os.environ:
         raise UserError("a lab inside a world that a launcher made already; start it from a plain shell")

@@ -11,11 +11,20 @@ from collections.abc import Callable, Iterator
 
 from paceline import __version__
 from paceline.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, PacelineError, RunError, Stopped, UserError, nearest
-from paceline.base.process import EXIT_INTERRUPTED, discard_output, end_on_signals_no_more, has_launcher, record_status
+from paceline.base.process import (
+    EXIT_INTERRUPTED,
+    discard_output,
+    end_on_signals_no_more,
+    flush_output,
+    has_launcher,
+    record_status,
+)
 from paceline.cli.verbs import GROUPS, VERBS, find_verb
 from paceline.record.output import own_log, print_error
 
 _FIRST_S = 1.0  # time for a launcher to end this rank, if local rank 0 also failed and printed why
+# Verbs whose ranks wait for each other, so that all have to be told of a refusal: not those of a person in a pod.
+_MEET = ("train", "resume", "verify", "bench", "learn")
 _USAGE = """paceline: data-parallel training of GPT language models, from one laptop core to many hosts.
 
   paceline train --preset tiny                  10 seconds on one core: does it work here?
@@ -32,12 +41,16 @@ paceline VERB --help: its options
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line, by default that of this process, and returns its exit status."""
     _prepare_streams()
+    words = sys.argv[1:] if arguments is None else arguments
     try:
         with _whole_output():
-            run, rest = _find(sys.argv[1:] if arguments is None else arguments)
+            run, rest = _find(words)
             return record_status(run(rest))
     except (Exception, KeyboardInterrupt) as error:
-        return _end_by(error)
+        status = _end_by(error)
+        if isinstance(error, UserError) and words[0] in _MEET:
+            _tell_other_hosts(error)
+        return status
     finally:
         end_on_signals_no_more()  # the run is over, or refused: signals no longer stop it before training
         try:
@@ -59,7 +72,7 @@ def _whole_output() -> Iterator[None]:
 
 def _flush() -> None:
     try:
-        sys.stdout.flush()
+        flush_output()
     except BrokenPipeError:  # `paceline ... | head`
         discard_output()
     except OSError as error:
@@ -124,7 +137,6 @@ def _end_with(error: PacelineError) -> int:
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     if error.reach == "host" and os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 prints it
         status = record_status(error.exit_status)
-        _tell_other_hosts(error)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(_FIRST_S)
             print_error(f"{_rank_prefix()}error: {error}")  # still alive: local rank 0 has not seen it
@@ -134,12 +146,10 @@ def _end_with(error: PacelineError) -> int:
     kind = "" if isinstance(error, Stopped) and error.reach != "rank" else "error: "
     log = own_log() if error.reach == "rank" and not isinstance(error, UserError) else None
     prefix = _rank_prefix() if error.reach == "rank" or os.environ.get("RANK", "0") != "0" else ""
-    status = _end(f"{prefix}{kind}{error}" + (f" (the log of this rank is {log})" if log else ""), error.exit_status)
-    _tell_other_hosts(error)
-    return status
+    return _end(f"{prefix}{kind}{error}" + (f" (the log of this rank is {log})" if log else ""), error.exit_status)
 
 
-def _tell_other_hosts(error: PacelineError) -> None:
+def _tell_other_hosts(error: UserError) -> None:
     if {"LOCAL_WORLD_SIZE", "SLURM_PROCID", "PET_MASTER_ADDR"}.isdisjoint(os.environ):  # which tell of other hosts
         return
     from paceline.world.rendezvous import tell_others  # imports torch

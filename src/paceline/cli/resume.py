@@ -13,7 +13,7 @@ import tyro
 
 from paceline.base.errors import EXIT_DONE, UserError, require_at_least
 from paceline.checkpoint.bucket import identity
-from paceline.cli.flags import parse
+from paceline.cli.flags import asked_help, parse
 from paceline.cli.start import RankFlags, start
 from paceline.config import CONFIG_IS_KEPT, Config, load_run
 from paceline.record import folder as run_folder
@@ -39,7 +39,8 @@ class ResumeArguments(RankFlags):
 def main(arguments: list[str]) -> int:
     if arguments and "://" in arguments[0]:
         arguments = _brought(arguments)
-    if arguments and (script := run_folder.script_of(Path(arguments[0]))) is not None:
+    is_help = asked_help(arguments) is not None
+    if arguments and not is_help and (script := run_folder.script_of(Path(arguments[0]))) is not None:
         return _resume_script(arguments[0], arguments[1:], script)
     folder, stored = _stored(arguments)
     default = ResumeArguments(folder=folder, settings=stored)
@@ -61,7 +62,7 @@ def _brought(arguments: list[str]) -> list[str]:
     url, options, folder = arguments[0].rstrip("/"), arguments[1:], folder_of(arguments[0])
     parsed = parse(ResumeArguments, ResumeArguments(folder=url), arguments, "resume")
     require_at_least(parsed, "--", step=-1)
-    say = Console(0).say
+    say = Console(int(os.environ.get("RANK", "0") != "0")).say  # once, by rank 0
     say(f"bringing the run at {url} to {folder}")
     for problem in bring(url, folder, parsed.step if parsed.step >= 0 else None):
         say(f"passed over a damaged checkpoint: {problem}")
@@ -118,7 +119,7 @@ def _require_own(folder: Path) -> None:
 
 def _stored(arguments: list[str]) -> tuple[str, Config]:
     """Returns the run folder and its config. Raises UserError if nothing can be resumed."""
-    if any(argument in ("-h", "--help") for argument in arguments):
+    if asked_help(arguments) is not None:
         return "RUN", Config()
     if not arguments or arguments[0].startswith("-"):
         raise UserError("the run folder comes first: paceline resume RUN [options]")

@@ -36,10 +36,10 @@ class Slurm:
 def batch_script(job: Slurm, name: str, command: Sequence[str]) -> str:
     """Returns the template, filled in. In it SIGTERM goes to the tasks by scancel: srun itself answers one by killing
     them. A signal to the script ends its `wait`, so it waits again. A step ends with the highest status of its tasks:
-    75 if all have saved and stopped."""
+    75 if all have saved and stopped. Since Slurm 22.05 a step has the job's cores of a task only if srun is told."""
     resources = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
     resources += f" --gpus-per-task={job.gpus_per_task}" if job.gpus_per_task else ""
-    resources += "".join(f"\n#SBATCH {option}" for option in shell_words(job.sbatch))
+    resources += "".join(f"\n#SBATCH {shlex.quote(option)}" for option in shell_words(job.sbatch))
     numbers = {"nodes": job.nodes, "tasks_per_node": job.tasks_per_node, "save_before_s": job.save_before_s}
     words = {"name": shlex.quote(name), "resources": resources, "time": job.time, "command": shlex.join(command)}
     return filled("slurm.sh", **numbers, **words)

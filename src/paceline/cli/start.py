@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from paceline.base import units
 from paceline.base.errors import EXIT_RESUMABLE, UserError
 from paceline.base.net import LOOPBACK, listen
-from paceline.base.process import die_with_parent, has_launcher
+from paceline.base.process import die_with_parent, has_launcher, say
 from paceline.checkpoint.bucket import Bucket
 from paceline.checkpoint.steps import newest_whole
 from paceline.cli.flags import without
@@ -24,18 +24,16 @@ from paceline.config import Config, flatten
 from paceline.launch import agent
 from paceline.launch.job import JOB, job_name
 from paceline.launch.local import one_host, one_of_many, open_ranks
+from paceline.launch.options import MOST_RANKS as MOST_RANKS
 from paceline.record import folder as run_folder
-from paceline.record.console import Console
-from paceline.train.request import Request
+from paceline.train.request import RUNS, Request
 from paceline.world.config import ParallelConfig
 from paceline.world.cores import free_memory, usable_cores
 from paceline.world.env import Environment, check_interface, check_size, detect, listening_address, wait_for_master
 from paceline.world.schedulers import Pod, read_pod
 
 _MOST_AUTOMATIC_RANKS = 4
-MOST_RANKS = 1024  # of one machine
 _RANK_BYTES = 200 << 20  # a rank's memory before it has a model: torch and our libraries, measured on Linux
-_RUNS = Path("runs")
 _PRELOAD = ("paceline.train.loop",)  # what a rank imports
 _NVIDIA = Path("/dev/nvidiactl")  # of NVIDIA's driver
 _FIRST_S = 2.0  # torchrun ends all ranks as soon as one ends: rank 0 prints its message first
@@ -64,7 +62,6 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
 
     inspect_data(config.data, config.model.vocab_size)
     request, over = for_this_attempt(request, env)
-    say = Console(0).say  # not print(): a pipe whose reader is gone would end the command, as if it were done
     if over:
         if env.rank == 0:
             say(f"{request.out} was asked to stop ({over}) and is saved: it is not started again")
@@ -77,7 +74,7 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         Bucket(config.checkpoint.to)  # refuses a wrong address, or a missing library
     if num_ranks > usable_cores():
         cores = f"there are {usable_cores()} cores"
-        say(f"warning: --nproc is {num_ranks}, and {cores}: ranks share cores, and steps are slower")
+        say(f"warning: {num_ranks} ranks start here, and {cores}: they share cores, and steps are slower")
     if num_ranks == 1 and not flags.max_restarts and others is None:
         gc.disable()  # a tenth of the imports' time goes into collections that find nothing
         from paceline.train.loop import train
@@ -88,17 +85,22 @@ def start(request: Request, flags: RankFlags, arguments: list[str]) -> int:
         choose_device(config.parallel.device, env.local_rank, env.local_world_size, env.world_size)
         return train(request, env)
     _require_devices(config.parallel.device, num_ranks)
-    assert request.out is not None
-    if not request.resume:
-        arguments = [*without(arguments, "--out"), "--out", str(request.out)]
+    out = request.out or request.new_folder()
+    if not request.out:
+        arguments = [*arguments, "--out", str(out)]
     arguments = without(arguments, "--nproc", "--max-restarts", "--start")
     command = (sys.executable, "-m", "paceline", *arguments)
-    return _start_ranks(request, num_ranks, flags, others, command)
+    try:
+        return _start_ranks(dataclasses.replace(request, out=out), num_ranks, flags, others, command)
+    finally:
+        if not request.out:
+            with suppress(OSError):  # it has a run, unless that was refused
+                out.rmdir()
 
 
 def start_script(request: Request, flags: RankFlags, script: Sequence[str]) -> int:
     """Runs a script with its arguments as this process, or as local ranks; returns the exit status."""
-    if not Path(script[0]).is_file():
+    if not os.path.isfile(script[0]):  # also where its folder may not be entered
         raise UserError(f"{script[0]} is no file in {os.getcwd()}: after `--` comes a script, a file of Python")
     env, num_ranks, others = _place_in_world(request, flags)
     if num_ranks == 1 and not flags.max_restarts and others is None:
@@ -175,7 +177,8 @@ def find_world(
     if impossible."""
     # A pod's launcher has no rank: 0 is the launcher that checks the run folder for all.
     env = Environment(rank=pod.number, job=pod.job) if pod else detect()
-    num_ranks = _num_ranks(pod.num_ranks if pod else nproc, max_restarts, env, parallel.device)
+    name = "PET_NPROC_PER_NODE" if pod else "the number of ranks in --hosts" if with_hosts else "--nproc"
+    num_ranks = _num_ranks(name, pod.num_ranks if pod else nproc, max_restarts, env, parallel.device)
     check_interface(parallel.interface)
     if not with_hosts and not pod:  # other hosts have more ranks, which check the number
         world_size = env.world_size if env.is_distributed else num_ranks
@@ -197,14 +200,15 @@ def start_without_run(num_ranks: int, arguments: list[str], parallel: ParallelCo
         return ranks.run_to_the_end(one_host(num_ranks, parallel.port))
 
 
-def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> int:
+def _num_ranks(name: str, nproc: str, max_restarts: int, env: Environment, device: str) -> int:
+    """Returns how many ranks to start. name: of their number, for messages."""
     if max_restarts < 0:
         raise UserError(f"--max-restarts is {max_restarts}; it must be at least 0")
     if env.is_distributed:
-        for name, value, default in (("--nproc", nproc, "1"), ("--max-restarts", str(max_restarts), "0")):
+        for flag, value, default in (("--nproc", nproc, "1"), ("--max-restarts", str(max_restarts), "0")):
             if value != default:
                 raise UserError(
-                    f"{name} {value} inside a world that a launcher made already; give the number to it alone"
+                    f"{flag} {value} inside a world that a launcher made already; give the number to it alone"
                 )
         return 1
     free = free_memory()
@@ -215,10 +219,10 @@ def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> 
         num_gpus = count_gpus() if device in ("auto", "cuda") else 0
         return num_gpus or min(usable_cores(), most, _MOST_AUTOMATIC_RANKS)
     if not nproc.isdecimal() or not 1 <= int(nproc) <= MOST_RANKS:
-        raise UserError(f"--nproc is '{nproc}'; it must be a number of ranks from 1 to {MOST_RANKS}, or auto")
+        raise UserError(f"{name} is '{nproc}'; it must be a number of ranks from 1 to {MOST_RANKS}, or auto")
     if int(nproc) > most:
         raise UserError(
-            f"--nproc is {nproc}: a rank needs at least {units.size(_RANK_BYTES)} of memory, and this machine has "
+            f"{name} is {nproc}: a rank needs at least {units.size(_RANK_BYTES)} of memory, and this machine has "
             f"{units.size(free)} free, enough for {most}; start at most as many ranks as it has cores "
             f"({usable_cores()}) or GPUs"
         )
@@ -228,15 +232,15 @@ def _num_ranks(nproc: str, max_restarts: int, env: Environment, device: str) -> 
 def for_this_attempt(request: Request, env: Environment) -> tuple[Request, str]:
     """Returns the request with this attempt's run folder, which is that of the attempt before, and the reason if the
     run is over: torchrun also restarts a run that stopped on request with exit status 75."""
-    job = job_name(env.job, _common_text(request.config))
-    out = request.out or run_folder.find_own(_RUNS, job)
+    job = job_name(env.job, _common_text(request.asked or request.config))
+    out = request.out or run_folder.find_own(RUNS, job)
     is_own = out is not None and run_folder.is_own(out, job)
     last = run_folder.last_event(out) if out and is_own else {}
     is_complete = last.get("reason") == run_folder.COMPLETE
     # The first attempt of a torchrun with the same run id and command: requeued, or a new run of the same kind.
     is_restart = request.is_restart or (is_own and (env.attempt > 0 or not (request.resume or is_complete)))
-    if not is_restart and not request.out:
-        out = None if env.is_distributed else _RUNS / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not is_restart:
+        out = request.out
     is_ended = env.attempt > 0 and last.get("event") == "end" and not is_complete
     over = str(last["reason"]) if is_ended and not _is_restart(str(last["reason"])) else ""
     # An attempt that ended before its checkpoint was restored has not set the later ones aside: it is asked for again.
@@ -262,7 +266,7 @@ def _common_text(config: Config) -> str:
 def _check_folder(request: Request) -> None:
     """Raises UserError if rank 0 could not write the run, or would have nothing left to do."""
     if request.out is None or request.resume or request.is_restart:
-        run_folder.check_writable(request.out or _RUNS, is_begun=request.resume)
+        run_folder.check_writable(request.out or RUNS, is_begun=request.resume)
     else:
         run_folder.check_new(request.out)
     if request.out is not None and request.resume and not request.is_restart:

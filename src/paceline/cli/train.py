@@ -42,11 +42,12 @@ class TrainArguments(RankFlags):
 
 
 def checked_arguments(arguments: list[str]) -> TrainArguments:
-    """Returns the options of a `paceline train`, of a script or that starts elsewhere. Raises UserError for a config
-    that it would refuse; with --init-from the config is not checked, since that run's model may be known only there."""
+    """Returns the options of a `paceline train`, also of one that starts elsewhere. Raises UserError for a config that
+    cannot be trained; with --init-from the config is not checked, since that run's model may be known only there."""
     flags, script = divided(arguments)
     _check_words(flags, script)
-    parsed = parse(TrainArguments, TrainArguments(settings=base_config(flags)), flags, "train")
+    default = TrainArguments(settings=base_config(flags))
+    parsed = parse(TrainArguments, default, flags if script else arguments, "train")
     if not (script or parsed.init_from or parsed.settings.train.init_from):
         parsed.settings.check()
     return parsed
@@ -75,19 +76,12 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print(help_text(TrainArguments(), "train", ()))
         return EXIT_USER
-    flags, script = divided(arguments)
-    if script or (flags and not flags[0].startswith("-")):
-        parsed = checked_arguments(arguments)
+    parsed = checked_arguments(arguments)
+    if script := divided(arguments)[1]:
         return start_script(Request(parsed.settings, Path(parsed.out)), parsed, script)
-    base = base_config(arguments)
-    parsed = parse(TrainArguments, TrainArguments(settings=base), arguments, "train")
     init_from = parsed.init_from or parsed.settings.train.init_from
     source = Path(init_from).absolute() if init_from else None
-    if source is None:
-        config = parsed.settings
-        config.check()
-    else:
-        config = _fine_tuned(source, parsed, base, arguments)
+    config = _fine_tuned(source, parsed, arguments) if source else parsed.settings
     name = parsed.preset or (
         Path(parsed.config).stem if parsed.config else source.name if source else config.model.arch
     )
@@ -122,10 +116,10 @@ def _continued(request: Request) -> Request:
     config = supersede(stored, config).batch_in_sequences()
     refuse_other_run(stored, config)
     config.check()
-    return dataclasses.replace(request, config=config, is_restart=True)
+    return dataclasses.replace(request, config=config, asked=request.config, is_restart=True)
 
 
-def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: list[str]) -> Config:
+def _fine_tuned(source: Path, parsed: TrainArguments, arguments: list[str]) -> Config:
     """Returns the config of a run that begins with another's weights: the model of that run, then --config, then flags.
     Flags are parsed again over it, so that a flag with our default value counts as given."""
     from paceline.train.initial import check_data, initial_model, require_same_shape
@@ -134,7 +128,7 @@ def _fine_tuned(source: Path, parsed: TrainArguments, base: Config, arguments: l
     # A run that continues has the model and the tokenizer of its source, which may be gone.
     known = Path(parsed.out) if is_begun and not source.exists() else source
     model = initial_model(known)
-    below = Config(model=model)
+    below, base = Config(model=model), base_config(arguments)
     base = dataclasses.replace(base, model=load_file(Path(parsed.config), below).model if parsed.config else model)
     if base.data.seq_len == DataConfig().seq_len:
         base = base.replace("data", seq_len=min(base.data.seq_len, model.n_positions))

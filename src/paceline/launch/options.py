@@ -17,6 +17,7 @@ class NamedHost:
     num_ranks: str  # a number, or auto
 
 
+MOST_RANKS = 1024  # of one machine
 _NUM_RANKS = r"(?P<ranks>auto|[1-9]\d{0,3})"
 _HOST = re.compile(rf"(?P<name>[^\s:,-][^\s:,]*)(?:(?::|\s+slots\s*=\s*){_NUM_RANKS})?")
 
@@ -36,10 +37,10 @@ def read_names(text: str, hostfile: str) -> list[NamedHost]:
     host_names = []
     for line in lines:
         host = _HOST.fullmatch(line.strip())
-        if host is None:
+        if host is None or (host["ranks"] not in (None, "auto") and int(host["ranks"]) > MOST_RANKS):
             raise UserError(
-                f"'{line.strip()}' is no host; write NAME:RANKS, or NAME slots=RANKS in a file. RANKS is at most 9999, "
-                "or auto; a port is given by --parallel.port"
+                f"'{line.strip()}' is no host; write NAME:RANKS, or NAME slots=RANKS in a file. RANKS is at most "
+                f"{MOST_RANKS}, or auto; a port is given by --parallel.port"
             )
         host_names.append(NamedHost(host["name"], host["ranks"] or "1"))
     names = [host.name for host in host_names]

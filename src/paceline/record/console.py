@@ -93,8 +93,9 @@ class Console:
     def _try(self, show: Callable[[], None]) -> None:
         try:
             show()
-        except OSError:  # a closed terminal, a full disk
-            self._terminal.on_broken_pipe()
+        except OSError as error:  # a closed terminal, a full disk
+            self._terminal.quiet = True
+            discard_output(error)
 
     @contextmanager
     def progress(self, total: float | None, *, transient: bool = False) -> Iterator[None]:

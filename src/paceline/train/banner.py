@@ -1,5 +1,6 @@
 """The summary of all settings at the start of a run, and suggested commands at its end."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ def start(
         **({"wire": f"{wire}: what ranks send is rounded (docs/NUMERICS.md)"} if wire != "exact" else {}),
         **_link(world, settings),
         "horizon": _horizon_text(settings, data),
-        "checkpoints": _saves_text(config, is_new),
+        "checkpoints": _saves_text(settings, is_new),
         "MFU is of": f"{units.count(peak.flops_per_s)}FLOP/s a rank ({peak.source})"
         if peak.flops_per_s
         else f"nothing known ({peak.source})",
@@ -166,11 +167,13 @@ def _horizon_text(settings: Settings, data: TrainingData) -> str:
     return f"{text}; {read_most.name} is read most: {epochs} of it"
 
 
-def _saves_text(config: Config, is_new: bool) -> str:
-    saves = config.checkpoint
+def _saves_text(settings: Settings, is_new: bool) -> str:
+    saves = settings.config.checkpoint
     when = "at the end only"
     if saves.every:
-        when = f"every {saves.every} steps, and at the end" + (f"; the first at step {saves.every}" if is_new else "")
+        when = f"every {saves.every} steps, and at the end"
+        if is_new and saves.every < (settings.num_steps or math.inf):
+            when += f"; the first at step {saves.every}"
     elif saves.every_s:
         first = units.duration(saves.every_s)
         when = f"every {first} of training, and at the end; the first after {first}"
@@ -200,13 +203,19 @@ def _imbalance(plan: BatchPlan) -> str:
     return text
 
 
-def next_commands(console: Console, settings: Settings, progress: Progress, folder: str, finished: bool) -> None:
+def next_commands(
+    console: Console, settings: Settings, data: TrainingData, progress: Progress, folder: str, finished: bool
+) -> None:
+    """Prints commands that work with this run: one without a tokenizer cannot be sampled, and one whose tokenizer has
+    no token that begins a document needs a prompt."""
     config, folder = settings.config, shlex.quote(folder)
     console.say("\nTry next:")
     if not finished:
         console.say(f"  paceline resume {folder}")
-    prompt = config.train.sample_prompt.strip().splitlines()
-    console.say(f"  paceline sample {folder}" + (f" --prompt {shlex.quote(prompt[0])}" if prompt else ""))
+    if data.blend.first.tokenizer_json is not None:
+        needs_prompt = data.blend.first.tokenizer().end_of_text is None
+        prompt = (config.train.sample_prompt.strip().splitlines() or ["TEXT" if needs_prompt else ""])[0]
+        console.say(f"  paceline sample {folder}" + (f" --prompt {shlex.quote(prompt)}" if prompt else ""))
     console.say(f"  paceline report {folder}   # one page of plots")
     if finished and config.train.time_budget and progress.elapsed_s < config.train.time_budget:
         console.say(

@@ -293,5 +293,7 @@ class Training:
             trained = f"{units.count(self.progress.tokens)} tokens, {units.duration(self.progress.elapsed_s)}"
             console.say(f"\n{shown(row)} at step {row.step}, {trained} of training", style="bold")
         console.say(f"run folder {setup.folder.shown}   digest of the weights {digest}")
-        banner.next_commands(console, setup.settings, self.progress, setup.folder.shown, finished=stop_reason is None)
+        banner.next_commands(
+            console, setup.settings, setup.data, self.progress, setup.folder.shown, finished=stop_reason is None
+        )
         return EXIT_RESUMABLE if stop_reason else EXIT_DONE

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from paceline.train.data import TrainingData
 from paceline.train.initial import load_initial, require_same_tokenizer
 from paceline.train.progress import Progress
 from paceline.train.recorder import Recorder
-from paceline.train.request import Request
+from paceline.train.request import RUNS, Request
 from paceline.train.resolve import Settings, chosen_dtype, out_of_memory, resolve
 from paceline.train.size import sized
 from paceline.world.config import SHARDS_WEIGHTS
@@ -161,13 +160,13 @@ def open_folder(request: Request, world: World, config: Config, blend: Blend) ->
     --out on that host, at rank 0's path. Collective; raises rank 0's UserError on all ranks, and on a rank alone if it
     cannot write to its own folder.
     """
-    path = request.out or Path("runs") / f"{request.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = RunFolder(path)
+    folder = RunFolder(request.out or RUNS)
 
     def make() -> dict[str, Any]:
         nonlocal folder
         resumes = request.resume or request.is_restart
-        with _writing_to(path):
+        with _writing_to(request.out or RUNS):
+            path = request.out or request.new_folder()
             if not resumes:
                 run_folder.check_new(path)
                 folder = run_folder.create(path)

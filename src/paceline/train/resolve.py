@@ -187,9 +187,10 @@ def _global_batch(config: Config, choices: list[Choice]) -> int:
     horizon = train.tokens or max(1, int((train.tokens_per_param or 20) * parameters))
     tokens = 2**19 * (horizon / 1e10) ** 0.383
     batch = max(train.device_batch_size, 2 ** max(0, round(math.log2(tokens / seq_len))))
-    choices.append(
-        Choice(f"{batch} sequences a step", f"{units.count(horizon)} tokens of training", "--train.global-batch-size")
-    )
+    is_given = train.tokens or train.tokens_per_param
+    tokens_text = f"{units.count(horizon)} tokens"
+    why = f"{tokens_text} of training" if is_given else f"best for {tokens_text}, 20 a parameter"
+    choices.append(Choice(f"{batch} sequences a step", why, "--train.global-batch-size"))
     return int(batch)
 
 
@@ -230,7 +231,7 @@ def largest_micro_batch(config: Config, rank: RankFacts, world_size: int) -> tup
     """The most sequences in a micro-batch of this rank, and why."""
     train, seq_len = config.train, config.data.seq_len
     if rank.device != "cuda":
-        return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a CPU"
+        return max(1, _CPU_MICRO_BATCH_TOKENS // seq_len), f"about {_CPU_MICRO_BATCH_TOKENS} tokens fill a device"
     each = _room(config, rank, world_size) / train.layered_micro_batches - fixed_bytes(config)
     fits = int(each / sequence_bytes(config, rank))
     return max(1, fits), f"{units.size(rank.free_bytes)} free on the GPU"

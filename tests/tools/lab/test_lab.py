@@ -474,6 +474,12 @@ def test_the_help_of_a_verb_is_said_once(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out.count("usage: paceline report") == 1
 
 
+def test_the_help_of_a_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds: a script whose own option is -h runs here, as root and with the machine's network."""
+    monkeypatch.setattr("paceline.cli.lab.run_lab", lambda *arguments: 7)
+    assert main(["lab", "--", "train", "--out", "x", "--", "script.py", "-h", "128"]) == 7
+
+
 def test_another_user_than_root_is_told_so() -> None:
     os.seteuid(65534)
     try:

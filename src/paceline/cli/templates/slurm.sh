@@ -8,7 +8,7 @@
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 asked=
 trap 'asked=1; scancel --signal=TERM "$job"' USR1   # @{save_before_s} s before the end: save and stop
-srun --kill-on-bad-exit=0 \
+srun --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} \
     @{command} &
 step=$!
 wait $step; status=$?
