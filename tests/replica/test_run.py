@@ -446,7 +446,7 @@ def test_the_command_of_a_script_is_executed_by_its_owner_alone(tmp_path: Path) 
     script = {"command": "python hello.py 'a b'", "directory": str(tmp_path / "home")}
     assert resume(script, "--run").require(0).out == f"{tmp_path / 'home'} ['a b']\n"
     assert "has its settings" in resume(script, "--run", "--step", "4").require(2).err
-    assert "--run" in resume(script, "--help").require(0).out
+    assert "execute its command" in resume(script, "--help").require(0).out
     assert "run the cell again" in resume({"command": ""}).require(2).err
     assert "cannot execute python hello.py" in resume(script | {"directory": "/gone"}, "--run").require(2).err
     folder.chmod(0o770)
