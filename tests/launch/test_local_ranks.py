@@ -58,7 +58,8 @@ class Disturbed:
 
     @property
     def messages(self) -> list[str]:
-        return [line for line in self.ended.err.splitlines() if line.strip()]
+        """What is said of its end: not that there are more ranks than cores."""
+        return [line for line in self.ended.err.splitlines() if line.strip() and not line.startswith("warning: ")]
 
 
 def disturbed(folder: Path, nproc: int, disturb: Callable[[Program], None]) -> Disturbed:
