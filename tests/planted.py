@@ -790,6 +790,13 @@ MUTATIONS = (
         "if newest is not None:",
         "sync/test_local.py::test_a_resume_after_a_step_without_weight_is_bit_exact",
     ),
+    Mutation(
+        "local: a step that all ranks skip is a step of a round",
+        "replica/step.py",
+        "(self._weight, self._total) if trouble is None else ()",
+        "(self._weight, self._total)",
+        "sync/test_local.py::test_ranks_train_as_the_definition_says",
+    ),
     # ---- optim: an update ----
     Mutation(
         "bias correction stays that of the first update",
@@ -1447,6 +1454,20 @@ MUTATIONS = (
         "        self._restored_step = 0  # this save may remove it\n",
         "",
         "train/test_ends.py::test_a_resumed_run_that_gives_up_again_keeps_the_state_before_them",
+    ),
+    Mutation(
+        "what is saved before a run gives up is not sent",
+        "train/loop.py",
+        "        self.saves.send_the_rest()  # this process ends now, and another machine may continue the run\n",
+        "",
+        "train/test_ends.py::test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_before_them",
+    ),
+    Mutation(
+        "after a resume none is as good as the best one that is gone",
+        "train/restoring.py",
+        "                best = retention.mark(checkpoints, losses)",
+        "                retention.mark(checkpoints, losses)\n                best = min(losses.values())",
+        "train/test_ends.py::test_a_lower_loss_of_a_checkpoint_that_is_gone_keeps_no_other_from_being_the_best",
     ),
     Mutation(
         "a run that was stopped exits as one that is complete",

@@ -88,19 +88,22 @@ def flat(net: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
 
 
-def make_updates(nets: list[nn.Module], optimizers: list[torch.optim.Optimizer], batches: list[torch.Tensor]) -> None:
+def make_updates(nets: list[nn.Module], optimizers: list[torch.optim.Optimizer], batches: list[torch.Tensor]) -> bool:
+    """Returns whether there was an update: the gradients are finite."""
     norms = []
     for net, x in zip(nets, batches, strict=True):
         net.zero_grad()
         (loss_of(net, x) if len(x) else 0.0 * sum(p.sum() for p in net.parameters())).backward()
         norms.append(sum(p.grad.square().sum() for p in net.parameters()))
     norm = (sum(norms) / len(nets)).sqrt()
-    if norm.isfinite():
+    is_finite = bool(norm.isfinite())
+    if is_finite:
         for net, optimizer, x in zip(nets, optimizers, batches, strict=True):
             for parameter in net.parameters():
                 parameter.grad *= min(1.0, MAX_NORM / norm)
             if len(x):  # else momentum alone would move its weights
                 optimizer.step()
+    return is_finite
 
 
 def decoded(change: torch.Tensor, wire: str) -> torch.Tensor:
@@ -123,6 +126,7 @@ def reference(num_ranks: int, sync_every: int, wire: str) -> tuple[list[torch.Te
     borders = [round(len(anchor) * part / sync_every) for part in range(sync_every + 1)]
     weight = torch.zeros(sync_every, num_ranks)  # rows seen since the fragment's last exchange
     sent: list[torch.Tensor] = []
+    num_updates = 0
 
     def exchange(part: int, vectors: list[torch.Tensor], sent: list[torch.Tensor], is_last: bool = False) -> None:
         cut = slice(borders[part], borders[part + 1])
@@ -144,12 +148,14 @@ def reference(num_ranks: int, sync_every: int, wire: str) -> tuple[list[torch.Te
 
     for number in range(NUM_STEPS[sync_every, wire]):
         batches = [rows_of(number, rank) for rank in range(num_ranks)]
-        make_updates(nets, optimizers, batches)
+        is_finite = make_updates(nets, optimizers, batches)
         vectors = [flat(net) for net in nets]
         if sent:
-            exchange(number % sync_every, vectors, sent)
-        weight += torch.tensor([len(x) for x in batches])
-        sent = [vector.clone() for vector in vectors]
+            exchange(num_updates % sync_every, vectors, sent)
+        # A step without an update is no step of a round.
+        weight += torch.tensor([len(x) * is_finite for x in batches])
+        num_updates += is_finite
+        sent = [vector.clone() for vector in vectors] * is_finite
         for net, vector in zip(nets, vectors, strict=True):
             nn.utils.vector_to_parameters(vector, net.parameters())
     own = [vector.clone() for vector in vectors]

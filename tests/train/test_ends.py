@@ -153,6 +153,18 @@ def test_the_best_is_kept_from_the_resume_on_that_asks_for_it(tmp_path: Path) ->
     assert best_of(folder) == (f"step-{best:08d}", found[best])
 
 
+def test_a_lower_loss_of_a_checkpoint_that_is_gone_keeps_no_other_from_being_the_best(tmp_path: Path) -> None:
+    """Mutation: after a resume that turns keep-best on, none is as good as one that nobody kept."""
+    folder = tmp_path / "run"
+    assert status_of(folder, tiny(train__eval_every=1, train__stop_at_step=2)) == 75
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "val_loss": 1.0}\n')
+    config = tiny(train__eval_every=1, train__steps=3, checkpoint__keep_best=True)
+    assert status_of(folder, config, resume=True) == 0
+    evaluated = [row for row in rows(folder / "metrics.jsonl") if "val_loss" in row]
+    assert best_of(folder) == ("step-00000003", evaluated[-1]["val_loss"])
+
+
 # ---- stopped at an evaluation ----
 
 
@@ -376,15 +388,18 @@ def test_a_checkpoint_of_the_former_format_is_refused_with_what_to_do(tmp_path: 
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_before_them(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    """Also at `checkpoint.to`. Mutation: the process ends before its thread has sent that."""
+    folder, there = tmp_path / "run", tmp_path / "bucket/x"
     nan = "; ".join(f"rank=0 step={step} kind=nan" for step in (4, 5))
+    config = tiny(train__max_skips=2, checkpoint__to=there.as_uri(), checkpoint__retry_s=30.0)
     with pytest.raises(RunError, match=r"not finite in 2 steps in a row, up to step 5; .* is saved as step 3") as told:
-        status_of(folder, tiny(train__max_skips=2), nan)
+        status_of(folder, config, nan)
+    assert [event["step"] for event in events(folder, "checkpoint sent")] == saved(there) == [3]
     advice = "Try this: lower --optim.lr, or use --train.dtype bfloat16 or float32"
     assert str(told.value).endswith(advice), "one rank: it may be the recipe, or the machine"
     assert saved(folder) == [3]
     assert events(folder)[-1]["event"] == "failed"
-    assert status_of(folder, tiny(), resume=True) == 0
+    assert status_of(folder, tiny(train__stop_at_step=4), resume=True) == 75
     assert [event["step"] for event in events(folder, "resume")] == [3]
 
 

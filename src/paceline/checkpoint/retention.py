@@ -29,13 +29,15 @@ def point(checkpoints: Path, name: str, target: str) -> None:
     replace(checkpoints / name, f"{target}\n".encode(), 0o600)
 
 
-def mark(checkpoints: Path, losses: Mapping[int, float]) -> None:
-    """Records validation losses (by step) of checkpoints that were evaluated after their save; updates `best`."""
+def mark(checkpoints: Path, losses: Mapping[int, float]) -> float | None:
+    """Records validation losses (by step) of checkpoints that were evaluated after their save; updates `best`. Returns
+    its loss; None: there is no best."""
     index = _index(checkpoints)
     for step in index.keys() & losses.keys():
         index[step]["val_loss"] = losses[step]
     _write(checkpoints, index)
-    _point_to_best(checkpoints, index)
+    best = _point_to_best(checkpoints, index)
+    return None if best is None else index[best]["val_loss"]
 
 
 def recorded_losses(checkpoints: Path) -> dict[int, float]:

@@ -204,7 +204,7 @@ class Step:
         # ---- publish the weights ----
         if trouble is None and not is_queued:
             self._publish()
-        sync.end_step(self._weight, self._total)
+        sync.end_step(*((self._weight, self._total) if trouble is None else ()))
         return self._close(float(norm), trouble)
 
     def reduce(self) -> None:

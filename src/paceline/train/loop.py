@@ -254,6 +254,7 @@ class Training:
             saved = f"is saved as step {before.step}"
         except RunError as error:
             saved = f"is not saved: {error}"
+        self.saves.send_the_rest()  # this process ends now, and another machine may continue the run
         raise RunError(
             f"the gradient was not finite in {self.progress.skips_in_row} steps in a row, up to step "
             f"{self.progress.step}; no update was made in them, and the state before them {saved}. Try this: "

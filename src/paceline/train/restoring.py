@@ -165,10 +165,10 @@ def _forget_later_steps(setup: Setup) -> int:
 def _take_val_losses(setup: Setup) -> None:
     """Takes validation losses from the records: a checkpoint is saved before its evaluation. Collective."""
     progress, checkpoints, losses = setup.progress, setup.folder.checkpoints, dict[int, float]()
+    best: float | None = None  # of the checkpoints that are there: the one that had a lower loss may be gone
     if setup.world.is_main:
         with contextlib.suppress(OSError):
             losses = retention.recorded_losses(checkpoints)
             if setup.config.checkpoint.keep_best:
-                retention.mark(checkpoints, losses)  # in a copy, after a crash, or if the best was not kept so far
-    best = min(losses.values(), default=progress.best_val_loss)
+                best = retention.mark(checkpoints, losses)  # in a copy, after a crash, or if none was kept so far
     progress.val_loss, progress.best_val_loss = setup.group.broadcast_json([losses.get(progress.step), best])
