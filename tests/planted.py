@@ -2441,4 +2441,18 @@ MUTATIONS = (
         "  # eth0:1",
         "tools/doctor/test_findings.py::test_an_address_with_a_label_is_one_of_its_interface",
     ),
+    Mutation(
+        "a rank that dies while the run saves at a stop has lost nothing",
+        "launch/ends.py",
+        "bool(ends.killed or ends.silent or ends.lost)",
+        "bool(ends.killed)",
+        "launch/test_end_of_attempt.py::test_the_end_of_an_attempt_follows_from_those_of_its_ranks",
+    ),
+    Mutation(
+        "a checkpoint that is removed while it is copied never arrives",
+        "launch/copies.py",
+        'files = [stack.enter_context((folder / name).open("rb")) for name in json.loads(manifest)["files"]]',
+        'files = (stack.enter_context((folder / name).open("rb")) for name in json.loads(manifest)["files"])',
+        "launch/test_copies.py::test_a_checkpoint_that_is_removed_while_it_is_copied_arrives",
+    ),
 )

@@ -3,11 +3,12 @@
 import fcntl
 import io
 import json
+import shutil
 import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -71,6 +72,25 @@ def test_a_copy_that_was_cut_short_before_latest_is_finished(tmp_path: Path) -> 
     assert latest.read_text() == "step-00000020\n"
     copies.receive(target, 10, io.BytesIO(sent(source, 10)))
     assert latest.read_text() == "step-00000020\n"
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_copied_arrives(tmp_path: Path) -> None:
+    """Finds: a link slower than two saves, on which no copy ever arrives."""
+    folder = saved(tmp_path / "a", 7)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n" * 10_000)  # more than tarfile holds back
+
+    class Removing(io.BytesIO):
+        def write(self, data: Any) -> int:
+            shutil.rmtree(folder, ignore_errors=True)
+            return super().write(data)
+
+    stream = Removing()
+    copies.send(tmp_path / "a", 7, stream)
+    stream.seek(0)
+    copies.receive(tmp_path / "b", 7, stream)
+    received = tmp_path / "b" / "checkpoints" / folder.name
+    assert {path.name: path.read_bytes() for path in received.iterdir()} == whole
 
 
 def test_a_damaged_or_unfinished_copy_is_absent(tmp_path: Path) -> None:

@@ -60,6 +60,30 @@ TABLE: dict[str, tuple[tuple[Status | None, Status | None], tuple[int | None, in
     "SIGTERM from elsewhere": ((SUFFERED, None), (1, ENDED), {}, unsaid("rank 1 was killed by SIGTERM", 1)),
     "stopped, and failed": ((FAILED, SUFFERED), (1, 1), STOP, Ended(status=1, what="rank 0 failed", rank=0)),
     "killed while it saves": ((SAVED, None), (0, None), STOP, unsaid(HUNG_AT_STOP)),
+    "killed by the kernel while it saves": (
+        (SUFFERED, None),
+        (1, KILLED),
+        STOP,
+        unsaid(f"rank 1 was killed by SIGKILL {MEMORY}", 1),
+    ),
+    "killed by the kernel before training": (
+        (SUFFERED, None),
+        (1, KILLED),
+        {**STOP, "has_begun": False},
+        Ended(status=75, is_early=True),
+    ),
+    "host lost while the others save": (
+        (None, SUFFERED),
+        (None, 1),
+        {**STOP, "lost": ("a",)},
+        unsaid("rank 1 lost the other ranks"),
+    ),
+    "host lost, and the others are ended": (
+        (None, None),
+        (None, None),
+        {**STOP, "lost": ("c",)},
+        unsaid("rank 0, 1 did not end after the loss of c and was killed"),
+    ),
     "killed before training, rank 0 has said it": (
         (SAVED, None),
         (0, None),

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 import tarfile
@@ -40,20 +41,22 @@ class Damaged(Exception):
 
 
 def send(run: Path, step: int, stream: IO[bytes]) -> None:
-    """Writes a tar archive of the run's records and the checkpoint of this step. Raises OSError, as when it was
-    removed meanwhile."""
+    """Writes a tar archive of the run's records and the checkpoint of this step. It may be removed meanwhile, as on a
+    slow link: its files are open. Raises OSError if it is not there."""
     checkpoints = run / "checkpoints"
     folder = checkpoints / f"step-{step:08d}"
-    with tarfile.open(fileobj=stream, mode="w|") as archive:
+    with contextlib.ExitStack() as stack:
+        manifest = (folder / _MANIFEST).read_bytes()
+        files = [stack.enter_context((folder / name).open("rb")) for name in json.loads(manifest)["files"]]
+        archive = stack.enter_context(tarfile.open(fileobj=stream, mode="w|"))
         kept = json.dumps([path.name for path in checkpoints.iterdir() if _STEP.fullmatch(path.name)]).encode()
         _add(archive, _KEPT, kept)
         for path in (*(run / name for name in _RECORDS), checkpoints / _BEST):
             with contextlib.suppress(FileNotFoundError):
                 _add(archive, path.name, path.read_bytes())  # it grows meanwhile
-        manifest = (folder / _MANIFEST).read_bytes()
         _add(archive, f"{folder.name}/{_MANIFEST}", manifest)
-        for name in json.loads(manifest)["files"]:
-            archive.add(folder / name, f"{folder.name}/{name}", recursive=False)
+        for file in files:
+            archive.addfile(archive.gettarinfo(arcname=f"{folder.name}/{Path(file.name).name}", fileobj=file), file)
 
 
 def receive(run: Path, step: int, stream: IO[bytes]) -> None:
@@ -152,6 +155,8 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def main(arguments: list[str]) -> int:
     verb, run, step = arguments
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # `send` opens the files of all ranks
     deed: Any = {"send": partial(send, stream=sys.stdout.buffer), "receive": partial(receive, stream=sys.stdin.buffer)}
     try:
         deed[verb](Path(run), int(step))

@@ -43,6 +43,11 @@ class Ends:
         return by_it - set(self.reports) if self.stop else set()
 
     @property
+    def silent(self) -> list[int]:
+        """Ranks that died: they ended by themselves, and reported nothing."""
+        return [rank for rank in self.exits if rank not in self.reports and rank not in self.unready]
+
+    @property
     def killed(self) -> list[int]:
         """Ranks that were killed here, because their time was over."""
         return [] if self.lost else [rank for rank in self.ranks if rank not in self.exits]
@@ -76,7 +81,8 @@ def _refused(ends: Ends) -> Ended | None:
 
 def _early(ends: Ends) -> Ended | None:
     """A rank that is killed while it reads or prepares data (a library may hear no signal) has lost nothing."""
-    if ends.stop is None or ends.failures or (ends.killed and ends.has_begun):
+    is_cut_short = bool(ends.killed or ends.silent or ends.lost)
+    if ends.stop is None or ends.failures or (is_cut_short and ends.has_begun):
         return None
     has_rank_0_said = 0 in ends.reports and ends.reports[0].is_good  # which prints
     if 0 in ends.unready or not any(report.is_good for report in ends.reports.values()):
@@ -85,7 +91,7 @@ def _early(ends: Ends) -> Ended | None:
 
 
 def _died(ends: Ends) -> Ended | None:
-    silent = [rank for rank in ends.exits if rank not in ends.reports and rank not in ends.unready]
+    silent = ends.silent
     if ends.failures and all(ends.exits[rank] == -signal.SIGKILL for rank in silent):
         return None  # killed by the watchdog of those that failed, which printed why
     if not silent:
@@ -112,11 +118,13 @@ def _hung(ends: Ends) -> Ended | None:
     hanging = [rank for rank in ends.ranks if rank not in ends.reports and rank not in ends.unready]
     if not hanging:
         return None
-    after = (
-        f"{ends.stop.name}, and {ends.grace_s:g} s without a byte of a save," if ends.stop else "the failure of another"
-    )
+    after, advice = "the failure of another", ""
+    if ends.lost:
+        after = f"the loss of {' and '.join(ends.lost)}"
+    elif ends.stop:
+        after = f"{ends.stop.name}, and {ends.grace_s:g} s without a byte of a save,"
+        advice = "; to give a slow disk more time to save, raise --checkpoint.grace-s"
     what = f"rank {listed(hanging, 16)} did not end after {after} and was killed"
-    advice = "; to give a slow disk more time to save, raise --checkpoint.grace-s" if ends.stop else ""
     return Ended(status=EXIT_FAILED, what=what + advice, was_said=False)
 
 
